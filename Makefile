@@ -1,0 +1,48 @@
+# `make demo` and `make test` do everything a fresh Debian machine with Python 3.10+ needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+# the same minor release on every machine; where PyTorch's own index is reachable, its CPU build is smaller:
+#   make venv TORCH="torch==2.13.0 --index-url <PyTorch's CPU index>"
+TORCH ?= torch==2.13.0
+DEMO ?= --model llama --engine local
+TESTS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help venv demo test lint bench long clean
+
+help:  ## list what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP)  ## make the environment at .venv
+
+$(STAMP): pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "kvpool needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "No venv module. On Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,nixl,test]'
+	@touch $@
+
+demo: venv  ## a real model prefills in one process and decodes in another
+	$(BIN)/kvpool demo $(DEMO)
+
+test: venv lint  ## the whole suite
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: venv  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv  ## every benchmark, as ratios
+	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-columns=median,min,max,rounds
+
+long: venv  ## the suite with its long runs
+	$(BIN)/python -m pytest --long $(TESTS)
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,322 @@
+"""From the layouts of all source ranks and of one destination to the copies between them.
+
+Regions are paired by (owner, layer, role), wherever they lie; shard axes are intersected; what
+remains is proved to cover the destination exactly once. Pure: no torch, no engine, no memory
+touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from disagg.bind import Columns, CopyBatch, bind
+from disagg.route import Box, EntryRuns, Record, Route, entry_runs, join, records, route
+from kvpool.layout import Key, PoolLayout, Region, RequestAddress
+
+if TYPE_CHECKING:
+    from disagg.explain import Explanation
+
+__all__ = ["CopyBatch", "IncompatibleLayouts", "Reason", "TransferPlan", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why one region of the destination cannot be filled, and what would make it work."""
+
+    owner: str
+    layer: int
+    role: str
+    sentence: str
+
+
+class IncompatibleLayouts(ValueError):
+    """The destination cannot be filled from these sources; `reasons` lists every region and why."""
+
+    def __init__(self, reasons: Sequence[Reason]) -> None:
+        self.reasons = tuple(reasons)
+        lines = [f"  {line}" for line in _by_layers(self.reasons)]
+        count = f"{len(self.reasons)} reason{'s' if len(self.reasons) > 1 else ''}"
+        super().__init__("\n".join([f"{count}.", *lines]))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
+    `missing` those that only the destination has and that the caller allowed."""
+
+    sources: tuple[PoolLayout, ...]
+    dest: PoolLayout
+    routes: tuple[Route, ...]
+    unsent: tuple[Key, ...]
+    missing: tuple[Key, ...]
+    _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
+
+    def contributors(self) -> list[int]:
+        """Source ranks from which bytes are read."""
+        return sorted({each.source for each in self.routes})
+
+    def bind(
+        self,
+        source: int,
+        source_address: RequestAddress,
+        dest_address: RequestAddress,
+        *,
+        tokens: range | None = None,
+        columns: Columns | None = None,
+    ) -> CopyBatch:
+        """Runs that move positions `tokens` (default: all of the destination's) from source rank
+        `source`.
+
+        Returns addresses and lengths in bytes, coalesced, `[N]` each, valid until `columns`
+        (default: the plan's own of that source) are used again. Raises IncompleteTransfer if the
+        source does not hold a position that the destination needs, and ValueError if an id lies
+        outside its buffer.
+        """
+        if not 0 <= source < len(self.sources):
+            raise ValueError(
+                f"source {source}: this plan has sources 0 to {len(self.sources) - 1}."
+            )
+        reach = range(dest_address.num_tokens) if tokens is None else tokens
+        into = self._columns.setdefault(source, Columns()) if columns is None else columns
+        mine = [each for each in self.routes if each.source == source]
+        return bind(
+            mine, self.sources[source], self.dest, source_address, dest_address, reach, into
+        )
+
+    def bind_all(
+        self,
+        source_addresses: Sequence[RequestAddress],
+        dest_address: RequestAddress,
+        *,
+        tokens: range | None = None,
+    ) -> list[CopyBatch]:
+        """`bind` for every source rank, one batch each (empty where nothing is read)."""
+        if len(source_addresses) != len(self.sources):
+            raise ValueError(f"{len(source_addresses)} addresses for {len(self.sources)} sources.")
+        return [
+            self.bind(source, address, dest_address, tokens=tokens)
+            for source, address in enumerate(source_addresses)
+        ]
+
+    def verify(self) -> None:
+        """Proves the plan once more by brute force, byte by byte; slow, for tests. Raises
+        RuntimeError.
+        """
+        from disagg.verify import verify
+
+        verify(self)
+
+    def explain(self, tokens: int = 2048) -> Explanation:
+        """Per role: how its bytes travel, in how many runs, and why, for a request of `tokens`
+        tokens.
+        """
+        from disagg.explain import explain_plan
+
+        return explain_plan(self, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What some sources, replicas of one another, hold of a destination region."""
+
+    dest: Region
+    box: Box
+    holders: tuple[int, ...]
+
+
+def plan(
+    sources: Sequence[PoolLayout], dest: PoolLayout, *, allow_missing: Collection[str] = ()
+) -> TransferPlan:
+    """Plans every transfer that `dest` requires from `sources`, one layout per rank.
+
+    `allow_missing` names owners or roles that sources may lack altogether.
+    Raises IncompatibleLayouts with every reason at once.
+    """
+    offered: dict[Key, list[int]] = {}
+    for number, layout in enumerate(sources):
+        for region in layout.regions:
+            offered.setdefault(region.key, []).append(number)
+    reasons: list[Reason] = []
+    missing: list[Key] = []
+    pieces: list[_Piece] = []
+    for region in dest.regions:
+        holders = offered.pop(region.key, [])
+        if not holders and not {region.owner, region.role}.isdisjoint(allow_missing):
+            missing.append(region.key)
+            continue
+        problem = _mismatch(region, dest, sources, holders)
+        if problem is None:
+            found, problem = _tile(region, sources, holders)
+            pieces.extend(found)
+        if problem is not None:
+            reasons.append(Reason(*region.key, problem))
+    if reasons:
+        raise IncompatibleLayouts(reasons)
+    routes = _routes(sources, dest, _elect(pieces))
+    return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing))
+
+
+def _mismatch(
+    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> str | None:
+    """Why a source's bytes cannot be this region's bytes."""
+    if not holders:
+        held = sorted(
+            {
+                r.layer
+                for s in sources
+                for r in s.regions
+                if (r.owner, r.role) == (region.owner, region.role)
+            }
+        )
+        where = (
+            f"it holds layers {ranges(held)}"
+            if held
+            else f"it holds no {region.owner} {region.role} at all"
+        )
+        return (
+            f"prefill offers no such region ({where}). Give prefill that region too, "
+            f"or allow_missing={{{region.owner!r}}} or {{{region.role!r}}}."
+        )
+    here = dest.space_of(region)
+    for holder in holders:
+        other = sources[holder].region_by_key[region.key]
+        there = sources[holder].space_of(other)
+        axes = {a.name: a.total for a in region.axes if a.name != "entry"}
+        other_axes = {a.name: a.total for a in other.axes if a.name != "entry"}
+        for what, theirs, ours, cure in (
+            ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
+            ("", sorted(other_axes), sorted(axes), "Declare the same axes on both sides"),
+            (" in all", other_axes, axes, "Build both pools for the same model"),
+            (" bytes a cell", other.width, region.width, "Build both pools for the same model"),
+            (" space", there.kind, here.kind, "Keep this state in the same kind of space"),
+            (
+                " tokens an entry",
+                there.tokens_per_entry,
+                here.tokens_per_entry,
+                "Use the same compression",
+            ),
+        ):
+            if theirs != ours:
+                return f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
+    return None
+
+
+def _tile(
+    region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> tuple[list[_Piece], str | None]:
+    """Pieces that cover the region's shard exactly once, or why there are none."""
+    axes = [axis for axis in region.axes if axis.name != "entry"]
+    replicas: dict[Box, list[int]] = {}
+    for holder in holders:
+        other = sources[holder].region_by_key[region.key]
+        box: list[tuple[str, int, int]] = []
+        for axis in axes:
+            theirs = other.axis(axis.name) or axis
+            box.append((axis.name, max(axis.start, theirs.start), min(axis.stop, theirs.stop)))
+        if all(low < high for _, low, high in box):
+            replicas.setdefault(tuple(box), []).append(holder)
+    taken: list[Box] = []
+    for candidate in sorted(replicas, key=lambda box: (-_volume(box), box)):
+        if all(_apart(candidate, other) for other in taken):
+            taken.append(candidate)
+    needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
+    covered = sum(map(_volume, taken))
+    if covered != _volume(needed):
+        held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
+        return [], (
+            f"decode needs {_say(needed)}, prefill offers {held}, which does not tile it. "
+            "Plan with the layouts of all prefill ranks."
+        )
+    return [_Piece(region, box, tuple(replicas[box])) for box in taken], None
+
+
+def _elect(pieces: Sequence[_Piece]) -> list[tuple[_Piece, int]]:
+    """One holder a piece. Replicas share the layers out among them, in blocks, so that every sender
+    works.
+    """
+    layers: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for piece in pieces:
+        layers.setdefault(piece.holders, []).append((piece.dest.owner, piece.dest.layer))
+    turn: dict[tuple[tuple[int, ...], tuple[str, int]], int] = {}
+    for holders, held in layers.items():
+        ordered = sorted(set(held))
+        for number, layer in enumerate(ordered):
+            turn[holders, layer] = holders[number * len(holders) // len(ordered)]
+    return [(p, turn[p.holders, (p.dest.owner, p.dest.layer)]) for p in pieces]
+
+
+def _routes(
+    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[_Piece, int]]
+) -> tuple[Route, ...]:
+    """Joins the runs of every record pair, and gathers the pairs of one shape."""
+    here = records(dest)
+    there = [records(layout) for layout in sources]
+    parts: dict[tuple[int, int, int], list[EntryRuns]] = {}
+    ends: dict[tuple[int, int, int], tuple[Record, Record]] = {}
+    for piece, source in elected:
+        dst, dst_at = here[piece.dest.buffer]
+        other = sources[source].region_by_key[piece.dest.key]
+        src, src_at = there[source][other.buffer]
+        pair = source, id(src), id(dst)
+        ends[pair] = src, dst
+        parts.setdefault(pair, []).append(entry_runs(other, src_at, piece.dest, dst_at, piece.box))
+    shapes: dict[object, list[tuple[int, Record, Record, EntryRuns]]] = {}
+    for pair, runs in parts.items():
+        src, dst = ends[pair]
+        joined = join(runs)
+        shape = (
+            pair[0],
+            *(
+                (r.space.name, r.stride, r.pad_starts.tobytes(), r.pad_ends.tobytes())
+                for r in (src, dst)
+            ),
+            *(column.tobytes() for column in joined.columns()),
+        )
+        shapes.setdefault(shape, []).append((pair[0], src, dst, joined))
+    routes = []
+    for pairs in shapes.values():
+        src_bases = np.array([src.base for _, src, _, _ in pairs], dtype=np.int64)
+        dst_bases = np.array([dst.base for _, _, dst, _ in pairs], dtype=np.int64)
+        routes.append(route(*pairs[0], (src_bases, dst_bases)))
+    return tuple(routes)
+
+
+def _volume(box: Box) -> int:
+    volume = 1
+    for _, low, high in box:
+        volume *= high - low
+    return volume
+
+
+def _apart(one: Box, other: Box) -> bool:
+    return any(a[2] <= b[1] or b[2] <= a[1] for a, b in zip(one, other))
+
+
+def _say(box: Box) -> str:
+    return ", ".join(f"{name} {low} to {high - 1}" for name, low, high in box) or "all"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in spans)
+
+
+def _by_layers(reasons: Iterable[Reason]) -> Iterable[str]:
+    """One line for all layers of an owner and role that share a sentence."""
+    grouped: dict[tuple[str, str, str], list[int]] = {}
+    for reason in reasons:
+        grouped.setdefault((reason.owner, reason.role, reason.sentence), []).append(reason.layer)
+    for (owner, role, sentence), layers in grouped.items():
+        word = "layer" if len(layers) == 1 else "layers"
+        yield f"{owner} {word} {ranges(layers)} {role}: {sentence}"

@@ -1,0 +1,53 @@
+"""Where one request's state lies: item ids per space, and how many tokens they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Item ids of one space, int64 `[I]`; `ids[0]` is item number `first_item` of the request.
+
+    A window that starts elsewhere, or a list without its dead head, is a larger `first_item`.
+    """
+
+    ids: npt.NDArray[np.int64]
+    first_item: int = 0
+
+    def __post_init__(self) -> None:
+        given = np.asarray(self.ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(f"span ids: a flat list of integers, got {given.dtype}{given.shape}.")
+        ids = np.array(given, dtype=np.int64)  # a copy: the caller's list stays his own
+        if ids.size:
+            ordered = np.sort(ids)
+            if ordered[0] < 0:
+                raise ValueError(f"span ids: {int(ordered[0])} is negative.")
+            if ids.size > 1 and not (ordered[1:] != ordered[:-1]).all():
+                twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+                raise ValueError(f"span ids: item {twice} is listed twice.")
+        if not 0 <= self.first_item <= MAX_TOKENS:
+            raise ValueError(f"span first_item: 0 to {MAX_TOKENS}, got {self.first_item}.")
+        ids.flags.writeable = False
+        object.__setattr__(self, "ids", ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestAddress:
+    """The first `num_tokens` positions of one request, by space name."""
+
+    num_tokens: int
+    spans: Mapping[str, Span]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_TOKENS:
+            raise ValueError(f"num_tokens: 0 to {MAX_TOKENS}, got {self.num_tokens}.")
+        object.__setattr__(self, "spans", MappingProxyType(dict(self.spans)))

@@ -1,0 +1,128 @@
+"""Hands out pages to requests, and takes them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout import PoolLayout, RequestAddress, Span
+
+Ints = npt.NDArray[np.int64]
+
+
+class OutOfPages(RuntimeError):
+    """Fewer pages are free than were asked for; nothing was changed."""
+
+
+class HasLayout(Protocol):
+    """A pool, as far as an allocator needs to know it."""
+
+    layout: PoolLayout
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request's tokens and the pages that hold them."""
+
+    num_tokens: int = 0
+    pages: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    freed: bool = False
+
+
+class Allocator:
+    """Pages of the `kv` space of one pool. Page 0 is padding and is never handed out."""
+
+    def __init__(self, pool: HasLayout) -> None:
+        layout = pool.layout
+        self.space = layout.space_by_name["kv"]
+        self.num_pages = min(buffer.items for buffer in layout.buffers if buffer.space == "kv")
+        # a stack, its top the lowest page: fresh requests get consecutive ids, which fuse
+        self._free: Ints = np.arange(
+            self.num_pages - 1, self.space.reserved - 1, -1, dtype=np.int64
+        )
+        self._num_free = self._free.size
+        self._live: dict[int, Request] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can still be handed out."""
+        return self._num_free
+
+    def new_request(self) -> Request:
+        """A request without tokens."""
+        request = Request()
+        self._live[id(request)] = request
+        return request
+
+    def extend(self, request: Request, tokens: int) -> dict[str, Ints]:
+        """Makes room for `tokens` more tokens; returns their flat entry locations, int64
+        `[tokens]`, by space.
+
+        Raises OutOfPages, and changes nothing, if too few pages are free.
+        """
+        self._check_live(request)
+        if tokens < 0:
+            raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
+        size = self.space.tokens_per_item
+        end = request.num_tokens + tokens
+        missing = -(-end // size) - request.pages.size
+        if missing > self._num_free:
+            raise OutOfPages(
+                f"{missing} more pages of {size} tokens are needed for {tokens} tokens, "
+                f"{self._num_free} of "
+                f"{self.num_pages - self.space.reserved} are free. Free a request, or build a "
+                "larger pool."
+            )
+        if missing:
+            self._num_free -= missing
+            fresh = self._free[self._num_free : self._num_free + missing][::-1]
+            request.pages = np.concatenate([request.pages, fresh])
+        positions = np.arange(request.num_tokens, end, dtype=np.int64)
+        request.num_tokens = end
+        return {"kv": self._locate(request, positions)}
+
+    def locations(self, request: Request) -> dict[str, Ints]:
+        """Flat entry locations of all tokens of a request, int64 `[num_tokens]`, by space."""
+        self._check_live(request)
+        return {"kv": self._locate(request, np.arange(request.num_tokens, dtype=np.int64))}
+
+    def address(self, request: Request) -> RequestAddress:
+        """Where the request's tokens lie, as plans read it."""
+        self._check_live(request)
+        return RequestAddress(request.num_tokens, {"kv": Span(request.pages)})
+
+    def free(self, request: Request) -> None:
+        """Takes back all pages of a request."""
+        self._check_live(request)
+        del self._live[id(request)]
+        count = request.pages.size
+        self._free[self._num_free : self._num_free + count] = request.pages[::-1]
+        self._num_free += count
+        request.freed, request.pages, request.num_tokens = True, request.pages[:0], 0
+
+    def check_integrity(self) -> None:
+        """Every page is free or held by exactly one request; raises RuntimeError naming the first
+        that is not.
+        """
+        held = [request.pages for request in self._live.values()]
+        pages = np.concatenate([self._free[: self._num_free], *held])
+        counts = np.bincount(pages, minlength=self.num_pages)
+        expected = np.arange(self.num_pages) >= self.space.reserved
+        wrong = np.flatnonzero(counts != expected)
+        if wrong.size:
+            page = int(wrong[0])
+            raise RuntimeError(
+                f"page {page} is free or held {counts[page]} times, expected {int(expected[page])}."
+            )
+
+    def _locate(self, request: Request, positions: Ints) -> Ints:
+        size = self.space.entries_per_item
+        entries = positions // self.space.tokens_per_entry
+        return request.pages[entries // size] * size + entries % size
+
+    def _check_live(self, request: Request) -> None:
+        if self._live.get(id(request)) is not request:
+            raise ValueError("this request was freed, or belongs to another allocator.")

@@ -1,0 +1,355 @@
+"""KVPool: memory, layouts, sizes, reads and writes, all derived from what a pool declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+
+from kvpool.describe import describe
+from kvpool.device import Device, get_device
+from kvpool.dtypes import ITEMSIZE, dtype_name
+from kvpool.item import Template, alignment, item_bytes, item_regions
+from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, Region, Space
+
+PLACEMENTS = ("layer", "page")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `rank` of `size` equal parts of what is sharded."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"shard: rank {self.rank} of {self.size}. The rank is 0 to size-1.")
+
+    def of(self, total: int) -> tuple[int, int]:
+        """(start, size) of `total` steps that this part holds; with fewer steps than parts, parts
+        are replicas.
+        """
+        if total % self.size == 0:
+            return self.rank * (total // self.size), total // self.size
+        if self.size % total == 0:
+            return self.rank // (self.size // total), 1
+        raise ValueError(
+            f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
+            "other."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`."""
+
+    name: str
+    layers: tuple[int, ...]
+    space: str
+    item: Template
+
+
+class BufInfos(NamedTuple):
+    """Addresses, lengths and item lengths in bytes, and global layer ids, one of each a buffer."""
+
+    data_ptrs: list[int]
+    data_lens: list[int]
+    item_lens: list[int]
+    layer_ids: list[int]
+
+
+class StateType(str, Enum):
+    """Kinds of state beside the main cache."""
+
+    SWA = "swa"
+    NSA = "nsa"
+    MAMBA = "mamba"
+    DSV4 = "dsv4"
+
+
+class StateBufInfos(NamedTuple):
+    """One state component: as BufInfos, its kind, and the size of the sharded dimension of each
+    tensor.
+    """
+
+    state_type: StateType
+    data_ptrs: list[int]
+    data_lens: list[int]
+    item_lens: list[int]
+    layer_ids: list[int]
+    dim_per_tensor: list[int]
+
+
+class Common(TypedDict, total=False):
+    """Keyword arguments that every pool takes."""
+
+    layers: Iterable[int]
+    total_kv_layers: int | None
+    num_pages: int
+    page_size: int
+    dtype: Any
+    device: str
+    shard: Shard
+    placement: str
+    owner: str
+    model: str
+
+
+class KVPool:
+    """A pool is its declaration; everything else is derived here.
+
+    `layers` are global ids, in any subset; `num_pages` counts page 0, which is reserved for
+    padding; `page_size` is tokens a page; `placement="page"` puts all layers of a page side by
+    side.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: Iterable[int],
+        num_pages: int,
+        page_size: int,
+        dtype: Any,
+        total_kv_layers: int | None = None,
+        device: str = "cpu",
+        shard: Shard = Shard(),
+        placement: str = "layer",
+        owner: str = "target",
+        model: str = "",
+    ) -> None:
+        self.layers = tuple(sorted(layers))
+        if not self.layers or len(set(self.layers)) != len(self.layers) or self.layers[0] < 0:
+            raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
+        if placement not in PLACEMENTS:
+            raise ValueError(f"{owner} placement: one of {PLACEMENTS}, got {placement!r}.")
+        for name, value, least in (("num_pages", num_pages, 2), ("page_size", page_size, 1)):
+            if value < least:
+                raise ValueError(
+                    f"{owner} {name}: {least} or more, got {value}. Page 0 is reserved for padding."
+                )
+        self.num_pages, self.page_size, self.placement = num_pages, page_size, placement
+        self.dtype, self.owner, self.shard = dtype_name(dtype), owner, shard
+        self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
+        if owner == "target" and self.total_kv_layers <= self.layers[-1]:
+            raise ValueError(
+                f"{owner} total_kv_layers: {self.total_kv_layers}, but layer {self.layers[-1]} is "
+                "held."
+            )
+        self.device: Device = get_device(device)
+        self._declared = tuple(self.declare())
+        spaces = {space.name: space for space in self.spaces()}
+        buffers, nbytes = _place(self, spaces)
+        self._slab = self.device.allocate(nbytes)
+        base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
+        memory = str(self._slab.device)
+        self.layout = PoolLayout(
+            version=VERSION,
+            buffers=tuple(
+                Buffer(b.name, b.space, base + b.base, b.item_stride, b.item_bytes, b.items, memory)
+                for b in buffers
+            ),
+            regions=tuple(
+                region
+                for part in self._declared
+                for layer in part.layers
+                for region in item_regions(
+                    part.item,
+                    owner=owner,
+                    layer=layer,
+                    buffer=_buffer_name(owner, part.name, layer),
+                )
+            ),
+            spaces=tuple(spaces.values()),
+            total_kv_layers=self.total_kv_layers,
+            model=model,
+        )
+        self._base = base
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+
+    def declare(self) -> Iterator[Declared]:
+        """The pool's buffers, kind by kind. The only thing that a new pool must say."""
+        raise TypeError(f"{type(self).__name__} declares no buffers: define declare().")
+
+    def spaces(self) -> Iterator[Space]:
+        """Spaces that the declared buffers name."""
+        yield Space("kv", "paged", entries_per_item=self.page_size)
+
+    def items(self, space: Space) -> int:
+        """How many items the buffers of a space have."""
+        return self.num_pages
+
+    @property
+    def start_layer(self) -> int:
+        """First layer held here."""
+        return self.layers[0]
+
+    @property
+    def end_layer(self) -> int:
+        """First layer after those held here."""
+        return self.layers[-1] + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._slab.numel()
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token takes in the paged spaces of this rank."""
+        spaces = self.layout.space_by_name
+        paged = (b for b in self.layout.buffers if spaces[b.space].kind == "paged")
+        return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in paged)
+
+    @property
+    def kv_buf_groups(self) -> int:
+        """Kinds of buffers in the contiguous listing."""
+        return sum(1 for part in self._declared if part.space == "kv")
+
+    def get_contiguous_buf_infos(self) -> BufInfos:
+        """The main buffers of the `kv` space, kind by kind: `address = ptr + page * item_len`."""
+        if self.placement == "page":
+            raise ValueError(
+                f"{self.owner}: with placement='page' the layers of a page lie side by side, so "
+                "that no pointer and "
+                "item length per layer can say where they are. Read pool.layout, or build with "
+                "placement='layer'."
+            )
+        rows = [
+            (self.layout.buffer_by_name[_buffer_name(self.owner, part.name, layer)], layer)
+            for part in self._declared
+            if part.space == "kv"
+            for layer in part.layers
+        ]
+        return BufInfos(
+            [b.base for b, _ in rows],
+            [b.end - b.base for b, _ in rows],
+            [b.item_bytes for b, _ in rows],
+            [layer for _, layer in rows],
+        )
+
+    def get_state_buf_infos(self) -> list[StateBufInfos]:
+        """One entry per state component beside the main cache; `[]` where there is none."""
+        return []
+
+    def view(self, role: str, layer: int) -> torch.Tensor:
+        """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
+        in slots).
+        """
+        found = self._views.get((role, layer))
+        if found is None:
+            region = self.layout.region_by_key.get((self.owner, layer, role))
+            if region is None:
+                held = sorted({r.role for r in self.layout.regions if r.layer == layer})
+                raise KeyError(
+                    f"{self.owner} layer {layer} {role}: not held here (roles of that layer: "
+                    f"{held})."
+                )
+            found = self._views[role, layer] = _view(
+                self._slab, region, self.layout.buffer_of(region), self._base
+            )
+        return found
+
+    def store(self, role: str, layer: int, locations: Any, values: torch.Tensor) -> None:
+        """Writes `values` `[N, ...]` to flat entry locations `[N]` (`item * entries_per_item +
+        entry`).
+        """
+        self.device.store(self.view(role, layer), self._locations(role, layer, locations), values)
+
+    def load(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+        """Reads flat entry locations `[N]` into a new tensor `[N, ...]`."""
+        return self.device.load(self.view(role, layer), self._locations(role, layer, locations))
+
+    def check_integrity(self) -> None:
+        """Describes every view back and compares it with the layout; raises LayoutError where they
+        differ.
+        """
+        for region in self.layout.regions:
+            view = self.view(region.role, region.layer)
+            dims = ("item", *(axis.name for axis in region.axes), "cell")
+            shards = {axis.name: (axis.start, axis.total) for axis in region.axes}
+            seen = describe(
+                view,
+                dims,
+                role=region.role,
+                layer=region.layer,
+                owner=region.owner,
+                cell="cell",
+                shards=shards,
+                buffer=self.layout.buffer_of(region),
+            ).regions[0]
+            if seen != region:
+                raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
+
+    def _locations(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+        view = self.view(role, layer)
+        flat = (
+            torch.from_numpy(locations)
+            if isinstance(locations, np.ndarray)
+            else torch.as_tensor(locations)
+        )
+        if flat.numel() and view.device.type == "cpu":
+            low, high, end = int(flat.min()), int(flat.max()), view.shape[0] * view.shape[1]
+            if low < 0 or high >= end:
+                raise IndexError(
+                    f"{self.owner} layer {layer} {role}: location {low if low < 0 else high} of "
+                    f"{end}."
+                )
+        return flat.to(view.device, torch.int64)
+
+
+def _buffer_name(owner: str, name: str, layer: int) -> str:
+    return f"{owner}.{name}.{layer}"
+
+
+def _place(pool: KVPool, spaces: dict[str, Space]) -> tuple[list[Buffer], int]:
+    """Buffers with bases counted from 0, and the bytes that hold them all."""
+    step = pool.device.alignment
+    by_space: dict[str, list[tuple[Declared, int, int]]] = {}
+    for part in pool._declared:
+        fit = alignment(part.item)
+        size = -(-item_bytes(part.item) // fit) * fit
+        by_space.setdefault(part.space, []).extend((part, layer, size) for layer in part.layers)
+    buffers, top = [], 0
+    for name, rows in by_space.items():
+        items = pool.items(spaces[name])
+        fit = max(alignment(part.item) for part, _, _ in rows)
+        stride = -(-sum(size for _, _, size in rows) // fit) * fit
+        if pool.placement == "page":
+            at = top
+            # largest alignment first keeps every item aligned without gaps
+            for part, layer, size in sorted(rows, key=lambda row: -alignment(row[0].item)):
+                buffer = _buffer_name(pool.owner, part.name, layer)
+                buffers.append(Buffer(buffer, name, at, stride, size, items))
+                at += size
+            top = -(-(top + items * stride) // step) * step
+        else:
+            for part, layer, size in rows:
+                buffers.append(
+                    Buffer(_buffer_name(pool.owner, part.name, layer), name, top, size, size, items)
+                )
+                top = -(-(top + items * size) // step) * step
+    return buffers, top
+
+
+def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
+    size = ITEMSIZE[region.dtype]
+    steps = [
+        (buffer.items, buffer.item_stride),
+        *((a.size, a.stride) for a in region.axes),
+        (region.width // size, size),
+    ]
+    start = buffer.base - base + region.offset
+    if start % size or any(stride % size for _, stride in steps):
+        raise LayoutError(
+            f"{region}: {region.dtype} at byte {start} with strides {steps} is not aligned to "
+            f"{size} bytes."
+        )
+    return slab.view(getattr(torch, region.dtype)).as_strided(
+        [count for count, _ in steps], [stride // size for _, stride in steps], start // size
+    )

@@ -1,0 +1,161 @@
+"""Checks that a layout's statements can all be true at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvpool.layout import Buffer, PoolLayout, Region, Space
+
+
+def check_layout(layout: PoolLayout) -> None:
+    """Raises LayoutError with owner, layer, role and both values on a contradiction."""
+    from kvpool.layout import VERSION, LayoutError
+
+    if layout.version != VERSION:
+        raise LayoutError(f"layout version {layout.version}: this kvpool reads version {VERSION}.")
+    if layout.total_kv_layers < 0:
+        raise LayoutError(f"total_kv_layers: 0 or more, got {layout.total_kv_layers}.")
+    _check_unique((buffer.name for buffer in layout.buffers), "buffer")
+    _check_unique((space.name for space in layout.spaces), "space")
+    _check_unique((str(region) for region in layout.regions), "region")
+    for buffer in layout.buffers:
+        space = layout.space_by_name.get(buffer.space)
+        if space is None:
+            known = ", ".join(layout.space_by_name) or "none"
+            raise LayoutError(
+                f"buffer {buffer.name}: space {buffer.space!r} is not declared (declared: {known})."
+            )
+        if buffer.items <= space.reserved:
+            raise LayoutError(
+                f"buffer {buffer.name}: {buffer.items} items, of which space {space.name} reserves "
+                f"{space.reserved}."
+            )
+    _check_shared_ids(layout.spaces)
+    inside: dict[str, list[Region]] = defaultdict(list)
+    for region in layout.regions:
+        if region.buffer not in layout.buffer_by_name:
+            raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
+        _check_entries(region, layout.space_of(region))
+        inside[region.buffer].append(region)
+    seen: set[tuple[object, ...]] = set()
+    for name, regions in inside.items():
+        _check_item(layout.buffer_by_name[name], regions, seen)
+    _check_apart(layout.buffers)
+
+
+def _check_unique(names: Iterable[str], what: str) -> None:
+    from kvpool.layout import LayoutError
+
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise LayoutError(f"{what} {name}: declared twice.")
+        seen.add(name)
+
+
+def _check_shared_ids(spaces: Sequence[Space]) -> None:
+    from kvpool.layout import LayoutError
+
+    by_name = {space.name: space for space in spaces}
+    for space in spaces:
+        lender = by_name.get(space.id_list)
+        if lender is None or lender.id_list != lender.name:
+            raise LayoutError(
+                f"space {space.name}: shares the ids of {space.ids!r}, which has no id list of its "
+                "own."
+            )
+        if space.kind == lender.kind == "paged" and space.tokens_per_item != lender.tokens_per_item:
+            raise LayoutError(
+                f"space {space.name}: an item holds {space.tokens_per_item} tokens, "
+                f"an item of {lender.name}, whose ids it shares, {lender.tokens_per_item}."
+            )
+
+
+def _check_entries(region: Region, space: Space) -> None:
+    from kvpool.layout import LayoutError
+
+    entry = region.axis("entry")
+    size = entry.size if entry else 1
+    if space.kind == "slot" and entry is not None:
+        raise LayoutError(
+            f"{region}: has an entry axis, but an item of space {space.name} is a slot without "
+            "entries."
+        )
+    if size != space.entries_per_item:
+        raise LayoutError(
+            f"{region}: {size} entries, but an item of space {space.name} holds "
+            f"{space.entries_per_item}."
+        )
+    if entry is not None and (entry.start, entry.total) != (0, entry.size):
+        raise LayoutError(
+            f"{region}: entries cannot be sharded, got {entry.start} of {entry.total}."
+        )
+
+
+def _check_item(buffer: Buffer, regions: Sequence[Region], seen: set[tuple[object, ...]]) -> None:
+    """No two regions of an item share a byte, and none leaves the item."""
+    from kvpool.grid import MAX_RUNS, region_runs, run_count
+    from kvpool.layout import LayoutError
+
+    for region in regions:
+        if region.end > buffer.item_bytes:
+            raise LayoutError(
+                f"{region}: ends at byte {region.end} of an item of {buffer.item_bytes} (buffer "
+                f"{buffer.name})."
+            )
+    shape = tuple((r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions)
+    if shape in seen:
+        return
+    runs = sum(run_count(region) for region in regions)
+    if runs > MAX_RUNS:
+        raise LayoutError(
+            f"buffer {buffer.name}: an item of {runs} separate runs, at most {MAX_RUNS} are "
+            "supported."
+        )
+    parts = [region_runs(region) for region in regions]
+    starts = np.concatenate([offsets for offsets, _ in parts])
+    ends = np.concatenate([offsets + width for offsets, width in parts])
+    whose = np.repeat(np.arange(len(regions)), [len(offsets) for offsets, _ in parts])
+    order = np.argsort(starts, kind="stable")
+    clash = np.flatnonzero(ends[order][:-1] > starts[order][1:])
+    if clash.size:
+        one, two = order[clash[0]], order[clash[0] + 1]
+        first, second = regions[whose[one]], regions[whose[two]]
+        what = "overlaps itself" if first is second else f"overlaps {second}"
+        raise LayoutError(
+            f"{first}: {what} in an item of buffer {buffer.name}: "
+            f"bytes {starts[one]} to {ends[one]} and {starts[two]} to {ends[two]}."
+        )
+    seen.add(shape)
+
+
+def _check_apart(buffers: Sequence[Buffer]) -> None:
+    """No two buffers share a byte: they lie apart, or interleave at one stride without touching."""
+    from kvpool.layout import LayoutError
+
+    solid = sorted((b for b in buffers if b.memory != "meta"), key=lambda b: (b.memory, b.base))
+    cluster: list[Buffer] = []
+    reach = 0
+    for buffer in solid:
+        if cluster and (buffer.memory != cluster[0].memory or buffer.base >= reach):
+            cluster, reach = [], 0
+        if cluster and not _interleaves(cluster[0], cluster[-1], buffer):
+            raise LayoutError(
+                f"buffer {buffer.name}: base {buffer.base} lies inside buffer {cluster[-1].name} "
+                f"({cluster[-1].base} to {cluster[-1].end}, items of {cluster[-1].item_bytes} "
+                f"every {cluster[-1].item_stride})."
+            )
+        cluster.append(buffer)
+        reach = max(reach, buffer.end)
+
+
+def _interleaves(first: Buffer, before: Buffer, buffer: Buffer) -> bool:
+    """Whether `buffer` fits behind `before` within every stride of a cluster that `first` began."""
+    behind = buffer.base - before.base >= before.item_bytes
+    within = buffer.base + buffer.item_bytes - first.base <= first.item_stride
+    return behind and within and buffer.item_stride == first.item_stride

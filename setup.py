@@ -1,0 +1,5 @@
+"""Everything is said in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,55 @@
+"""What importing a package may cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(name + " is not there")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["kvpool.layout", "disagg.plan", "kvpool.item", "kvpool.codec"])
+def test_layouts_and_plans_need_no_torch(module):
+    run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
+
+
+def test_a_plan_is_made_and_bound_without_torch():
+    run(
+        BLOCKED.format(blocked={"torch"})
+        + """
+from disagg.plan import plan
+from kvpool.item import Cell, Repeat, item_bytes, item_regions
+from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
+page = Repeat("entry", 4, Cell("latent", 8, "bf16"))
+def layout(base):
+    buffer = Buffer("b", "kv", base, item_bytes(page), item_bytes(page), 9)
+    regions = tuple(item_regions(page, owner="target", layer=0, buffer="b"))
+    return PoolLayout(1, (buffer,), regions, (Space("kv", entries_per_item=4),), 1)
+batch = plan([layout(4096)], layout(1 << 20)).bind(
+    0, RequestAddress(5, {"kv": Span([3, 7])}), RequestAddress(5, {"kv": Span([1, 2])})
+)
+assert batch.src.tolist() == [4096 + 3 * 64, 4096 + 7 * 64], batch
+assert batch.dst.tolist() == [(1 << 20) + 64, (1 << 20) + 128], batch
+assert batch.nbytes.tolist() == [64, 16], batch
+"""
+    )
+
+
+@pytest.mark.parametrize("package", ["kvpool", "disagg", "kvpool_cuda", "kvpool_npu"])
+def test_packages_import_no_vendor_package(package):
+    vendors = {"torch_npu", "triton", "mooncake", "nixl", "nixl_cu12", "transformers"}
+    run(BLOCKED.format(blocked=vendors) + f"import {package}")
