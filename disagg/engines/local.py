@@ -1,0 +1,288 @@
+"""Reads between processes of one host, with nothing to install.
+
+Memory that its owner shares (pools on the CPU device do) is mapped read-only and copied; other host
+memory is read by `process_vm_readv`, if the kernel lets us; what neither can reach is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from disagg.bind import CopyBatch
+from disagg.engines.base import Engine, TransferError
+from disagg.engines.host_copy import copy_runs
+from disagg.route import Ints
+from kvpool.layout import MAX_INT, Slab
+
+MAX_SEGMENTS = 1 << 16
+IOV_MAX = 1024
+F_GET_SEALS = 1034
+F_SEAL_SHRINK = 0x2
+PRIVATE = -1
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`nbytes` at `base` of the owner: bytes from `offset` of his open file `fd`, or `PRIVATE`."""
+
+    base: int
+    nbytes: int
+    fd: int
+    offset: int
+    device: int
+    inode: int
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose memory it is: a process, told apart from later ones of its number, on a host."""
+
+    host: str
+    pid: int
+    started: str
+    segments: list[Segment]
+
+
+@dataclass(eq=False)
+class Peer:
+    """Where a peer's segments lie here: `here = there + shift`. `remote` ones are read through the
+    kernel.
+    """
+
+    pid: int
+    bases: Ints
+    ends: Ints
+    shifts: Ints
+    remote: np.ndarray
+    mappings: list[object]
+
+
+class LocalEngine(Engine):
+    """See the module. `read` copies at once; nothing is in flight when it has returned."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._handles: list[int] = []
+
+    @classmethod
+    def availability(cls) -> str | None:
+        """It needs Linux's /proc."""
+        if sys.platform != "linux":
+            return f"it maps memory through Linux's /proc, this is {sys.platform}. Use engine nixl."
+        return None
+
+    def register(self, slabs: Sequence[Slab]) -> None:
+        """Finds the shared mappings in which the slabs lie."""
+        for slab in slabs:
+            if slab.memory != "cpu":
+                raise TransferError(
+                    f"slab of {slab.nbytes} bytes on {slab.memory}: engine local moves host "
+                    "memory. "
+                    "Use engine nixl for device memory."
+                )
+            self._segments.extend(self._find(slab))
+
+    def metadata(self) -> bytes:
+        """The process and its segments."""
+        own = Metadata(_host(), os.getpid(), _started(os.getpid()), self._segments)
+        return msgspec.msgpack.encode(own)
+
+    def connect(self, metadata: bytes) -> Peer:
+        """Maps the peer's segments."""
+        try:
+            owner = msgspec.msgpack.decode(metadata, type=Metadata)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"malformed metadata: {error}") from None
+        if owner.host != _host():
+            raise TransferError(
+                "the peer is on another host or in another process namespace. Use engine nixl."
+            )
+        if _started(owner.pid) != owner.started:
+            raise TransferError(f"the peer's process {owner.pid} is gone.")
+        segments = sorted(owner.segments, key=lambda segment: segment.base)
+        if len(segments) > MAX_SEGMENTS:
+            raise TransferError(f"{len(segments)} segments, at most {MAX_SEGMENTS} are supported.")
+        end = 0
+        for segment in segments:
+            if segment.base < end or segment.nbytes < 1 or segment.base + segment.nbytes > MAX_INT:
+                raise TransferError(f"malformed metadata: {segment} overlaps or overflows.")
+            end = segment.base + segment.nbytes
+        mapped = [_map(owner.pid, segment) for segment in segments]
+        return Peer(
+            owner.pid,
+            np.array([segment.base for segment in segments], dtype=np.int64),
+            np.array([segment.base + segment.nbytes for segment in segments], dtype=np.int64),
+            np.array([shift for shift, _, _ in mapped], dtype=np.int64),
+            np.array([remote for _, remote, _ in mapped], dtype=bool),
+            [mapping for _, _, mapping in mapped],
+        )
+
+    def read(self, peer: Peer, batch: CopyBatch) -> None:
+        """Copies now."""
+        if not batch.runs:
+            return
+        if not peer.bases.size:
+            raise TransferError("the peer registered no memory.")
+        at = np.maximum(np.searchsorted(peer.bases, batch.src, side="right") - 1, 0)
+        inside = (batch.src >= peer.bases[at]) & (batch.src + batch.nbytes <= peer.ends[at])
+        if not inside.all():
+            first = int(np.flatnonzero(~inside)[0])
+            raise TransferError(
+                f"{int(batch.nbytes[first])} bytes at {int(batch.src[first]):#x} do not lie in "
+                "memory "
+                "that the peer registered."
+            )
+        src = batch.src + peer.shifts[at]
+        remote = peer.remote[at]
+        if not remote.any():
+            copy_runs(src, batch.dst, batch.nbytes)
+            return
+        copy_runs(src[~remote], batch.dst[~remote], batch.nbytes[~remote])
+        _read_process(peer.pid, src[remote], batch.dst[remote], batch.nbytes[remote])
+
+    def poll(self, transfer: None) -> bool:
+        """Always true: `read` returned."""
+        return True
+
+    def fence(self, peer: Peer) -> None:
+        """Nothing is in flight; the mappings go with the peer."""
+        peer.mappings.clear()
+        peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
+
+    def close(self) -> None:
+        """Closes what `register` opened."""
+        self._segments.clear()
+        while self._handles:
+            os.close(self._handles.pop())
+
+    def _find(self, slab: Slab) -> list[Segment]:
+        """The parts of a slab, each in one mapping of this process."""
+        found, reached = [], slab.base
+        for low, high, shared, offset, device, inode in _mappings():
+            if high <= reached or low >= slab.end:
+                continue
+            if low > reached:
+                break
+            start, stop = reached, min(high, slab.end)
+            handle = self._open(device, inode) if shared else PRIVATE
+            found.append(Segment(start, stop - start, handle, offset + start - low, device, inode))
+            reached = stop
+        if reached < slab.end:
+            raise TransferError(
+                f"{slab.nbytes} bytes at {slab.base:#x} are not mapped here (only up to "
+                f"{reached:#x})."
+            )
+        return found
+
+    def _open(self, device: int, inode: int) -> int:
+        """A handle of our own on a shared mapping's file, kept open for peers; PRIVATE if there is
+        none.
+        """
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                status = os.fstat(int(entry))
+                if (status.st_dev, status.st_ino) == (device, inode):
+                    handle = os.dup(int(entry))
+                    self._handles.append(handle)
+                    return handle
+            except OSError:  # closed since it was listed
+                continue
+        return PRIVATE
+
+
+def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
+    """(start, end, shared, file offset, device, inode) of this process's mappings, by address."""
+    rows = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, offset, device, inode = line.split(maxsplit=5)[:5]
+        low, high = span.split("-")
+        major, minor = device.split(":")
+        number = os.makedev(int(major, 16), int(minor, 16))
+        rows.append(
+            (int(low, 16), int(high, 16), access[3] == "s", int(offset, 16), number, int(inode))
+        )
+    return rows
+
+
+def _map(pid: int, segment: Segment) -> tuple[int, bool, object]:
+    """How far a segment is shifted here, whether it must be read through the kernel, and its
+    mapping.
+    """
+    if pid == os.getpid():
+        return 0, False, None
+    if segment.fd == PRIVATE:
+        return 0, True, None
+    try:
+        handle = os.open(f"/proc/{pid}/fd/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferError(
+            f"the peer's shared memory cannot be opened ({error.strerror}): both processes must "
+            "run as "
+            "one user. Use engine nixl otherwise."
+        ) from None
+    try:
+        status = os.fstat(handle)
+        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
+            raise TransferError(f"the peer's file {segment.fd} is not the one that it registered.")
+        if not fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK:
+            return (
+                0,
+                True,
+                None,
+            )  # it could shrink under us, and a read beyond its end would kill us
+        if segment.offset < 0 or segment.offset + segment.nbytes > status.st_size:
+            raise TransferError(f"{segment} lies outside a file of {status.st_size} bytes.")
+        start = segment.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = segment.offset - start + segment.nbytes
+        mapping = mmap.mmap(handle, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+    except OSError as error:
+        raise TransferError(f"the peer's shared memory cannot be mapped: {error}.") from None
+    finally:
+        os.close(handle)
+    memory = np.frombuffer(mapping, dtype=np.uint8)
+    return memory.ctypes.data + segment.offset - start - segment.base, False, memory
+
+
+def _read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
+    """`process_vm_readv` in calls of at most IOV_MAX runs."""
+    here = np.stack([dst, nbytes], axis=1)
+    there = np.stack([src, nbytes], axis=1)
+    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    readv.restype = ctypes.c_ssize_t
+    vector = (ctypes.c_void_p, ctypes.c_ulong)
+    readv.argtypes = (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
+    for start in range(0, src.size, IOV_MAX):
+        count = min(IOV_MAX, src.size - start)
+        wanted = int(nbytes[start : start + count].sum())
+        got = readv(pid, here[start:].ctypes.data, count, there[start:].ctypes.data, count, 0)
+        if got != wanted:
+            reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
+            raise TransferError(
+                f"process {pid} cannot be read ({reason}). Allocate the peer's pool on kvpool's "
+                "CPU "
+                "device, which shares its memory, or use engine nixl."
+            )
+
+
+def _host() -> str:
+    """This boot of this host, and this namespace of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _started(pid: int) -> str:
+    """When a process began, in clock ticks since boot; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

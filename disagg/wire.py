@@ -1,0 +1,166 @@
+"""The messages between endpoints: typed, versioned, bounded, never pickled.
+
+Every message after the hello names the life (generation) of the prefill endpoint that it belongs
+to. Numbers and sizes are bounded here; what they mean is checked against layouts where they are
+used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from kvpool.address import MAX_TOKENS
+from kvpool.layout import RequestAddress, Span
+
+PROTOCOL = 1
+MAX_MESSAGE = 16 << 20
+MAX_AUX = 1 << 20
+
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Name = Annotated[str, Meta(max_length=128)]
+Text = Annotated[str, Meta(max_length=1 << 16)]
+Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=256)]
+Aux = dict[str, Any]
+"""Small named values of one request: whatever msgpack carries (numbers, text, bytes, lists, maps).
+"""
+
+
+class WireError(ValueError):
+    """A message that is not one, too large, or of another protocol."""
+
+
+class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """Either side's first message: who it is, what its bytes are, and how to reach them."""
+
+    protocol: int
+    generation: Name
+    engine: Name
+    layout: bytes
+    metadata: bytes
+
+
+class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
+    """These two cannot work together, with all the reasons."""
+
+    reasons: list[Text]
+
+
+class Want(Struct, frozen=True, tag="want", forbid_unknown_fields=True):
+    """Decode lacks positions from `start` to `num_tokens`; `readers` decode ranks will want the
+    room.
+    """
+
+    generation: Name
+    room: Room
+    start: Count
+    num_tokens: Count
+    readers: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
+    """A Span: ids as little-endian int64."""
+
+    ids: bytes
+    first_item: Count
+
+
+class Ready(Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
+    """Prefill holds positions `start` to `stop` at the address given; `last` ends the room."""
+
+    generation: Name
+    room: Room
+    start: Count
+    stop: Count
+    last: bool
+    num_tokens: Count
+    spans: dict[Name, WireSpan]
+    aux: bytes
+    """A msgpack map of names to values, see `Aux`."""
+
+    def address(self) -> RequestAddress:
+        """The address, validated."""
+        spans = {}
+        for name, span in self.spans.items():
+            if len(span.ids) % 8:
+                raise WireError(f"ids of space {name}: {len(span.ids)} bytes are no whole int64.")
+            spans[name] = Span(np.frombuffer(span.ids, dtype="<i8"), span.first_item)
+        return RequestAddress(self.num_tokens, spans)
+
+
+class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    """Decode has read all it required."""
+
+    generation: Name
+    room: Room
+
+
+class Released(Struct, frozen=True, tag="released", forbid_unknown_fields=True):
+    """Whether the pages stayed leased until the reader was done."""
+
+    generation: Name
+    room: Room
+    leased: bool
+
+
+class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """The room has failed on the sender's side."""
+
+    generation: Name
+    room: Room
+    reason: Text
+
+
+Message = Hello | Refuse | Want | Ready | Done | Released | Abort
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes for one frame; raises WireError if no peer would take them."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are sent.")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """A message from untrusted bytes; raises WireError with the reason."""
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are read.")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed message: {error}") from None
+
+
+def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
+    """Spans as they travel."""
+    return {
+        name: WireSpan(span.ids.astype("<i8").tobytes(), span.first_item)
+        for name, span in address.spans.items()
+    }
+
+
+def pack_aux(aux: Aux) -> bytes:
+    """`aux` as it travels; raises WireError where it cannot."""
+    try:
+        data = _encoder.encode(aux)
+        unpack_aux(data)
+    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+        raise WireError(f"aux: {error}. Send numbers, text, bytes, lists or maps.") from None
+    return data
+
+
+def unpack_aux(data: bytes) -> Aux:
+    """The values, from untrusted bytes; raises WireError."""
+    if len(data) > MAX_AUX:
+        raise WireError(f"aux of {len(data)} bytes: at most {MAX_AUX} travel with a room.")
+    try:
+        return msgspec.msgpack.decode(data, type=dict[Name, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed aux: {error}") from None

@@ -1,0 +1,236 @@
+"""What bytes must be, computed from a definition of values and never from a plan.
+
+Every byte of state has a value that follows from (owner, layer, role, entry, axis steps, byte
+number) alone. `fill` writes those values into a source, `assert_holds` compares every byte of a
+destination's memory: live bytes with the definition, all others with what lay there before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from disagg.plan import TransferPlan, plan
+from kvpool.item import Template, item_bytes, item_regions
+from kvpool.layout import VERSION, Buffer, PoolLayout, RequestAddress, Space, Span
+from kvpool.pool import KVPool
+
+SOURCE, DEST = 254, 255  # what lies where no state is; values are 0 to 253
+GUARD = 192  # bytes before, between and behind hand-built buffers
+
+
+@dataclass(frozen=True)
+class State:
+    """Memory and what it means: all its bytes, and by (owner, layer, role) a uint8 view
+    `[item, axes in the region's order, byte]`.
+    """
+
+    layout: PoolLayout
+    memory: Sequence[np.ndarray]
+    views: Mapping[tuple[str, int, str], np.ndarray]
+
+
+def state(holder: KVPool | State) -> State:
+    """A pool's memory, as its typed views show it."""
+    if isinstance(holder, State):
+        return holder
+    found = holder.__dict__.get("_oracle")
+    if found is None:
+        views = {
+            region.key: holder.view(region.role, region.layer).view(torch.uint8).numpy()
+            for region in holder.layout.regions
+        }
+        found = holder.__dict__["_oracle"] = State(holder.layout, [holder._slab.numpy()], views)
+    return found
+
+
+def built(
+    parts: Iterable[tuple[int, str, int, Template]],
+    spaces: Iterable[Space] = (),
+    *,
+    page: int = 1,
+    owner: str = "target",
+) -> State:
+    """State made by hand: one buffer for each (layer, space, items, template), guards in between.
+
+    The `kv` space, of `page` entries an item, is there without being named in `spaces`.
+    """
+    parts, spaces = list(parts), {space.name: space for space in spaces}
+    if any(name == "kv" for _, name, _, _ in parts):
+        spaces.setdefault("kv", Space("kv", "paged", entries_per_item=page))
+    room = sum(items * item_bytes(template) + 2 * GUARD for _, _, items, template in parts)
+    slab = np.zeros(room + GUARD, dtype=np.uint8)
+    buffers, regions, at = [], [], GUARD
+    for number, (layer, space, items, template) in enumerate(parts):
+        name, size = f"{owner}.{number}", item_bytes(template)
+        buffers.append(Buffer(name, space, slab.ctypes.data + at, size, size, items))
+        regions.extend(item_regions(template, owner=owner, layer=layer, buffer=name))
+        at = -(-(at + items * size + GUARD) // 64) * 64
+    layers = max(layer for layer, _, _, _ in parts) + 1
+    layout = PoolLayout(VERSION, tuple(buffers), tuple(regions), tuple(spaces.values()), layers)
+    return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in regions})
+
+
+def _grid(layout, region, slab):
+    """The formula of kvpool.layout, word for word."""
+    buffer = layout.buffer_of(region)
+    grid = [(buffer.items, buffer.item_stride), *((a.size, a.stride) for a in region.axes)]
+    shape, strides = zip(*grid, (region.width, 1))
+    start = buffer.base - slab.ctypes.data + region.offset
+    return np.lib.stride_tricks.as_strided(slab[start:], shape, strides)
+
+
+def place(holder: KVPool | State, tokens: int, seed: int = 0) -> RequestAddress:
+    """An address of `tokens` tokens in shuffled items."""
+    layout, spans, random = holder.layout, {}, np.random.default_rng(seed)
+    for space in layout.spaces:
+        if space.ids is None:
+            items = min(
+                b.items
+                for b in layout.buffers
+                if layout.space_by_name[b.space].id_list == space.name
+            )
+            count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
+            spans[space.name] = Span(random.permutation(np.arange(space.reserved, items))[:count])
+    return RequestAddress(tokens, spans)
+
+
+def pages_for(tokens: int, page: int) -> int:
+    """Pages that hold `tokens` tokens, the reserved one, and three of other requests."""
+    return -(-tokens // page) + 4
+
+
+def values(key: tuple[str, int, str], coordinates: Sequence[np.ndarray], salt: int = 0):
+    """The bytes of one region at a grid of coordinates, the last being the byte number."""
+    seed = zlib.crc32(repr((*key, salt)).encode())
+    mixed = np.array(seed, dtype=np.uint32)
+    for coordinate in coordinates:
+        steps = np.asarray(coordinate, dtype=np.uint32) * np.uint32(0x9E3779B1)
+        mixed = mixed[..., None] ^ (steps + np.uint32(0x7F4A7C15))
+        mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x85EBCA6B)
+        mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return ((mixed ^ (mixed >> np.uint32(16))) % np.uint32(254)).astype(np.uint8)
+
+
+def live(space: Space, positions: range, tokens: int) -> np.ndarray:
+    """Entries that `positions` complete and that are alive once a request has `tokens` tokens."""
+    if space.kind == "slot":  # what a state holds is that of the last position
+        return np.array([tokens - 1] if tokens and tokens - 1 in positions else [], dtype=np.int64)
+    ends = np.array([p for p in positions if (p + 1) % space.tokens_per_entry == 0], dtype=np.int64)
+    entries = ends // space.tokens_per_entry
+    if space.window is None:
+        return entries
+    return entries[entries >= tokens // space.tokens_per_entry - space.window]
+
+
+def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> None:
+    """Writes the values of all live entries of `positions`."""
+    held = state(holder)
+    for region in held.layout.regions:
+        space, view = held.layout.space_of(region), held.views[region.key]
+        entries = live(space, positions, address.num_tokens)
+        if not entries.size:
+            continue
+        if region.axis("entry") is None:
+            view = view[:, None]
+        inner = [np.arange(a.start, a.stop) for a in region.axes if a.name != "entry"]
+        what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
+        span, size = address.spans[space.id_list], space.entries_per_item
+        if space.kind == "paged":
+            view[span.ids[entries // size - span.first_item], entries % size] = what
+        else:
+            view[span.ids[np.zeros_like(entries)], entries % size] = what
+
+
+def fill(holder, address: RequestAddress, positions: range | None = None) -> None:
+    """Makes a source: its background everywhere, then the values of one request."""
+    blank(holder, SOURCE)
+    write(holder, address, range(address.num_tokens) if positions is None else positions)
+
+
+def blank(holder, byte: int = DEST) -> None:
+    """Sets every byte of a holder's memory."""
+    for memory in state(holder).memory:
+        memory[...] = byte
+
+
+def assert_holds(
+    holder, address: RequestAddress, positions: range | None = None, *, kept: range = range(0)
+) -> None:
+    """Every live byte of `positions` has its value, those of `kept` are as `write(salt=1)` left
+    them, and every other byte of the memory is still blank. Padding of the request's own items
+    may be anything.
+    """
+    held = state(holder)
+    positions = range(address.num_tokens) if positions is None else positions
+    actual = [memory.copy() for memory in held.memory]
+    blank(holder)
+    write(holder, address, kept, salt=1)
+    write(holder, address, positions)
+    expected = [memory.copy() for memory in held.memory]
+    padding = _padding(held, address)
+    wrong = [(a != e) & ~p for a, e, p in zip(actual, expected, padding)]
+    count = sum(int(w.sum()) for w in wrong)
+    for memory, differs in zip(held.memory, wrong):
+        memory[...] = differs
+    names = [key for key, view in held.views.items() if view.any()] if count else []
+    for memory, was in zip(held.memory, actual):
+        memory[...] = was
+    assert not count, f"{count} bytes differ; regions in which they lie: {names[:8]}"
+
+
+def _padding(held: State, address: RequestAddress) -> list[np.ndarray]:
+    """Bytes of the request's items that no region claims."""
+    layout = held.layout
+    claimed = dict.fromkeys(layout.buffer_by_name, 0)
+    for region in layout.regions:
+        claimed[region.buffer] += region.nbytes
+    if all(claimed[b.name] == b.item_bytes for b in layout.buffers):
+        return [np.zeros(1, dtype=bool)] * len(held.memory)
+    for memory in held.memory:
+        memory[...] = 0
+        for buffer in layout.buffers:
+            at = buffer.base - memory.ctypes.data
+            if 0 <= at < memory.size:
+                for item in address.spans[layout.space_by_name[buffer.space].id_list].ids:
+                    start = at + int(item) * buffer.item_stride
+                    memory[start : start + buffer.item_bytes] = 1
+    for view in held.views.values():
+        view[...] = 0
+    return [memory.astype(bool) for memory in held.memory]
+
+
+def move(
+    sources: Sequence[KVPool | State],
+    dest: KVPool | State,
+    source_addresses: Sequence[RequestAddress],
+    dest_address: RequestAddress,
+    tokens: range | None = None,
+    **options,
+) -> TransferPlan:
+    """Plans, binds and copies, run by run; returns the plan."""
+    made = plan([source.layout for source in sources], dest.layout, **options)
+    for batch in made.bind_all(source_addresses, dest_address, tokens=tokens):
+        apply(batch, sources, dest)
+    return made
+
+
+def apply(batch, sources: Sequence[KVPool | State], dest: KVPool | State) -> None:
+    """Copies the runs of a batch one by one, once none is seen to leave memory."""
+    _inside(batch.src, batch.nbytes, [m for source in sources for m in state(source).memory])
+    _inside(batch.dst, batch.nbytes, state(dest).memory)
+    for src, dst, nbytes in zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()):
+        ctypes.memmove(dst, src, nbytes)
+
+
+def _inside(starts: np.ndarray, nbytes: np.ndarray, memory: Sequence[np.ndarray]) -> None:
+    found = np.zeros(starts.shape, dtype=bool)
+    for part in memory:
+        base = part.ctypes.data
+        found |= (starts >= base) & (starts + nbytes <= base + part.size)
+    assert found.all(), "a run leaves the memory of its pool"
