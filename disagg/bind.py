@@ -162,6 +162,23 @@ def bind(
     return CopyBatch(*out)
 
 
+def scattered(src_space: Space, dst_space: Space, tokens: int) -> Walk:
+    """The walk of a request of `tokens` tokens of which no two items are neighbours."""
+    needed = _needed(dst_space, range(tokens), tokens)
+    sizes = src_space.entries_per_item, dst_space.entries_per_item
+    starts = _starts(needed, *sizes) if needed else np.empty(0, dtype=np.int64)
+    count = np.diff(starts, append=needed.stop)
+    (src, src_step), (dst, dst_step) = (np.divmod(starts, size) for size in sizes)
+    return Walk(2 * src, src_step, 2 * dst, dst_step, count)
+
+
+def cost(route: Route, walk: Walk) -> tuple[int, int]:
+    """Runs and bytes that a route moves for a walk."""
+    blocks = list(_blocks(route, walk)) if walk.count.size else []
+    pairs = route.src_base.size
+    return pairs * sum(b.src.size for b in blocks), pairs * sum(int(b.nbytes.sum()) for b in blocks)
+
+
 class _End:
     """One side of a walk: a space, the items that its buffers have, and the request's span."""
 

@@ -251,7 +251,7 @@ class _Active:
 
 
 class DecodeEndpoint(_Endpoint):
-    """Pulls what one decode rank needs; each room is read by `ranks` decode ranks, this one included."""
+    """Pulls what one decode rank needs; `ranks` decode ranks read each room."""
 
     def __init__(self, layout: PoolLayout, engine: Engine, *, ranks: int = 1) -> None:
         super().__init__(layout, engine)

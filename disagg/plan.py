@@ -16,6 +16,7 @@ import numpy as np
 from disagg.bind import Columns, CopyBatch, bind
 from disagg.route import Box, EntryRuns, Record, Route, entry_runs, join, records, route
 from kvpool.layout import Key, PoolLayout, Region, RequestAddress
+from kvpool.show import ranges
 
 if TYPE_CHECKING:
     from disagg.explain import Explanation
@@ -299,17 +300,6 @@ def _apart(one: Box, other: Box) -> bool:
 
 def _say(box: Box) -> str:
     return ", ".join(f"{name} {low} to {high - 1}" for name, low, high in box) or "all"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in spans)
 
 
 def _by_layers(reasons: Iterable[Reason]) -> Iterable[str]:

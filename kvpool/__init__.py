@@ -9,22 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.allocator import Allocator, OutOfPages
-    from kvpool.device import DeviceUnavailable
-    from kvpool.item import Cell, Pad, Repeat, Seq, Skip
-    from kvpool.layout import (
-        Axis,
-        Buffer,
-        LayoutError,
-        PoolLayout,
-        Region,
-        RequestAddress,
-        Space,
-        Span,
-    )
-    from kvpool.pool import Declared, KVPool, Shard
-    from kvpool.pools.mha import MHAPool
-    from kvpool.pools.mla import MLAPool
+    from kvpool.allocator import Allocator as Allocator
+    from kvpool.allocator import OutOfPages as OutOfPages
+    from kvpool.device import DeviceUnavailable as DeviceUnavailable
+    from kvpool.item import Cell as Cell
+    from kvpool.item import Pad as Pad
+    from kvpool.item import Repeat as Repeat
+    from kvpool.item import Seq as Seq
+    from kvpool.item import Skip as Skip
+    from kvpool.layout import Axis as Axis
+    from kvpool.layout import Buffer as Buffer
+    from kvpool.layout import LayoutError as LayoutError
+    from kvpool.layout import PoolLayout as PoolLayout
+    from kvpool.layout import Region as Region
+    from kvpool.layout import RequestAddress as RequestAddress
+    from kvpool.layout import Space as Space
+    from kvpool.layout import Span as Span
+    from kvpool.pool import Declared as Declared
+    from kvpool.pool import KVPool as KVPool
+    from kvpool.pool import Shard as Shard
+    from kvpool.pools.mha import MHAPool as MHAPool
+    from kvpool.pools.mla import MLAPool as MLAPool
 
 _HOME = {
     "Allocator": "allocator",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,31 +59,35 @@ class Allocator:
         return request
 
     def extend(self, request: Request, tokens: int) -> dict[str, Ints]:
-        """Makes room for `tokens` more tokens; returns their flat entry locations, int64
-        `[tokens]`, by space.
+        """Makes room for `tokens` more tokens; returns their flat entry locations by space.
 
-        Raises OutOfPages, and changes nothing, if too few pages are free.
+        Locations are int64 `[tokens]`. Raises OutOfPages, and changes nothing, if too few pages are free.
         """
-        self._check_live(request)
+        return {space: rows[0] for space, rows in self.extend_batch([request], tokens).items()}
+
+    def extend_batch(self, requests: Sequence[Request], tokens: int) -> dict[str, Ints]:
+        """`extend` for each of a batch, all or none: int64 `[B, tokens]` by space."""
+        for request in requests:
+            self._check_live(request)
         if tokens < 0:
             raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
         size = self.space.tokens_per_item
-        end = request.num_tokens + tokens
-        missing = -(-end // size) - request.pages.size
-        if missing > self._num_free:
+        missing = [-(-(r.num_tokens + tokens) // size) - r.pages.size for r in requests]
+        if sum(missing) > self._num_free:
             raise OutOfPages(
-                f"{missing} more pages of {size} tokens are needed for {tokens} tokens, "
-                f"{self._num_free} of "
+                f"{sum(missing)} more pages of {size} tokens are needed, {self._num_free} of "
                 f"{self.num_pages - self.space.reserved} are free. Free a request, or build a "
                 "larger pool."
             )
-        if missing:
-            self._num_free -= missing
-            fresh = self._free[self._num_free : self._num_free + missing][::-1]
+        located = np.empty((len(requests), tokens), dtype=np.int64)
+        for row, (request, count) in enumerate(zip(requests, missing)):
+            self._num_free -= count
+            fresh = self._free[self._num_free : self._num_free + count][::-1]
             request.pages = np.concatenate([request.pages, fresh])
-        positions = np.arange(request.num_tokens, end, dtype=np.int64)
-        request.num_tokens = end
-        return {"kv": self._locate(request, positions)}
+            positions = np.arange(request.num_tokens, request.num_tokens + tokens, dtype=np.int64)
+            request.num_tokens += tokens
+            located[row] = self._locate(request, positions)
+        return {"kv": located}
 
     def locations(self, request: Request) -> dict[str, Ints]:
         """Flat entry locations of all tokens of a request, int64 `[num_tokens]`, by space."""

@@ -71,14 +71,16 @@ class CPUDevice:
                 fcntl.F_ADD_SEALS,
                 fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
             )
-            return torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
+            # all pages now: a host short of memory says so here, not by a bus error later
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            return torch.frombuffer(mmap.mmap(handle, nbytes, flags), dtype=torch.uint8)
         finally:
             os.close(handle)
 
     def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes by index; `values` are converted to the view's dtype."""
+        """Writes by index."""
         entries = view.shape[1]
-        _bits(view)[locations // entries, locations % entries] = _bits(values.to(view.dtype))
+        _bits(view)[locations // entries, locations % entries] = _bits(values)
 
     def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
         """Reads by index."""

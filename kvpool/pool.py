@@ -145,7 +145,8 @@ class KVPool:
         self._declared = tuple(self.declare())
         spaces = {space.name: space for space in self.spaces()}
         buffers, nbytes = _place(self, spaces)
-        self._slab = self.device.allocate(nbytes)
+        with torch.inference_mode(False):
+            self._slab = self.device.allocate(nbytes)
         base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
         memory = str(self._slab.device)
         self.layout = PoolLayout(
@@ -250,16 +251,24 @@ class KVPool:
                     f"{self.owner} layer {layer} {role}: not held here (roles of that layer: "
                     f"{held})."
                 )
-            found = self._views[role, layer] = _view(
-                self._slab, region, self.layout.buffer_of(region), self._base
-            )
+            with torch.inference_mode(False):  # a view made in inference mode could not be written
+                found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
+            self._views[role, layer] = found
         return found
 
     def store(self, role: str, layer: int, locations: Any, values: torch.Tensor) -> None:
-        """Writes `values` `[N, ...]` to flat entry locations `[N]` (`item * entries_per_item +
-        entry`).
+        """Writes `values` `[N, ...]` to flat entry locations `[N]`.
+
+        A location is `item * entries_per_item + entry`. Raises ValueError where shape or dtype are not the pool's: nothing is broadcast or rounded.
         """
-        self.device.store(self.view(role, layer), self._locations(role, layer, locations), values)
+        view, where = self.view(role, layer), self._locations(role, layer, locations)
+        shape = (where.numel(), *view.shape[2:])
+        if (tuple(values.shape), values.dtype) != (shape, view.dtype):
+            raise ValueError(
+                f"{self.owner} layer {layer} {role}: values {tuple(values.shape)} {values.dtype}, "
+                f"the pool takes {shape} {view.dtype}. Reshape or convert them first."
+            )
+        self.device.store(view, where, values.detach())
 
     def load(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         """Reads flat entry locations `[N]` into a new tensor `[N, ...]`."""

@@ -24,7 +24,7 @@ _memcpy.restype = None
 
 
 def copy_runs(src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """Copies `nbytes` bytes from each address `src` to each address `dst`, `[N]`, all mapped here."""
+    """Copies `nbytes` bytes from each address `src` to each `dst`, `[N]`, all mapped here."""
     large = nbytes >= LARGE
     if large.any():
         for run in zip(dst[large].tolist(), src[large].tolist(), nbytes[large].tolist()):

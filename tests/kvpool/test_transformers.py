@@ -1,0 +1,416 @@
+"""PoolCache against transformers' own DynamicCache: the same logits and the same bytes, or a
+refusal.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvpool import Allocator, MHAPool, MLAPool, OutOfPages, Shard  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3, "num_key_value_heads": 2},
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_experts": 4,
+        **EXPERTS,
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        **EXPERTS,
+        **MLA,
+    },
+}
+PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors are tiny: on a busy machine, threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@lru_cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = transformers.AutoConfig.for_model(family, **COMMON, **CONFIGS[family])
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(dtype).eval()
+
+
+def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) -> Any:
+    common = {"page_size": page_size, "num_pages": num_pages, "dtype": model.dtype, **common}
+    return pool_for(model.config, **common)
+
+
+def prompt(rows: int, tokens: int = PROMPT) -> torch.Tensor:
+    return torch.randint(0, 128, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def run(
+    model: Any,
+    cache: Any,
+    ids: torch.Tensor,
+    padding: tuple[int, ...] | None = None,
+    chunks: tuple[int, ...] = CHUNKS,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Logits `[B, T, vocabulary]` of each chunk and of each greedy step."""
+    ids = ids.clone()
+    mask = torch.ones(ids.shape[0], cache.get_seq_length() + ids.shape[1] + steps, dtype=torch.long)
+    for row, columns in enumerate(padding or ()):
+        mask[row, :columns] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = []
+    for size in (*chunks, *[1] * steps):
+        start = cache.get_seq_length()
+        end = start + size
+        kwargs = {} if padding is None else {"attention_mask": mask[:, :end]}
+        logits.append(
+            model(
+                ids[:, :size],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                **kwargs,
+            ).logits
+        )
+        assert cache.get_seq_length() == end
+        ids = ids[:, size:] if size < ids.shape[1] else logits[-1][:, -1:].argmax(-1)
+    return logits
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def held(cache: PoolCache, role: str, layer: int) -> torch.Tensor:
+    """`[B, T, ...]` from the typed view and the requests' page ids alone."""
+    view = cache.pool.view(role, layer)
+    return torch.stack(
+        [view[torch.from_numpy(r.pages)].flatten(0, 1)[: r.num_tokens] for r in cache.requests]
+    )
+
+
+def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) -> None:
+    for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
+        assert torch.equal(a, b), f"step {step}"
+    roles = ("latent", "rope") if isinstance(ours.pool, MLAPool) else ("k", "v")
+    for layer in range(model.config.num_hidden_layers):
+        dynamic = theirs.layers[layer]
+        for role, states in zip(roles, (dynamic.keys, dynamic.values)):
+            rows = held(ours, role, layer)
+            rows = rows.transpose(1, 2) if rows.dim() == 4 else rows[:, None]
+            assert rows.shape == states.shape
+            assert torch.equal(bits(rows), bits(states)), f"layer {layer} {role}"
+            assert not bits(ours.pool.view(role, layer)[0]).any(), "the padding page is written"
+    ours.allocator.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("padding", [None, (0, 6)], ids=["one row", "padded rows"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
+    model, ids = model_of(family, dtype), prompt(1 if padding is None else 2)
+    pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
+    ours = PoolCache.new(pool, Allocator(pool), ids.shape[0])
+    expected = run(model, theirs, ids, padding)
+    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+@pytest.mark.parametrize(
+    ("family", "common"),
+    [
+        ("llama", {"order": "hnd"}),
+        ("llama", {"order": "hnd", "placement": "page"}),
+        ("qwen3_moe", {"placement": "page"}),
+        ("deepseek_v3", {"placement": "page"}),
+    ],
+    ids=str,
+)
+def test_neither_page_size_nor_order_nor_placement_changes_a_bit(family, common, page_size):
+    model, ids = model_of(family, torch.bfloat16), prompt(2)
+    pool = pool_of(model, page_size, num_pages=100, **common)
+    theirs = transformers.DynamicCache(config=model.config)
+    ours = PoolCache.new(pool, Allocator(pool), 2)
+    expected = run(model, theirs, ids, (3, 0))
+    assert_same(model, ours, theirs, run(model, ours, ids, (3, 0)), expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_generate_gives_the_tokens_of_dynamic_cache(family):
+    model, ids = model_of(family), prompt(2)
+    pool = pool_of(model)
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    kwargs["attention_mask"] = torch.ones_like(ids)
+    ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
+    assert torch.equal(ours, model.generate(ids, **kwargs))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_pool_filled_by_others_goes_on_where_it_was(family):
+    model, ids = model_of(family, torch.bfloat16), prompt(2)
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids)
+    source = pool_of(model)
+    prefilled = PoolCache.new(source, Allocator(source), 2)
+    logits = run(model, prefilled, ids[:, :28], chunks=(11, 17), steps=0)
+
+    dest = pool_of(model, page_size=8, placement="page")
+    allocator = Allocator(dest)
+    allocator.extend(allocator.new_request(), 3)  # so that page ids differ
+    requests = [allocator.new_request() for _ in range(2)]
+    for row, request in enumerate(requests):
+        allocator.extend(request, 28)
+        for region in dest.layout.regions:
+            values = held(prefilled, region.role, region.layer)[row]
+            for position in range(28):
+                page, entry = request.pages[position // 8], position % 8
+                dest.view(region.role, region.layer)[page, entry] = values[position]
+    ours = PoolCache(dest, allocator, requests)
+    assert [ours.get_seq_length(layer) for layer in (0, 1)] == [28, 28]
+    assert ours.get_mask_sizes(9, 1) == (37, 0)
+    logits += run(model, ours, ids[:, 28:], chunks=(1,))
+    assert_same(model, ours, theirs, logits, expected)
+
+
+def test_batch_and_single_rows_share_a_pool():
+    model, ids = model_of("llama"), prompt(2)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    caches = [PoolCache.new(pool, allocator, 1) for _ in range(2)]
+    alone = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    for chunk in (slice(0, 13), slice(13, 29)):  # interleaved: pages of the rows alternate
+        for row, (ours, theirs) in enumerate(zip(caches, alone)):
+            part = ids[row : row + 1, chunk]
+            chunks = (part.shape[1],)
+            got = run(model, ours, part, chunks=chunks, steps=0)
+            expected = run(model, theirs, part, chunks=chunks, steps=0)
+            assert_same(model, ours, theirs, got, expected)
+
+
+def test_inference_mode_and_no_grad_can_alternate():
+    model, ids = model_of("llama"), prompt(1)
+    pool = pool_of(model)
+    ours = PoolCache.new(pool, Allocator(pool))
+    theirs = transformers.DynamicCache(config=model.config)
+    for guard in (torch.inference_mode, torch.no_grad):
+        with guard():
+            a = model(ids, past_key_values=ours).logits
+            assert torch.equal(a, model(ids, past_key_values=theirs).logits)
+
+
+def test_update_returns_what_a_dynamic_layer_returns():
+    pool = MHAPool(
+        num_kv_heads=2, head_dim=4, v_head_dim=6, layers=range(2), num_pages=9, page_size=3,
+        dtype="bf16", order="hnd",
+    )  # fmt: skip
+    ours, theirs = PoolCache.new(pool, Allocator(pool), 2), transformers.DynamicCache()
+    for tokens in (4, 1, 2):
+        for layer in (1, 0):  # whichever layer comes first extends
+            k = torch.randn(2, tokens, 2, 4).bfloat16().transpose(1, 2)
+            v = torch.randn(2, tokens, 2, 6).bfloat16().transpose(1, 2)
+            for a, b in zip(ours.update(k, v, layer), theirs.update(k, v, layer), strict=True):
+                assert torch.equal(a, b)
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        assert {request.num_tokens for request in ours.requests} == {theirs.get_seq_length()}
+    assert ours.get_max_length() == theirs.get_max_length() == -1
+    assert ours.batch_size == 2
+    assert ours.is_sliding == [False, False]
+    assert not ours.is_compileable
+    assert not ours.is_croppable
+
+
+def test_out_of_pages_leaves_all_rows_as_they_were():
+    model, ids = model_of("llama"), prompt(2)
+    pool = pool_of(model, page_size=8, num_pages=8)  # 7 to give: 4 for row 0, 3 for row 1
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator, 2)
+    run(model, ours, ids[:, :20], chunks=(20,), steps=0)
+    before = pool._slab.clone()
+    with pytest.raises(OutOfPages, match=r"2 more pages of 8 tokens are needed, 1 of 7 are free"):
+        run(model, ours, ids[:, 20:], chunks=(9,), steps=0)
+    assert [request.num_tokens for request in ours.requests] == [20, 20]
+    assert (ours.get_seq_length(), allocator.free_pages) == (20, 1)
+    assert torch.equal(pool._slab, before)
+    allocator.check_integrity()
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids[:, :24], chunks=(20, 4), steps=0)
+    logits = run(model, ours, ids[:, 20:24], chunks=(4,), steps=0)
+    assert_same(model, ours, theirs, logits, expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("common", "sentence"),
+    [
+        ({"dtype": "bf16"}, r"layer 0 k: .*torch.float32 on cpu, .*torch.bfloat16 on cpu"),
+        ({"shard": Shard(1, 2)}, r"\[1, 2, 29, 16\].* \[1, 1, 29, 16\].*heads 1-1 of 2"),
+        ({"layers": [0, 1]}, r"layer 2: .* the pool holds \(0, 1\)"),
+        ({"layers": [1, 2]}, r"layer 0: .* the pool holds \(1, 2\)"),
+        ({"device": "meta"}, r"on cpu, .* on meta"),
+    ],
+    ids=["dtype", "shard", "last layer", "first layer", "device"],
+)
+def test_a_pool_that_does_not_fit_the_model_is_refused(common, sentence):
+    model = model_of("llama")
+    pool = pool_of(model, **common)
+    ours = PoolCache.new(pool, Allocator(pool))
+    with pytest.raises(ValueError, match=sentence):
+        run(model, ours, prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_other_dims_other_rows_and_gradients_are_refused():
+    model, ids = model_of("deepseek_v3"), prompt(1)
+    pool = MLAPool(
+        kv_lora_rank=16, qk_rope_head_dim=8, layers=range(3), num_pages=9, page_size=4, dtype="f32"
+    )
+    with pytest.raises(ValueError, match=r"latent: .*\[1, 1, 29, 32\].*\[1, 1, 29, 16\]"):
+        run(model, PoolCache.new(pool, Allocator(pool)), ids, chunks=(PROMPT,), steps=0)
+    pool = pool_of(model)
+    with pytest.raises(ValueError, match=r"\[1, 1, 29, 32\].*\[2, 1, 29, 32\]"):
+        run(model, PoolCache.new(pool, Allocator(pool), 2), ids, chunks=(PROMPT,), steps=0)
+    with pytest.raises(ValueError, match="no gradients are kept"):
+        model(ids, past_key_values=PoolCache.new(pool, Allocator(pool)))
+    assert not pool._slab.any()
+
+
+def test_requests_that_make_no_batch_are_refused():
+    pool = pool_of(model_of("llama"))
+    allocator = Allocator(pool)
+    first, second = allocator.new_request(), allocator.new_request()
+    allocator.extend(second, 3)
+    with pytest.raises(ValueError, match=r"requests: \[0, 3\] tokens"):
+        PoolCache(pool, allocator, [first, second])
+    with pytest.raises(ValueError, match="each once, got 2"):
+        PoolCache(pool, allocator, [first, first])
+    with pytest.raises(ValueError, match="one or more, each once, got 0"):
+        PoolCache(pool, allocator, [])
+    with pytest.raises(ValueError, match="Build it as Allocator"):
+        PoolCache(pool_of(model_of("llama"), page_size=6), allocator, [first])
+    with pytest.raises(ValueError, match="Build it as Allocator"):
+        PoolCache(pool_of(model_of("llama"), num_pages=39), allocator, [first])
+    allocator.free(first)
+    with pytest.raises(ValueError, match="freed"):
+        PoolCache(pool, allocator, [first])
+
+
+def test_requests_changed_behind_the_cache_are_noticed():
+    pool = pool_of(model_of("llama"))
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator, 2)
+    states = torch.zeros(2, 2, 4, 16)
+    allocator.extend(ours.requests[1], 4)
+    with pytest.raises(ValueError, match="row 1: 4 tokens, not 0"):
+        ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 0
+    ours = PoolCache.new(pool, allocator, 2)
+    allocator.free(ours.requests[1])
+    with pytest.raises(ValueError, match="freed"):
+        ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 0
+
+
+def test_layers_of_one_forward_that_disagree_are_noticed():
+    pool = pool_of(model_of("llama"))
+    ours = PoolCache.new(pool, Allocator(pool))
+    states = torch.zeros(1, 2, 4, 16)
+    ours.update(states, states, 0)
+    with pytest.raises(ValueError, match="layer 1: 3 new tokens, others got 4"):
+        ours.update(states[:, :, :3], states[:, :, :3], 1)
+    ours.update(states, states, 1)
+    with pytest.raises(RuntimeError, match=r"layers \[2\]: 0 tokens, others 4"):
+        ours.update(states, states, 0)
+    ours.update(states, states, 2)
+    ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 8
+
+
+def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
+    pool = pool_of(model_of("llama"))
+    ours = PoolCache.new(pool, Allocator(pool))
+    calls = {
+        "reset": (),
+        "crop": (-1,),
+        "reorder_cache": (torch.tensor([0]),),
+        "batch_repeat_interleave": (2,),
+        "batch_select_indices": (torch.tensor([0]),),
+        "offload": (0,),
+        "prefetch": (0,),
+        "activate_past_recording": (),
+    }
+    for name, args in calls.items():
+        with pytest.raises(NotImplementedError, match=r"PoolCache: .* is not supported\. [A-Z]"):
+            getattr(ours, name)(*args)
+    with pytest.raises(NotImplementedError, match="deepcopy"):
+        copy.deepcopy(ours)
+
+
+def test_pool_for_knows_three_families_and_says_so():
+    for family, kind in (("llama", MHAPool), ("qwen3_moe", MHAPool), ("deepseek_v3", MLAPool)):
+        pool = pool_of(model_of(family), layers=[1], owner="target")
+        assert type(pool) is kind
+        assert pool.total_kv_layers == CONFIGS[family]["num_hidden_layers"]
+    elements = {"llama": 2 * 2 * 16, "qwen3_moe": 2 * 2 * 24, "deepseek_v3": 32 + 8}
+    for family, width in elements.items():
+        pool = pool_of(model_of(family))
+        assert pool.bytes_per_token == width * 4 * CONFIGS[family]["num_hidden_layers"]
+    with pytest.raises(ValueError, match=r"'gpt2': known are llama, qwen3_moe, deepseek_v3\. Buil"):
+        pool_for(transformers.GPT2Config(), num_pages=4, page_size=4, dtype="f32")
+
+
+def test_a_pool_of_other_roles_is_refused():
+    class Keys(MHAPool):
+        def declare(self):
+            yield from list(super().declare())[:1]
+
+    pool = Keys(num_kv_heads=2, head_dim=4, layers=[0], num_pages=4, page_size=2, dtype="f32")
+    with pytest.raises(ValueError, match=r"layer 0: roles \['k'\]"):
+        PoolCache.new(pool, Allocator(pool))
+
+
+def test_pages_need_not_follow_each_other():
+    pool = pool_of(model_of("llama"), page_size=4)
+    allocator = Allocator(pool)
+    ours, other = PoolCache.new(pool, allocator), allocator.new_request()
+    states = torch.zeros(1, 2, 3, 16)
+    for n in range(1, 4):
+        for layer in range(3):
+            k, _ = ours.update(states + n, states - n, layer)
+            assert k[0, 0, :, 0].tolist() == [x for x in range(1, n + 1) for _ in range(3)]
+        allocator.extend(other, 4)
+    assert (np.diff(ours.requests[0].pages) > 1).any()
