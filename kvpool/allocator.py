@@ -61,7 +61,8 @@ class Allocator:
     def extend(self, request: Request, tokens: int) -> dict[str, Ints]:
         """Makes room for `tokens` more tokens; returns their flat entry locations by space.
 
-        Locations are int64 `[tokens]`. Raises OutOfPages, and changes nothing, if too few pages are free.
+        Locations are int64 `[tokens]`. Raises OutOfPages, and changes nothing, if too few pages are
+        free.
         """
         return {space: rows[0] for space, rows in self.extend_batch([request], tokens).items()}
 

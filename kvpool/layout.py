@@ -311,6 +311,14 @@ class PoolLayout:
         """Regions by (owner, layer, role)."""
         return {region.key: region for region in self.regions}
 
+    @cached_property
+    def items_by_space(self) -> dict[str, int]:
+        """Items that every buffer of a space has, by space name."""
+        found: dict[str, int] = {}
+        for buffer in self.buffers:
+            found[buffer.space] = min(found.get(buffer.space, buffer.items), buffer.items)
+        return found
+
     def buffer_of(self, region: Region) -> Buffer:
         """The buffer in which a region lies."""
         return self.buffer_by_name[region.buffer]

@@ -259,7 +259,8 @@ class KVPool:
     def store(self, role: str, layer: int, locations: Any, values: torch.Tensor) -> None:
         """Writes `values` `[N, ...]` to flat entry locations `[N]`.
 
-        A location is `item * entries_per_item + entry`. Raises ValueError where shape or dtype are not the pool's: nothing is broadcast or rounded.
+        A location is `item * entries_per_item + entry`. Raises ValueError where shape or dtype are
+        not the pool's: nothing is broadcast or rounded.
         """
         view, where = self.view(role, layer), self._locations(role, layer, locations)
         shape = (where.numel(), *view.shape[2:])
