@@ -1,3 +1,46 @@
-"""Moves state between pools: plans derived from layouts, engines that see only addresses and
-lengths.
+"""Moves state between pools: plans derived from layouts, engines that see addresses and lengths.
+
+`import disagg` is light: names load on first use, and `disagg.plan` never loads torch.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from disagg.bind import CopyBatch as CopyBatch
+    from disagg.bind import IncompleteTransfer as IncompleteTransfer
+    from disagg.endpoint import DecodeEndpoint as DecodeEndpoint
+    from disagg.endpoint import HandshakeRefused as HandshakeRefused
+    from disagg.endpoint import PrefillEndpoint as PrefillEndpoint
+    from disagg.engines.base import Engine as Engine
+    from disagg.engines.base import EngineUnavailable as EngineUnavailable
+    from disagg.engines.base import TransferError as TransferError
+    from disagg.engines.base import create_engine as create_engine
+    from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
+    from disagg.plan import TransferPlan as TransferPlan
+    from disagg.room import KVPoll as KVPoll
+
+_HOME = {
+    "CopyBatch": "bind",
+    "DecodeEndpoint": "endpoint",
+    "Engine": "engines.base",
+    "EngineUnavailable": "engines.base",
+    "HandshakeRefused": "endpoint",
+    "IncompatibleLayouts": "plan",
+    "IncompleteTransfer": "bind",
+    "KVPoll": "room",
+    "PrefillEndpoint": "endpoint",
+    "TransferError": "engines.base",
+    "TransferPlan": "plan",
+    "create_engine": "engines.base",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'disagg' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"disagg.{_HOME[name]}"), name)

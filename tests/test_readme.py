@@ -1,0 +1,34 @@
+"""The README's code is run as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = [
+    (path, number, code)
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M)
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "number", "code"), BLOCKS, ids=[f"{p.name}-{n}" for p, n, _ in BLOCKS]
+)
+def test_code_in_documents_runs(path, number, code, capsys):
+    exec(compile(code, f"{path.name} block {number}", "exec"), {"__name__": "document"})
+    if path.name == "README.md":
+        said = capsys.readouterr().out
+        assert "Success {'first_token': 7}" in said
+        assert "target latent" in said
+
+
+def test_every_link_between_documents_leads_somewhere():
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
