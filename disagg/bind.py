@@ -264,12 +264,13 @@ def _check_offered(src: _End, needed: range, tokens: range, total: int) -> None:
             f"source: the state in space {space.name} is that of {held} tokens, needed is that of "
             f"{total}."
         )
-    if space.kind == "ring":
-        alive = held // space.tokens_per_entry - (space.window or space.entries_per_item)
+    if space.window is not None:
+        alive = max(0, held // space.tokens_per_entry - space.window)
         if needed.start < alive:
             raise IncompleteTransfer(
-                f"source: the ring in space {space.name} keeps entries from {alive} alive, "
-                f"needed are {needed.start} to {needed.stop - 1}."
+                f"source: space {space.name} keeps entries from {alive} alive, needed are "
+                f"{needed.start} to {needed.stop - 1}. Give decode a window of at most "
+                f"{space.window} entries."
             )
 
 

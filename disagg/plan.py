@@ -15,6 +15,7 @@ import numpy as np
 
 from disagg.bind import Columns, CopyBatch, bind
 from disagg.route import Box, EntryRuns, Record, Route, entry_runs, join, records, route
+from kvpool.dtypes import ITEMSIZE
 from kvpool.layout import Key, PoolLayout, Region, RequestAddress
 from kvpool.show import ranges
 
@@ -149,51 +150,57 @@ def plan(
         if not holders and not {region.owner, region.role}.isdisjoint(allow_missing):
             missing.append(region.key)
             continue
-        problem = _mismatch(region, dest, sources, holders)
-        if problem is None:
-            found, problem = _tile(region, sources, holders)
+        problems = _mismatches(region, dest, sources, holders)
+        if not problems:
+            found, problems = _tile(region, sources, holders)
             pieces.extend(found)
-        if problem is not None:
-            reasons.append(Reason(*region.key, problem))
+        reasons.extend(Reason(*region.key, problem) for problem in problems)
     if reasons:
         raise IncompatibleLayouts(reasons)
     routes = _routes(sources, dest, _elect(pieces))
     return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing))
 
 
-def _mismatch(
+def _mismatches(
     region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> str | None:
-    """Why a source's bytes cannot be this region's bytes."""
+) -> list[str]:
+    """Why sources' bytes cannot be this region's bytes."""
     if not holders:
         held = sorted(
             {
-                r.layer
-                for s in sources
-                for r in s.regions
-                if (r.owner, r.role) == (region.owner, region.role)
+                other.layer
+                for layout in sources
+                for other in layout.regions
+                if (other.owner, other.role) == (region.owner, region.role)
             }
         )
-        where = (
-            f"it holds layers {ranges(held)}"
-            if held
-            else f"it holds no {region.owner} {region.role} at all"
-        )
-        return (
+        where = f"it holds layers {ranges(held)}" if held else "it holds none at all"
+        return [
             f"prefill offers no such region ({where}). Give prefill that region too, "
             f"or allow_missing={{{region.owner!r}}} or {{{region.role!r}}}."
-        )
+        ]
     here = dest.space_of(region)
+    axes = {axis.name: axis.total for axis in region.axes if axis.name != "entry"}
+    found: dict[str, None] = {}
     for holder in holders:
         other = sources[holder].region_by_key[region.key]
         there = sources[holder].space_of(other)
-        axes = {a.name: a.total for a in region.axes if a.name != "entry"}
-        other_axes = {a.name: a.total for a in other.axes if a.name != "entry"}
+        totals = {axis.name: axis.total for axis in other.axes if axis.name != "entry"}
         for what, theirs, ours, cure in (
             ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
-            ("", sorted(other_axes), sorted(axes), "Declare the same axes on both sides"),
-            (" in all", other_axes, axes, "Build both pools for the same model"),
-            (" bytes a cell", other.width, region.width, "Build both pools for the same model"),
+            (
+                " elements a cell",
+                other.width // ITEMSIZE[other.dtype],
+                region.width // ITEMSIZE[region.dtype],
+                "Build both pools for the same model",
+            ),
+            (" axes", sorted(totals), sorted(axes), "Declare the same axes on both sides"),
+            (
+                " in all",
+                {name: total for name, total in totals.items() if name in axes},
+                {name: total for name, total in axes.items() if name in totals},
+                "Build both pools for the same model",
+            ),
             (" space", there.kind, here.kind, "Keep this state in the same kind of space"),
             (
                 " tokens an entry",
@@ -203,13 +210,13 @@ def _mismatch(
             ),
         ):
             if theirs != ours:
-                return f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
-    return None
+                found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
+    return list(found)
 
 
 def _tile(
     region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> tuple[list[_Piece], str | None]:
+) -> tuple[list[_Piece], list[str]]:
     """Pieces that cover the region's shard exactly once, or why there are none."""
     axes = [axis for axis in region.axes if axis.name != "entry"]
     replicas: dict[Box, list[int]] = {}
@@ -226,14 +233,13 @@ def _tile(
         if all(_apart(candidate, other) for other in taken):
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
-    covered = sum(map(_volume, taken))
-    if covered != _volume(needed):
+    if sum(map(_volume, taken)) != _volume(needed):
         held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
-        return [], (
-            f"decode needs {_say(needed)}, prefill offers {held}, which does not tile it. "
-            "Plan with the layouts of all prefill ranks."
-        )
-    return [_Piece(region, box, tuple(replicas[box])) for box in taken], None
+        return [], [
+            f"decode needs {_say(needed)}, prefill offers {held}: no choice among these was found "
+            "that covers it exactly once. Plan with the layouts of all prefill ranks."
+        ]
+    return [_Piece(region, box, tuple(replicas[box])) for box in taken], []
 
 
 def _elect(pieces: Sequence[_Piece]) -> list[tuple[_Piece, int]]:
@@ -299,7 +305,7 @@ def _apart(one: Box, other: Box) -> bool:
 
 
 def _say(box: Box) -> str:
-    return ", ".join(f"{name} {low} to {high - 1}" for name, low, high in box) or "all"
+    return ", ".join(f"{name} {ranges(range(low, high))}" for name, low, high in box) or "all"
 
 
 def _by_layers(reasons: Iterable[Reason]) -> Iterable[str]:

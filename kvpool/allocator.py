@@ -70,6 +70,8 @@ class Allocator:
         """`extend` for each of a batch, all or none: int64 `[B, tokens]` by space."""
         for request in requests:
             self._check_live(request)
+        if len({id(request) for request in requests}) != len(requests):
+            raise ValueError("a request is named twice in the batch.")
         if tokens < 0:
             raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
         size = self.space.tokens_per_item
@@ -115,6 +117,9 @@ class Allocator:
         """
         held = [request.pages for request in self._live.values()]
         pages = np.concatenate([self._free[: self._num_free], *held])
+        outside = pages[(pages < 0) | (pages >= self.num_pages)]
+        if outside.size:
+            raise RuntimeError(f"page {int(outside[0])} of {self.num_pages} is free or held.")
         counts = np.bincount(pages, minlength=self.num_pages)
         expected = np.arange(self.num_pages) >= self.space.reserved
         wrong = np.flatnonzero(counts != expected)

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from kvpool.layout import VERSION, Axis, Buffer, LayoutError, PoolLayout, Region, Space
+from kvpool.layout import (
+    MAX_AXES,
+    MAX_PARTS,
+    VERSION,
+    Axis,
+    Buffer,
+    LayoutError,
+    PoolLayout,
+    Region,
+    Space,
+)
 
 MAX_BYTES = 8 << 20
-MAX_PARTS = 1 << 16
+
+
+def _strict(kind: type, **lists: Any) -> Any:
+    """A struct of a dataclass's fields that refuses unknown ones, and lists that are too long."""
+    hints = get_type_hints(kind) | lists
+    rows = [
+        (f.name, hints[f.name], *([] if f.default is MISSING else [f.default]))
+        for f in fields(kind)
+    ]
+    return msgspec.defstruct(kind.__name__, rows, forbid_unknown_fields=True)
+
+
+def _list(kind: Any, most: int) -> Any:
+    return Annotated[list[kind], Meta(max_length=most)]
+
+
+_Region = _strict(Region, axes=_list(_strict(Axis), MAX_AXES))
+_Layout = _strict(
+    PoolLayout,
+    buffers=_list(_strict(Buffer), MAX_PARTS),
+    regions=_list(_Region, MAX_PARTS),
+    spaces=_list(_strict(Space), MAX_PARTS),
+)
 
 
 class _Versioned(msgspec.Struct):
@@ -35,7 +69,11 @@ def from_msgpack(data: bytes) -> PoolLayout:
 
 def from_json(text: str | bytes) -> PoolLayout:
     """As `from_msgpack`, for JSON."""
-    return _decode(text.encode() if isinstance(text, str) else text, msgspec.json.decode)
+    try:
+        data = text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError as error:
+        raise LayoutError(f"malformed layout: {error}") from None
+    return _decode(data, msgspec.json.decode)
 
 
 def fingerprint(layout: PoolLayout) -> str:
@@ -58,48 +96,17 @@ def _bounded(data: bytes) -> bytes:
     return data
 
 
-def _decode(data: bytes, decode: Callable[..., object]) -> PoolLayout:
+def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
     _bounded(data)
     try:
-        version = decode(data, type=_Versioned).version  # type: ignore[attr-defined]
+        version = decode(data, type=_Versioned).version
         if version != VERSION:
             raise LayoutError(
-                f"layout version {version}: this kvpool reads version {VERSION}. Run the same "
-                "kvpool on both sides."
+                f"layout version {version}: this kvpool reads version {VERSION}. "
+                "Run the same kvpool on both sides."
             )
-        raw = decode(data)
-        _check_shape(raw)
-        return msgspec.convert(raw, PoolLayout)
+        return msgspec.convert(decode(data, type=_Layout), PoolLayout, from_attributes=True)
     except LayoutError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LayoutError(f"malformed layout: {error}") from None
-
-
-def _check_shape(raw: object) -> None:
-    """Counts are bounded and no field is unknown: what we would not check we do not accept."""
-    if not isinstance(raw, Mapping):
-        raise LayoutError("malformed layout: expected a map.")
-    _known(raw, PoolLayout, "layout")
-    for name, kind in (("buffers", Buffer), ("regions", Region), ("spaces", Space)):
-        parts = raw.get(name)
-        if not isinstance(parts, list):
-            raise LayoutError(f"malformed layout: {name} must be a list.")
-        if len(parts) > MAX_PARTS:
-            raise LayoutError(
-                f"a layout of {len(parts)} {name}: at most {MAX_PARTS} are supported."
-            )
-        for part in parts:
-            _known(part, kind, name)
-            axes = part.get("axes", ()) if isinstance(part, Mapping) else ()
-            for axis in axes if isinstance(axes, list) else ():
-                _known(axis, Axis, "axes")
-
-
-def _known(raw: object, kind: type, where: str) -> None:
-    if isinstance(raw, Mapping):
-        unknown = set(raw) - {field.name for field in fields(kind)}
-        if unknown:
-            raise LayoutError(
-                f"malformed layout: {where} has unknown fields {sorted(map(str, unknown))}."
-            )

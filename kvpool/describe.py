@@ -63,21 +63,26 @@ def describe(
     width, axes = _grid(sizes, strides, cell, shards, tensor.element_size(), f"{owner} {roles}")
     if width % ITEMSIZE[meaning]:
         raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no whole {meaning}.")
-    buffers, regions = [], []
+    inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
+    # roles that lie between one another's entries are regions of one buffer
+    shared = len(roles) > 1 and strides["role"] < inner
+    reach = inner + (len(roles) - 1) * strides["role"] if shared else inner
+    buffers: dict[str, Buffer] = {}
+    regions = []
     for number, layer_id in enumerate(layers):
         for index, meant in enumerate(roles):
-            start = (
-                _address(tensor) + number * strides.get("layer", 0) + index * strides.get("role", 0)
-            )
+            at = _address(tensor) + number * strides.get("layer", 0)
+            start = at + index * strides.get("role", 0)
             region = Region(owner, layer_id, meant, "?", 0, meaning, axes, width)
-            home = buffer or _buffer(
-                f"{owner}.{meant}.{layer_id}", space, start, region.end, tensor, sizes, strides
-            )
-            _check_home(region, home, start, sizes["item"], strides["item"])
+            home = buffer
+            if home is None:
+                name = f"{owner}.{'+'.join(roles) if shared else meant}.{layer_id}"
+                first = at if shared else start
+                home = _buffer(name, space, first, reach, tensor, sizes, strides)
+                buffers[name] = home
+            _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
             regions.append(replace(region, buffer=home.name, offset=start - home.base))
-            if buffer is None:
-                buffers.append(home)
-    return Described((buffer,) if buffer else tuple(buffers), tuple(regions))
+    return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
 
 
 def describe_buffer(
@@ -118,7 +123,12 @@ def _grid(
     where: str,
 ) -> tuple[int, tuple[Axis, ...]]:
     width = element
-    if cell is not None and cell in sizes:
+    if cell is not None:
+        if cell not in sizes or cell in ("item", "layer", "role"):
+            raise LayoutError(
+                f"{where}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
+                "elements are one cell, or cell=None if each element is one."
+            )
         if sizes[cell] > 1 and strides[cell] != element:
             raise LayoutError(
                 f"{where}: elements of {cell!r} lie {strides[cell]} bytes apart, a cell's lie "
@@ -158,12 +168,16 @@ def _buffer(
     return Buffer(name, space, start, stride, nbytes, sizes["item"], str(tensor.device))
 
 
-def _check_home(region: Region, home: Buffer, start: int, items: int, stride: int) -> None:
+def _check_home(
+    region: Region, home: Buffer, start: int, items: int, stride: int, memory: str
+) -> None:
     if items != home.items or (items > 1 and stride != home.item_stride):
         raise LayoutError(
             f"{region}: {items} items every {stride} bytes, but buffer {home.name} has "
             f"{home.items} every {home.item_stride}."
         )
+    if memory != home.memory:
+        raise LayoutError(f"{region}: lies on {memory}, buffer {home.name} on {home.memory}.")
     if not 0 <= start - home.base <= home.item_bytes - region.end:
         raise LayoutError(
             f"{region}: bytes {start} to {start + region.end} lie outside item 0 of buffer "

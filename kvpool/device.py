@@ -71,7 +71,7 @@ class CPUDevice:
                 fcntl.F_ADD_SEALS,
                 fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
             )
-            # all pages now: a host short of memory says so here, not by a bus error later
+            # all pages now, not one by one in the first transfer
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             return torch.frombuffer(mmap.mmap(handle, nbytes, flags), dtype=torch.uint8)
         finally:
@@ -117,13 +117,12 @@ class MetaDevice:
         )
 
 
+# dtypes that torch cannot index, as some of their size that it can
+_INDEXABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as uint8: torch indexes few of them."""
-    return (
-        tensor.view(torch.uint8)
-        if tensor.dtype.is_floating_point and tensor.element_size() == 1
-        else tensor
-    )
+    return tensor.view(_INDEXABLE[tensor.element_size()])
 
 
 @lru_cache

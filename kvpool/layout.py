@@ -35,6 +35,7 @@ PAGE_BYTES = 4096
 MAX_INT = (1 << 63) - 1
 MAX_NAME = 128
 MAX_AXES = 8
+MAX_PARTS = 1 << 16
 KINDS = ("paged", "slot", "ring")
 
 Key = tuple[str, int, str]
@@ -51,6 +52,7 @@ def _need(true: bool, where: str, sentence: str) -> None:
 
 def _need_name(name: str, where: str) -> None:
     _need(0 < len(name) <= MAX_NAME, where, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
+    _need(name.isprintable(), where, f"a name of printable characters, got {name!r}.")
 
 
 def _need_int(value: int, low: int, where: str) -> None:
@@ -239,6 +241,8 @@ class Space:
             )
         if self.window is not None:
             _need_int(self.window, 1, f"{where} window")
+        if self.ids is not None:
+            _need_name(self.ids, f"{where} ids")
         if self.kind == "ring":
             fits = self.window is not None and self.window <= self.entries_per_item
             _need(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -256,20 +256,25 @@ class KVPool:
             self._views[role, layer] = found
         return found
 
-    def store(self, role: str, layer: int, locations: Any, values: torch.Tensor) -> None:
-        """Writes `values` `[N, ...]` to flat entry locations `[N]`.
+    def store(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes values `[N, ...]` by role to flat entry locations `[N]`, all roles or none.
 
         A location is `item * entries_per_item + entry`. Raises ValueError where shape or dtype are
         not the pool's: nothing is broadcast or rounded.
         """
-        view, where = self.view(role, layer), self._locations(role, layer, locations)
-        shape = (where.numel(), *view.shape[2:])
-        if (tuple(values.shape), values.dtype) != (shape, view.dtype):
-            raise ValueError(
-                f"{self.owner} layer {layer} {role}: values {tuple(values.shape)} {values.dtype}, "
-                f"the pool takes {shape} {view.dtype}. Reshape or convert them first."
-            )
-        self.device.store(view, where, values.detach())
+        rows = []
+        for role, given in values.items():
+            view, where = self.view(role, layer), self._locations(role, layer, locations)
+            shape = (where.numel(), *view.shape[2:])
+            if (tuple(given.shape), given.dtype) != (shape, view.dtype):
+                raise ValueError(
+                    f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
+                    f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
+                    "first."
+                )
+            rows.append((view, where, given.detach()))
+        for row in rows:
+            self.device.store(*row)
 
     def load(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         """Reads flat entry locations `[N]` into a new tensor `[N, ...]`."""
@@ -298,18 +303,19 @@ class KVPool:
 
     def _locations(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         view = self.view(role, layer)
-        flat = (
-            torch.from_numpy(locations)
-            if isinstance(locations, np.ndarray)
-            else torch.as_tensor(locations)
-        )
+        numpy = isinstance(locations, np.ndarray)
+        flat = torch.from_numpy(locations) if numpy else torch.as_tensor(locations)
+        whole = not flat.is_floating_point() and flat.dtype is not torch.bool
+        if flat.dim() != 1 or (flat.numel() and not whole):
+            raise ValueError(
+                f"{self.owner} layer {layer} {role}: locations {list(flat.shape)} {flat.dtype}. "
+                "Give a flat list of integers."
+            )
         if flat.numel() and view.device.type == "cpu":
             low, high, end = int(flat.min()), int(flat.max()), view.shape[0] * view.shape[1]
             if low < 0 or high >= end:
-                raise IndexError(
-                    f"{self.owner} layer {layer} {role}: location {low if low < 0 else high} of "
-                    f"{end}."
-                )
+                wrong = low if low < 0 else high
+                raise IndexError(f"{self.owner} layer {layer} {role}: location {wrong} of {end}.")
         return flat.to(view.device, torch.int64)
 
 

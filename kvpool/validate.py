@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,15 +14,21 @@ if TYPE_CHECKING:
 
 def check_layout(layout: PoolLayout) -> None:
     """Raises LayoutError with owner, layer, role and both values on a contradiction."""
-    from kvpool.layout import VERSION, LayoutError
+    from kvpool.layout import MAX_INT, MAX_NAME, MAX_PARTS, VERSION, LayoutError
 
     if layout.version != VERSION:
         raise LayoutError(f"layout version {layout.version}: this kvpool reads version {VERSION}.")
-    if layout.total_kv_layers < 0:
-        raise LayoutError(f"total_kv_layers: 0 or more, got {layout.total_kv_layers}.")
+    if not 0 <= layout.total_kv_layers <= MAX_INT:
+        raise LayoutError(f"total_kv_layers: 0 to 2**63-1, got {layout.total_kv_layers}.")
+    for what, text in (("model", layout.model), ("generation", layout.generation)):
+        if len(text) > MAX_NAME or not text.isprintable():
+            raise LayoutError(f"{what}: at most {MAX_NAME} printable characters, got {text!r}.")
+    for what in ("buffers", "regions", "spaces"):
+        if len(getattr(layout, what)) > MAX_PARTS:
+            raise LayoutError(f"{len(getattr(layout, what))} {what}: at most {MAX_PARTS}.")
     _check_unique((buffer.name for buffer in layout.buffers), "buffer")
     _check_unique((space.name for space in layout.spaces), "space")
-    _check_unique((str(region) for region in layout.regions), "region")
+    _check_unique(layout.regions, "region", key=lambda region: region.key)
     for buffer in layout.buffers:
         space = layout.space_by_name.get(buffer.space)
         if space is None:
@@ -42,20 +48,22 @@ def check_layout(layout: PoolLayout) -> None:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
         inside[region.buffer].append(region)
-    seen: set[tuple[object, ...]] = set()
+    seen: dict[object, int] = {}
     for name, regions in inside.items():
         _check_item(layout.buffer_by_name[name], regions, seen)
     _check_apart(layout.buffers)
 
 
-def _check_unique(names: Iterable[str], what: str) -> None:
+def _check_unique(
+    parts: Iterable[object], what: str, key: Callable[[Any], object] = lambda part: part
+) -> None:
     from kvpool.layout import LayoutError
 
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise LayoutError(f"{what} {name}: declared twice.")
-        seen.add(name)
+    seen: set[object] = set()
+    for part in parts:
+        if key(part) in seen:
+            raise LayoutError(f"{what} {part}: declared twice.")
+        seen.add(key(part))
 
 
 def _check_shared_ids(spaces: Sequence[Space]) -> None:
@@ -97,8 +105,11 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_item(buffer: Buffer, regions: Sequence[Region], seen: set[tuple[object, ...]]) -> None:
-    """No two regions of an item share a byte, and none leaves the item."""
+def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, int]) -> None:
+    """No two regions of an item share a byte, and none leaves the item.
+
+    `seen` holds the item shapes that were checked, and how many runs each took.
+    """
     from kvpool.grid import MAX_RUNS, region_runs, run_count
     from kvpool.layout import LayoutError
 
@@ -112,10 +123,10 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: set[tuple[objec
     if shape in seen:
         return
     runs = sum(run_count(region) for region in regions)
-    if runs > MAX_RUNS:
+    if runs + sum(seen.values()) > MAX_RUNS:
         raise LayoutError(
-            f"buffer {buffer.name}: an item of {runs} separate runs, at most {MAX_RUNS} are "
-            "supported."
+            f"buffer {buffer.name}: an item of {runs} separate runs, at most {MAX_RUNS} "
+            "are supported in all."
         )
     parts = [region_runs(region) for region in regions]
     starts = np.concatenate([offsets for offsets, _ in parts])
@@ -131,7 +142,7 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: set[tuple[objec
             f"{first}: {what} in an item of buffer {buffer.name}: "
             f"bytes {starts[one]} to {ends[one]} and {starts[two]} to {ends[two]}."
         )
-    seen.add(shape)
+    seen[shape] = runs
 
 
 def _check_apart(buffers: Sequence[Buffer]) -> None:

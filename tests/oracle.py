@@ -85,8 +85,8 @@ def _grid(layout, region, slab):
     return np.lib.stride_tricks.as_strided(slab[start:], shape, strides)
 
 
-def place(holder: KVPool | State, tokens: int, seed: int = 0) -> RequestAddress:
-    """An address of `tokens` tokens in shuffled items."""
+def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestAddress:
+    """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive)."""
     layout, spans, random = holder.layout, {}, np.random.default_rng(seed)
     for space in layout.spaces:
         if space.ids is None:
@@ -96,7 +96,9 @@ def place(holder: KVPool | State, tokens: int, seed: int = 0) -> RequestAddress:
                 if layout.space_by_name[b.space].id_list == space.name
             )
             count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
-            spans[space.name] = Span(random.permutation(np.arange(space.reserved, items))[:count])
+            usable = np.arange(space.reserved, items)
+            ids = usable if seed is None else random.permutation(usable)
+            spans[space.name] = Span(ids[:count])
     return RequestAddress(tokens, spans)
 
 

@@ -52,8 +52,7 @@ class MHAPool(KVPool):
         """Writes K `[N, head, head_dim]` and V `[N, head, v_head_dim]` to flat entry locations
         `[N]`.
         """
-        self.store("k", layer, locations, k)
-        self.store("v", layer, locations, v)
+        self.store(layer, locations, {"k": k, "v": v})
 
     def get_kv_buffer(self, layer: int, locations: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads K `[N, head, head_dim]` and V `[N, head, v_head_dim]` from flat entry locations

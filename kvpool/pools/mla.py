@@ -38,8 +38,7 @@ class MLAPool(KVPool):
         """Writes latent `[N, kv_lora_rank]` and rope `[N, qk_rope_head_dim]` to flat entry
         locations `[N]`.
         """
-        self.store("latent", layer, locations, latent)
-        self.store("rope", layer, locations, rope)
+        self.store(layer, locations, {"latent": latent, "rope": rope})
 
     def get_kv_buffer(self, layer: int, locations: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads latent `[N, kv_lora_rank]` and rope `[N, qk_rope_head_dim]` from flat entry
