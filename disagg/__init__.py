@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from disagg.bind import CopyBatch as CopyBatch
-    from disagg.bind import IncompleteTransfer as IncompleteTransfer
     from disagg.endpoint import DecodeEndpoint as DecodeEndpoint
     from disagg.endpoint import HandshakeRefused as HandshakeRefused
     from disagg.endpoint import PrefillEndpoint as PrefillEndpoint
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
     from disagg.plan import TransferPlan as TransferPlan
     from disagg.room import KVPoll as KVPoll
+    from disagg.walk import IncompleteTransfer as IncompleteTransfer
 
 _HOME = {
     "CopyBatch": "bind",
@@ -29,7 +29,7 @@ _HOME = {
     "EngineUnavailable": "engines.base",
     "HandshakeRefused": "endpoint",
     "IncompatibleLayouts": "plan",
-    "IncompleteTransfer": "bind",
+    "IncompleteTransfer": "walk",
     "KVPoll": "room",
     "PrefillEndpoint": "endpoint",
     "TransferError": "engines.base",

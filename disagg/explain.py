@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from disagg.bind import cost, scattered
+from disagg.bind import cost
 from disagg.plan import IncompatibleLayouts, Reason, TransferPlan, plan
+from disagg.walk import scattered
 from kvpool.layout import Axis, PoolLayout, Region, Space
 from kvpool.show import ranges
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.bind import Columns, CopyBatch, bind
+from disagg.bind import Columns, CopyBatch, IncompleteTransfer, bind
 from disagg.route import Box, EntryRuns, Record, Route, entry_runs, join, records, route
 from kvpool.dtypes import ITEMSIZE
 from kvpool.layout import Key, PoolLayout, Region, RequestAddress
@@ -22,7 +22,14 @@ from kvpool.show import ranges
 if TYPE_CHECKING:
     from disagg.explain import Explanation
 
-__all__ = ["CopyBatch", "IncompatibleLayouts", "Reason", "TransferPlan", "plan"]
+__all__ = [
+    "CopyBatch",
+    "IncompatibleLayouts",
+    "IncompleteTransfer",
+    "Reason",
+    "TransferPlan",
+    "plan",
+]
 
 
 @dataclass(frozen=True, slots=True)

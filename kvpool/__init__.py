@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvpool.layout import RequestAddress as RequestAddress
     from kvpool.layout import Space as Space
     from kvpool.layout import Span as Span
-    from kvpool.pool import Declared as Declared
+    from kvpool.placement import Declared as Declared
     from kvpool.pool import KVPool as KVPool
     from kvpool.pool import Shard as Shard
     from kvpool.pools.mha import MHAPool as MHAPool
@@ -36,7 +36,7 @@ _HOME = {
     "Axis": "layout",
     "Buffer": "layout",
     "Cell": "item",
-    "Declared": "pool",
+    "Declared": "placement",
     "DeviceUnavailable": "device",
     "KVPool": "pool",
     "LayoutError": "layout",

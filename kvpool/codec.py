@@ -10,17 +10,8 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvpool.layout import (
-    MAX_AXES,
-    MAX_PARTS,
-    VERSION,
-    Axis,
-    Buffer,
-    LayoutError,
-    PoolLayout,
-    Region,
-    Space,
-)
+from kvpool.layout import VERSION, PoolLayout
+from kvpool.parts import MAX_AXES, MAX_PARTS, Axis, Buffer, LayoutError, Region, Space
 
 MAX_BYTES = 8 << 20
 

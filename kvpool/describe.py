@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpool.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout import Axis, Buffer, LayoutError, Region
+from kvpool.parts import Axis, Buffer, LayoutError, Region
 
 WHOLE: Mapping[str, tuple[int, int]] = {}
 

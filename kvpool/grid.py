@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.layout import Region
+from kvpool.parts import Region
 
 Ints = npt.NDArray[np.int64]
 MAX_RUNS = 1 << 22

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from kvpool.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout import Axis, LayoutError, Region
+from kvpool.parts import Axis, LayoutError, Region
 
 
 @dataclass(frozen=True, slots=True)

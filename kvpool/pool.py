@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
+from kvpool.bufinfos import BufInfos, StateBufInfos
 from kvpool.describe import describe
 from kvpool.device import Device, get_device
 from kvpool.dtypes import ITEMSIZE, dtype_name
-from kvpool.item import Template, alignment, item_bytes, item_regions
+from kvpool.item import item_regions
 from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, Region, Space
-
-PLACEMENTS = ("layer", "page")
+from kvpool.placement import PLACEMENTS, Declared, buffer_name, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +42,6 @@ class Shard:
             f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
             "other."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`."""
-
-    name: str
-    layers: tuple[int, ...]
-    space: str
-    item: Template
-
-
-class BufInfos(NamedTuple):
-    """Addresses, lengths and item lengths in bytes, and global layer ids, one of each a buffer."""
-
-    data_ptrs: list[int]
-    data_lens: list[int]
-    item_lens: list[int]
-    layer_ids: list[int]
-
-
-class StateType(str, Enum):
-    """Kinds of state beside the main cache."""
-
-    SWA = "swa"
-    NSA = "nsa"
-    MAMBA = "mamba"
-    DSV4 = "dsv4"
-
-
-class StateBufInfos(NamedTuple):
-    """One state component: as BufInfos, its kind, and the size of the sharded dimension of each
-    tensor.
-    """
-
-    state_type: StateType
-    data_ptrs: list[int]
-    data_lens: list[int]
-    item_lens: list[int]
-    layer_ids: list[int]
-    dim_per_tensor: list[int]
 
 
 class Common(TypedDict, total=False):
@@ -144,17 +102,20 @@ class KVPool:
         self.device: Device = get_device(device)
         self._declared = tuple(self.declare())
         spaces = {space.name: space for space in self.spaces()}
-        buffers, nbytes = _place(self, spaces)
+        buffers, nbytes = place(
+            self._declared,
+            {name: self.items(space) for name, space in spaces.items()},
+            owner=owner,
+            placement=placement,
+            step=self.device.alignment,
+        )
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
         base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
         memory = str(self._slab.device)
         self.layout = PoolLayout(
             version=VERSION,
-            buffers=tuple(
-                Buffer(b.name, b.space, base + b.base, b.item_stride, b.item_bytes, b.items, memory)
-                for b in buffers
-            ),
+            buffers=tuple(replace(b, base=base + b.base, memory=memory) for b in buffers),
             regions=tuple(
                 region
                 for part in self._declared
@@ -163,7 +124,7 @@ class KVPool:
                     part.item,
                     owner=owner,
                     layer=layer,
-                    buffer=_buffer_name(owner, part.name, layer),
+                    buffer=buffer_name(owner, part.name, layer),
                 )
             ),
             spaces=tuple(spaces.values()),
@@ -222,7 +183,7 @@ class KVPool:
                 "placement='layer'."
             )
         rows = [
-            (self.layout.buffer_by_name[_buffer_name(self.owner, part.name, layer)], layer)
+            (self.layout.buffer_by_name[buffer_name(self.owner, part.name, layer)], layer)
             for part in self._declared
             if part.space == "kv"
             for layer in part.layers
@@ -317,40 +278,6 @@ class KVPool:
                 wrong = low if low < 0 else high
                 raise IndexError(f"{self.owner} layer {layer} {role}: location {wrong} of {end}.")
         return flat.to(view.device, torch.int64)
-
-
-def _buffer_name(owner: str, name: str, layer: int) -> str:
-    return f"{owner}.{name}.{layer}"
-
-
-def _place(pool: KVPool, spaces: dict[str, Space]) -> tuple[list[Buffer], int]:
-    """Buffers with bases counted from 0, and the bytes that hold them all."""
-    step = pool.device.alignment
-    by_space: dict[str, list[tuple[Declared, int, int]]] = {}
-    for part in pool._declared:
-        fit = alignment(part.item)
-        size = -(-item_bytes(part.item) // fit) * fit
-        by_space.setdefault(part.space, []).extend((part, layer, size) for layer in part.layers)
-    buffers, top = [], 0
-    for name, rows in by_space.items():
-        items = pool.items(spaces[name])
-        fit = max(alignment(part.item) for part, _, _ in rows)
-        stride = -(-sum(size for _, _, size in rows) // fit) * fit
-        if pool.placement == "page":
-            at = top
-            # largest alignment first keeps every item aligned without gaps
-            for part, layer, size in sorted(rows, key=lambda row: -alignment(row[0].item)):
-                buffer = _buffer_name(pool.owner, part.name, layer)
-                buffers.append(Buffer(buffer, name, at, stride, size, items))
-                at += size
-            top = -(-(top + items * stride) // step) * step
-        else:
-            for part, layer, size in rows:
-                buffers.append(
-                    Buffer(_buffer_name(pool.owner, part.name, layer), name, top, size, size, items)
-                )
-                top = -(-(top + items * size) // step) * step
-    return buffers, top
 
 
 def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.grid import MAX_RUNS, region_runs, run_count
+from kvpool.parts import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, Space
+
 if TYPE_CHECKING:
-    from kvpool.layout import Buffer, PoolLayout, Region, Space
+    from kvpool.layout import PoolLayout
+
+VERSION = 1
 
 
 def check_layout(layout: PoolLayout) -> None:
     """Raises LayoutError with owner, layer, role and both values on a contradiction."""
-    from kvpool.layout import MAX_INT, MAX_NAME, MAX_PARTS, VERSION, LayoutError
-
     if layout.version != VERSION:
         raise LayoutError(f"layout version {layout.version}: this kvpool reads version {VERSION}.")
     if not 0 <= layout.total_kv_layers <= MAX_INT:
@@ -57,8 +60,6 @@ def check_layout(layout: PoolLayout) -> None:
 def _check_unique(
     parts: Iterable[object], what: str, key: Callable[[Any], object] = lambda part: part
 ) -> None:
-    from kvpool.layout import LayoutError
-
     seen: set[object] = set()
     for part in parts:
         if key(part) in seen:
@@ -67,8 +68,6 @@ def _check_unique(
 
 
 def _check_shared_ids(spaces: Sequence[Space]) -> None:
-    from kvpool.layout import LayoutError
-
     by_name = {space.name: space for space in spaces}
     for space in spaces:
         lender = by_name.get(space.id_list)
@@ -85,8 +84,6 @@ def _check_shared_ids(spaces: Sequence[Space]) -> None:
 
 
 def _check_entries(region: Region, space: Space) -> None:
-    from kvpool.layout import LayoutError
-
     entry = region.axis("entry")
     size = entry.size if entry else 1
     if space.kind == "slot" and entry is not None:
@@ -110,9 +107,6 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, in
 
     `seen` holds the item shapes that were checked, and how many runs each took.
     """
-    from kvpool.grid import MAX_RUNS, region_runs, run_count
-    from kvpool.layout import LayoutError
-
     for region in regions:
         if region.end > buffer.item_bytes:
             raise LayoutError(
@@ -147,8 +141,6 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, in
 
 def _check_apart(buffers: Sequence[Buffer]) -> None:
     """No two buffers share a byte: they lie apart, or interleave at one stride without touching."""
-    from kvpool.layout import LayoutError
-
     solid = sorted((b for b in buffers if b.memory != "meta"), key=lambda b: (b.memory, b.base))
     cluster: list[Buffer] = []
     reach = 0

@@ -22,7 +22,7 @@ from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.host_copy import copy_runs
 from disagg.route import Ints
-from kvpool.layout import MAX_INT, Slab
+from kvpool.parts import MAX_INT, Slab
 
 MAX_SEGMENTS = 1 << 16
 IOV_MAX = 1024

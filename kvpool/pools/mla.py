@@ -9,7 +9,8 @@ import torch
 from typing_extensions import Unpack
 
 from kvpool.item import Cell, Repeat, Seq
-from kvpool.pool import Common, Declared, KVPool
+from kvpool.placement import Declared
+from kvpool.pool import Common, KVPool
 
 
 class MLAPool(KVPool):

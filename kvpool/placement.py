@@ -1,0 +1,72 @@
+"""Where a pool's buffers lie in its memory: a buffer per layer, or all layers of a page side by
+side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpool.item import Template, alignment, item_bytes
+from kvpool.parts import Buffer
+
+PLACEMENTS = ("layer", "page")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`."""
+
+    name: str
+    layers: tuple[int, ...]
+    space: str
+    item: Template
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item, rounded up so that the next one is aligned."""
+        return _up(item_bytes(self.item), alignment(self.item))
+
+
+def buffer_name(owner: str, name: str, layer: int) -> str:
+    """The name of one layer's buffer."""
+    return f"{owner}.{name}.{layer}"
+
+
+def place(
+    declared: Sequence[Declared],
+    items: Mapping[str, int],
+    *,
+    owner: str,
+    placement: str,
+    step: int,
+) -> tuple[list[Buffer], int]:
+    """Buffers of `items[space]` items with bases counted from 0, and the bytes that hold them all.
+
+    Runs of items begin at multiples of `step` bytes.
+    """
+    buffers: list[Buffer] = []
+    top = 0
+    for space, count in items.items():
+        rows = [(d, layer) for d in declared if d.space == space for layer in d.layers]
+        if placement == "layer":
+            for part, layer in rows:
+                name, size = buffer_name(owner, part.name, layer), part.item_bytes
+                buffers.append(Buffer(name, space, top, size, size, count))
+                top = _up(top + count * size, step)
+            continue
+        # largest alignment first keeps every item aligned without gaps
+        rows.sort(key=lambda row: -alignment(row[0].item))
+        page = sum(part.item_bytes for part, _ in rows)
+        stride = _up(page, max((alignment(part.item) for part, _ in rows), default=1))
+        at = top
+        for part, layer in rows:
+            name, size = buffer_name(owner, part.name, layer), part.item_bytes
+            buffers.append(Buffer(name, space, at, stride, size, count))
+            at += size
+        top = _up(top + count * stride, step)
+    return buffers, top
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
