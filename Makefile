@@ -31,7 +31,7 @@ demo: venv  ## a real model prefills in one process and decodes in another
 	$(BIN)/kvpool demo $(DEMO)
 
 test: venv lint  ## the whole suite
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n auto $(TESTS)
 
 lint: venv  ## style and types
 	$(BIN)/ruff check .
@@ -42,7 +42,7 @@ bench: venv  ## every benchmark, as ratios
 	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-columns=median,min,max,rounds
 
 long: venv  ## the suite with its long runs
-	$(BIN)/python -m pytest --long $(TESTS)
+	$(BIN)/python -m pytest -n auto --long $(TESTS)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
