@@ -70,8 +70,7 @@ def scattered(src_space: Space, dst_space: Space, tokens: int) -> Walk:
     """The walk of a request of `tokens` tokens of which no two items are neighbours."""
     needed = _needed(dst_space, range(tokens), tokens)
     sizes = src_space.entries_per_item, dst_space.entries_per_item
-    starts = _starts(needed, *sizes) if needed else np.empty(0, dtype=np.int64)
-    count = np.diff(starts, append=needed.stop)
+    starts, count = _parts(needed, *sizes)
     (src, src_step), (dst, dst_step) = (np.divmod(starts, size) for size in sizes)
     return Walk(2 * src, src_step, 2 * dst, dst_step, count)
 
@@ -120,8 +119,7 @@ def walk(src: End, dst: End, tokens: range) -> Walk:
         none = np.empty(0, dtype=np.int64)
         return Walk(none, none, none, none, none)
     sizes = src.space.entries_per_item, dst.space.entries_per_item
-    starts = _starts(needed, *sizes)
-    count = np.diff(starts, append=needed.stop)
+    starts, count = _parts(needed, *sizes)
     src_index, src_step = np.divmod(starts, sizes[0])
     same = sizes[0] == sizes[1]
     dst_index, dst_step = (src_index, src_step) if same else np.divmod(starts, sizes[1])
@@ -164,14 +162,17 @@ def _check_offered(src: End, needed: range, tokens: range, total: int) -> None:
             )
 
 
-def _starts(entries: range, one: int, other: int) -> Ints:
-    """First entries of the parts into which items of `one` and of `other` entries cut a range."""
+def _parts(entries: range, one: int, other: int) -> tuple[Ints, Ints]:
+    """Starts and counts of the parts into which items of `one` and `other` entries cut a range."""
 
-    def multiples(size: int) -> Ints:
-        return np.arange((entries.start // size + 1) * size, entries.stop, size, dtype=np.int64)
+    def cuts(size: int) -> Ints:
+        found = np.arange(entries.start // size * size, entries.stop, size, dtype=np.int64)
+        found[:1] = entries.start
+        return found
 
-    if one % other == 0 or other % one == 0:
-        inner = multiples(min(one, other))
-    else:
-        inner = np.union1d(multiples(one), multiples(other))
-    return np.append(np.int64(entries.start), inner)
+    nested = one % other == 0 or other % one == 0
+    starts = cuts(min(one, other)) if nested else np.union1d(cuts(one), cuts(other))
+    count = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=count[:-1])
+    count[-1:] = entries.stop - starts[-1:]
+    return starts, count
