@@ -39,17 +39,26 @@ class CopyBatch(NamedTuple):
         return int(self.nbytes.sum())
 
     def split(self, max_bytes: int, max_runs: int) -> Iterator[CopyBatch]:
-        """Consecutive parts of at most `max_runs` runs and, where a run is not larger alone,
-        `max_bytes`.
-        """
-        edge = np.cumsum(self.nbytes)
+        """Consecutive parts of at most `max_runs` runs and `max_bytes` bytes."""
+        src, dst, nbytes = self._cut(max_bytes)
+        edge = np.cumsum(nbytes)
         start = 0
-        while start < self.runs:
+        while start < src.size:
             before = int(edge[start - 1]) if start else 0
             stop = int(np.searchsorted(edge, before + max_bytes, side="right"))
-            stop = min(max(stop, start + 1), start + max_runs)
-            yield CopyBatch(self.src[start:stop], self.dst[start:stop], self.nbytes[start:stop])
+            stop = min(stop, start + max_runs)
+            yield CopyBatch(src[start:stop], dst[start:stop], nbytes[start:stop])
             start = stop
+
+    def _cut(self, most: int) -> CopyBatch:
+        """The same bytes in runs of at most `most`."""
+        if not self.runs or int(self.nbytes.max()) <= most:
+            return self
+        pieces = -(-self.nbytes // most)
+        within = np.arange(int(pieces.sum()), dtype=np.int64)
+        within = (within - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+        src, dst, nbytes = (np.repeat(column, pieces) for column in self)
+        return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
 class Columns:

@@ -7,13 +7,14 @@ every rank has answered that its pages stayed leased until then.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.plan import IncompatibleLayouts, TransferPlan, plan
-from disagg.prefill import greeting_problems
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
+    MAX_TEXT,
     Abort,
     Aux,
     Done,
@@ -24,6 +25,10 @@ from disagg.wire import (
     Released,
     Room,
     Want,
+    encode,
+    greeting_problems,
+    pack_aux,
+    reason_text,
     unpack_aux,
 )
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
@@ -66,6 +71,7 @@ class DecodeRoom:
     link: Link
     address: RequestAddress
     start: int
+    attempt: str
     offered: list[int] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)
     reading: int = 0
@@ -88,37 +94,42 @@ class DecodeRooms:
 
     def __init__(self, hello: Hello, layout: PoolLayout, readers: int) -> None:
         self.hello, self.layout, self.readers = hello, layout, readers
-        self.outbox: list[tuple[int, Message]] = []
+        self.outbox: list[tuple[int, bytes]] = []
         self.reads: list[Read] = []
         self.links: list[Link] = []
         self._rooms: dict[Room, DecodeRoom] = {}
+        self._open: set[Room] = set()
 
     def connect(self, addresses: Sequence[str]) -> Link:
         """Says hello to all ranks of one prefill."""
         first = sum(len(link.addresses) for link in self.links)
         link = Link(tuple(addresses), first, [None] * len(addresses))
         self.links.append(link)
-        self.outbox.extend((first + rank, self.hello) for rank in range(len(addresses)))
+        for rank in range(len(addresses)):
+            self._post(first + rank, self.hello)
         return link
 
     def want(self, name: Room, address: RequestAddress, start: int, link: Link) -> None:
         """Asks for positions `start` to the end of `address`."""
         if name in self._rooms:
             raise ValueError(f"room {name!r} is wanted already. Forget it first.")
+        if link not in self.links:
+            raise ValueError(f"room {name!r}: the link is another endpoint's.")
         if not 0 <= start <= address.num_tokens:
             raise ValueError(f"room {name!r}: start {start} of {address.num_tokens} tokens.")
-        room = self._rooms[name] = DecodeRoom(link, address, start)
+        room = self._rooms[name] = DecodeRoom(link, address, start, uuid.uuid4().hex)
+        self._open.add(name)
         room.offered = [0] * len(link.addresses)
         room.closed = [False] * len(link.addresses)
         if link.refusal is not None:
-            room.failure = Failure("decode", link.refusal)
+            self._fail(name, room, Failure("decode", link.refusal))
         elif link.plan is not None:
             self._ask(name, room)
 
     def abort(self, name: Room, reason: str) -> None:
         """Ends a room that has not ended. Its pages stay leased while `reading(name)`."""
         room = self._known(name)
-        if room.failure is None and not room.complete:
+        if name in self._open:
             self._fail(name, room, Failure("decode", reason))
 
     def poll(self, name: Room) -> KVPoll:
@@ -152,9 +163,9 @@ class DecodeRooms:
             raise ValueError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
         del self._rooms[name]
 
-    def open_rooms(self) -> list[Room]:
+    def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
-        return [name for name in self._rooms if not self.poll(name).ended]
+        return self._open
 
     def receive(self, rank: int, message: Message) -> None:
         """Takes one message of rank number `rank` (over all links)."""
@@ -167,21 +178,33 @@ class DecodeRooms:
         elif isinstance(message, (Ready, Released, Abort)):
             room = self._rooms.get(message.room)
             hello = link.hellos[source]
-            current = hello is not None and hello.generation == message.generation
-            if room is None or room.link is not link or room.failure is not None or not current:
-                return  # of a room that ended here, or of an earlier life: nothing waits for it
-            if isinstance(message, Ready):
+            if hello is None or hello.generation != message.generation:
+                return  # of an earlier life: nothing here waits for it
+            if room is None or message.room not in self._open or room.attempt != message.attempt:
+                if isinstance(message, Ready):  # prefill still holds pages for us
+                    reason = "decode wants this room no more."
+                    stale = Abort(message.generation, message.room, message.attempt, reason)
+                    self._post(rank, stale)
+            elif isinstance(message, Ready):
                 self._ready(room, source, message)
             elif isinstance(message, Released):
                 self._released(message.room, room, source, message)
             else:
                 self._fail(message.room, room, Failure("prefill", message.reason), but=source)
 
-    def read_ended(self, read: Read, problem: str | None) -> None:
-        """A read that was handed out has ended: nothing of it can still land."""
+    def lost(self, rank: int, reason: str) -> None:
+        """A rank cannot be reached any more: the rooms of its link fail."""
+        link = next(link for link in reversed(self.links) if link.first <= rank)
+        self._refuse(link, [reason], but=rank - link.first)
+
+    def read_ended(self, read: Read, problem: str | None, quiet: bool = True) -> None:
+        """A read that was handed out has ended; `quiet` if nothing of it can still land.
+
+        Otherwise the room's pages stay leased: `reading` stays true.
+        """
         room = self._known(read.room)
-        room.reading -= 1
-        if room.failure is not None:
+        room.reading -= quiet
+        if read.room not in self._open:
             return
         if problem is not None:
             self._fail(read.room, room, Failure("decode", problem))
@@ -206,28 +229,33 @@ class DecodeRooms:
             link.error = error if isinstance(error, IncompatibleLayouts) else None
             self._refuse(link, [str(error)])
             return
-        for name, room in self._rooms.items():
-            if room.link is link and room.failure is None:
-                self._ask(name, room)
+        for name in self._open:
+            if self._rooms[name].link is link:
+                self._ask(name, self._rooms[name])
 
     def _refuse(self, link: Link, reasons: list[str], but: int | None = None) -> None:
         link.refusal = "\n".join(reasons)
         link.plan = None
         for source in range(len(link.addresses)):
             if source != but:
-                self.outbox.append((link.first + source, Refuse(reasons)))
-        for room in self._rooms.values():
-            if room.link is link and room.failure is None and not room.complete:
-                room.failure = Failure("prefill" if but is not None else "decode", link.refusal)
+                self._post(link.first + source, Refuse([reason_text(r, MAX_TEXT) for r in reasons]))
+        side = "prefill" if but is not None else "decode"
+        for name in [name for name in self._open if self._rooms[name].link is link]:
+            self._fail(name, self._rooms[name], Failure(side, link.refusal), told=False)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.asked = True
         for source, hello in enumerate(room.link.hellos):
             if hello is not None:
                 want = Want(
-                    hello.generation, name, room.start, room.address.num_tokens, self.readers
+                    hello.generation,
+                    name,
+                    room.attempt,
+                    room.start,
+                    room.address.num_tokens,
+                    self.readers,
                 )
-                self.outbox.append((room.link.first + source, want))
+                self._post(room.link.first + source, want)
 
     def _ready(self, room: DecodeRoom, source: int, ready: Ready) -> None:
         problem = None
@@ -242,7 +270,11 @@ class DecodeRooms:
             except ValueError as error:
                 problem = str(error)
             else:
-                clash = [key for key, value in aux.items() if room.aux.get(key, value) != value]
+                clash = [
+                    k
+                    for k in aux
+                    if k in room.aux and pack_aux({k: aux[k]}) != pack_aux({k: room.aux[k]})
+                ]
                 if clash:
                     problem = f"ranks send different values of aux {', '.join(clash)}."
         if problem is not None:
@@ -263,7 +295,7 @@ class DecodeRooms:
         if room.reading or room.announced or not all(room.closed):
             return
         room.announced = True
-        self._tell(room, lambda generation: Done(generation, name))
+        self._tell(room, lambda generation: Done(generation, name, room.attempt))
 
     def _released(self, name: Room, room: DecodeRoom, source: int, message: Released) -> None:
         if not message.leased or not room.announced:
@@ -271,21 +303,37 @@ class DecodeRooms:
             self._fail(name, room, Failure("prefill", reason))
             return
         room.released.add(source)
+        if room.complete:
+            self._open.discard(name)
 
-    def _fail(self, name: Room, room: DecodeRoom, failure: Failure, but: int | None = None) -> None:
+    def _fail(
+        self,
+        name: Room,
+        room: DecodeRoom,
+        failure: Failure,
+        but: int | None = None,
+        told: bool = True,
+    ) -> None:
+        """Ends a room; all ranks but `but` are told, unless they know from elsewhere."""
         room.failure = failure
+        self._open.discard(name)
         kept = [read for read in self.reads if read.room != name]
         room.reading -= len(self.reads) - len(kept)
         self.reads = kept
-        if room.asked:
-            self._tell(room, lambda generation: Abort(generation, name, failure.reason), but)
+        if room.asked and told:
+            reason = reason_text(failure.reason)
+            self._tell(room, lambda g: Abort(g, name, room.attempt, reason), but)
 
     def _tell(
         self, room: DecodeRoom, message: Callable[[str], Message], but: int | None = None
     ) -> None:
         for source, hello in enumerate(room.link.hellos):
             if hello is not None and source != but:
-                self.outbox.append((room.link.first + source, message(hello.generation)))
+                self._post(room.link.first + source, message(hello.generation))
+
+    def _post(self, rank: int, message: Message) -> None:
+        """Encodes at once, so that a message that cannot travel is its sender's error."""
+        self.outbox.append((rank, encode(message)))
 
     def _known(self, name: Room) -> DecodeRoom:
         room = self._rooms.get(name)

@@ -187,7 +187,7 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
             if link.plan is None:
                 raise RuntimeError("the hello ended without a plan.")
             console.print(link.plan.explain(settings.prompt_tokens).table())
-            endpoint.receive(ROOM, allocator.address(request))
+            endpoint.receive(ROOM, request.address())
             here.send("go")
             wanted = int(settings.prompt_tokens * pool.bytes_per_token)
             _watch(endpoint, wanted, child, console)
@@ -238,7 +238,7 @@ def prefill_process(pipe: Connection, settings: Settings) -> None:
                 last = chunk.stop == settings.prompt_tokens
                 first = prefill(model, prompt, cache, [chunk])
                 aux = {"first_token": first} if last else {}
-                endpoint.send(ROOM, allocator.address(request), last=last, aux=aux)
+                endpoint.send(ROOM, request.address(), last=last, aux=aux)
         if endpoint.wait(ROOM, PATIENCE) is not KVPoll.Success:
             raise RuntimeError(f"the hand-off failed: {endpoint.failure(ROOM)}")
 

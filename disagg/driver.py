@@ -12,8 +12,8 @@ import os
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ import zmq
 
 from disagg.engines.base import Engine
 from disagg.room import Failure, KVPoll
-from disagg.wire import MAX_MESSAGE, PROTOCOL, Hello, Message, Room, WireError, decode
+from disagg.wire import MAX_MESSAGE, PROTOCOL, Hello, Message, Room, WireError, decode, room_name
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
@@ -29,6 +29,14 @@ log = logging.getLogger("disagg")
 BUSY_MS = 1
 IDLE_MS = 50
 LINGER_MS = 200
+QUEUED = 100_000
+"""Messages that wait for one peer before it is given up as one that does not listen."""
+SOCKETS = 16_384
+MESSAGES_A_TURN = 1000
+
+
+class EndpointClosed(RuntimeError):
+    """The endpoint was closed; it takes no more calls."""
 
 
 class Rooms(Protocol):
@@ -46,7 +54,7 @@ class Rooms(Protocol):
     def forget(self, name: Room) -> None:
         """Drops an ended room."""
 
-    def open_rooms(self) -> list[Room]:
+    def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
 
 
@@ -72,6 +80,7 @@ class Driver(ABC):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS)
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -82,43 +91,43 @@ class Driver(ABC):
     def poll(self, room: Room) -> KVPoll:
         """State of a room."""
         with self._lock:
-            return self._rooms.poll(room)
+            return self._rooms.poll(room_name(room))
 
     def wait(self, room: Room, timeout: float | None = None) -> KVPoll:
-        """Blocks until the room has ended or `timeout` seconds have passed; returns its state."""
-        self._wait(lambda: self._rooms.poll(room).ended, timeout)
+        """Blocks until the room has ended or `timeout` seconds have passed; returns its state.
+
+        Raises EndpointClosed if the endpoint is closed before.
+        """
+        if not self._wait(lambda: self._rooms.poll(room_name(room)).ended, timeout):
+            self._check_open()
         return self.poll(room)
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on whose side; None if it did not."""
         with self._lock:
-            return self._rooms.failure(room)
+            return self._rooms.failure(room_name(room))
 
     def abort(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended; the other side is told the reason."""
-        with self._lock:
-            self._rooms.abort(room, reason)
-        self._wake()
+        with self._calling():
+            self._rooms.abort(room_name(room), reason)
 
     def forget(self, room: Room) -> None:
         """Drops what is kept of an ended room. Raises ValueError if it has not ended."""
         with self._lock:
-            self._rooms.forget(room)
+            self._rooms.forget(room_name(room))
 
     def close(self) -> None:
         """Aborts open rooms, tells peers, stops the thread and closes the engine."""
-        with self._lock:
+        with self._changed:
             if self._closing:
                 return
-            for room in self._rooms.open_rooms():
-                self._rooms.abort(room, "the endpoint was closed.")
+            self._abort_all("the endpoint was closed.")
             self._closing = True
-        self._wake()
+            self._wake()
+            self._changed.notify_all()
         self._thread.join()
-        self._context.destroy(linger=LINGER_MS)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-        self.engine.close()
+        self._release()
 
     def __enter__(self) -> Any:
         return self
@@ -140,11 +149,45 @@ class Driver(ABC):
         return False
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A polled socket that takes no message above the bound."""
+        """A socket that takes no message above the bound, and queues many."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-        self._poller.register(socket, zmq.POLLIN)
+        socket.setsockopt(zmq.SNDHWM, QUEUED)
+        socket.setsockopt(zmq.RCVHWM, QUEUED)
         return socket
+
+    def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> str | None:
+        """Sends without blocking; what is wrong with the peer, if anything."""
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return f"it has left {QUEUED} messages unread."
+        except zmq.ZMQError as error:
+            return f"it cannot be reached ({error})."
+        return None
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A call that changes rooms: under the lock, while open, and the thread is woken."""
+        with self._lock:
+            self._check_open()
+            yield
+            self._wake()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EndpointClosed("the endpoint was closed.")
+
+    def _abort_all(self, reason: str) -> None:
+        for room in list(self._rooms.open_rooms()):
+            self._rooms.abort(room, reason)
+
+    def _release(self) -> None:
+        """Gives up sockets, pipe and engine, once no thread uses them."""
+        self._context.destroy(linger=LINGER_MS)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self.engine.close()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # a full pipe wakes as well
@@ -152,7 +195,8 @@ class Driver(ABC):
 
     def _wait(self, ended: Callable[[], bool], timeout: float | None) -> bool:
         with self._changed:
-            return bool(self._changed.wait_for(ended, timeout))
+            self._changed.wait_for(lambda: self._closing or ended(), timeout)
+            return ended()
 
     def _run(self) -> None:
         more = False
@@ -160,26 +204,38 @@ class Driver(ABC):
             with self._lock:
                 closing, waiting = self._closing, bool(self._rooms.open_rooms())
             patience = 0 if closing or more else BUSY_MS if waiting else IDLE_MS
-            ready = dict(self._poller.poll(patience))
-            if ready.pop(self._wake_read, None):
-                os.read(self._wake_read, 4096)
-            for socket in ready:
-                self._drain(socket)
-            more = self._work()
-            with self._changed:
-                self._flush()
-                self._changed.notify_all()
+            try:
+                more = self._turn(patience)
+            except Exception as error:  # nothing that a room waits for may be lost in silence
+                log.exception("%s: a turn failed", type(self).__name__)
+                more = False
+                with self._changed:
+                    self._abort_all(f"the endpoint's thread failed: {error}")
+                    self._changed.notify_all()
             if closing:
                 return
 
+    def _turn(self, patience: int) -> bool:
+        ready = dict(self._poller.poll(patience))
+        if ready.pop(self._wake_read, None):
+            os.read(self._wake_read, 4096)
+        for socket in ready:
+            self._drain(socket)
+        more = self._work()
+        with self._changed:
+            self._flush()
+            self._changed.notify_all()
+        return more
+
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         with suppress(zmq.Again):
-            while True:
+            for _ in range(MESSAGES_A_TURN):
                 frames = socket.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = decode(frames[-1])
+                    with self._lock:
+                        self._take(socket, frames, message)
                 except WireError as error:
                     log.warning("dropped a message: %s", error)
-                    continue
-                with self._lock:
-                    self._take(socket, frames, message)
+                except Exception:  # one peer's message must not end the thread that serves all
+                    log.exception("%s: a message failed", type(self).__name__)

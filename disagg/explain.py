@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from disagg.bind import cost
-from disagg.plan import IncompatibleLayouts, Reason, TransferPlan, plan
+from disagg.plan import IncompatibleLayouts, TransferPlan, plan
+from disagg.route import Route
 from disagg.walk import scattered
-from kvpool.layout import Axis, PoolLayout, Region, Space
+from kvpool.layout import Axis, PoolLayout, Region
 from kvpool.show import ranges
 
 if TYPE_CHECKING:
@@ -18,13 +20,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RoleRow:
-    """How one (owner, role) travels. `how` is direct, strided, resharded, refused, missing or
-    unsent.
-    """
+class Row:
+    """How roles that share runs travel: direct, strided, resharded, missing or unsent."""
 
     owner: str
-    role: str
+    roles: tuple[str, ...]
     layers: tuple[int, ...]
     how: str
     runs: int
@@ -39,146 +39,143 @@ class RoleRow:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Rows per role, and what all of them together cost once neighbours are fused."""
+    """One row for all roles and layers that travel alike, for a request of `tokens` tokens."""
 
     tokens: int
-    rows: tuple[RoleRow, ...]
-    runs: int
-    nbytes: int
+    rows: tuple[Row, ...]
+
+    @property
+    def runs(self) -> int:
+        """Runs in all, when no two items are neighbours."""
+        return sum(row.runs for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(row.nbytes for row in self.rows)
 
     def table(self) -> Table:
         """The rows as a rich table."""
+        from rich.markup import escape
         from rich.table import Table
 
-        title = f"plan for {self.tokens:,} tokens in scattered items"
-        table = Table("region", "layers", "how", title=title)
+        title = f"plan for {self.tokens:,} tokens, no two items neighbours"
+        table = Table(title=title)
+        for name in ("roles", "layers", "how"):
+            table.add_column(name, overflow="fold")
         for name in ("runs", "bytes", "bytes/run"):
-            table.add_column(name, justify="right")
-        table.add_column("why")
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("why", overflow="fold")
         for row in self.rows:
+            name = escape(f"{row.owner} {', '.join(row.roles)}")
             sizes = (f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}")
-            table.add_row(f"{row.owner} {row.role}", ranges(row.layers), row.how, *sizes, row.why)
-        per_run = self.nbytes / self.runs if self.runs else 0
-        table.add_section()
-        totals = (f"{self.runs:,}", f"{self.nbytes:,}", f"{per_run:,.0f}")
-        table.add_row("all", "", "fused", *totals, "")
+            table.add_row(name, ranges(row.layers), row.how, *sizes, row.why)
+        if len(self.rows) > 1:
+            table.add_section()
+            mean = self.nbytes / self.runs if self.runs else 0
+            table.add_row("all", "", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
         return table
 
     def __str__(self) -> str:
-        lines = [
-            f"{row.owner} {row.role} (layers {ranges(row.layers)}): {row.how}, {row.runs} runs, "
-            f"{row.nbytes} bytes, {row.bytes_per_run:.0f} a run: {row.why}"
+        return "\n".join(
+            f"{row.owner} {', '.join(row.roles)} (layers {ranges(row.layers)}): {row.how}, "
+            f"{row.runs} runs, {row.nbytes} bytes, {row.bytes_per_run:.0f} a run: {row.why}"
             for row in self.rows
-        ]
-        return "\n".join([*lines, f"all, fused: {self.runs} runs, {self.nbytes} bytes"])
+        )
 
 
 def explain_plan(made: TransferPlan, tokens: int) -> Explanation:
     """See TransferPlan.explain."""
-    rows = []
-    for (owner, role), regions in _by_role(made.dest).items():
-        keys = {region.key for region in regions}
-        layers = tuple(sorted(region.layer for region in regions))
-        if keys <= set(made.missing):
-            why = "prefill has none; allowed"
-            rows.append(RoleRow(owner, role, layers, "missing", 0, 0, why))
-            continue
-        only = replace(made.dest, regions=tuple(regions))
-        alone = plan(made.sources, only, allow_missing={owner})
-        runs, nbytes = _cost(alone, tokens)
-        how, why = _how(alone, regions)
-        rows.append(RoleRow(owner, role, layers, how, runs, nbytes, why))
-    unsent: dict[tuple[str, str], list[int]] = {}
-    for owner, layer, role in made.unsent:
-        unsent.setdefault((owner, role), []).append(layer)
-    for (owner, role), held in unsent.items():
-        why = "decode has no such region"
-        rows.append(RoleRow(owner, role, tuple(sorted(held)), "unsent", 0, 0, why))
-    return Explanation(tokens, tuple(rows), *_cost(made, tokens))
-
-
-def explain_refusal(error: IncompatibleLayouts, tokens: int) -> Explanation:
-    """The reasons of a refusal as rows."""
-    grouped: dict[tuple[str, str, str], list[Reason]] = {}
-    for reason in error.reasons:
-        grouped.setdefault((reason.owner, reason.role, reason.sentence), []).append(reason)
+    found: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
+    for route in made.routes:
+        owner = route.keys[0][0]
+        roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
+        how, why = _how(made, route)
+        layers, runs, nbytes = found.get((owner, roles, how, why), (set[int](), 0, 0))
+        more = cost(route, scattered(route.src_space, route.dst_space, tokens))
+        layers |= {layer for _, layer, _ in route.keys}
+        found[owner, roles, how, why] = layers, runs + more[0], nbytes + more[1]
     rows = [
-        RoleRow(owner, role, tuple(sorted(r.layer for r in reasons)), "refused", 0, 0, why)
-        for (owner, role, why), reasons in grouped.items()
+        Row(owner, roles, tuple(sorted(layers)), how, runs, nbytes, why)
+        for (owner, roles, how, why), (layers, runs, nbytes) in found.items()
     ]
-    return Explanation(tokens, tuple(rows), 0, 0)
+    for how, keys, why in (
+        ("missing", made.missing, "prefill has none; allowed"),
+        ("unsent", made.unsent, "decode has no such region"),
+    ):
+        idle: dict[tuple[str, str], list[int]] = {}
+        for owner, layer, role in keys:
+            idle.setdefault((owner, role), []).append(layer)
+        for (owner, role), held in idle.items():
+            rows.append(Row(owner, (role,), tuple(sorted(held)), how, 0, 0, why))
+    return Explanation(tokens, tuple(rows))
+
+
+def _how(made: TransferPlan, route: Route) -> tuple[str, str]:
+    """How a route's bytes travel, and the first true cause of what keeps items from being whole."""
+    key = route.keys[0]
+    there = made.sources[route.source].region_by_key[key]
+    here = made.dest.region_by_key[key]
+    pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
+    cut = [
+        f"{ours.name}: {theirs.size} of {ours.total} a rank there, {ours.size} here"
+        for ours in here.axes
+        if (theirs := there.axis(ours.name)) and ours.name != "entry"
+        if (theirs.start, theirs.size) != (ours.start, ours.size)
+    ]
+    if cut:
+        return "resharded", "; ".join(cut)
+    change = f"items of {pages[0]} entries there, {pages[1]} here"
+    if route.linear or route.dense:
+        return "direct", "whole items" if pages[0] == pages[1] else change
+    if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:
+        return "strided", f"{_order(there)} there, {_order(here)} here"
+    if pages[0] != pages[1]:
+        return "strided", change
+    if route.whole is not None and route.whole.size == 1:
+        return "direct", "whole items, among others' bytes"
+    return "strided", "other bytes lie between on one side"
+
+
+def _outermost(region: Region) -> list[Axis]:
+    return sorted((a for a in region.axes if a.size > 1), key=lambda axis: -axis.stride)
+
+
+def _order(region: Region) -> str:
+    return " before ".join(axis.name for axis in _outermost(region))
 
 
 def explain(
-    layouts: Annotated[list[Path], "layout files: one per prefill rank, decode's last"],
-    tokens: int = 2048,
+    layouts: Annotated[
+        list[Path],
+        typer.Argument(help="Layout files: one for each prefill rank, decode's last."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
 ) -> None:
-    """Explain the transfer between layouts, given as JSON or msgpack files (PoolLayout.to_json).
+    """Explain the transfer between layouts, given as files of PoolLayout.to_json or to_msgpack.
 
     Exit status 1 if decode cannot be filled, with all the reasons.
     """
-    import typer
     from rich.console import Console
 
     if len(layouts) < 2:
         raise typer.BadParameter("at least two layouts: prefill's ranks, then decode's.")
     *sources, dest = [_read(path) for path in layouts]
     try:
-        found = explain_plan(plan(sources, dest), tokens)
+        made = plan(sources, dest)
     except IncompatibleLayouts as error:
-        found = explain_refusal(error, tokens)
-    Console().print(found.table())
-    if any(row.how == "refused" for row in found.rows):
-        raise typer.Exit(1)
+        typer.echo(f"refused: {error}")
+        raise typer.Exit(1) from None
+    Console().print(explain_plan(made, tokens).table())
 
 
 def _read(path: Path) -> PoolLayout:
-    import typer
-
     try:
         data = path.read_bytes()
-        text = data.lstrip()[:1] == b"{"
-        return PoolLayout.from_json(data) if text else PoolLayout.from_msgpack(data)
+        if data.lstrip()[:1] == b"{":
+            return PoolLayout.from_json(data)
+        if data[:1] >= b"\x80":
+            return PoolLayout.from_msgpack(data)
+        raise ValueError("neither a JSON nor a msgpack layout.")
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path}: {error}") from None
-
-
-def _by_role(layout: PoolLayout) -> dict[tuple[str, str], list[Region]]:
-    found: dict[tuple[str, str], list[Region]] = {}
-    for region in layout.regions:
-        found.setdefault((region.owner, region.role), []).append(region)
-    return found
-
-
-def _cost(made: TransferPlan, tokens: int) -> tuple[int, int]:
-    costs = [
-        cost(route, scattered(route.src_space, route.dst_space, tokens)) for route in made.routes
-    ]
-    return sum(runs for runs, _ in costs), sum(nbytes for _, nbytes in costs)
-
-
-def _how(made: TransferPlan, regions: Sequence[Region]) -> tuple[str, str]:
-    """How and why: shards first, then whatever else keeps items from being copied whole."""
-    dest = regions[0]
-    source = next(s.region_by_key[dest.key] for s in made.sources if dest.key in s.region_by_key)
-    sharded = [
-        f"{axis.name}: {theirs.size} of {theirs.total} a rank there, {axis.size} here"
-        for axis in dest.axes
-        if axis.name != "entry" and (theirs := source.axis(axis.name)) and _cut(theirs, axis)
-    ]
-    if sharded:
-        return "resharded", "; ".join(sharded)
-    if all(route.linear or route.dense for route in made.routes):
-        return "direct", "whole items" if made.routes else "nothing to move"
-    there, here = made.routes[0].src_space, made.routes[0].dst_space
-    return "strided", _difference(there, here)
-
-
-def _cut(theirs: Axis, ours: Axis) -> bool:
-    return (theirs.start, theirs.size) != (ours.start, ours.size)
-
-
-def _difference(there: Space, here: Space) -> str:
-    if there.entries_per_item != here.entries_per_item:
-        return f"items of {there.entries_per_item} entries there, {here.entries_per_item} here"
-    return "other bytes lie in between, or the axes are in another order"

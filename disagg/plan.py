@@ -47,9 +47,20 @@ class IncompatibleLayouts(ValueError):
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
-        lines = [f"  {line}" for line in _by_layers(self.reasons)]
-        count = f"{len(self.reasons)} reason{'s' if len(self.reasons) > 1 else ''}"
+        lines = [f"  {line}" for line in self.lines()]
+        count = f"{len(lines)} reason{'s' if len(lines) > 1 else ''}"
         super().__init__("\n".join([f"{count}.", *lines]))
+
+    def lines(self) -> list[str]:
+        """One sentence for all layers of an owner and role that share it."""
+        grouped: dict[tuple[str, str, str], list[int]] = {}
+        for reason in self.reasons:
+            key = reason.owner, reason.role, reason.sentence
+            grouped.setdefault(key, []).append(reason.layer)
+        return [
+            f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}: {sentence}"
+            for (owner, role, sentence), layers in grouped.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +156,24 @@ def plan(
     `allow_missing` names owners or roles that sources may lack altogether.
     Raises IncompatibleLayouts with every reason at once.
     """
+    given = [] if isinstance(sources, PoolLayout) else [*sources, dest]
+    if not given or any(not isinstance(layout, PoolLayout) for layout in given):
+        raise TypeError("plan: a list of source layouts (pool.layout), and the destination's.")
     offered: dict[Key, list[int]] = {}
     for number, layout in enumerate(sources):
         for region in layout.regions:
             offered.setdefault(region.key, []).append(number)
+    # what some source has is not missing altogether: a forgotten stage stays refused
+    owners = {owner for owner, _, _ in offered}
+    pairs = {(owner, role) for owner, _, role in offered}
     reasons: list[Reason] = []
     missing: list[Key] = []
     pieces: list[_Piece] = []
     for region in dest.regions:
         holders = offered.pop(region.key, [])
-        if not holders and not {region.owner, region.role}.isdisjoint(allow_missing):
+        without_owner = region.owner in allow_missing and region.owner not in owners
+        without_role = region.role in allow_missing and (region.owner, region.role) not in pairs
+        if without_owner or without_role:
             missing.append(region.key)
             continue
         problems = _mismatches(region, dest, sources, holders)
@@ -183,8 +202,8 @@ def _mismatches(
         )
         where = f"it holds layers {ranges(held)}" if held else "it holds none at all"
         return [
-            f"prefill offers no such region ({where}). Give prefill that region too, "
-            f"or allow_missing={{{region.owner!r}}} or {{{region.role!r}}}."
+            f"prefill offers no such region ({where}). Give prefill that region too"
+            + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
         ]
     here = dest.space_of(region)
     axes = {axis.name: axis.total for axis in region.axes if axis.name != "entry"}
@@ -243,8 +262,8 @@ def _tile(
     if sum(map(_volume, taken)) != _volume(needed):
         held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
         return [], [
-            f"decode needs {_say(needed)}, prefill offers {held}: no choice among these was found "
-            "that covers it exactly once. Plan with the layouts of all prefill ranks."
+            f"decode needs {_say(needed)}, prefill offers {held}: these do not cover it exactly "
+            "once. Plan with the layouts of all prefill ranks."
         ]
     return [_Piece(region, box, tuple(replicas[box])) for box in taken], []
 
@@ -271,6 +290,7 @@ def _routes(
     here = records(dest)
     there = [records(layout) for layout in sources]
     parts: dict[tuple[int, int, int], list[EntryRuns]] = {}
+    keys: dict[tuple[int, int, int], list[Key]] = {}
     ends: dict[tuple[int, int, int], tuple[Record, Record]] = {}
     for piece, source in elected:
         dst, dst_at = here[piece.dest.buffer]
@@ -278,25 +298,29 @@ def _routes(
         src, src_at = there[source][other.buffer]
         pair = source, id(src), id(dst)
         ends[pair] = src, dst
+        keys.setdefault(pair, []).append(piece.dest.key)
         parts.setdefault(pair, []).append(entry_runs(other, src_at, piece.dest, dst_at, piece.box))
-    shapes: dict[object, list[tuple[int, Record, Record, EntryRuns]]] = {}
-    for pair, runs in parts.items():
-        src, dst = ends[pair]
-        joined = join(runs)
+    shapes: dict[object, list[tuple[int, int, int]]] = {}
+    joined = {pair: join(runs) for pair, runs in parts.items()}
+    for pair, runs in joined.items():
         shape = (
             pair[0],
+            tuple((owner, role) for owner, _, role in keys[pair]),
             *(
                 (r.space.name, r.stride, r.pad_starts.tobytes(), r.pad_ends.tobytes())
-                for r in (src, dst)
+                for r in ends[pair]
             ),
-            *(column.tobytes() for column in joined.columns()),
+            *(column.tobytes() for column in runs.columns()),
         )
-        shapes.setdefault(shape, []).append((pair[0], src, dst, joined))
+        shapes.setdefault(shape, []).append(pair)
     routes = []
     for pairs in shapes.values():
-        src_bases = np.array([src.base for _, src, _, _ in pairs], dtype=np.int64)
-        dst_bases = np.array([dst.base for _, _, dst, _ in pairs], dtype=np.int64)
-        routes.append(route(*pairs[0], (src_bases, dst_bases)))
+        first = pairs[0]
+        src_bases, dst_bases = (
+            np.array([ends[pair][side].base for pair in pairs], dtype=np.int64) for side in (0, 1)
+        )
+        moved = tuple(key for pair in pairs for key in keys[pair])
+        routes.append(route(first[0], *ends[first], joined[first], (src_bases, dst_bases), moved))
     return tuple(routes)
 
 
@@ -313,13 +337,3 @@ def _apart(one: Box, other: Box) -> bool:
 
 def _say(box: Box) -> str:
     return ", ".join(f"{name} {ranges(range(low, high))}" for name, low, high in box) or "all"
-
-
-def _by_layers(reasons: Iterable[Reason]) -> Iterable[str]:
-    """One line for all layers of an owner and role that share a sentence."""
-    grouped: dict[tuple[str, str, str], list[int]] = {}
-    for reason in reasons:
-        grouped.setdefault((reason.owner, reason.role, reason.sentence), []).append(reason.layer)
-    for (owner, role, sentence), layers in grouped.items():
-        word = "layer" if len(layers) == 1 else "layers"
-        yield f"{owner} {word} {ranges(layers)} {role}: {sentence}"

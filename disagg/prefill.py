@@ -7,12 +7,13 @@ aborts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
-    PROTOCOL,
     Abort,
     Aux,
     Done,
@@ -23,12 +24,16 @@ from disagg.wire import (
     Released,
     Room,
     Want,
+    encode,
+    greeting_problems,
     pack_aux,
+    reason_text,
     spans_of,
 )
 from kvpool.layout import RequestAddress
 
 Peer = bytes
+KEPT_REFUSALS = 100
 
 
 @dataclass(slots=True)
@@ -62,10 +67,11 @@ class PrefillRooms:
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
-        self.outbox: list[tuple[Peer, Message]] = []
-        self.peers: dict[Peer, Hello] = {}
-        self.refused: dict[Peer, list[str]] = {}
+        self.outbox: list[tuple[Peer, bytes]] = []
+        self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
+        self._peers: set[Peer] = set()
         self._rooms: dict[Room, PrefillRoom] = {}
+        self._open: set[Room] = set()
 
     def send(
         self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
@@ -89,6 +95,7 @@ class PrefillRooms:
         ready = Ready(
             self.hello.generation,
             name,
+            "",
             tokens.start,
             tokens.stop,
             last,
@@ -96,10 +103,12 @@ class PrefillRooms:
             spans_of(address),
             pack_aux(aux),
         )
-        self._rooms[name] = room
+        encode(ready)  # what cannot travel is refused before anything is kept
+        self._add(name, room)
         room.chunks.append(ready)
         if room.failure is None:
-            self.outbox.extend((peer, ready) for peer in room.wants)
+            for peer, want in room.wants.items():
+                self._post(peer, replace(ready, attempt=want.attempt))
 
     def computed(self, name: Room) -> int:
         """Positions of a room that were offered so far."""
@@ -108,8 +117,8 @@ class PrefillRooms:
 
     def abort(self, name: Room, reason: str) -> None:
         """Ends a room that has not ended; its pages are free at once."""
-        room = self._rooms.setdefault(name, PrefillRoom())
-        if room.failure is None and not room.complete:
+        room = self._add(name, self._rooms.get(name) or PrefillRoom())
+        if name in self._open:
             self._fail(name, room, Failure("prefill", reason))
 
     def poll(self, name: Room) -> KVPoll:
@@ -132,46 +141,47 @@ class PrefillRooms:
 
     def forget(self, name: Room) -> None:
         """Drops a room that has ended."""
-        if self.poll(name) not in (KVPoll.Success, KVPoll.Failed):
+        if not self.poll(name).ended:
             raise ValueError(f"room {name!r} has not ended. Abort it first.")
-        self._rooms.pop(name, None)
+        del self._rooms[name]
 
-    def open_rooms(self) -> list[Room]:
+    def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
-        ended = (KVPoll.Success, KVPoll.Failed)
-        return [name for name in self._rooms if self.poll(name) not in ended]
+        return self._open
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Takes one message of a peer."""
         if isinstance(message, Hello):
             self._greet(peer, message)
         elif isinstance(message, Refuse):
-            self.refused[peer] = message.reasons
+            self.refusals.append("\n".join(message.reasons))
             self._drop(peer, Failure("decode", "\n".join(message.reasons)))
         elif not isinstance(message, (Want, Done, Abort)):
-            self.outbox.append((peer, Refuse([f"{type(message).__name__} is not prefill's."])))
-        elif peer not in self.peers or message.generation != self.hello.generation:
+            self._post(peer, Refuse([f"{type(message).__name__} is not prefill's."]))
+        elif peer not in self._peers or message.generation != self.hello.generation:
             reason = f"unknown generation {message.generation!r}: say hello again."
-            self.outbox.append((peer, Abort(message.generation, message.room, reason)))
+            self._post(peer, Abort(message.generation, message.room, message.attempt, reason))
         elif isinstance(message, Want):
             self._want(peer, message)
-        elif isinstance(message, Done):
-            self._done(peer, message)
         else:
             room = self._rooms.get(message.room)
-            if room and peer in room.wants and room.failure is None and not room.complete:
+            want = room.wants.get(peer) if room else None
+            mine = want is not None and want.attempt == message.attempt
+            if isinstance(message, Done):
+                self._done(peer, message, room if mine else None)
+            elif room is not None and mine and message.room in self._open:
                 self._fail(message.room, room, Failure("decode", message.reason), but=peer)
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         reasons = greeting_problems(self.hello, hello)
         if reasons:
-            self.outbox.append((peer, Refuse(reasons)))
+            self._post(peer, Refuse(reasons))
             return
-        self.peers[peer] = hello
-        self.outbox.append((peer, self.hello))
+        self._peers.add(peer)
+        self._post(peer, self.hello)
 
     def _want(self, peer: Peer, want: Want) -> None:
-        room = self._rooms.setdefault(want.room, PrefillRoom())
+        room = self._add(want.room, self._rooms.get(want.room) or PrefillRoom())
         problem = None
         if room.failure is not None:
             problem = room.failure.reason
@@ -182,43 +192,46 @@ class PrefillRooms:
         elif len(room.wants) == want.readers:
             problem = f"{want.readers} readers want it already."
         if problem is not None:
-            self.outbox.append((peer, Abort(want.generation, want.room, problem)))
+            self._post(peer, Abort(want.generation, want.room, want.attempt, reason_text(problem)))
             return
         room.wants[peer] = want
-        self.outbox.extend((peer, chunk) for chunk in room.chunks)
+        for chunk in room.chunks:
+            self._post(peer, replace(chunk, attempt=want.attempt))
 
-    def _done(self, peer: Peer, done: Done) -> None:
-        room = self._rooms.get(done.room)
-        leased = room is not None and room.failure is None and room.closed and peer in room.wants
+    def _done(self, peer: Peer, done: Done, room: PrefillRoom | None) -> None:
+        leased = room is not None and room.failure is None and room.closed
         if leased and room is not None:
             room.done.add(peer)
-        self.outbox.append((peer, Released(done.generation, done.room, leased)))
+            if room.complete:
+                self._open.discard(done.room)
+        self._post(peer, Released(done.generation, done.room, done.attempt, leased))
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A peer cannot be reached any more: the rooms that it wanted fail."""
+        self._drop(peer, Failure("prefill", reason))
 
     def _drop(self, peer: Peer, failure: Failure) -> None:
-        self.peers.pop(peer, None)
-        for name, room in self._rooms.items():
-            if peer in room.wants and room.failure is None and not room.complete:
-                self._fail(name, room, failure, but=peer)
+        self._peers.discard(peer)
+        for name in list(self._open):
+            if peer in self._rooms[name].wants:
+                self._fail(name, self._rooms[name], failure, but=peer)
 
     def _fail(
         self, name: Room, room: PrefillRoom, failure: Failure, but: Peer | None = None
     ) -> None:
         room.failure = failure
-        abort = Abort(self.hello.generation, name, failure.reason)
-        self.outbox.extend((peer, abort) for peer in room.wants if peer != but)
+        self._open.discard(name)
+        reason = reason_text(failure.reason)
+        for peer, want in room.wants.items():
+            if peer != but:
+                self._post(peer, Abort(self.hello.generation, name, want.attempt, reason))
 
+    def _add(self, name: Room, room: PrefillRoom) -> PrefillRoom:
+        if name not in self._rooms:
+            self._rooms[name] = room
+            self._open.add(name)
+        return room
 
-def greeting_problems(own: Hello, other: Hello) -> list[str]:
-    """Why two endpoints cannot talk, whatever their layouts."""
-    pairs: Mapping[str, tuple[object, object]] = {
-        "protocol": (own.protocol, other.protocol),
-        "engine": (own.engine, other.engine),
-    }
-    problems = [
-        f"{what} {ours!r} here, {theirs!r} there. Use the same on both sides."
-        for what, (ours, theirs) in pairs.items()
-        if ours != theirs
-    ]
-    if own.protocol != PROTOCOL:
-        problems.append(f"protocol {own.protocol}: this version speaks {PROTOCOL}.")
-    return problems
+    def _post(self, peer: Peer, message: Message) -> None:
+        """Encodes at once, so that a message that cannot travel is its sender's error."""
+        self.outbox.append((peer, encode(message)))

@@ -34,15 +34,15 @@ class _Active:
 class Reader:
     """Works through reads with one engine; used by one thread.
 
-    `ended(read, problem)` is called for each once nothing of it can still land; `wanted(read)`
-    gives the metrics to count in, or None if the room has failed meanwhile.
+    `wanted(read)` gives the metrics to count in, or None if the room has failed meanwhile.
+    `ended(read, problem, quiet)` is called for each; `quiet` if nothing of it can still land.
     """
 
     def __init__(
         self,
         engine: Engine,
         wanted: Callable[[Read], RoomMetrics | None],
-        ended: Callable[[Read, str | None], None],
+        ended: Callable[[Read, str | None, bool], None],
     ) -> None:
         self.queue: deque[Read] = deque()
         self._engine, self._wanted, self._ended = engine, wanted, ended
@@ -109,10 +109,22 @@ class Reader:
         """Once its room is told, nothing of a failed read may land; the next one reconnects."""
         problem = f"read from rank {read.source} of prefill: {error}"
         log.warning("room %r: %s", read.room, problem)
+        quiet = True
         if touched:
-            self._engine.fence(self._peers.pop((id(read.link), read.source)))
-        self._end(read, problem)
+            try:
+                self._engine.fence(self._peers.pop((id(read.link), read.source)))
+            except Exception as fault:  # the room fails, and keeps its pages
+                log.error("room %r: its pages stay leased: %s", read.room, fault)
+                quiet = False
+        self._end(read, problem, quiet)
 
-    def _end(self, read: Read, problem: str | None) -> None:
+    def stop(self) -> None:
+        """Ends what is left, once the engine is closed."""
+        if self._active is not None:
+            self._end(self._active.read, "the endpoint was closed.")
+        while self.queue:
+            self._end(self.queue.popleft(), "the endpoint was closed.")
+
+    def _end(self, read: Read, problem: str | None, quiet: bool = True) -> None:
         self._active = None
-        self._ended(read, problem)
+        self._ended(read, problem, quiet)

@@ -15,6 +15,9 @@ class KVPoll(IntEnum):
     Transferring = 3
     Success = 4
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def ended(self) -> bool:
         """Whether the state is final."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.grid import merge_intervals, region_runs
-from kvpool.layout import Buffer, PoolLayout, Region, Space
+from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 
 Ints = npt.NDArray[np.int64]
 Box = tuple[tuple[str, int, int], ...]
@@ -89,6 +89,7 @@ class Route:
     """
 
     source: int
+    keys: tuple[Key, ...]
     src_space: Space
     dst_space: Space
     src_base: Ints
@@ -212,7 +213,12 @@ def join(parts: Sequence[EntryRuns]) -> EntryRuns:
 
 
 def route(
-    source: int, src: Record, dst: Record, runs: EntryRuns, bases: tuple[Ints, Ints]
+    source: int,
+    src: Record,
+    dst: Record,
+    runs: EntryRuns,
+    bases: tuple[Ints, Ints],
+    keys: tuple[Key, ...],
 ) -> Route:
     """Classifies the joined runs of record pairs that share one shape."""
     src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
@@ -228,6 +234,7 @@ def route(
     whole = _whole(src, dst, chains, singles) if src_entries == dst_entries else None
     return Route(
         source,
+        keys,
         src.space,
         dst.space,
         *bases,
@@ -244,14 +251,15 @@ def route(
 def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]:
     """Runs that continue at the next entry on both sides, with at most equal padding between."""
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
-    gap = runs.nbytes < runs.src_step
-    for record, starts in ((src, runs.src), (dst, runs.dst)):
-        for entry in range(record.space.entries_per_item - 1):
-            at = starts[same & gap] + entry * runs.src_step[same & gap]
-            clear = record.is_padding(at + runs.nbytes[same & gap], at + runs.src_step[same & gap])
-            same[same & gap] = clear
-            if not (same & gap).any():
-                break
+    gap = same & (runs.nbytes < runs.src_step)
+    if gap.any():
+        clear = np.ones(int(gap.sum()), dtype=bool)
+        for record, starts in ((src, runs.src), (dst, runs.dst)):
+            entries = np.arange(record.space.entries_per_item - 1, dtype=np.int64)
+            low = starts[gap, None] + entries * runs.src_step[gap, None]
+            low, high = low + runs.nbytes[gap, None], low + runs.src_step[gap, None]
+            clear &= record.is_padding(low, high).all(axis=1)
+        same[gap] = clear
     if src.space.kind == "slot":
         same[:] = False
     return np.asarray(same, dtype=np.bool_)

@@ -7,7 +7,8 @@ used.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from operator import index
+from typing import Annotated, Any, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -17,13 +18,16 @@ from kvpool.address import MAX_TOKENS
 from kvpool.layout import RequestAddress, Span
 
 PROTOCOL = 1
-MAX_MESSAGE = 16 << 20
+MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
+MAX_REASON = 4096
+MAX_TEXT = 1 << 16
+MAX_ROOM = 256
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Name = Annotated[str, Meta(max_length=128)]
-Text = Annotated[str, Meta(max_length=1 << 16)]
-Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM)]
 Aux = dict[str, Any]
 """Small named values of one request: whatever msgpack carries (numbers, text, bytes, lists, maps).
 """
@@ -56,6 +60,7 @@ class Want(Struct, frozen=True, tag="want", forbid_unknown_fields=True):
 
     generation: Name
     room: Room
+    attempt: Name
     start: Count
     num_tokens: Count
     readers: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -73,6 +78,7 @@ class Ready(Struct, frozen=True, tag="ready", forbid_unknown_fields=True):
 
     generation: Name
     room: Room
+    attempt: Name
     start: Count
     stop: Count
     last: bool
@@ -96,6 +102,7 @@ class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
 
     generation: Name
     room: Room
+    attempt: Name
 
 
 class Released(Struct, frozen=True, tag="released", forbid_unknown_fields=True):
@@ -103,6 +110,7 @@ class Released(Struct, frozen=True, tag="released", forbid_unknown_fields=True):
 
     generation: Name
     room: Room
+    attempt: Name
     leased: bool
 
 
@@ -111,10 +119,18 @@ class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
 
     generation: Name
     room: Room
+    attempt: Name
     reason: Text
 
 
 Message = Hello | Refuse | Want | Ready | Done | Released | Abort
+
+
+class _AnyHello(Struct, tag="hello"):
+    """A hello of any protocol, as far as it must be read to refuse it by name."""
+
+    protocol: int
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -135,7 +151,31 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            protocol = PROTOCOL
+        if protocol != PROTOCOL:
+            return Hello(protocol, "", "", b"", b"")
         raise WireError(f"malformed message: {error}") from None
+
+
+def room_name(name: object) -> Room:
+    """A room's name as it travels, a number from 0 to 2**63-1 or a short text; else ValueError."""
+    if isinstance(name, str) and len(name) <= MAX_ROOM and name.isprintable():
+        return name
+    if isinstance(name, SupportsIndex) and not isinstance(name, bool):
+        number = index(name)
+        if 0 <= number < 1 << 63:
+            return number
+    raise ValueError(
+        f"room {name!r}: a number from 0 to 2**63-1, or at most {MAX_ROOM} printable characters."
+    )
+
+
+def reason_text(reason: str, most: int = MAX_REASON) -> str:
+    """A reason as it travels: cut to `most` characters, what is no text escaped."""
+    return reason.encode(errors="backslashreplace").decode()[:most]
 
 
 def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
@@ -164,3 +204,12 @@ def unpack_aux(data: bytes) -> Aux:
         return msgspec.msgpack.decode(data, type=dict[Name, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed aux: {error}") from None
+
+
+def greeting_problems(own: Hello, other: Hello) -> list[str]:
+    """Why two endpoints cannot talk, whatever their layouts."""
+    if own.protocol != other.protocol:
+        return [f"protocol {own.protocol} here, {other.protocol} there. Run the same kvpool."]
+    if own.engine != other.engine:
+        return [f"engine {own.engine!r} here, {other.engine!r} there. Use the same on both sides."]
+    return []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from types import MappingProxyType
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +36,7 @@ class Span:
             if ids.size > 1 and not (ordered[1:] != ordered[:-1]).all():
                 twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
                 raise ValueError(f"span ids: item {twice} is listed twice.")
-        if not 0 <= self.first_item <= MAX_TOKENS:
-            raise ValueError(f"span first_item: 0 to {MAX_TOKENS}, got {self.first_item}.")
+        object.__setattr__(self, "first_item", _count(self.first_item, "span first_item"))
         ids.flags.writeable = False
         object.__setattr__(self, "ids", ids)
 
@@ -48,6 +49,20 @@ class RequestAddress:
     spans: Mapping[str, Span]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_tokens <= MAX_TOKENS:
-            raise ValueError(f"num_tokens: 0 to {MAX_TOKENS}, got {self.num_tokens}.")
-        object.__setattr__(self, "spans", MappingProxyType(dict(self.spans)))
+        object.__setattr__(self, "num_tokens", _count(self.num_tokens, "num_tokens"))
+        spans = dict(self.spans)
+        for name, span in spans.items():
+            if not isinstance(span, Span):
+                raise ValueError(f"space {name}: a Span of ids, got {type(span).__name__}.")
+        object.__setattr__(self, "spans", MappingProxyType(spans))
+
+
+def _count(value: SupportsIndex, what: str) -> int:
+    """A plain int (numpy's integers count), bounded."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise ValueError(f"{what}: a whole number, got {value!r}.") from None
+    if not 0 <= number <= MAX_TOKENS:
+        raise ValueError(f"{what}: 0 to {MAX_TOKENS}, got {number}.")
+    return number

@@ -32,6 +32,12 @@ class Request:
     pages: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     freed: bool = False
 
+    def address(self) -> RequestAddress:
+        """Where the tokens lie now, as plans read it. Raises ValueError once freed."""
+        if self.freed:
+            raise ValueError("this request was freed: its pages are others' now.")
+        return RequestAddress(self.num_tokens, {"kv": Span(self.pages)})
+
 
 class Allocator:
     """Pages of the `kv` space of one pool. Page 0 is padding and is never handed out."""
@@ -96,11 +102,6 @@ class Allocator:
         """Flat entry locations of all tokens of a request, int64 `[num_tokens]`, by space."""
         self._check_live(request)
         return {"kv": self._locate(request, np.arange(request.num_tokens, dtype=np.int64))}
-
-    def address(self, request: Request) -> RequestAddress:
-        """Where the request's tokens lie, as plans read it."""
-        self._check_live(request)
-        return RequestAddress(request.num_tokens, {"kv": Span(request.pages)})
 
     def free(self, request: Request) -> None:
         """Takes back all pages of a request."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Protocol
@@ -56,9 +57,7 @@ class CPUDevice:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A zeroed uint8 tensor in a mapping of its own, unmapped when its last view is gone."""
-        if not hasattr(
-            os, "memfd_create"
-        ):  # not Linux: private memory, which `local` then refuses across processes
+        if sys.platform != "linux":  # private memory, which `local` refuses across processes
             return torch.zeros(nbytes, dtype=torch.uint8)
         import fcntl
 
@@ -66,16 +65,17 @@ class CPUDevice:
         try:
             os.ftruncate(handle, nbytes)
             # of a size that cannot change: no reader can be made to touch bytes past the end
-            fcntl.fcntl(
-                handle,
-                fcntl.F_ADD_SEALS,
-                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-            )
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
             # all pages now, not one by one in the first transfer
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            return torch.frombuffer(mmap.mmap(handle, nbytes, flags), dtype=torch.uint8)
+            memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryError(
+                f"{nbytes:,} bytes of shared memory cannot be had: {error}."
+            ) from None
         finally:
             os.close(handle)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
         """Writes by index."""

@@ -54,6 +54,8 @@ class PoolLayout:
     generation: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("buffers", "regions", "spaces"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_layout(self)
 
     @cached_property

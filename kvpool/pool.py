@@ -99,7 +99,7 @@ class KVPool:
                 f"{owner} total_kv_layers: {self.total_kv_layers}, but layer {self.layers[-1]} is "
                 "held."
             )
-        self.device: Device = get_device(device)
+        self.device: Device = get_device(str(device))
         self._declared = tuple(self.declare())
         spaces = {space.name: space for space in self.spaces()}
         buffers, nbytes = place(

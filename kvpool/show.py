@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     """One row per (owner, role) and shape, layers gathered; sizes in bytes."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("region", "layers", "dtype", title=title)
@@ -24,7 +25,7 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     for region in layout.regions:
         grouped.setdefault(_row(layout, region), []).append(region.layer)
     for (name, *rest), layers in grouped.items():
-        table.add_row(name, ranges(layers), *rest)
+        table.add_row(escape(name), ranges(layers), *rest)
     table.caption = "bytes; axes as steps of total x stride"
     return table
 

@@ -113,7 +113,8 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, in
                 f"{region}: ends at byte {region.end} of an item of {buffer.item_bytes} (buffer "
                 f"{buffer.name})."
             )
-    shape = tuple((r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions)
+    grids = [(r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions]
+    shape = buffer.item_bytes, tuple(grids)
     if shape in seen:
         return
     runs = sum(run_count(region) for region in regions)

@@ -10,8 +10,10 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,11 @@ IOV_MAX = 1024
 F_GET_SEALS = 1034
 F_SEAL_SHRINK = 0x2
 PRIVATE = -1
+
+_VECTOR = (ctypes.c_void_p, ctypes.c_ulong)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -72,7 +79,8 @@ class LocalEngine(Engine):
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._handles: list[int] = []
+        self._handles: dict[tuple[int, int], int] = {}
+        self._peers: list[Peer] = []
 
     @classmethod
     def availability(cls) -> str | None:
@@ -118,7 +126,7 @@ class LocalEngine(Engine):
                 raise TransferError(f"malformed metadata: {segment} overlaps or overflows.")
             end = segment.base + segment.nbytes
         mapped = [_map(owner.pid, segment) for segment in segments]
-        return Peer(
+        peer = Peer(
             owner.pid,
             np.array([segment.base for segment in segments], dtype=np.int64),
             np.array([segment.base + segment.nbytes for segment in segments], dtype=np.int64),
@@ -126,6 +134,8 @@ class LocalEngine(Engine):
             np.array([remote for _, remote, _ in mapped], dtype=bool),
             [mapping for _, _, mapping in mapped],
         )
+        self._peers.append(peer)
+        return peer
 
     def read(self, peer: Peer, batch: CopyBatch) -> None:
         """Copies now."""
@@ -156,14 +166,18 @@ class LocalEngine(Engine):
 
     def fence(self, peer: Peer) -> None:
         """Nothing is in flight; the mappings go with the peer."""
-        peer.mappings.clear()
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
+        peer.mappings.clear()
+        if peer in self._peers:
+            self._peers.remove(peer)
 
     def close(self) -> None:
-        """Closes what `register` opened."""
+        """Gives up all peers, and closes what `register` opened."""
+        for peer in list(self._peers):
+            self.fence(peer)
         self._segments.clear()
         while self._handles:
-            os.close(self._handles.pop())
+            os.close(self._handles.popitem()[1])
 
     def _find(self, slab: Slab) -> list[Segment]:
         """The parts of a slab, each in one mapping of this process."""
@@ -185,19 +199,23 @@ class LocalEngine(Engine):
         return found
 
     def _open(self, device: int, inode: int) -> int:
-        """A handle of our own on a shared mapping's file, kept open for peers; PRIVATE if there is
-        none.
-        """
+        """A handle of our own on a mapping's file, kept for peers; PRIVATE if there is none."""
+        if (device, inode) in self._handles:
+            return self._handles[device, inode]
         for entry in os.listdir("/proc/self/fd"):
-            try:
+            with suppress(OSError):  # closed since it was listed
                 status = os.fstat(int(entry))
                 if (status.st_dev, status.st_ino) == (device, inode):
-                    handle = os.dup(int(entry))
-                    self._handles.append(handle)
-                    return handle
-            except OSError:  # closed since it was listed
-                continue
+                    return self._handles.setdefault((device, inode), os.dup(int(entry)))
         return PRIVATE
+
+
+def _continues(one: Segment, other: Segment) -> bool:
+    """Whether a mapping that the kernel split goes on, so that a run may cross the border."""
+    if one.fd == other.fd == PRIVATE:
+        return True
+    same = (one.device, one.inode) == (other.device, other.inode)
+    return same and one.offset + one.nbytes == other.offset
 
 
 def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
@@ -215,33 +233,33 @@ def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
 
 
 def _map(pid: int, segment: Segment) -> tuple[int, bool, object]:
-    """How far a segment is shifted here, whether it must be read through the kernel, and its
-    mapping.
-    """
-    if pid == os.getpid():
-        return 0, False, None
+    """How far a segment is shifted here, whether it is read by the kernel, and its mapping."""
     if segment.fd == PRIVATE:
         return 0, True, None
+    path = f"/proc/{pid}/fd/{segment.fd}"
     try:
-        handle = os.open(f"/proc/{pid}/fd/{segment.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        # looked at before it is opened: opening a pipe would wait for its other end
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
+            raise TransferError(f"the peer's file {segment.fd} is not the one that it registered.")
+        if not stat.S_ISREG(status.st_mode):
+            raise TransferError(f"the peer's file {segment.fd} is no memory.")
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TransferError(
             f"the peer's shared memory cannot be opened ({error.strerror}): both processes must "
-            "run as "
-            "one user. Use engine nixl otherwise."
+            "run as one user. Use engine nixl otherwise."
         ) from None
     try:
-        status = os.fstat(handle)
-        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
-            raise TransferError(f"the peer's file {segment.fd} is not the one that it registered.")
-        if not fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK:
+        if not _sealed(handle):
             return (
                 0,
                 True,
                 None,
             )  # it could shrink under us, and a read beyond its end would kill us
-        if segment.offset < 0 or segment.offset + segment.nbytes > status.st_size:
-            raise TransferError(f"{segment} lies outside a file of {status.st_size} bytes.")
+        size = os.fstat(handle).st_size
+        if segment.offset < 0 or segment.offset + segment.nbytes > size:
+            raise TransferError(f"{segment} lies outside a file of {size} bytes.")
         start = segment.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = segment.offset - start + segment.nbytes
         mapping = mmap.mmap(handle, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
@@ -253,14 +271,20 @@ def _map(pid: int, segment: Segment) -> tuple[int, bool, object]:
     return memory.ctypes.data + segment.offset - start - segment.base, False, memory
 
 
+def _sealed(handle: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
+    except OSError:  # a file of a kind that knows no seals
+        return False
+
+
 def _read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
     """`process_vm_readv` in calls of at most IOV_MAX runs."""
+    readv = _libc.process_vm_readv
+    readv.restype = ctypes.c_ssize_t
+    readv.argtypes = (ctypes.c_int, *_VECTOR, *_VECTOR, ctypes.c_ulong)
     here = np.stack([dst, nbytes], axis=1)
     there = np.stack([src, nbytes], axis=1)
-    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    readv.restype = ctypes.c_ssize_t
-    vector = (ctypes.c_void_p, ctypes.c_ulong)
-    readv.argtypes = (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
     for start in range(0, src.size, IOV_MAX):
         count = min(IOV_MAX, src.size - start)
         wanted = int(nbytes[start : start + count].sum())
@@ -269,8 +293,7 @@ def _read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
             reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
             raise TransferError(
                 f"process {pid} cannot be read ({reason}). Allocate the peer's pool on kvpool's "
-                "CPU "
-                "device, which shares its memory, or use engine nixl."
+                "CPU device, which shares its memory, or use engine nixl."
             )
 
 

@@ -134,6 +134,8 @@ class NixlEngine(Engine):
             self._release(peer, peer.handles[-1])
         if peer in self._peers:
             self._peers.remove(peer)
+            if any(other.agent == peer.agent for other in self._peers):
+                return  # another link to the same agent lives on
             try:
                 self._agent.remove_remote_agent(peer.agent)
             except self._errors as error:

@@ -119,7 +119,7 @@ class PoolCache(Cache):
                 "forward failed half-way (free the requests), or the model has no such layers."
             )
         for row, request in enumerate(self.requests):
-            held = self.allocator.address(request).num_tokens
+            held = request.address().num_tokens
             if held != length:
                 raise ValueError(f"row {row}: {held} tokens, not {length}. Build a new PoolCache.")
         fresh = self.allocator.extend_batch(self.requests, tokens)["kv"]

@@ -145,9 +145,8 @@ def test_a_rank_left_out_is_refused_with_what_is_offered():
     ranks = [mha(shard=Shard(rank, 4)) for rank in range(4)]
     refused = refusal([ranks[0], ranks[3]], mha())
     assert (
-        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3: no choice "
-        "among these was found that covers it exactly once. Plan with the layouts of all prefill "
-        "ranks."
+        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3: these "
+        "do not cover it exactly once. Plan with the layouts of all prefill ranks."
     ) in str(refused)
     assert "offers nothing of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
 

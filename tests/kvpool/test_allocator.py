@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvpool import Allocator, MLAPool, OutOfPages
+from kvpool.allocator import Request
 
 PAGE = 4
 
@@ -26,7 +27,7 @@ def allocator(num_pages=9, page_size=PAGE) -> Allocator:
 
 def pages_of(alloc, request) -> list[int]:
     """Page ids of a request, in order."""
-    return alloc.address(request).spans["kv"].ids.tolist()
+    return request.address().spans["kv"].ids.tolist()
 
 
 def test_all_pages_but_the_first_can_be_handed_out():
@@ -116,7 +117,7 @@ def test_an_address_says_tokens_and_pages():
     alloc = allocator()
     request = alloc.new_request()
     alloc.extend(request, 9)
-    address = alloc.address(request)
+    address = request.address()
     assert address.num_tokens == 9
     assert set(address.spans) == {"kv"}
     assert (address.spans["kv"].first_item, address.spans["kv"].ids.size) == (0, 3)
@@ -126,7 +127,7 @@ def test_an_address_does_not_follow_its_request():
     alloc = allocator()
     request = alloc.new_request()
     alloc.extend(request, 4)
-    before = alloc.address(request)
+    before = request.address()
     pages = before.spans["kv"].ids.tolist()
     alloc.extend(request, 9)
     alloc.free(request)
@@ -228,7 +229,7 @@ def test_a_freed_request_is_refused():
     alloc.extend(request, 4)
     alloc.free(request)
     assert request.freed
-    for use in (alloc.free, alloc.address, alloc.locations, lambda r: alloc.extend(r, 1)):
+    for use in (alloc.free, Request.address, alloc.locations, lambda r: alloc.extend(r, 1)):
         with pytest.raises(ValueError, match="this request was freed"):
             use(request)
     assert alloc.free_pages == 8
@@ -238,7 +239,7 @@ def test_a_freed_request_is_refused():
 def test_a_request_of_another_allocator_is_refused():
     alloc, other = allocator(), allocator()
     request = other.new_request()
-    for use in (alloc.free, alloc.address, alloc.locations, lambda r: alloc.extend(r, 1)):
+    for use in (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1)):
         with pytest.raises(ValueError, match="belongs to another allocator"):
             use(request)
 
@@ -343,7 +344,7 @@ class Requests(RuleBasedStateMachine):
         assert self.alloc.free_pages == len(self.free)
         for name, request in self.requests.items():
             held = self.tokens[name]
-            address = self.alloc.address(request)
+            address = request.address()
             assert self.alloc.locations(request)["kv"].tolist() == held
             assert address.num_tokens == len(held)
             assert address.spans["kv"].ids.tolist() == [n // self.SIZE for n in held[:: self.SIZE]]
