@@ -195,7 +195,8 @@ class DecodeRooms:
     def lost(self, rank: int, reason: str) -> None:
         """A rank cannot be reached any more: the rooms of its link fail."""
         link = next(link for link in reversed(self.links) if link.first <= rank)
-        self._refuse(link, [reason], but=rank - link.first)
+        if link.refusal is None:
+            self._refuse(link, [reason], but=rank - link.first)
 
     def read_ended(self, read: Read, problem: str | None, quiet: bool = True) -> None:
         """A read that was handed out has ended; `quiet` if nothing of it can still land.

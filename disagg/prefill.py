@@ -208,7 +208,8 @@ class PrefillRooms:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A peer cannot be reached any more: the rooms that it wanted fail."""
-        self._drop(peer, Failure("prefill", reason))
+        if peer in self._peers:
+            self._drop(peer, Failure("prefill", reason))
 
     def _drop(self, peer: Peer, failure: Failure) -> None:
         self._peers.discard(peer)

@@ -181,15 +181,21 @@ class LocalEngine(Engine):
 
     def _find(self, slab: Slab) -> list[Segment]:
         """The parts of a slab, each in one mapping of this process."""
-        found, reached = [], slab.base
+        found: list[Segment] = []
+        reached = slab.base
         for low, high, shared, offset, device, inode in _mappings():
             if high <= reached or low >= slab.end:
                 continue
             if low > reached:
                 break
-            start, stop = reached, min(high, slab.end)
+            stop = min(high, slab.end)
             handle = self._open(device, inode) if shared else PRIVATE
-            found.append(Segment(start, stop - start, handle, offset + start - low, device, inode))
+            part = Segment(reached, stop - reached, handle, offset + reached - low, device, inode)
+            if found and _continues(found[-1], part):
+                whole = found[-1].nbytes + part.nbytes
+                found[-1] = msgspec.structs.replace(found[-1], nbytes=whole)
+            else:
+                found.append(part)
             reached = stop
         if reached < slab.end:
             raise TransferError(

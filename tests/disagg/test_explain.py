@@ -1,0 +1,109 @@
+"""A plan in words says what happens: how, in how many runs, and the one true cause."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disagg.plan import plan
+from kvpool import MHAPool, MLAPool, Shard
+from kvpool.layout import PoolLayout
+
+KVPOOL = Path(sys.executable).with_name("kvpool")
+COMMON = {"num_pages": 99, "page_size": 16, "dtype": "bf16", "device": "meta"}
+
+
+def mha(**changes):
+    given = {"layers": range(4), "num_kv_heads": 4, "head_dim": 8, **COMMON, **changes}
+    return MHAPool(**given).layout
+
+
+def mla(**changes):
+    given = {"layers": range(4), **COMMON, **changes}
+    return MLAPool(**given).layout
+
+
+@pytest.mark.parametrize(
+    ("sources", "dest", "how", "why", "runs"),
+    [
+        ([mla()], mla(), "direct", "whole items", 4 * 64),
+        ([mla(placement="page")], mla(placement="page"), "direct", "whole items", 64),
+        ([mla()], mla(placement="page"), "direct", "whole items, among others' bytes", 4 * 64),
+        ([mla()], mla(page_size=64), "direct", "items of 16 entries there, 64 here", 4 * 64),
+        ([mha()], mha(order="hnd"), "strided", "entry before head there, head before entry", None),
+        ([mha(order="hnd")], mha(order="hnd", page_size=8), "strided", "items of 16 entries", None),
+        (
+            [mha(shard=Shard(rank, 2)) for rank in range(2)],
+            mha(),
+            "resharded",
+            "head: 2 of 4 a rank there, 4 here",
+            None,
+        ),
+    ],
+)
+def test_how_and_why(sources, dest, how, why, runs):
+    made = plan(sources, dest)
+    told = made.explain(tokens=1024)
+    assert {row.how for row in told.rows} == {how}
+    assert all(why in row.why for row in told.rows), told
+    assert told.nbytes == 1024 * sum(region.nbytes for region in dest.regions) // (
+        dest.spaces[0].entries_per_item
+    )
+    assert runs is None or told.runs == runs
+    assert how in str(told)
+
+
+def test_roles_that_share_runs_share_a_row():
+    told = plan([mla()], mla()).explain()
+    assert [(row.roles, row.layers) for row in told.rows] == [(("latent", "rope"), (0, 1, 2, 3))]
+
+
+def test_missing_and_unsent_regions_have_rows():
+    draft = mla(layers=[0], owner="draft")
+    both = PoolLayout.merge(mla(), draft)
+    missing = plan([mla()], both, allow_missing={"draft"}).explain()
+    assert [(row.owner, row.how) for row in missing.rows[1:]] == [("draft", "missing")] * 2
+    unsent = plan([both], mla()).explain()
+    assert [(row.owner, row.how) for row in unsent.rows[1:]] == [("draft", "unsent")] * 2
+
+
+def run(*arguments):
+    return subprocess.run(
+        [KVPOOL, "explain", *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_command_reads_json_and_msgpack(tmp_path):
+    (tmp_path / "a.json").write_text(mha().to_json())
+    (tmp_path / "b.msgpack").write_bytes(mha(order="hnd").to_msgpack())
+    done = run(tmp_path / "a.json", tmp_path / "b.msgpack", "--tokens", 100)
+    assert done.returncode == 0, done.stderr
+    assert "strided" in done.stdout and "target k" in done.stdout
+
+
+def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
+    (tmp_path / "a.json").write_text(mla(layers=range(2)).to_json())
+    (tmp_path / "b.json").write_text(mla(dtype="f32").to_json())
+    done = run(tmp_path / "a.json", tmp_path / "b.json")
+    assert done.returncode == 1
+    assert "target layers 0-1 rope: bfloat16 on prefill, float32 on decode." in done.stdout
+    assert "target layers 2-3 latent: prefill offers no such region" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "neither a JSON nor a msgpack layout"),
+        (b"hello", "neither a JSON nor a msgpack layout"),
+        (b"{}", "malformed layout"),
+        (b'{"version": 9}', "layout version 9"),
+    ],
+)
+def test_a_file_that_is_no_layout_is_a_sentence(tmp_path, content, sentence):
+    (tmp_path / "a").write_bytes(content)
+    done = run(tmp_path / "a", tmp_path / "a")
+    assert done.returncode == 2
+    assert sentence in " ".join(done.stderr.replace("│", "").split())
