@@ -25,7 +25,7 @@ def test_code_in_documents_runs(path, number, code, capsys):
     if path.name == "README.md":
         said = capsys.readouterr().out
         assert "Success {'first_token': 7}" in said
-        assert "target latent" in said
+        assert "target k" in said
 
 
 def test_every_link_between_documents_leads_somewhere():
