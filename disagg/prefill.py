@@ -76,8 +76,11 @@ class PrefillRooms:
     def send(
         self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
     ) -> None:
-        """Offers positions `tokens`; raises ValueError where they do not follow the last chunk."""
-        room = self._rooms.get(name) or PrefillRoom()
+        """Offers positions `tokens`; raises ValueError where they do not follow the last chunk.
+
+        Chunks of a room that has failed go nowhere.
+        """
+        room = self._rooms.get(name, PrefillRoom())
         if room.closed:
             raise ValueError(f"room {name!r}: its last chunk was sent already.")
         if tokens.step != 1 or tokens.start != room.computed or tokens.stop < tokens.start:
@@ -104,7 +107,7 @@ class PrefillRooms:
             pack_aux(aux),
         )
         encode(ready)  # what cannot travel is refused before anything is kept
-        self._add(name, room)
+        room = self._room(name)
         room.chunks.append(ready)
         if room.failure is None:
             for peer, want in room.wants.items():
@@ -117,7 +120,7 @@ class PrefillRooms:
 
     def abort(self, name: Room, reason: str) -> None:
         """Ends a room that has not ended; its pages are free at once."""
-        room = self._add(name, self._rooms.get(name) or PrefillRoom())
+        room = self._room(name)
         if name in self._open:
             self._fail(name, room, Failure("prefill", reason))
 
@@ -181,7 +184,7 @@ class PrefillRooms:
         self._post(peer, self.hello)
 
     def _want(self, peer: Peer, want: Want) -> None:
-        room = self._add(want.room, self._rooms.get(want.room) or PrefillRoom())
+        room = self._room(want.room)
         problem = None
         if room.failure is not None:
             problem = room.failure.reason
@@ -199,8 +202,9 @@ class PrefillRooms:
             self._post(peer, replace(chunk, attempt=want.attempt))
 
     def _done(self, peer: Peer, done: Done, room: PrefillRoom | None) -> None:
-        leased = room is not None and room.failure is None and room.closed
-        if leased and room is not None:
+        leased = False
+        if room is not None and room.failure is None and room.closed:
+            leased = True
             room.done.add(peer)
             if room.complete:
                 self._open.discard(done.room)
@@ -227,11 +231,12 @@ class PrefillRooms:
             if peer != but:
                 self._post(peer, Abort(self.hello.generation, name, want.attempt, reason))
 
-    def _add(self, name: Room, room: PrefillRoom) -> PrefillRoom:
+    def _room(self, name: Room) -> PrefillRoom:
+        """The room of that name, opened if there is none."""
         if name not in self._rooms:
-            self._rooms[name] = room
+            self._rooms[name] = PrefillRoom()
             self._open.add(name)
-        return room
+        return self._rooms[name]
 
     def _post(self, peer: Peer, message: Message) -> None:
         """Encodes at once, so that a message that cannot travel is its sender's error."""
