@@ -31,7 +31,7 @@ from disagg.wire import (
     reason_text,
     unpack_aux,
 )
-from kvpool.layout import LayoutError, PoolLayout, RequestAddress
+from kvpool.layout import PoolLayout, RequestAddress
 
 
 @dataclass(eq=False, slots=True)
@@ -226,7 +226,7 @@ class DecodeRooms:
         try:
             layouts = [PoolLayout.from_msgpack(each.layout) for each in hellos]
             link.plan = plan(layouts, self.layout)
-        except (LayoutError, IncompatibleLayouts) as error:
+        except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             link.error = error if isinstance(error, IncompatibleLayouts) else None
             self._refuse(link, [str(error)])
             return
