@@ -19,10 +19,13 @@ help:  ## list what can be made
 venv: $(STAMP)  ## make the environment at .venv
 
 $(STAMP): pyproject.toml setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Try: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "kvpool needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.11"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
-		{ echo "No venv module. On Debian: apt-get install python3-venv"; exit 1; }
+		{ echo "kvpool needs Python 3.10 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
+	@# half an environment would let pip write into the Python that it was made from
+	@test -f $(VENV)/pyvenv.cfg && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
+		{ rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
+		{ rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,nixl,test]'
 	@touch $@

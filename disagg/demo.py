@@ -8,16 +8,22 @@ pools.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from disagg.demo_models import MODELS, Settings
+from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.room import KVPoll
 
 if TYPE_CHECKING:
@@ -25,106 +31,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from disagg.endpoint import DecodeEndpoint
+    from disagg.plan import TransferPlan
 
 ROOM = "demo"
 PATIENCE = 600.0
-SHARED = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 1 << 17,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 4},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, **EXPERTS},
-    "deepseek_v3": {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 96,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 2,
-        "num_mtp_layers": 0,
-        **EXPERTS,
-    },
-}
-
-
-class ModelName(str, Enum):
-    """Families that the demo can build."""
-
-    llama = "llama"
-    qwen3_moe = "qwen3_moe"
-    deepseek_v3 = "deepseek_v3"
-
-
-class EngineName(str, Enum):
-    """Engines that the demo can use."""
-
-    local = "local"
-    nixl = "nixl"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What both processes must agree on, and each side's page size."""
-
-    model: str
-    engine: str
-    prompt_tokens: int
-    chunk_tokens: int
-    dtype: str
-    seed: int
-    threads: int
-    prefill_page: int
-    decode_page: int
-
-    def chunks(self) -> list[range]:
-        """Positions of the prompt, chunk by chunk."""
-        size, end = self.chunk_tokens, self.prompt_tokens
-        return [range(at, min(at + size, end)) for at in range(0, end, size)]
-
-    def build(self) -> tuple[Any, torch.Tensor]:
-        """The model and the prompt `[1, T]`, the same in every process."""
-        import torch
-        import transformers
-
-        torch.set_num_threads(self.threads)
-        torch.manual_seed(self.seed)
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        config = transformers.AutoConfig.for_model(self.model, **SHARED, **MODELS[self.model])
-        make: Any = transformers.AutoModelForCausalLM.from_config
-        model = make(config, dtype=getattr(torch, self.dtype))
-        prompt = torch.randint(0, model.config.vocab_size, (1, self.prompt_tokens))
-        return model.eval(), prompt
-
-    def pool(self, model: Any, page: int, tokens: int) -> Any:
-        """A pool for `tokens` tokens of one request, and three pages more."""
-        from kvpool.integrations.transformers import pool_for
-
-        pages = -(-tokens // page) + 4
-        return pool_for(model.config, num_pages=pages, page_size=page, dtype=self.dtype)
+DTYPES = ("float32", "bfloat16", "float16")
+PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 
 
 def demo(
-    model: Annotated[ModelName, typer.Option(help="Model family.")] = ModelName.llama,
-    engine: Annotated[EngineName, typer.Option(help="What moves the bytes.")] = EngineName.local,
+    model: Annotated[str, typer.Option(help=f"Family: {', '.join(MODELS)}.")] = "llama",
+    engine: Annotated[
+        str, typer.Option(help=f"What moves the bytes: {', '.join(engine_names())}.")
+    ] = "local",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 2000,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Prefill in chunks of so many.")] = 512,
     prefill_page: Annotated[int, typer.Option(min=1, help="Tokens a page on prefill.")] = 64,
     decode_page: Annotated[int, typer.Option(min=1, help="Tokens a page on decode.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> None:
     """Prefill in one process, decode in another, and compare with a run in a single process.
@@ -133,27 +58,32 @@ def demo(
     """
     from rich.console import Console
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"dtype: float32, bfloat16 or float16, got {dtype!r}.")
+    for option, value, known in (
+        ("--model", model, MODELS),
+        ("--engine", engine, engine_names()),
+        ("--dtype", dtype, DTYPES),
+    ):
+        if value not in known:
+            names = ", ".join(known)
+            raise typer.BadParameter(f"one of {names}, got {value!r}.", param_hint=option)
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
-    threads = max(1, (multiprocessing.cpu_count() or 2) // 2)
     settings = Settings(
-        model.value,
-        engine.value,
+        model,
+        engine,
         prompt_tokens,
         chunk_tokens,
         dtype,
         seed,
-        threads,
+        max(1, (multiprocessing.cpu_count() or 2) // 2),
         prefill_page,
         decode_page,
     )
     console = Console()
     try:
         good = run(settings, new_tokens, console)
-    except (RuntimeError, TimeoutError) as error:
-        console.print(f"[red]FAIL[/red] {error}")
+    except PROBLEMS as error:
+        _say(console, False, _sentence(error))
         good = False
     if not good:
         raise typer.Exit(1)
@@ -161,6 +91,66 @@ def demo(
 
 def run(settings: Settings, new_tokens: int, console: Console) -> bool:
     """The whole demo; whether everything was equal."""
+    reason = engine_class(settings.engine).availability()
+    if reason is not None:
+        raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=prefill_process, args=(there, settings), daemon=True)
+    # ignored from its first instruction on: Ctrl-C reaches both processes, and this one ends both
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, interrupted)
+    there.close()
+    try:
+        good = decode_process(Peer(here, process), settings, new_tokens, console)
+        process.join(5)
+        return good
+    finally:
+        process.kill()
+        process.join()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The prefill process as the decode process sees it. It says where it is, or why it fails."""
+
+    pipe: Connection
+    process: BaseProcess
+
+    def address(self) -> str:
+        """Where the prefill endpoint is; raises RuntimeError if the process ends before it is."""
+        with suppress(EOFError, OSError):
+            if self.pipe.poll(PATIENCE):
+                kind, said = self.pipe.recv()
+                if kind == "address":
+                    return str(said)
+                raise self.lost(said)
+        raise self.lost()
+
+    def go(self) -> None:
+        """Lets prefill compute."""
+        try:
+            self.pipe.send("go")
+        except OSError:
+            raise self.lost() from None
+
+    def lost(self, reason: str = "it said nothing more") -> RuntimeError:
+        """The error that tells how the process ended."""
+        self.process.join(1)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        with suppress(EOFError, OSError):
+            while self.pipe.poll():
+                reason = self.pipe.recv()[1]
+        return RuntimeError(f"prefill ended with status {self.process.exitcode}: {reason}")
+
+
+def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:
+    """This process: receives what prefill computed, decodes from it, and compares."""
     import torch
 
     from disagg.endpoint import DecodeEndpoint
@@ -169,55 +159,60 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
     from kvpool.integrations.transformers import PoolCache
     from kvpool.show import human, layout_table
 
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    child = spawn.Process(target=prefill_process, args=(there, settings), daemon=True)
-    child.start()
-    there.close()
-    try:
-        model, prompt = settings.build()
-        total = settings.prompt_tokens + new_tokens
-        pool = settings.pool(model, settings.decode_page, total)
-        allocator = Allocator(pool)
-        request = allocator.new_request()
-        allocator.extend(request, settings.prompt_tokens)
-        console.print(layout_table(pool.layout, f"{settings.model}: layout of the decode pool"))
-        with DecodeEndpoint(pool.layout, create_engine(settings.engine)) as endpoint:
-            link = endpoint.connect([_hear(here, child)], timeout=PATIENCE)
-            if link.plan is None:
-                raise RuntimeError("the hello ended without a plan.")
-            console.print(link.plan.explain(settings.prompt_tokens).table())
-            endpoint.receive(ROOM, request.address())
-            here.send("go")
-            wanted = int(settings.prompt_tokens * pool.bytes_per_token)
-            _watch(endpoint, wanted, child, console)
-            moved = endpoint.metrics(ROOM)
-            first = int(endpoint.aux(ROOM)["first_token"])
-        console.print(
-            f"moved {human(moved.bytes_moved)} in {moved.runs:,} runs of "
-            f"{human(moved.bytes_per_run)}: {human(moved.rate)}/s over {settings.engine}, "
-            f"bound in {1e3 * moved.bind_seconds:.2f} ms"
-        )
-        console.print(f"decoding {new_tokens} tokens in this process, then all of it in one ...")
-        cache = PoolCache(pool, allocator, [request])
-        with torch.no_grad():
-            tokens, logits = decode(model, cache, first, new_tokens)
-            own = transformers_cache(model)
-            expected_first = prefill(model, prompt, own, settings.chunks())
-            expected_tokens, expected = decode(model, own, expected_first, new_tokens)
-        same_logits = [torch.equal(a, b) for a, b in zip(logits, expected)]
-        wrong, checked = compare_bytes(pool, allocator.locations(request)["kv"], own)
-        good = all(same_logits) and first == expected_first and tokens == expected_tokens
-        _say(console, good, f"logits of {sum(same_logits)} of {new_tokens} decoded steps bit-equal")
-        _say(console, not wrong, f"{checked - wrong:,} of {checked:,} live bytes of the pool equal")
-        return good and not wrong
-    finally:
-        child.join(5)
-        child.kill()
+    model, prompt = settings.build()
+    total = settings.prompt_tokens + new_tokens
+    pool = settings.pool(model, settings.decode_page, total)
+    allocator = Allocator(pool)
+    request = allocator.new_request()
+    allocator.extend(request, settings.prompt_tokens)
+    console.print(layout_table(pool.layout, f"{settings.model}: layout of the decode pool"))
+    with DecodeEndpoint(pool.layout, create_engine(settings.engine)) as endpoint:
+        made = _connect(endpoint, peer)
+        console.print(made.explain(settings.prompt_tokens).table())
+        endpoint.receive(ROOM, request.address())
+        peer.go()
+        _watch(endpoint, int(settings.prompt_tokens * pool.bytes_per_token), peer, console)
+        moved = endpoint.metrics(ROOM)
+        first = int(endpoint.aux(ROOM)["first_token"])
+    console.print(
+        f"moved {human(moved.bytes_moved)} in {moved.runs:,} runs of "
+        f"{human(moved.bytes_per_run)} (neighbouring pages fused): {human(moved.rate)}/s over "
+        f"{settings.engine}, bound in {1e3 * moved.bind_seconds:.1f} ms",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"decoding {new_tokens} tokens in this process, then all of it in one ...")
+    cache = PoolCache(pool, allocator, [request])
+    with torch.no_grad():
+        tokens, logits = decode(model, cache, first, new_tokens)
+        own = transformers_cache(model)
+        expected_first = prefill(model, prompt, own, settings.chunks())
+        expected_tokens, expected = decode(model, own, expected_first, new_tokens)
+    same_logits = [torch.equal(a, b) for a, b in zip(logits, expected)]
+    wrong, checked = compare_bytes(pool, allocator.locations(request)["kv"], own)
+    good = all(same_logits) and first == expected_first and tokens == expected_tokens
+    _say(console, good, f"logits of {sum(same_logits)} of {new_tokens} decoded steps bit-equal")
+    _say(console, not wrong, f"{checked - wrong:,} of {checked:,} live bytes of the pool equal")
+    return good and not wrong
 
 
 def prefill_process(pipe: Connection, settings: Settings) -> None:
-    """The other process: computes the prompt and offers each chunk as soon as it is there."""
+    """The other process. It ends with its parent, and tells it what went wrong."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    try:
+        offer(pipe, settings)
+    except EOFError:  # nobody is there to be told
+        sys.exit(1)
+    except PROBLEMS as error:
+        with suppress(OSError):
+            pipe.send(("failure", _sentence(error)))
+        sys.exit(1)
+
+
+def offer(pipe: Connection, settings: Settings) -> None:
+    """Computes the prompt and offers each chunk as soon as it is there."""
     import torch
 
     from disagg.endpoint import PrefillEndpoint
@@ -231,7 +226,7 @@ def prefill_process(pipe: Connection, settings: Settings) -> None:
     request = allocator.new_request()
     cache = PoolCache(pool, allocator, [request])
     with PrefillEndpoint(pool.layout, create_engine(settings.engine)) as endpoint:
-        pipe.send(endpoint.address)
+        pipe.send(("address", endpoint.address))
         pipe.recv()
         with torch.no_grad():
             for chunk in settings.chunks():
@@ -292,33 +287,49 @@ def compare_bytes(pool: Any, locations: Any, own: Any) -> tuple[int, int]:
     return wrong, checked
 
 
-def _hear(pipe: Connection, child: BaseProcess) -> str:
-    """The prefill process's address, or an error if it ends before it has one."""
+def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
+    """The plan, once prefill has answered."""
+    link = endpoint.connect([peer.address()])
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if pipe.poll(0.2):
-            address: str = pipe.recv()
-            return address
-        if not child.is_alive():
-            break
-    raise RuntimeError(f"the prefill process ended with status {child.exitcode}; see above.")
+    while link.plan is None:
+        try:
+            endpoint.handshake(link, 0.5)
+        except TimeoutError:
+            if not peer.process.is_alive():
+                raise peer.lost() from None
+            if time.monotonic() > deadline:
+                raise
+    return link.plan
 
 
-def _watch(endpoint: DecodeEndpoint, wanted: int, child: BaseProcess, console: Console) -> None:
+def _watch(endpoint: DecodeEndpoint, wanted: int, peer: Peer, console: Console) -> None:
     """A progress bar until the room has ended."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress
 
-    columns = ("moving", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = ("moving", BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("moving", total=wanted)
         while not endpoint.wait(ROOM, 0.05).ended:
             progress.update(task, completed=endpoint.metrics(ROOM).bytes_moved)
-            if not child.is_alive() and child.exitcode != 0:
-                raise RuntimeError(f"the prefill process ended with status {child.exitcode}.")
+            # its last words may be under way
+            if not peer.process.is_alive() and not endpoint.wait(ROOM, 0.5).ended:
+                raise peer.lost()
         progress.update(task, completed=endpoint.metrics(ROOM).bytes_moved)
     if endpoint.poll(ROOM) is KVPoll.Failed:
-        raise RuntimeError(f"the hand-off failed: {endpoint.failure(ROOM)}")
+        raise peer.lost(f"the hand-off failed: {endpoint.failure(ROOM)}")
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _say(console: Console, good: bool, sentence: str) -> None:
-    console.print(f"[green]PASS[/green] {sentence}" if good else f"[red]FAIL[/red] {sentence}")
+    from rich.text import Text
+
+    verdict = ("PASS", "green") if good else ("FAIL", "red")
+    console.print(Text.assemble(verdict, " ", sentence), soft_wrap=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from typer import Exit
 
 from disagg import demo
 from disagg.demo import MODELS, Settings
@@ -68,25 +73,88 @@ def test_the_byte_verdict_sees_one_wrong_byte(single, role, token):
     assert wrong == 1
 
 
-def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(monkeypatch, capsys):
-    """Prefill is told of a longer prompt than decode made room for."""
-    from rich.console import Console
-    from typer import Exit
+def mislead(pipe, settings):
+    """A prefill that computes one token more than decode made room for."""
+    demo.prefill_process(pipe, replace(settings, prompt_tokens=settings.prompt_tokens + 1))
 
-    genuine = demo.multiprocessing.get_context("spawn").Process
 
-    def longer(target, args, daemon):
-        return genuine(target=target, args=(args[0], replace(args[1], prompt_tokens=41)))
+def vanish(pipe, settings):
+    """A prefill that ends before it has said where it is."""
+    os._exit(3)
 
-    context = type("Context", (), {"Process": staticmethod(longer)})
-    context.Pipe = staticmethod(demo.multiprocessing.get_context("spawn").Pipe)
-    monkeypatch.setattr(demo.multiprocessing, "get_context", lambda _: context)
-    with pytest.raises(RuntimeError, match="41 tokens, decode made room for 40"):
-        demo.run(SMALL, 2, Console())
-    monkeypatch.setattr(demo, "run", lambda *_: False)
+
+def vanish_later(pipe, settings):
+    """A prefill that ends once it has said where it is, without an endpoint there."""
+    pipe.send(("address", "tcp://127.0.0.1:9"))
+    os._exit(4)
+
+
+@pytest.mark.parametrize(
+    ("instead", "sentence"),
+    [
+        (mislead, "41 tokens, decode made room for 40"),
+        (vanish, "prefill ended with status 3"),
+        (vanish_later, "prefill ended with status 4"),
+    ],
+)
+def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(
+    monkeypatch, capsys, instead, sentence
+):
+    monkeypatch.setattr(demo, "prefill_process", instead)
     with pytest.raises(Exit) as ended:
-        demo.demo(prompt_tokens=40)
+        demo.demo(prompt_tokens=40, prefill_page=8, decode_page=8)
     assert ended.value.exit_code == 1
+    said = capsys.readouterr().out
+    assert "FAIL" in said and sentence in said
+
+
+def test_a_reason_with_brackets_is_printed_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "engine_class", lambda _: type("E", (), {"availability": missing}))
+    with pytest.raises(Exit):
+        demo.demo()
+    assert "not there. Install kvpool[nixl]." in capsys.readouterr().out
+
+
+def missing():
+    return "not there. Install kvpool[nixl]."
+
+
+def prefill_of(parent: int) -> int:
+    """The process that `parent` spawned, once it is there."""
+    for _ in range(200):
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                line = Path(f"/proc/{entry}/cmdline").read_bytes()
+                status = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == parent and b"--multiprocessing-fork" in line:
+                    return int(entry)
+        time.sleep(0.1)
+    raise AssertionError("the demo has spawned no process")
+
+
+@pytest.mark.parametrize("ended", [signal.SIGKILL, signal.SIGTERM])
+def test_the_prefill_process_ends_with_its_parent(ended):
+    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.DEVNULL)
+    child = prefill_of(running.pid)
+    time.sleep(1)
+    running.send_signal(ended)
+    running.wait(20)
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the prefill process has outlived its parent by ten seconds")
+
+
+def test_a_prefill_process_that_is_killed_is_exit_status_1():
+    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.PIPE, text=True)
+    child = prefill_of(running.pid)
+    time.sleep(1)
+    os.kill(child, signal.SIGKILL)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "FAIL prefill ended with status -9" in said
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["explain", "--help"]])
@@ -96,7 +164,15 @@ def test_help_is_there(arguments):
     assert "Usage" in done.stdout
 
 
-def test_bad_options_are_refused_by_a_sentence():
-    done = kvpool("demo", "--dtype", "int8")
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--dtype", "int8", "one of float32, bfloat16, float16, got 'int8'"),
+        ("--engine", "pigeon", "one of local, nixl, got 'pigeon'"),
+        ("--model", "gpt", "one of llama, qwen3_moe, deepseek_v3, got 'gpt'"),
+    ],
+)
+def test_bad_options_are_refused_by_a_sentence(option, value, sentence):
+    done = kvpool("demo", option, value)
     assert done.returncode == 2
-    assert "float32, bfloat16 or float16, got 'int8'" in done.stderr
+    assert sentence in " ".join(done.stderr.replace("│", "").split())
