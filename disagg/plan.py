@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from disagg.bind import Columns, CopyBatch, IncompleteTransfer, bind
-from disagg.route import Box, EntryRuns, Record, Route, entry_runs, join, records, route
-from kvpool.dtypes import ITEMSIZE
-from kvpool.layout import Key, PoolLayout, Region, RequestAddress
+from disagg.match import Piece, elect, mismatches, tile
+from disagg.route import EntryRuns, Record, Route, entry_runs, join, records, route
+from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.show import ranges
 
 if TYPE_CHECKING:
@@ -139,15 +139,6 @@ class TransferPlan:
         return explain_plan(self, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What some sources, replicas of one another, hold of a destination region."""
-
-    dest: Region
-    box: Box
-    holders: tuple[int, ...]
-
-
 def plan(
     sources: Sequence[PoolLayout], dest: PoolLayout, *, allow_missing: Collection[str] = ()
 ) -> TransferPlan:
@@ -168,7 +159,7 @@ def plan(
     pairs = {(owner, role) for owner, _, role in offered}
     reasons: list[Reason] = []
     missing: list[Key] = []
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for region in dest.regions:
         holders = offered.pop(region.key, [])
         without_owner = region.owner in allow_missing and region.owner not in owners
@@ -176,115 +167,19 @@ def plan(
         if without_owner or without_role:
             missing.append(region.key)
             continue
-        problems = _mismatches(region, dest, sources, holders)
+        problems = mismatches(region, dest, sources, holders)
         if not problems:
-            found, problems = _tile(region, sources, holders)
+            found, problems = tile(region, sources, holders)
             pieces.extend(found)
         reasons.extend(Reason(*region.key, problem) for problem in problems)
     if reasons:
         raise IncompatibleLayouts(reasons)
-    routes = _routes(sources, dest, _elect(pieces))
+    routes = _routes(sources, dest, elect(pieces))
     return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing))
 
 
-def _mismatches(
-    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> list[str]:
-    """Why sources' bytes cannot be this region's bytes."""
-    if not holders:
-        held = sorted(
-            {
-                other.layer
-                for layout in sources
-                for other in layout.regions
-                if (other.owner, other.role) == (region.owner, region.role)
-            }
-        )
-        where = f"it holds layers {ranges(held)}" if held else "it holds none at all"
-        return [
-            f"prefill offers no such region ({where}). Give prefill that region too"
-            + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
-        ]
-    here = dest.space_of(region)
-    axes = {axis.name: axis.total for axis in region.axes if axis.name != "entry"}
-    found: dict[str, None] = {}
-    for holder in holders:
-        other = sources[holder].region_by_key[region.key]
-        there = sources[holder].space_of(other)
-        totals = {axis.name: axis.total for axis in other.axes if axis.name != "entry"}
-        for what, theirs, ours, cure in (
-            ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
-            (
-                " elements a cell",
-                other.width // ITEMSIZE[other.dtype],
-                region.width // ITEMSIZE[region.dtype],
-                "Build both pools for the same model",
-            ),
-            (" axes", sorted(totals), sorted(axes), "Declare the same axes on both sides"),
-            (
-                " in all",
-                {name: total for name, total in totals.items() if name in axes},
-                {name: total for name, total in axes.items() if name in totals},
-                "Build both pools for the same model",
-            ),
-            (" space", there.kind, here.kind, "Keep this state in the same kind of space"),
-            (
-                " tokens an entry",
-                there.tokens_per_entry,
-                here.tokens_per_entry,
-                "Use the same compression",
-            ),
-        ):
-            if theirs != ours:
-                found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
-    return list(found)
-
-
-def _tile(
-    region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> tuple[list[_Piece], list[str]]:
-    """Pieces that cover the region's shard exactly once, or why there are none."""
-    axes = [axis for axis in region.axes if axis.name != "entry"]
-    replicas: dict[Box, list[int]] = {}
-    for holder in holders:
-        other = sources[holder].region_by_key[region.key]
-        box: list[tuple[str, int, int]] = []
-        for axis in axes:
-            theirs = other.axis(axis.name) or axis
-            box.append((axis.name, max(axis.start, theirs.start), min(axis.stop, theirs.stop)))
-        if all(low < high for _, low, high in box):
-            replicas.setdefault(tuple(box), []).append(holder)
-    taken: list[Box] = []
-    for candidate in sorted(replicas, key=lambda box: (-_volume(box), box)):
-        if all(_apart(candidate, other) for other in taken):
-            taken.append(candidate)
-    needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
-    if sum(map(_volume, taken)) != _volume(needed):
-        held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
-        return [], [
-            f"decode needs {_say(needed)}, prefill offers {held}: these do not cover it exactly "
-            "once. Plan with the layouts of all prefill ranks."
-        ]
-    return [_Piece(region, box, tuple(replicas[box])) for box in taken], []
-
-
-def _elect(pieces: Sequence[_Piece]) -> list[tuple[_Piece, int]]:
-    """One holder a piece. Replicas share the layers out among them, in blocks, so that every sender
-    works.
-    """
-    layers: dict[tuple[int, ...], list[tuple[str, int]]] = {}
-    for piece in pieces:
-        layers.setdefault(piece.holders, []).append((piece.dest.owner, piece.dest.layer))
-    turn: dict[tuple[tuple[int, ...], tuple[str, int]], int] = {}
-    for holders, held in layers.items():
-        ordered = sorted(set(held))
-        for number, layer in enumerate(ordered):
-            turn[holders, layer] = holders[number * len(holders) // len(ordered)]
-    return [(p, turn[p.holders, (p.dest.owner, p.dest.layer)]) for p in pieces]
-
-
 def _routes(
-    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[_Piece, int]]
+    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[Piece, int]]
 ) -> tuple[Route, ...]:
     """Joins the runs of every record pair, and gathers the pairs of one shape."""
     here = records(dest)
@@ -322,18 +217,3 @@ def _routes(
         moved = tuple(key for pair in pairs for key in keys[pair])
         routes.append(route(first[0], *ends[first], joined[first], (src_bases, dst_bases), moved))
     return tuple(routes)
-
-
-def _volume(box: Box) -> int:
-    volume = 1
-    for _, low, high in box:
-        volume *= high - low
-    return volume
-
-
-def _apart(one: Box, other: Box) -> bool:
-    return any(a[2] <= b[1] or b[2] <= a[1] for a, b in zip(one, other))
-
-
-def _say(box: Box) -> str:
-    return ", ".join(f"{name} {ranges(range(low, high))}" for name, low, high in box) or "all"
