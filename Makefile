@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "kvpool needs Python 3.10 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
 	@# half an environment would let pip write into the Python that it was made from
+	@test -f $(VENV)/pyvenv.cfg || test $(VENV) = .venv || test -z "$$(ls -A $(VENV) 2>/dev/null)" || \
+		{ echo "$(VENV) is there and no virtual environment. Name another, or remove it."; exit 1; }
 	@test -f $(VENV)/pyvenv.cfg && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
 		{ rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
 		{ rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }

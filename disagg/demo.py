@@ -137,16 +137,18 @@ class Peer:
         except OSError:
             raise self.lost() from None
 
-    def lost(self, reason: str = "it said nothing more") -> RuntimeError:
-        """The error that tells how the process ended."""
+    def lost(self, reason: str = "") -> RuntimeError:
+        """The error that tells how the process ended, if it has, and why: if need be, in its
+        own last words.
+        """
         self.process.join(1)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
         with suppress(EOFError, OSError):
-            while self.pipe.poll():
-                reason = self.pipe.recv()[1]
-        return RuntimeError(f"prefill ended with status {self.process.exitcode}: {reason}")
+            while not reason and self.pipe.poll():
+                kind, said = self.pipe.recv()
+                reason = said if kind == "failure" else ""
+        status = self.process.exitcode
+        how = "prefill" if status is None else f"prefill ended with status {status}"
+        return RuntimeError(f"{how}: {reason or 'it said nothing more'}")
 
 
 def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:

@@ -89,12 +89,25 @@ def vanish_later(pipe, settings):
     os._exit(4)
 
 
+def stop_listening(pipe, settings):
+    """A prefill that shakes hands, cannot be told to go, and ends a little later."""
+
+    def close():
+        pipe.close()
+        time.sleep(0.5)
+        os._exit(5)
+
+    pipe.recv = close
+    demo.offer(pipe, settings)
+
+
 @pytest.mark.parametrize(
     ("instead", "sentence"),
     [
         (mislead, "41 tokens, decode made room for 40"),
         (vanish, "prefill ended with status 3"),
         (vanish_later, "prefill ended with status 4"),
+        (stop_listening, "prefill ended with status 5"),
     ],
 )
 def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(
@@ -140,7 +153,10 @@ def test_the_prefill_process_ends_with_its_parent(ended):
     running.send_signal(ended)
     running.wait(20)
     for _ in range(100):
-        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
+        try:
+            if " Z " in Path(f"/proc/{child}/stat").read_text():
+                return
+        except OSError:  # gone, perhaps while it was being read
             return
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
