@@ -104,9 +104,7 @@ def _region_bytes(
         meaning = (steps[:, None] + meaning.reshape(1, -1)).ravel()
         inner *= axis.total
     entry = region.axis("entry")
-    count = tokens // space.tokens_per_entry if entry else 1
-    first = 0 if space.window is None else max(0, count - space.window)
-    for position in range(first, count):
+    for position in space.alive(tokens):
         item = ids[position // space.entries_per_item] if space.kind == "paged" else ids[0]
         step = (position % space.entries_per_item) * entry.stride if entry else 0
         base = buffer.base + int(item) * buffer.item_stride + region.offset + step

@@ -130,11 +130,11 @@ def walk(src: End, dst: End, tokens: range) -> Walk:
 
 def _needed(space: Space, tokens: range, total: int) -> range:
     """Entries of `tokens` that are alive once a request has `total` tokens."""
-    if space.kind == "slot":  # a state is that of the last position
-        return range(1) if tokens and tokens.stop == total else range(0)
+    alive = space.alive(total)
+    if space.private:  # may change until the last position is there
+        return alive if tokens.stop == total else range(0)
     per = space.tokens_per_entry
-    low, high = tokens.start // per, tokens.stop // per
-    return range(low if space.window is None else max(low, total // per - space.window), high)
+    return range(max(alive.start, tokens.start // per), tokens.stop // per)
 
 
 def _check_offered(src: End, needed: range, tokens: range, total: int) -> None:
@@ -143,8 +143,7 @@ def _check_offered(src: End, needed: range, tokens: range, total: int) -> None:
         return
     if held < tokens.stop:
         raise IncompleteTransfer(
-            f"source: space {space.name} holds positions up to {held - 1}, needed are "
-            f"{tokens.start} to "
+            f"source: space {space.name} holds positions up to {held - 1}, needed are those up to "
             f"{tokens.stop - 1}. Bind the positions that are computed, or wait for the rest."
         )
     if space.kind == "slot" and held != total:
@@ -153,10 +152,10 @@ def _check_offered(src: End, needed: range, tokens: range, total: int) -> None:
             f"{total}."
         )
     if space.window is not None:
-        alive = max(0, held // space.tokens_per_entry - space.window)
-        if needed.start < alive:
+        alive = space.alive(held)
+        if needed.start < alive.start:
             raise IncompleteTransfer(
-                f"source: space {space.name} keeps entries from {alive} alive, needed are "
+                f"source: space {space.name} keeps entries from {alive.start} alive, needed are "
                 f"{needed.start} to {needed.stop - 1}. Give decode a window of at most "
                 f"{space.window} entries."
             )

@@ -190,8 +190,10 @@ class Space:
     - `slot`: one item a request, no entries
     - `ring`: one item a request; entry e lies at step `e % entries_per_item`
 
-    `window`: only the last so many entries are alive (None: all). The first `reserved` items are
-    padding. `ids` names the space whose id list this one shares (None: its own).
+    Slots and rings are a request's own and change as it grows: they are handed over whole, with its
+    last position. `window`: of n entries those from `n // window_step * window_step - window` on are
+    alive (None: all). The first `reserved` items are padding. `ids` names the space whose id list
+    this one shares (None: its own).
     """
 
     name: str
@@ -201,6 +203,7 @@ class Space:
     window: int | None = None
     reserved: int = 1
     ids: str | None = None
+    window_step: int = 1
 
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
@@ -210,24 +213,44 @@ class Space:
         _need_int(self.tokens_per_entry, 1, f"{where} tokens_per_entry")
         _need_int(self.reserved, 0, f"{where} reserved")
         if self.kind == "slot":
-            whole = self.entries_per_item == self.tokens_per_entry == 1 and self.window is None
+            numbers = self.entries_per_item, self.tokens_per_entry, self.window_step
+            whole = numbers == (1, 1, 1) and self.window is None
             _need(
                 whole,
                 where,
-                "a slot has no entries: entries_per_item and tokens_per_entry are 1, window None.",
+                "a slot has no entries: entries_per_item, tokens_per_entry and window_step are 1, "
+                "window None.",
             )
+        _need_int(self.window_step, 1, f"{where} window_step")
         if self.window is not None:
-            _need_int(self.window, 1, f"{where} window")
+            _need_int(self.window, 1 if self.window_step == 1 else 0, f"{where} window")
+        elif self.window_step != 1:
+            _need(False, where, f"a window_step of {self.window_step} needs a window.")
         if self.ids is not None:
             _need_name(self.ids, f"{where} ids")
         if self.kind == "ring":
-            fits = self.window is not None and self.window <= self.entries_per_item
+            keeps = None if self.window is None else self.window + self.window_step - 1
             _need(
-                fits,
+                keeps is not None and keeps <= self.entries_per_item,
                 where,
                 f"a ring of {self.entries_per_item} entries cannot keep a window of {self.window} "
-                "alive.",
+                f"alive in steps of {self.window_step}.",
             )
+
+    @property
+    def private(self) -> bool:
+        """Whether a request has one item of its own here."""
+        return self.kind != "paged"
+
+    def alive(self, tokens: int) -> range:
+        """Entries that are alive once a request has `tokens` tokens. A slot is one entry."""
+        if self.kind == "slot":
+            return range(min(tokens, 1))
+        entries = tokens // self.tokens_per_entry
+        if self.window is None:
+            return range(entries)
+        first = entries // self.window_step * self.window_step - self.window
+        return range(max(0, first), entries)
 
     @property
     def id_list(self) -> str:

@@ -121,13 +121,18 @@ def values(key: tuple[str, int, str], coordinates: Sequence[np.ndarray], salt: i
 
 def live(space: Space, positions: range, tokens: int) -> np.ndarray:
     """Entries that `positions` complete and that are alive once a request has `tokens` tokens."""
-    if space.kind == "slot":  # what a state holds is that of the last position
-        return np.array([tokens - 1] if tokens and tokens - 1 in positions else [], dtype=np.int64)
+    if space.kind != "paged":  # what changes with every token is handed over with the last
+        positions = range(tokens) if positions.stop == tokens else range(0)
+    if space.kind == "slot":
+        return np.array([tokens - 1] if positions else [], dtype=np.int64)
     ends = np.array([p for p in positions if (p + 1) % space.tokens_per_entry == 0], dtype=np.int64)
     entries = ends // space.tokens_per_entry
     if space.window is None:
         return entries
-    return entries[entries >= tokens // space.tokens_per_entry - space.window]
+    closed = tokens // space.tokens_per_entry
+    while closed % space.window_step:
+        closed -= 1
+    return entries[entries >= closed - space.window]
 
 
 def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> None:

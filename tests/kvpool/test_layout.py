@@ -174,6 +174,13 @@ def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
             r"space s: a ring of 8 entries cannot keep a window of None alive",
         ),
         (
+            {"kind": "ring", "entries_per_item": 8, "window": 6, "window_step": 4},
+            r"space s: a ring of 8 entries cannot keep a window of 6 alive in steps of 4",
+        ),
+        ({"window_step": 0}, r"space s window_step: 1 to 2\*\*63-1, got 0"),
+        ({"window_step": 4}, r"space s: a window_step of 4 needs a window"),
+        ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
+        (
             {"kind": "ring", "entries_per_item": 8, "window": 9},
             r"space s: a ring of 8 entries cannot keep a window of 9 alive",
         ),
@@ -187,6 +194,25 @@ def test_a_space_that_cannot_be_is_refused(wrong, says):
 @pytest.mark.parametrize("window", [1, 8])
 def test_a_ring_keeps_at_most_as_many_entries_as_it_has(window):
     assert Space("s", "ring", entries_per_item=8, window=window).window == window
+
+
+@pytest.mark.parametrize(
+    ("space", "tokens", "alive"),
+    [
+        ({"kind": "slot"}, 0, range(0)),
+        ({"kind": "slot"}, 9, range(1)),
+        ({}, 9, range(9)),
+        ({"tokens_per_entry": 4}, 11, range(2)),
+        ({"window": 4}, 9, range(5, 9)),
+        ({"window": 4}, 3, range(3)),
+        ({"window": 4, "window_step": 4}, 8, range(4, 8)),
+        ({"window": 4, "window_step": 4}, 11, range(4, 11)),
+        ({"window": 0, "window_step": 128}, 256, range(256, 256)),
+        ({"window": 0, "window_step": 128}, 255, range(128, 255)),
+    ],
+)
+def test_a_space_says_which_entries_are_alive(space, tokens, alive):
+    assert Space("s", **space).alive(tokens) == alive
 
 
 def test_parts_are_frozen():
@@ -664,6 +690,7 @@ OTHER = {
     "Space.entries_per_item": pool(s={"entries_per_item": 2}, r={"axes": (Axis("entry", 2, 32),)}),
     "Space.tokens_per_entry": pool(s={"tokens_per_entry": 4}),
     "Space.window": pool(s={"window": 128}),
+    "Space.window_step": pool(s={"window": 128, "window_step": 4}),
     "Space.reserved": pool(s={"reserved": 2}),
     "Space.ids": pool(s={"ids": "other"}),
     "PoolLayout.total_kv_layers": pool(total=9),
