@@ -285,7 +285,9 @@ class DecodeRooms:
         room.offered[source], room.closed[source] = ready.stop, ready.last
         room.aux.update(aux)
         tokens = range(max(ready.start, room.start), max(ready.stop, room.start))
-        if room.link.plan is None or source not in room.link.plan.contributors() or not tokens:
+        # slots and rings come with the last position, also where decode has all the pages
+        needed = tokens or (ready.last and room.start == total)
+        if room.link.plan is None or source not in room.link.plan.contributors() or not needed:
             self._advance(ready.room, room)
             return
         room.reading += 1

@@ -1,140 +1,264 @@
-"""Hands out pages to requests, and takes them back."""
+"""Hands out the items of every space to requests, and takes them back.
+
+All requests are rows of one table per id list, so that a batch is extended in a few array
+operations, whatever its size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.address import MAX_TOKENS
+from kvpool.id_lists import IdList, Ints, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
 
-Ints = npt.NDArray[np.int64]
+__all__ = ["Allocator", "OutOfPages", "Request"]
 
 
-class OutOfPages(RuntimeError):
-    """Fewer pages are free than were asked for; nothing was changed."""
-
-
-class HasLayout(Protocol):
+class HasItems(Protocol):
     """A pool, as far as an allocator needs to know it."""
 
     layout: PoolLayout
 
+    def copy_items(self, space: str, src: Any, dst: Any) -> None: ...
 
-@dataclass(slots=True, eq=False)
+
 class Request:
-    """One request's tokens and the pages that hold them."""
+    """One request's tokens, as its allocator knows them."""
 
-    num_tokens: int = 0
-    pages: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    freed: bool = False
+    __slots__ = ("_allocator", "_row")
+
+    def __init__(self, allocator: Allocator, row: int) -> None:
+        self._allocator, self._row = allocator, row
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which there is room; 0 once freed."""
+        return int(self._allocator._tokens[self._row]) if self._allocator._holds(self) else 0
 
     def address(self) -> RequestAddress:
         """Where the tokens lie now, as plans read it. Raises ValueError once freed."""
-        if self.freed:
-            raise ValueError("this request was freed: its pages are others' now.")
-        return RequestAddress(self.num_tokens, {"kv": Span(self.pages)})
+        if not self._allocator._holds(self):
+            raise ValueError("this request was freed: its items are others' now.")
+        lists = self._allocator.lists
+        spans = {name: Span(*each.span(self._row)) for name, each in lists.items()}
+        return RequestAddress(self.num_tokens, spans)
 
 
 class Allocator:
-    """Pages of the `kv` space of one pool. Page 0 is padding and is never handed out."""
+    """The items of one pool, or of a target and its drafts, which then share their requests' ids.
 
-    def __init__(self, pool: HasLayout) -> None:
-        layout = pool.layout
-        self.space = layout.space_by_name["kv"]
-        self.num_pages = min(buffer.items for buffer in layout.buffers if buffer.space == "kv")
-        # a stack, its top the lowest page: fresh requests get consecutive ids, which fuse
-        self._free: Ints = np.arange(
-            self.num_pages - 1, self.space.reserved - 1, -1, dtype=np.int64
-        )
-        self._num_free = self._free.size
+    Pages of tokens are counted, so that requests share a prefix; pages that have left a window go
+    back when their request is extended; a slot or ring is a request's own.
+    """
+
+    def __init__(self, *pools: HasItems) -> None:
+        if not pools:
+            raise ValueError("an allocator is for at least one pool.")
+        self.pools = pools
+        first, *others = (pool.layout for pool in pools)
+        self.layout = PoolLayout.merge(first, *others) if others else first
+        used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
+        self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
+        self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}
+        self._tokens: Ints = np.zeros(0, dtype=np.int64)
+        # tokens that a request had when last some were received: what was dead then never came
+        self._received: Ints = np.zeros(0, dtype=np.int64)
         self._live: dict[int, Request] = {}
+        self._rows: list[int] = []
 
     @property
     def free_pages(self) -> int:
-        """Pages that can still be handed out."""
-        return self._num_free
+        """Pages of tokens that can still be handed out."""
+        return self.free_items("kv")
+
+    def free_items(self, id_list: str) -> int:
+        """Items of an id list that can still be handed out."""
+        return self.lists[id_list].num_free
 
     def new_request(self) -> Request:
-        """A request without tokens."""
-        request = Request()
-        self._live[id(request)] = request
+        """A request without tokens; it holds nothing yet."""
+        if not self._rows:
+            rows = self._tokens.size
+            more = max(16, rows)
+            self._tokens = np.append(self._tokens, np.zeros(more, dtype=np.int64))
+            self._received = np.append(self._received, np.zeros(more, dtype=np.int64))
+            self._rows.extend(range(rows + more - 1, rows - 1, -1))
+            for each in self.lists.values():
+                each.add_rows(more)
+        request = Request(self, self._rows.pop())
+        self._live[request._row] = request
         return request
 
-    def extend(self, request: Request, tokens: int) -> dict[str, Ints]:
-        """Makes room for `tokens` more tokens; returns their flat entry locations by space.
+    def extend(self, request: Request, tokens: int, *, received: bool = False) -> dict[str, Ints]:
+        """Makes room for `tokens` more tokens; returns their flat locations by space.
 
-        Locations are int64 `[tokens]`. Raises OutOfPages, and changes nothing, if too few pages are
+        Locations are int64 `[tokens]`: a token's entry (a compressed one has several tokens), or
+        its slot; -1 where a ring has no room for it beside later ones. Pages that have left a
+        window go back first. `received`: the tokens are computed elsewhere, so what is dead at
+        their end gets no page, and -1. Raises OutOfPages, and changes nothing, if too few items are
         free.
         """
-        return {space: rows[0] for space, rows in self.extend_batch([request], tokens).items()}
+        found = self.extend_batch([request], tokens, received=received)
+        return {space: rows[0] for space, rows in found.items()}
 
-    def extend_batch(self, requests: Sequence[Request], tokens: int) -> dict[str, Ints]:
+    def extend_batch(
+        self, requests: Sequence[Request], tokens: int, *, received: bool = False
+    ) -> dict[str, Ints]:
         """`extend` for each of a batch, all or none: int64 `[B, tokens]` by space."""
-        for request in requests:
-            self._check_live(request)
-        if len({id(request) for request in requests}) != len(requests):
-            raise ValueError("a request is named twice in the batch.")
+        rows = self._rows_of(requests)
+        before = self._tokens[rows]
         if tokens < 0:
             raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
-        size = self.space.tokens_per_item
-        missing = [-(-(r.num_tokens + tokens) // size) - r.pages.size for r in requests]
-        if sum(missing) > self._num_free:
-            raise OutOfPages(
-                f"{sum(missing)} more pages of {size} tokens are needed, {self._num_free} of "
-                f"{self.num_pages - self.space.reserved} are free. Free a request, or build a "
-                "larger pool."
-            )
-        located = np.empty((len(requests), tokens), dtype=np.int64)
-        for row, (request, count) in enumerate(zip(requests, missing)):
-            self._num_free -= count
-            fresh = self._free[self._num_free : self._num_free + count][::-1]
-            request.pages = np.concatenate([request.pages, fresh])
-            positions = np.arange(request.num_tokens, request.num_tokens + tokens, dtype=np.int64)
-            request.num_tokens += tokens
-            located[row] = self._locate(request, positions)
-        return {"kv": located}
+        if int(before.max(initial=0)) + tokens > MAX_TOKENS:
+            raise ValueError(f"tokens: {tokens} more are over {MAX_TOKENS}, the most of a request.")
+        after = before + tokens
+        # what later tokens may still read: all that is alive now, or only what is alive in the end
+        reach = after if received else before
+        changes = {
+            name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
+            for name, each in self.lists.items()
+        }
+        positions = before[:, None] + np.arange(tokens, dtype=np.int64)
+        for name, each in self.lists.items():
+            each.apply(changes[name])
+        self._tokens[rows] = after
+        if received:
+            self._received[rows] = after
+        return self._locate(rows, positions, after)
 
     def locations(self, request: Request) -> dict[str, Ints]:
-        """Flat entry locations of all tokens of a request, int64 `[num_tokens]`, by space."""
-        self._check_live(request)
-        return {"kv": self._locate(request, np.arange(request.num_tokens, dtype=np.int64))}
+        """Flat locations of all tokens of a request, int64 `[num_tokens]`, by space; -1 for those
+        that have no place any more.
+        """
+        rows = self._rows_of([request])
+        after = self._tokens[rows]
+        positions = np.arange(int(after[0]), dtype=np.int64)[None]
+        return {name: found[0] for name, found in self._locate(rows, positions, after).items()}
+
+    def fork(self, request: Request, tokens: int) -> Request:
+        """A request whose first `tokens` tokens are those of `request`: whole pages are shared, a
+        partial last page, slots and rings are copied.
+
+        Raises ValueError if the state at that prefix is not there (slots and rings are those of the
+        last token; window pages go back, and were not received if dead), and OutOfPages, and
+        changes nothing.
+        """
+        (row,) = self._rows_of([request])
+        held, received = int(self._tokens[row]), self._received[row : row + 1]
+        if not 0 <= tokens <= held:
+            raise ValueError(f"tokens: 0 to {held}, which the request has, got {tokens}.")
+        end = np.array([tokens], dtype=np.int64)
+        parts = {}
+        for name, each in self.lists.items():
+            lender = self.layout.space_by_name[name]
+            if lender.private and tokens not in (0, held):
+                raise ValueError(
+                    f"space {name}: holds the state of {held} tokens, not that of {tokens}. Fork "
+                    "at the end of the request."
+                )
+            first, stop = int(self._first(name, end)[0]), int(self._stop(name, end)[0])
+            start, came = int(self._start(name, end)[0]), int(self._start(name, received)[0])
+            if tokens and start < came:
+                raise ValueError(
+                    f"space {name}: entries {start} to {came - 1} of that prefix were dead when "
+                    "it was received, and did not come."
+                )
+            shared = (
+                stop if not lender.private and tokens % lender.tokens_per_item == 0 else stop - 1
+            )
+            parts[name] = each.check_fork(int(row), first, max(shared, first), stop)
+        child = self.new_request()
+        self._tokens[child._row] = tokens
+        self._received[child._row] = min(int(received[0]), tokens)
+        copies = [
+            (name, *each.apply_fork(child._row, parts[name])) for name, each in self.lists.items()
+        ]
+        try:
+            self._copy(copies)
+        except BaseException:
+            self.free(child)
+            raise
+        return child
 
     def free(self, request: Request) -> None:
-        """Takes back all pages of a request."""
-        self._check_live(request)
-        del self._live[id(request)]
-        count = request.pages.size
-        self._free[self._num_free : self._num_free + count] = request.pages[::-1]
-        self._num_free += count
-        request.freed, request.pages, request.num_tokens = True, request.pages[:0], 0
+        """Takes back all that only this request holds."""
+        rows = self._rows_of([request])
+        for each in self.lists.values():
+            each.release(rows)
+        self._tokens[rows] = self._received[rows] = 0
+        del self._live[request._row]
+        self._rows.append(request._row)
 
     def check_integrity(self) -> None:
-        """Every page is free or held by exactly one request; raises RuntimeError naming the first
-        that is not.
+        """Every item is free, or held by as many requests as is counted, and every request holds
+        those of its tokens; raises RuntimeError naming the first that is not.
         """
-        held = [request.pages for request in self._live.values()]
-        pages = np.concatenate([self._free[: self._num_free], *held])
-        outside = pages[(pages < 0) | (pages >= self.num_pages)]
-        if outside.size:
-            raise RuntimeError(f"page {int(outside[0])} of {self.num_pages} is free or held.")
-        counts = np.bincount(pages, minlength=self.num_pages)
-        expected = np.arange(self.num_pages) >= self.space.reserved
-        wrong = np.flatnonzero(counts != expected)
-        if wrong.size:
-            page = int(wrong[0])
-            raise RuntimeError(
-                f"page {page} is free or held {counts[page]} times, expected {int(expected[page])}."
-            )
+        live = np.array(sorted(self._live), dtype=np.int64)
+        tokens = self._tokens[live]
+        for name, each in self.lists.items():
+            each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
 
-    def _locate(self, request: Request, positions: Ints) -> Ints:
-        size = self.space.entries_per_item
-        entries = positions // self.space.tokens_per_entry
-        return request.pages[entries // size] * size + entries % size
+    def _copy(self, copies: Sequence[tuple[str, Ints, Ints]]) -> None:
+        """Copies items of id lists, in every pool that has them."""
+        for name, src, dst in copies:
+            for pool in self.pools if src.size else ():
+                if any(space.id_list == name for space in pool.layout.spaces):
+                    pool.copy_items(name, src, dst)
 
-    def _check_live(self, request: Request) -> None:
-        if self._live.get(id(request)) is not request:
-            raise ValueError("this request was freed, or belongs to another allocator.")
+    def _list(self, name: str) -> IdList:
+        items = min(
+            buffer.items
+            for buffer in self.layout.buffers
+            if self.layout.space_by_name[buffer.space].id_list == name
+        )
+        return IdList(self.layout.space_by_name[name], items)
+
+    def _start(self, name: str, tokens: Ints) -> Ints:
+        """Number of the first entry that is alive of requests of so many tokens `[B]`."""
+        space = self.layout.space_by_name[name]
+        if space.private or space.window is None:
+            return np.zeros_like(tokens)
+        step = space.window_step
+        return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
+
+    def _first(self, name: str, tokens: Ints) -> Ints:
+        """Number of the first item that is alive of requests of so many tokens `[B]`."""
+        return self._start(name, tokens) // self.layout.space_by_name[name].entries_per_item
+
+    def _stop(self, name: str, tokens: Ints) -> Ints:
+        """Number of items up to the last one of requests of so many tokens `[B]`."""
+        space = self.layout.space_by_name[name]
+        if space.private:
+            return np.minimum(tokens, 1)
+        return -(-tokens // space.tokens_per_item)
+
+    def _locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
+        found = {}
+        for space in self.spaces:
+            table, size = self.lists[space.id_list], space.entries_per_item
+            entries = positions // space.tokens_per_entry
+            if space.private:
+                located = table.find(rows, np.zeros_like(positions)) * size + entries % size
+                kept = entries >= (after // space.tokens_per_entry)[:, None] - size
+                found[space.name] = np.where(kept | (space.kind == "slot"), located, -1)
+            else:
+                items = table.find(rows, entries // size)
+                found[space.name] = np.where(items < 0, -1, items * size + entries % size)
+        return found
+
+    def _rows_of(self, requests: Sequence[Request]) -> Ints:
+        for request in requests:
+            if not self._holds(request):
+                raise ValueError("this request was freed, or belongs to another allocator.")
+        rows: npt.NDArray[np.int64] = np.array([r._row for r in requests], dtype=np.int64)
+        if len(set(rows.tolist())) != rows.size:
+            raise ValueError("a request is named twice in the batch.")
+        return rows
+
+    def _holds(self, request: Request) -> bool:
+        return self._live.get(request._row) is request

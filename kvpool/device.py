@@ -40,6 +40,9 @@ class Device(Protocol):
         ...]`.
         """
 
+    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies items `src` `[N]` of `view` uint8 `[item, byte]` to items `dst` `[N]`."""
+
 
 class CPUDevice:
     """Host memory that another process of the same user can map (a sealed memfd), where the system
@@ -87,6 +90,10 @@ class CPUDevice:
         entries = view.shape[1]
         return _bits(view)[locations // entries, locations % entries].view(view.dtype)
 
+    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copies by index; sources are read before anything is written."""
+        view[dst] = view[src]
+
 
 class MetaDevice:
     """Sizes and strides without memory, for budgets and offline checks."""
@@ -114,6 +121,12 @@ class MetaDevice:
         """Refused: there is no memory."""
         raise DeviceUnavailable(
             "a pool on the meta device has no memory to read from. Build it with device='cpu'."
+        )
+
+    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Refused: there is no memory."""
+        raise DeviceUnavailable(
+            "a pool on the meta device has no memory to copy. Build it with device='cpu'."
         )
 
 

@@ -8,7 +8,7 @@ is a page of 64 MLA rows of 1,152 bytes. Nobody writes offsets.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 from kvpool.dtypes import ITEMSIZE, dtype_name
@@ -113,6 +113,19 @@ def item_regions(template: Template, *, owner: str, layer: int, buffer: str) -> 
 def roles(template: Template) -> list[str]:
     """Roles in order of their offsets."""
     return [cell.role for cell, _, _ in _cells(template, 0, ())]
+
+
+def prefixed(template: Template, prefix: str) -> Template:
+    """The same item with `prefix` before every role."""
+    match template:
+        case Cell():
+            return replace(template, role=prefix + template.role)
+        case Skip():
+            return template
+        case Seq():
+            return Seq(*(prefixed(part, prefix) for part in template.parts))
+        case Repeat() | Pad():
+            return replace(template, of=prefixed(template.of, prefix))
 
 
 def alignment(template: Template) -> int:

@@ -191,9 +191,9 @@ class Space:
     - `ring`: one item a request; entry e lies at step `e % entries_per_item`
 
     Slots and rings are a request's own and change as it grows: they are handed over whole, with its
-    last position. `window`: of n entries those from `n // window_step * window_step - window` on are
-    alive (None: all). The first `reserved` items are padding. `ids` names the space whose id list
-    this one shares (None: its own).
+    last position. `window`: of n entries those from `n // window_step * window_step - window` on
+    are alive (None: all). The first `reserved` items are padding. `ids` names the space whose id
+    list this one shares (None: its own).
     """
 
     name: str

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpool.item import Template, alignment, item_bytes
+from kvpool.bufinfos import StateType
+from kvpool.item import Template, alignment, item_bytes, item_regions
 from kvpool.parts import Buffer
 
 PLACEMENTS = ("layer", "page")
@@ -15,17 +16,32 @@ PLACEMENTS = ("layer", "page")
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`."""
+    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`.
+
+    `state` is how connectors list it beside the main cache (None: as part of it).
+    """
 
     name: str
     layers: tuple[int, ...]
     space: str
     item: Template
+    state: StateType | None = None
 
     @property
     def item_bytes(self) -> int:
         """Bytes of an item, rounded up so that the next one is aligned."""
         return _up(item_bytes(self.item), alignment(self.item))
+
+    @property
+    def sharded(self) -> int:
+        """Steps of the dimension that ranks share out: heads, or channels of a convolution; 0 if
+        every rank holds all.
+        """
+        steps = 0
+        for region in item_regions(self.item, owner="any", layer=0, buffer=self.name):
+            head, dim = region.axis("head"), region.axis("dim")
+            steps += head.size * (dim.size if dim else 1) if head else 0
+        return steps
 
 
 def buffer_name(owner: str, name: str, layer: int) -> str:

@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
+from typing_extensions import Self
 
+from kvpool.budget import fit
 from kvpool.bufinfos import BufInfos, StateBufInfos
 from kvpool.describe import describe
 from kvpool.device import Device, get_device
-from kvpool.dtypes import ITEMSIZE, dtype_name
+from kvpool.dtypes import dtype_name
+from kvpool.entries import Entries
 from kvpool.item import item_regions
-from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, Region, Space
+from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, RequestAddress, Space
+from kvpool.offload import Saved, load_items, save_items
 from kvpool.placement import PLACEMENTS, Declared, buffer_name, place
+from kvpool.quant import PACKINGS
+from kvpool.shard import Shard
 
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Part `rank` of `size` equal parts of what is sharded."""
-
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"shard: rank {self.rank} of {self.size}. The rank is 0 to size-1.")
-
-    def of(self, total: int) -> tuple[int, int]:
-        """(start, size) of `total` steps that this part holds; with fewer steps than parts, parts
-        are replicas.
-        """
-        if total % self.size == 0:
-            return self.rank * (total // self.size), total // self.size
-        if self.size % total == 0:
-            return self.rank // (self.size // total), 1
-        raise ValueError(
-            f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
-            "other."
-        )
+__all__ = ["Common", "KVPool", "Shard"]
 
 
 class Common(TypedDict, total=False):
@@ -50,35 +32,46 @@ class Common(TypedDict, total=False):
     layers: Iterable[int]
     total_kv_layers: int | None
     num_pages: int
+    num_window_pages: int
+    num_slots: int
     page_size: int
     dtype: Any
+    packing: Any
     device: str
     shard: Shard
     placement: str
     owner: str
+    own_spaces: bool
     model: str
 
 
-class KVPool:
+class KVPool(Entries):
     """A pool is its declaration; everything else is derived here.
 
-    `layers` are global ids, in any subset; `num_pages` counts page 0, which is reserved for
-    padding; `page_size` is tokens a page; `placement="page"` puts all layers of a page side by
-    side.
+    `layers` are global ids, in any subset; `page_size` is tokens a page. `num_pages` counts the
+    pages of tokens, `num_window_pages` those of sliding windows, `num_slots` the slots and rings,
+    one a request; item 0 of each is reserved for padding. `dtype` is that of values written and
+    read; `packing` is how they are stored: a float dtype (then it is `dtype` too) or `"fp8"`,
+    `"mxfp8"`. `placement="page"` puts all layers of a page side by side. `own_spaces` names spaces
+    after the owner, so that a draft that cannot share the target's ids has its own.
     """
 
     def __init__(
         self,
         *,
         layers: Iterable[int],
-        num_pages: int,
         page_size: int,
-        dtype: Any,
+        num_pages: int,
+        num_window_pages: int = 0,
+        num_slots: int = 0,
+        dtype: Any = None,
+        packing: Any = None,
         total_kv_layers: int | None = None,
         device: str = "cpu",
         shard: Shard = Shard(),
         placement: str = "layer",
         owner: str = "target",
+        own_spaces: bool = False,
         model: str = "",
     ) -> None:
         self.layers = tuple(sorted(layers))
@@ -86,13 +79,12 @@ class KVPool:
             raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
         if placement not in PLACEMENTS:
             raise ValueError(f"{owner} placement: one of {PLACEMENTS}, got {placement!r}.")
-        for name, value, least in (("num_pages", num_pages, 2), ("page_size", page_size, 1)):
-            if value < least:
-                raise ValueError(
-                    f"{owner} {name}: {least} or more, got {value}. Page 0 is reserved for padding."
-                )
-        self.num_pages, self.page_size, self.placement = num_pages, page_size, placement
-        self.dtype, self.owner, self.shard = dtype_name(dtype), owner, shard
+        if page_size < 1:
+            raise ValueError(f"{owner} page_size: 1 or more, got {page_size}.")
+        self.page_size, self.placement, self.owner, self.shard = page_size, placement, owner, shard
+        self.num_pages, self.num_window_pages = num_pages, num_window_pages
+        self.num_slots = num_slots
+        self.dtype, self.packing = _storage(dtype, packing, owner)
         self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
         if owner == "target" and self.total_kv_layers <= self.layers[-1]:
             raise ValueError(
@@ -100,22 +92,25 @@ class KVPool:
                 "held."
             )
         self.device: Device = get_device(str(device))
-        self._declared = tuple(self.declare())
-        spaces = {space.name: space for space in self.spaces()}
+        self._names = names = f"{owner}." if own_spaces else ""
+        self._declared = tuple(
+            replace(part, space=names + part.space) for part in self.declare() if part.layers
+        )
+        spaces = _used({part.space for part in self._declared}, names, self.spaces())
         buffers, nbytes = place(
             self._declared,
-            {name: self.items(space) for name, space in spaces.items()},
+            {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
             owner=owner,
             placement=placement,
             step=self.device.alignment,
         )
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
-        base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
+        self._base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
         memory = str(self._slab.device)
         self.layout = PoolLayout(
             version=VERSION,
-            buffers=tuple(replace(b, base=base + b.base, memory=memory) for b in buffers),
+            buffers=tuple(replace(b, base=self._base + b.base, memory=memory) for b in buffers),
             regions=tuple(
                 region
                 for part in self._declared
@@ -131,20 +126,35 @@ class KVPool:
             total_kv_layers=self.total_kv_layers,
             model=model,
         )
-        self._base = base
         self._views: dict[tuple[str, int], torch.Tensor] = {}
+
+    @classmethod
+    def from_budget(
+        cls, nbytes: int, *, requests: int = 1, chunk_tokens: int = 1, **arguments: Any
+    ) -> Self:
+        """A pool of as many pages as fit into `nbytes`, beside what `requests` requests need at
+        once: a slot each, and window pages for chunks of `chunk_tokens`.
+
+        Other arguments are the class's own. Raises ValueError if not even one page of tokens fits.
+        """
+        step = get_device(str(arguments.get("device", "cpu"))).alignment
+        small = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 2)
+        build: Any = cls
+        probe = build(**{**arguments, **small, "device": "meta"})
+        made: Self = build(**arguments, **fit(probe, nbytes, requests, chunk_tokens, step))
+        return made
 
     def declare(self) -> Iterator[Declared]:
         """The pool's buffers, kind by kind. The only thing that a new pool must say."""
         raise TypeError(f"{type(self).__name__} declares no buffers: define declare().")
 
     def spaces(self) -> Iterator[Space]:
-        """Spaces that the declared buffers name."""
+        """Spaces that declared buffers name, and those whose ids these share."""
         yield Space("kv", "paged", entries_per_item=self.page_size)
 
-    def items(self, space: Space) -> int:
-        """How many items the buffers of a space have."""
-        return self.num_pages
+    def space(self, name: str) -> Space:
+        """The space that `spaces()` calls `name`, whatever `own_spaces` makes of that."""
+        return self.layout.space_by_name[self._names + name]
 
     @property
     def start_layer(self) -> int:
@@ -163,83 +173,63 @@ class KVPool:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token takes in the paged spaces of this rank."""
+        """Bytes that every further token takes: windows, slots and rings do not grow."""
         spaces = self.layout.space_by_name
-        paged = (b for b in self.layout.buffers if spaces[b.space].kind == "paged")
-        return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in paged)
+        grow = (b for b in self.layout.buffers if _grows(spaces[b.space]))
+        return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
     def kv_buf_groups(self) -> int:
         """Kinds of buffers in the contiguous listing."""
-        return sum(1 for part in self._declared if part.space == "kv")
+        return sum(1 for part in self._declared if part.state is None)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
-        """The main buffers of the `kv` space, kind by kind: `address = ptr + page * item_len`."""
-        if self.placement == "page":
-            raise ValueError(
-                f"{self.owner}: with placement='page' the layers of a page lie side by side, so "
-                "that no pointer and "
-                "item length per layer can say where they are. Read pool.layout, or build with "
-                "placement='layer'."
-            )
-        rows = [
-            (self.layout.buffer_by_name[buffer_name(self.owner, part.name, layer)], layer)
-            for part in self._declared
-            if part.space == "kv"
-            for layer in part.layers
-        ]
-        return BufInfos(
-            [b.base for b, _ in rows],
-            [b.end - b.base for b, _ in rows],
-            [b.item_bytes for b, _ in rows],
-            [layer for _, layer in rows],
-        )
+        """The main cache's buffers, kind by kind: `address = ptr + page * item_len`."""
+        rows = [row for part in self._declared if part.state is None for row in self._listed(part)]
+        return _columns(rows)
 
     def get_state_buf_infos(self) -> list[StateBufInfos]:
         """One entry per state component beside the main cache; `[]` where there is none."""
-        return []
-
-    def view(self, role: str, layer: int) -> torch.Tensor:
-        """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
-        in slots).
-        """
-        found = self._views.get((role, layer))
-        if found is None:
-            region = self.layout.region_by_key.get((self.owner, layer, role))
-            if region is None:
-                held = sorted({r.role for r in self.layout.regions if r.layer == layer})
-                raise KeyError(
-                    f"{self.owner} layer {layer} {role}: not held here (roles of that layer: "
-                    f"{held})."
-                )
-            with torch.inference_mode(False):  # a view made in inference mode could not be written
-                found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
-            self._views[role, layer] = found
+        found = []
+        for part in self._declared:
+            if part.state is not None:
+                infos = _columns(self._listed(part))
+                found.append(StateBufInfos(part.state, *infos, [part.sharded] * len(part.layers)))
         return found
 
-    def store(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes values `[N, ...]` by role to flat entry locations `[N]`, all roles or none.
+    def copy_items(self, space: str, src: Any, dst: Any) -> None:
+        """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in every buffer of it.
 
-        A location is `item * entries_per_item + entry`. Raises ValueError where shape or dtype are
-        not the pool's: nothing is broadcast or rounded.
+        Spaces that share the ids of `space` are copied too. Raises IndexError for ids outside.
         """
-        rows = []
-        for role, given in values.items():
-            view, where = self.view(role, layer), self._locations(role, layer, locations)
-            shape = (where.numel(), *view.shape[2:])
-            if (tuple(given.shape), given.dtype) != (shape, view.dtype):
-                raise ValueError(
-                    f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
-                    f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
-                    "first."
-                )
-            rows.append((view, where, given.detach()))
-        for row in rows:
-            self.device.store(*row)
+        held = [b for b in self.layout.buffers if self._list_of(b) == space]
+        if not held and space not in {s.id_list for s in self.layout.spaces}:
+            known = sorted({s.id_list for s in self.layout.spaces})
+            raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {known}.")
+        for buffer in held:
+            view = self.item_bytes_view(buffer)
+            from_, to = (self._ids(f"item of {space}", ids, buffer.items) for ids in (src, dst))
+            if from_.numel() != to.numel():
+                raise ValueError(f"space {space}: {from_.numel()} items to {to.numel()} items.")
+            self.device.copy_items(view, from_, to)
 
-    def load(self, role: str, layer: int, locations: Any) -> torch.Tensor:
-        """Reads flat entry locations `[N]` into a new tensor `[N, ...]`."""
-        return self.device.load(self.view(role, layer), self._locations(role, layer, locations))
+    def save(self, address: RequestAddress) -> Saved:
+        """Copies what is alive of a request to host memory, whole items of every space."""
+        return save_items(self, address)
+
+    def load(self, address: RequestAddress, saved: Saved) -> None:
+        """Writes what `save` copied to the items of another address of as many tokens.
+
+        Raises ValueError, and writes nothing, if pool, tokens or items do not fit.
+        """
+        load_items(self, address, saved)
+
+    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
+        """A buffer's items as bytes, uint8 `[item, byte]`."""
+        with torch.inference_mode(False):
+            return self._slab.as_strided(
+                [buffer.items, buffer.item_bytes], [buffer.item_stride, 1], buffer.base - self._base
+            )
 
     def check_integrity(self) -> None:
         """Describes every view back and compares it with the layout; raises LayoutError where they
@@ -262,37 +252,70 @@ class KVPool:
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
 
-    def _locations(self, role: str, layer: int, locations: Any) -> torch.Tensor:
-        view = self.view(role, layer)
-        numpy = isinstance(locations, np.ndarray)
-        flat = torch.from_numpy(locations) if numpy else torch.as_tensor(locations)
-        whole = not flat.is_floating_point() and flat.dtype is not torch.bool
-        if flat.dim() != 1 or (flat.numel() and not whole):
+    def _items(self, lender: Space) -> int:
+        """How many items the buffers have that the ids of `lender` address."""
+        name = "num_pages"
+        if lender.private:
+            name = "num_slots"
+        elif lender.window is not None:
+            name = "num_window_pages"
+        value: int = getattr(self, name)
+        if value <= lender.reserved:
             raise ValueError(
-                f"{self.owner} layer {layer} {role}: locations {list(flat.shape)} {flat.dtype}. "
-                "Give a flat list of integers."
+                f"{self.owner} {name}: {lender.reserved + 1} or more, got {value}. Item 0 of space "
+                f"{lender.name!r} is reserved for padding."
             )
-        if flat.numel() and view.device.type == "cpu":
-            low, high, end = int(flat.min()), int(flat.max()), view.shape[0] * view.shape[1]
-            if low < 0 or high >= end:
-                wrong = low if low < 0 else high
-                raise IndexError(f"{self.owner} layer {layer} {role}: location {wrong} of {end}.")
-        return flat.to(view.device, torch.int64)
+        return value
+
+    def _list_of(self, buffer: Buffer) -> str:
+        return self.layout.space_by_name[buffer.space].id_list
+
+    def _listed(self, part: Declared) -> list[tuple[Buffer, int]]:
+        if self.placement == "page":
+            raise ValueError(
+                f"{self.owner}: with placement='page' the layers of a page lie side by side, so "
+                "that no pointer and item length per layer can say where they are. Read "
+                "pool.layout, or build with placement='layer'."
+            )
+        by_name = self.layout.buffer_by_name
+        return [(by_name[buffer_name(self.owner, part.name, n)], n) for n in part.layers]
 
 
-def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
-    size = ITEMSIZE[region.dtype]
-    steps = [
-        (buffer.items, buffer.item_stride),
-        *((a.size, a.stride) for a in region.axes),
-        (region.width // size, size),
-    ]
-    start = buffer.base - base + region.offset
-    if start % size or any(stride % size for _, stride in steps):
-        raise LayoutError(
-            f"{region}: {region.dtype} at byte {start} with strides {steps} is not aligned to "
-            f"{size} bytes."
-        )
-    return slab.view(getattr(torch, region.dtype)).as_strided(
-        [count for count, _ in steps], [stride // size for _, stride in steps], start // size
+def _columns(rows: list[tuple[Buffer, int]]) -> BufInfos:
+    return BufInfos(
+        [b.base for b, _ in rows],
+        [b.end - b.base for b, _ in rows],
+        [b.item_bytes for b, _ in rows],
+        [layer for _, layer in rows],
     )
+
+
+def _grows(space: Space) -> bool:
+    return space.kind == "paged" and space.window is None
+
+
+def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
+    """Spaces that buffers name and that lend them ids, by name; `names` goes before each."""
+    known: dict[str, Space] = {}
+    for space in spaces:
+        ids = None if space.ids is None else names + space.ids
+        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
+    unknown = named - set(known)
+    if unknown:
+        raise LayoutError(f"spaces {sorted(unknown)}: declared by buffers, not by spaces().")
+    lenders = {known[name].id_list for name in named}
+    return {name: space for name, space in known.items() if name in named | lenders}
+
+
+def _storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
+    """dtype and packing as names."""
+    if packing in PACKINGS:
+        return dtype_name("bf16" if dtype is None else dtype), packing
+    if packing is None and dtype is None:
+        raise ValueError(f"{owner}: a dtype or a packing must be given.")
+    stored = dtype_name(dtype if packing is None else packing)
+    if dtype is not None and dtype_name(dtype) != stored:
+        raise ValueError(
+            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Nothing is rounded: name one."
+        )
+    return stored, stored

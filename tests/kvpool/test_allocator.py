@@ -1,15 +1,18 @@
-"""The allocator against sets of pages."""
+"""Items of every space: handed out, shared, copied, taken back, and refused."""
 
 from __future__ import annotations
 
+import ctypes
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvpool import Allocator, MLAPool, OutOfPages
+from kvpool import Allocator, DeviceUnavailable, LayoutError, MLAPool, OutOfPages
 from kvpool.allocator import Request
+from tests.pools import CLASSES, dsv4, hybrid, mha, mla, swa
 
 PAGE = 4
 
@@ -25,9 +28,28 @@ def allocator(num_pages=9, page_size=PAGE) -> Allocator:
     return Allocator(pool)
 
 
-def pages_of(alloc, request) -> list[int]:
-    """Page ids of a request, in order."""
-    return request.address().spans["kv"].ids.tolist()
+def pages_of(alloc, request, space="kv") -> list[int]:
+    """Item ids of a request, in order."""
+    return request.address().spans[space].ids.tolist()
+
+
+def started(pool, tokens, **options):
+    """An allocator, and a request of it that has `tokens` tokens."""
+    alloc = Allocator(pool)
+    request = alloc.new_request()
+    alloc.extend(request, tokens, **options)
+    return alloc, request
+
+
+def snapshot(alloc):
+    """All that an allocator knows, and all bytes of its pools."""
+    lists = [
+        (name, each._free[: each.num_free], each._counts, each._table, each._first, each._stop)
+        for name, each in alloc.lists.items()
+    ]
+    slabs = [slab for pool in alloc.pools for slab in pool.layout.slabs() if slab.memory == "cpu"]
+    known = alloc._tokens, alloc._received, lists, sorted(alloc._live), alloc._rows
+    return repr(known), [ctypes.string_at(slab.base, slab.nbytes) for slab in slabs]
 
 
 def test_all_pages_but_the_first_can_be_handed_out():
@@ -139,20 +161,25 @@ def test_running_out_says_what_is_missing_and_changes_nothing():
     request, other = alloc.new_request(), alloc.new_request()
     alloc.extend(request, 5)
     alloc.extend(other, 5 * PAGE)
-    before = pages_of(alloc, request), alloc.free_pages, request.num_tokens
-    says = r"2 more pages of 4 tokens are needed, 1 of 8 are free"
+    before = snapshot(alloc)
+    says = r"space kv: 2 more items of 4 tokens are needed, 1 of 8 are free\. Free a request"
     with pytest.raises(OutOfPages, match=says):
         alloc.extend(request, 8)
-    assert (pages_of(alloc, request), alloc.free_pages, request.num_tokens) == before
+    assert snapshot(alloc) == before
     alloc.check_integrity()
     assert alloc.extend(request, 7)["kv"].size == 7
 
 
-def test_more_tokens_than_any_pool_holds_run_out_at_once():
-    alloc = allocator()
-    with pytest.raises(OutOfPages):
-        alloc.extend(alloc.new_request(), 1 << 62)
-    assert alloc.free_pages == 8
+@pytest.mark.parametrize("received", [False, True])
+def test_more_tokens_than_any_pool_holds_run_out_at_once(received):
+    alloc, request = started(mla(device="meta"), 3)
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match="space kv: 274877906943 more items"):
+        alloc.extend(request, (1 << 40) - 3, received=received)
+    for tokens in ((1 << 40) - 2, 1 << 62, 1 << 80):
+        with pytest.raises(ValueError, match=f"tokens: {tokens} more are over 1099511627776"):
+            alloc.extend(request, tokens, received=received)
+    assert snapshot(alloc) == before
 
 
 # batches
@@ -180,11 +207,10 @@ def test_a_batch_is_extended_whole_or_not_at_all():
     alloc = allocator()
     requests = [alloc.new_request() for _ in range(3)]
     alloc.extend_batch(requests, 4)
-    before = [pages_of(alloc, request) for request in requests]
-    with pytest.raises(OutOfPages, match=r"6 more pages of 4 tokens are needed, 5 of 8 are free"):
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match=r"6 more items of 4 tokens are needed, 5 of 8 are free"):
         alloc.extend_batch(requests, 5)
-    assert [pages_of(alloc, request) for request in requests] == before
-    assert (alloc.free_pages, [r.num_tokens for r in requests]) == (5, [4, 4, 4])
+    assert snapshot(alloc) == before
     alloc.check_integrity()
 
 
@@ -228,8 +254,9 @@ def test_a_freed_request_is_refused():
     request = alloc.new_request()
     alloc.extend(request, 4)
     alloc.free(request)
-    assert request.freed
-    for use in (alloc.free, Request.address, alloc.locations, lambda r: alloc.extend(r, 1)):
+    assert request.num_tokens == 0
+    uses = (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1), lambda r: alloc.fork(r, 0))
+    for use in (*uses, Request.address):
         with pytest.raises(ValueError, match="this request was freed"):
             use(request)
     assert alloc.free_pages == 8
@@ -239,7 +266,8 @@ def test_a_freed_request_is_refused():
 def test_a_request_of_another_allocator_is_refused():
     alloc, other = allocator(), allocator()
     request = other.new_request()
-    for use in (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1)):
+    uses = (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1), lambda r: alloc.fork(r, 0))
+    for use in uses:
         with pytest.raises(ValueError, match="belongs to another allocator"):
             use(request)
 
@@ -253,102 +281,499 @@ def test_requests_do_not_shrink():
     assert request.num_tokens == 4
 
 
-def test_check_integrity_names_a_page_that_two_hold():
+def test_a_freed_request_is_not_the_one_that_has_its_row():
+    alloc = allocator()
+    old = alloc.new_request()
+    alloc.free(old)
+    new = alloc.new_request()
+    alloc.extend(new, 5)
+    assert (old.num_tokens, new.num_tokens) == (0, 5)
+    with pytest.raises(ValueError, match="this request was freed"):
+        alloc.free(old)
+
+
+def test_an_allocator_is_for_a_pool():
+    with pytest.raises(ValueError, match="for at least one pool"):
+        Allocator()
+
+
+# windows: swa() keeps 6 tokens, in pages of 2
+
+
+def test_window_pages_go_back_as_soon_as_no_later_token_reads_them_and_not_before():
+    alloc, request = started(swa(num_pages=10, device="meta"), 0)
+    for tokens in range(36):
+        found = alloc.extend(request, 1)["swa"]
+        span = request.address().spans["swa"]
+        oldest = max(0, tokens - 6)  # what token number `tokens` may still read
+        assert span.first_item == oldest // 2
+        assert span.ids.size == tokens // 2 + 1 - oldest // 2
+        where = alloc.locations(request)["swa"]
+        assert (where[: oldest // 2 * 2] == -1).all()
+        assert where[oldest // 2 * 2 :].tolist() == [
+            span.ids[p // 2 - span.first_item] * 2 + p % 2
+            for p in range(oldest // 2 * 2, tokens + 1)
+        ]
+        assert found.tolist() == where[-1:].tolist()
+        assert alloc.free_items("swa") == 10 - span.ids.size
+        alloc.check_integrity()
+    assert pages_of(alloc, request) == list(range(1, 10))  # those of all tokens are all there
+
+
+def test_all_tokens_of_a_chunk_have_places_beside_the_window_before_them():
+    alloc, request = started(swa(device="meta"), 9)
+    found = alloc.extend(request, 8)["swa"]
+    assert (found >= 0).all()
+    assert (alloc.locations(request)["swa"][2:] >= 0).all()  # 9 - 6 is entry 3, in item 1
+    assert request.address().spans["swa"].first_item == 1
+
+
+def test_a_window_page_goes_back_when_the_last_request_that_shares_it_has_left_it():
+    alloc, request = started(swa(device="meta"), 8)
+    child = alloc.fork(request, 8)
+    assert pages_of(alloc, child, "swa") == pages_of(alloc, request, "swa")[1:]  # 2 to 7
+    free = alloc.free_items("swa")
+    alloc.extend_batch([request, child], 2)  # each takes one; number 0 goes back
+    assert alloc.free_items("swa") == free - 1
+    alloc.extend(request, 4)  # releases 1, takes two
+    assert alloc.free_items("swa") == free - 3
+    alloc.extend(child, 4)  # number 1 is its own now
+    assert alloc.free_items("swa") == free - 4
+    alloc.check_integrity()
+
+
+# received: computed elsewhere
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 6, 7, 8, 30, 31])
+def test_of_received_tokens_only_those_alive_in_the_end_take_window_pages(tokens):
+    alloc, request = started(swa(device="meta"), 0)
+    found = alloc.extend(request, tokens, received=True)
+    span = request.address().spans["swa"]
+    dead = max(0, tokens - 6) // 2 * 2  # whole pages
+    assert (span.first_item, span.ids.size) == (dead // 2, -(-tokens // 2) - dead // 2)
+    assert found["swa"].tolist() == [-1] * dead + [
+        span.ids[(p - dead) // 2] * 2 + p % 2 for p in range(dead, tokens)
+    ]
+    assert (found["kv"] >= 0).all()
+    alloc.check_integrity()
+
+
+def test_more_may_be_received_than_a_window_space_has_items():
+    alloc, request = started(swa(layers=[0, 2], device="meta"), 0)
+    found = alloc.extend(request, 1_000_000, received=True)["swa"]
+    assert (found[:-6] == -1).all() and (found[-6:] > 0).all()
+    with pytest.raises(OutOfPages, match="space swa: 499994 more items of 2 tokens are needed"):
+        alloc.extend(alloc.new_request(), 999_988)
+
+
+def test_receiving_on_top_of_computed_tokens_gives_back_what_is_dead_in_the_end():
+    alloc, request = started(swa(device="meta"), 9)
+    kept = pages_of(alloc, request, "swa")
+    found = alloc.extend(request, 3, received=True)["swa"]  # 12 - 6: items 3, 4 and 5
+    assert pages_of(alloc, request, "swa")[:2] == kept[3:]
+    assert (found >= 0).all()
+    alloc.extend(request, 14, received=True)  # 26 - 6: items 10, 11 and 12; none in between
+    assert request.address().spans["swa"].first_item == 10
+    assert alloc.free_items("swa") == 7
+    alloc.extend(request, 1)
+    assert request.address().spans["swa"].first_item == 10
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize("build", [hybrid, dsv4])
+def test_what_is_received_takes_a_slot(build):
+    alloc, _ = started(build(device="meta"), 20, received=True)
+    assert alloc.free_items("state" if build is hybrid else "ring") == 3
+
+
+# slots, rings, compressed entries
+
+
+def test_a_request_has_one_slot_from_its_first_token_to_its_end():
+    alloc = Allocator(hybrid(device="meta"))
+    requests = [alloc.new_request() for _ in range(5)]
+    alloc.extend_batch(requests, 0)
+    assert alloc.free_items("state") == 4
+    found = alloc.extend_batch(requests[:4], 3)["state"]
+    assert sorted(found[:, 0].tolist()) == [1, 2, 3, 4]
+    assert (found == found[:, :1]).all()
+    assert (alloc.extend_batch(requests[:4], 1)["state"] == found[:, :1]).all()
+    assert (alloc.locations(requests[1])["state"] == found[1, 0]).all()
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match=r"space state: 1 more items are needed, 0 of 4 are free"):
+        alloc.extend(requests[4], 1)
+    assert snapshot(alloc) == before
+    alloc.free(requests[2])
+    assert alloc.extend(requests[4], 1)["state"].tolist() == found[2, :1].tolist()
+
+
+@pytest.mark.parametrize("chunks", [[1] * 21, [3, 4, 5, 9], [21]])
+def test_a_ring_has_places_for_its_last_entries_only(chunks):
+    alloc, request = started(dsv4(device="meta"), 0)
+    for start, stop in pairwise(np.cumsum([0, *chunks]).tolist()):
+        found = alloc.extend(request, stop - start)
+        (item,) = pages_of(alloc, request, "ring")
+        for name, size in (("c2.ring", 4), ("c8.ring", 8)):
+            places = [item * size + p % size if p >= stop - size else -1 for p in range(stop)]
+            assert found[name].tolist() == places[start:]
+            assert alloc.locations(request)[name].tolist() == places
+    assert alloc.free_items("ring") == 3
+
+
+def test_tokens_of_one_compressed_entry_share_a_place_in_the_pages_of_tokens():
+    alloc, request = started(dsv4(device="meta"), 5)
+    found = alloc.extend(request, 16)
+    pages = pages_of(alloc, request)
+    assert len(pages) == 3  # of 8 tokens
+    for name, ratio, entries in (("c2", 2, 4), ("c8", 8, 1)):
+        places = [pages[p // 8] * entries + p % 8 // ratio for p in range(21)]
+        assert found[name].tolist() == places[5:]
+        assert alloc.locations(request)[name].tolist() == places
+
+
+def test_a_stage_without_pages_of_tokens_has_slots_only():
+    alloc, request = started(hybrid(layers=[0, 1], device="meta"), 1000)
+    assert set(request.address().spans) == set(alloc.lists) == {"state"}
+
+
+# forks
+
+
+@pytest.mark.parametrize("tokens", [4, 8, 12])
+@pytest.mark.parametrize("held", [12, 13])
+def test_a_fork_at_a_page_boundary_shares_pages_and_takes_none(tokens, held):
+    alloc, request = started(mla(device="meta"), held)
+    free = alloc.free_pages
+    child = alloc.fork(request, tokens)
+    assert pages_of(alloc, child) == pages_of(alloc, request)[: tokens // 4]
+    assert (child.num_tokens, alloc.free_pages) == (tokens, free)
+    grown = alloc.extend(child, 1)["kv"][0] // 4
+    assert grown not in pages_of(alloc, request)
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+@pytest.mark.parametrize("tokens", [1, 5, 6, 7, 11])
+def test_a_fork_inside_a_page_copies_that_page_and_nothing_else(build, tokens):
+    pool = build()
+    alloc, request = started(pool, 11)
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer).random_(255)
+    before = [pool.item_bytes_view(buffer).clone() for buffer in pool.layout.buffers]
+    child = alloc.fork(request, tokens)
+    mine, theirs = pages_of(alloc, child), pages_of(alloc, request)
+    last = (tokens - 1) // 4
+    assert mine[:last] == theirs[:last]
+    assert len(mine) == last + 1 and mine[last] not in theirs
+    for buffer, was in zip(pool.layout.buffers, before):
+        was[mine[last]] = was[theirs[last]]
+        assert (pool.item_bytes_view(buffer) == was).all()
+    alloc.check_integrity()
+
+
+def test_shared_pages_go_back_with_the_last_request_that_holds_them():
+    alloc, request = started(mla(), 10)
+    child = alloc.fork(request, 9)
+    grandchild = alloc.fork(child, 8)
+    assert alloc.free_pages == 4
+    alloc.free(child)
+    assert alloc.free_pages == 5
+    alloc.free(request)
+    assert alloc.free_pages == 6
+    assert alloc.extend(alloc.new_request(), 24)["kv"].size == 24
+    alloc.check_integrity()
+    alloc.free(grandchild)
+    assert alloc.free_pages == 2
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+def test_a_fork_of_no_tokens_holds_nothing(build):
+    alloc, request = started(build(device="meta"), 7)
+    free = {name: alloc.free_items(name) for name in alloc.lists}
+    child = alloc.fork(request, 0)
+    assert child.num_tokens == 0
+    assert not any(span.ids.size for span in child.address().spans.values())
+    assert {name: alloc.free_items(name) for name in alloc.lists} == free
+    alloc.extend(child, 9)
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize(("build", "space"), [(hybrid, "state"), (dsv4, "ring")])
+def test_slots_and_rings_are_copied_at_the_end_and_refused_before_it(build, space):
+    pool = build()
+    alloc, request = started(pool, 8)
+    mine = [b for b in pool.layout.buffers if pool.layout.space_by_name[b.space].id_list == space]
+    for buffer in mine:
+        pool.item_bytes_view(buffer).random_(255)
+    child = alloc.fork(request, 8)
+    (here,), (there,) = pages_of(alloc, child, space), pages_of(alloc, request, space)
+    assert here != there
+    for buffer in mine:
+        view = pool.item_bytes_view(buffer)
+        assert (view[here] == view[there]).all() and view[here].any()
+    before = snapshot(alloc)
+    says = rf"space {space}: holds the state of 8 tokens, not that of 7\. Fork at the end"
+    with pytest.raises(ValueError, match=says):
+        alloc.fork(request, 7)
+    assert snapshot(alloc) == before
+
+
+@pytest.mark.parametrize("tokens", [8, 9, 10, 11, 12])
+def test_a_fork_shares_what_is_alive_of_a_window(tokens):
+    alloc, request = started(swa(device="cpu"), 8)
+    alloc.extend(request, 4)  # what was alive of 8 tokens is still there
+    child = alloc.fork(request, tokens)
+    mine, theirs = (each.address().spans["swa"] for each in (child, request))
+    assert mine.first_item == (tokens - 6) // 2
+    whole = tokens // 2 - mine.first_item
+    start = mine.first_item - theirs.first_item
+    assert mine.ids[:whole].tolist() == theirs.ids[start : start + whole].tolist()
+    assert mine.ids.size == whole + tokens % 2
+    assert tokens % 2 == 0 or mine.ids[-1] not in theirs.ids
+    alloc.check_integrity()
+
+
+def test_a_fork_that_reads_what_left_the_window_is_refused():
+    alloc, request = started(swa(), 8)
+    alloc.extend(request, 4)  # item 0 went back
+    before = snapshot(alloc)
+    says = r"space swa: items 0 to 0 of that prefix have left the window and went back"
+    with pytest.raises(ValueError, match=says):
+        alloc.fork(request, 7)
+    assert snapshot(alloc) == before
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_fork_that_reads_what_was_dead_when_received_is_refused(more):
+    alloc, request = started(swa(), 9, received=True)  # of item 1, entry 3 came and entry 2 did not
+    alloc.extend(request, more)
+    before = snapshot(alloc)
+    says = r"space swa: entries 2 to 2 of that prefix were dead when it was received"
+    with pytest.raises(ValueError, match=says):
+        alloc.fork(request, 8)
+    assert snapshot(alloc) == before
+    child = alloc.fork(request, 9)
+    with pytest.raises(ValueError, match=says):
+        alloc.fork(child, 8)
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize("tokens", [-1, 10, 1 << 70])
+def test_a_fork_of_more_tokens_than_there_are_is_refused(tokens):
+    alloc, request = started(mla(), 9)
+    with pytest.raises(ValueError, match=f"tokens: 0 to 9, which the request has, got {tokens}"):
+        alloc.fork(request, tokens)
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "space", "tokens"),
+    [
+        (mla, {"num_pages": 4}, "kv", 10),
+        (swa, {"num_window_pages": 6}, "swa", 9),
+        (hybrid, {"num_slots": 2}, "state", 4),
+        (dsv4, {"num_slots": 2}, "ring", 8),
+    ],
+)
+def test_a_fork_for_which_no_item_is_left_changes_nothing(build, given, space, tokens):
+    alloc, request = started(build(**given), tokens)
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match=f"space {space}: a copy of an item is needed, 0 are free"):
+        alloc.fork(request, tokens)
+    assert snapshot(alloc) == before
+
+
+@pytest.mark.parametrize("build", [mla, swa, hybrid, dsv4])
+def test_a_copy_that_fails_leaves_no_request_behind(build):
+    alloc, request = started(build(device="meta"), 9)
+    free = {name: alloc.free_items(name) for name in alloc.lists}
+    with pytest.raises(DeviceUnavailable, match="no memory to copy"):
+        alloc.fork(request, 9)
+    alloc.check_integrity()
+    assert {name: alloc.free_items(name) for name in alloc.lists} == free
+    assert list(alloc._live.values()) == [request]
+
+
+# a target and its drafts
+
+
+def test_a_draft_shares_its_targets_ids_and_a_fork_copies_in_both():
+    target, draft = mla(), mha(owner="draft", layers=[4], num_pages=7)
+    alloc = Allocator(target, draft)
+    assert alloc.free_pages == 6  # of the smaller one
+    request = alloc.new_request()
+    assert set(alloc.extend(request, 6)) == {"kv"}
+    for pool in (target, draft):
+        for buffer in pool.layout.buffers:
+            pool.item_bytes_view(buffer).random_(255)
+    child = alloc.fork(request, 6)
+    (shared, mine), (also, theirs) = pages_of(alloc, child), pages_of(alloc, request)
+    assert shared == also and mine != theirs
+    for pool in (target, draft):
+        for buffer in pool.layout.buffers:
+            view = pool.item_bytes_view(buffer)
+            assert (view[mine] == view[theirs]).all() and view[mine].any()
+
+
+def test_a_draft_with_spaces_of_its_own_has_ids_of_its_own():
+    target, draft = mla(), mla(owner="draft", layers=[4], page_size=3, own_spaces=True)
+    alloc = Allocator(target, draft)
+    request = alloc.new_request()
+    found = alloc.extend(request, 7)
+    assert {name: where.tolist() for name, where in found.items()} == {
+        "kv": list(range(4, 11)),
+        "draft.kv": list(range(3, 10)),
+    }
+    child = alloc.fork(request, 6)
+    assert pages_of(alloc, child, "draft.kv") == pages_of(alloc, request, "draft.kv")[:2]
+    assert pages_of(alloc, child)[1] != pages_of(alloc, request)[1]
+    alloc.check_integrity()
+
+
+def test_a_draft_without_a_list_of_the_target_is_left_alone_by_its_copies():
+    alloc = Allocator(hybrid(), mla(owner="draft", layers=[4]))
+    request = alloc.new_request()
+    alloc.extend(request, 6)
+    alloc.fork(request, 6)
+    alloc.check_integrity()
+
+
+def test_pools_that_cannot_share_ids_are_refused():
+    with pytest.raises(LayoutError, match=r"space kv: .* cannot share ids"):
+        Allocator(mla(), mla(owner="draft", layers=[4], page_size=3))
+
+
+# batches, again
+
+
+SIZES = st.lists(st.integers(0, 17), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(SIZES, st.integers(0, 20), st.booleans(), st.sampled_from(sorted(CLASSES)), st.data())
+def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, tokens, received, name, data):
+    """The same items if none goes back; else the same numbers of items, and the same entries."""
+    many = {"num_pages": 60, "num_window_pages": 90, "num_slots": 9, "device": "meta"}
+    one, two = (Allocator(CLASSES[name](**many)) for _ in range(2))
+    slow, fast = ([alloc.new_request() for _ in sizes] for alloc in (one, two))
+    for alloc, requests in ((one, slow), (two, fast)):
+        for request, size in zip(requests, sizes):
+            alloc.extend(request, size)
+    order = data.draw(st.permutations(range(len(sizes))))
+    apart = [one.extend(slow[n], tokens, received=received) for n in order]
+    together = two.extend_batch([fast[n] for n in order], tokens, received=received)
+    for space in one.spaces:
+        found = np.array([each[space.name] for each in apart]).reshape(len(sizes), tokens)
+        size = space.entries_per_item
+        if space.id_list != "swa":
+            assert (found == together[space.name]).all()
+        assert ((found < 0) == (together[space.name] < 0)).all()
+        assert (np.where(found < 0, 0, found % size - together[space.name] % size) == 0).all()
+    for alloc in (one, two):
+        alloc.check_integrity()
+    for left, right in zip(slow, fast):
+        spans = [each.address().spans for each in (left, right)]
+        assert {n: (s.first_item, s.ids.size) for n, s in spans[0].items()} == {
+            n: (s.first_item, s.ids.size) for n, s in spans[1].items()
+        }
+
+
+def test_in_a_batch_what_one_request_gives_back_another_takes():
+    alloc = Allocator(swa(layers=[0], num_window_pages=9, device="meta"))
+    full, new = alloc.new_request(), alloc.new_request()
+    alloc.extend(full, 16)
+    with pytest.raises(OutOfPages, match="space swa: 6 more items of 2 tokens are needed, 5 of 8"):
+        alloc.extend_batch([full, new], 6)
+    assert alloc.extend_batch([full, new], 4)["swa"].shape == (2, 4)
+    alloc.check_integrity()
+
+
+# check_integrity
+
+
+def corrupt(change, says):
     alloc = allocator()
     one, two = alloc.new_request(), alloc.new_request()
-    alloc.extend(one, 4)
-    alloc.extend(two, 4)
-    two.pages = one.pages
-    with pytest.raises(RuntimeError, match=r"page 1 is free or held 2 times, expected 1"):
+    alloc.extend(one, 12)  # pages 1, 2, 3
+    alloc.extend(two, 4)  # page 4
+    alloc.check_integrity()
+    change(alloc.lists["kv"], one._row, two._row)
+    with pytest.raises(RuntimeError, match=f"space kv: {says}"):
         alloc.check_integrity()
+
+
+def test_check_integrity_names_a_page_that_two_hold_and_one_counts():
+    def change(kv, one, two):
+        kv._table[two, 0] = 1
+
+    corrupt(change, "item 1: counted held 1 times, is 2")
 
 
 def test_check_integrity_names_a_page_that_is_lost():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 12)
-    request.pages = request.pages[[0, 2]]
-    with pytest.raises(RuntimeError, match=r"page 2 is free or held 0 times, expected 1"):
-        alloc.check_integrity()
+    def change(kv, one, two):
+        kv._counts[8] = 0
+        kv._free[: kv.num_free] = [5, 6, 7, 7]
+
+    corrupt(change, "item 7: counted free 2 times, is 1")
 
 
-def test_check_integrity_names_a_held_padding_page():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 4)
-    request.pages = np.array([0, *request.pages])
-    with pytest.raises(RuntimeError, match=r"page 0 is free or held 1 times, expected 0"):
-        alloc.check_integrity()
+def test_check_integrity_names_a_page_that_is_held_and_free():
+    def change(kv, one, two):
+        kv._free[kv.num_free] = 2
+        kv.num_free += 1
+
+    corrupt(change, "item 2: counted free 1 times, is 0")
 
 
-def test_check_integrity_names_a_page_that_does_not_exist():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 4)
-    request.pages = np.array([*request.pages, 99])
-    with pytest.raises(RuntimeError, match="page 99"):
-        alloc.check_integrity()
+def test_check_integrity_names_a_page_that_is_neither_held_nor_free():
+    def change(kv, one, two):
+        kv.num_free -= 1
+
+    corrupt(change, "item 5: counted free 0 times, is 1")
 
 
-class Requests(RuleBasedStateMachine):
-    """Requests that grow, end and are refused in any order, beside a dict of lists."""
+@pytest.mark.parametrize("item", [0, -1, 9, 99])
+def test_check_integrity_names_a_page_that_cannot_be_held(item):
+    def change(kv, one, two):
+        kv._table[one, 1] = item
 
-    TOTAL, SIZE = 12, 3
-    live = Bundle("live")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alloc = allocator(num_pages=self.TOTAL + 1, page_size=self.SIZE)
-        self.free: set[int] = set(range(1, self.TOTAL + 1))
-        self.tokens: dict[int, list[int]] = {}  # locations by request
-        self.requests: dict[int, object] = {}
-        self.count = 0
-
-    @rule(target=live)
-    def begin(self) -> int:
-        self.count += 1
-        self.requests[self.count] = self.alloc.new_request()
-        self.tokens[self.count] = []
-        return self.count
-
-    @rule(name=live, tokens=st.integers(0, 14))
-    def extend(self, name: int, tokens: int) -> None:
-        request, held = self.requests[name], self.tokens[name]
-        needed = -(-(len(held) + tokens) // self.SIZE) - -(-len(held) // self.SIZE)
-        if needed > len(self.free):
-            with pytest.raises(OutOfPages):
-                self.alloc.extend(request, tokens)
-            return
-        got = self.alloc.extend(request, tokens)["kv"].tolist()
-        assert len(got) == tokens
-        for location in got:
-            page, entry = divmod(location, self.SIZE)
-            assert entry == len(held) % self.SIZE
-            if entry == 0:
-                self.free.remove(page)  # a KeyError: handed out twice, or page 0
-            else:
-                assert location == held[-1] + 1
-            held.append(location)
-
-    @rule(name=consumes(live))
-    def end(self, name: int) -> None:
-        request, held = self.requests.pop(name), self.tokens.pop(name)
-        self.alloc.free(request)
-        self.free |= {location // self.SIZE for location in held}
-        with pytest.raises(ValueError, match="freed"):
-            self.alloc.free(request)
-
-    @invariant()
-    def agrees(self) -> None:
-        self.alloc.check_integrity()
-        assert self.alloc.free_pages == len(self.free)
-        for name, request in self.requests.items():
-            held = self.tokens[name]
-            address = request.address()
-            assert self.alloc.locations(request)["kv"].tolist() == held
-            assert address.num_tokens == len(held)
-            assert address.spans["kv"].ids.tolist() == [n // self.SIZE for n in held[:: self.SIZE]]
+    corrupt(change, f"item {item} of 9 is free or held")
 
 
-Requests.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestRequests = Requests.TestCase
+def test_check_integrity_names_a_free_padding_page():
+    def change(kv, one, two):
+        kv._free[0] = 0
+
+    corrupt(change, "item 0 of 9 is free or held")
+
+
+def test_check_integrity_names_a_wrong_count():
+    def change(kv, one, two):
+        kv._counts[3] += 1
+
+    corrupt(change, "item 3: counted held 2 times, is 1")
+
+
+def test_check_integrity_sees_a_page_twice_in_one_request():
+    def change(kv, one, two):
+        kv._table[one, 2] = 2
+        kv._counts[2:4] = 2, 0
+        kv._free[kv.num_free] = 3
+        kv.num_free += 1
+
+    corrupt(change, "items are listed twice in one request")
+
+
+def test_check_integrity_sees_a_request_that_lacks_a_page_of_its_tokens():
+    def change(kv, one, two):
+        kv._stop[one] = 2
+
+    corrupt(change, "items 0 to 1 are those of a request whose tokens lie in 0 to 2")
+
+
+def test_check_integrity_sees_ids_where_no_request_is():
+    def change(kv, one, two):
+        kv._table[-1, 0] = 5
+
+    corrupt(change, "ids are left in rows that hold no items")

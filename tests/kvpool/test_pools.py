@@ -353,14 +353,14 @@ def test_values_of_another_dtype_are_refused(dtype):
     before = marked(pool)
     says = rf"target layer 0 latent: values \(1, 16\) torch.int8, the pool takes .* torch.{dtype}"
     with pytest.raises(ValueError, match=says):
-        pool.store(0, [5], {"latent": torch.zeros(1, LATENT, dtype=torch.int8)})
+        pool.scatter(0, [5], {"latent": torch.zeros(1, LATENT, dtype=torch.int8)})
     assert (slab_bytes(pool) == before).all()
 
 
 def test_values_of_a_graph_are_written_without_it():
     pool = mla(dtype="float32")
-    pool.store(0, [5], {"latent": torch.ones(1, LATENT, requires_grad=True)})
-    assert pool.load("latent", 0, [5]).sum() == LATENT
+    pool.scatter(0, [5], {"latent": torch.ones(1, LATENT, requires_grad=True)})
+    assert pool.gather("latent", 0, [5]).sum() == LATENT
     assert not pool.view("latent", 0).requires_grad
 
 
@@ -373,9 +373,9 @@ def test_inference_mode_changes_nothing(built, viewed, written):
     with torch.inference_mode(viewed):
         pool.view("latent", 0)
     with torch.inference_mode(written):
-        pool.store(0, [5], {"latent": torch.ones(1, LATENT)})
-    pool.store(0, [6], {"latent": torch.ones(1, LATENT)})
-    assert pool.load("latent", 0, [5, 6]).sum() == 2 * LATENT
+        pool.scatter(0, [5], {"latent": torch.ones(1, LATENT)})
+    pool.scatter(0, [6], {"latent": torch.ones(1, LATENT)})
+    assert pool.gather("latent", 0, [5, 6]).sum() == 2 * LATENT
 
 
 @pytest.mark.parametrize("dtype", ITEMSIZE)
@@ -384,8 +384,8 @@ def test_bits_of_every_dtype_come_back_as_they_were(dtype):
     pool = mla(dtype=dtype)
     bits = torch.arange(LATENT * ITEMSIZE[dtype], dtype=torch.uint8)[None] % 2
     latent = bits.view(getattr(torch, dtype))
-    pool.store(0, [5], {"latent": latent})
-    assert torch.equal(pool.load("latent", 0, [5]).view(torch.uint8), bits)
+    pool.scatter(0, [5], {"latent": latent})
+    assert torch.equal(pool.gather("latent", 0, [5]).view(torch.uint8), bits)
 
 
 def test_what_is_read_is_a_copy():
@@ -426,7 +426,7 @@ def test_locations_that_are_no_flat_integers_are_refused(locations):
 def test_values_of_another_shape_are_refused(shape):
     """No broadcast: one token's K over five tokens is a bug of the caller."""
     with pytest.raises(ValueError, match=r"target layer 0 k: values .* the pool takes \(5, 3, 8\)"):
-        mha().store(0, LOCATIONS, {"k": zeros(*shape)})
+        mha().scatter(0, LOCATIONS, {"k": zeros(*shape)})
 
 
 def test_a_layer_or_role_that_is_not_held_is_refused():
@@ -630,7 +630,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
         (mla, {"layers": []}, r"target layers: distinct numbers from 0, got \[\]"),
         (mla, {"layers": [1, 1]}, r"target layers: distinct numbers from 0, got \[1, 1\]"),
         (mla, {"layers": [-1, 0]}, r"target layers: distinct numbers from 0, got \[-1, 0\]"),
-        (mla, {"num_pages": 1}, r"target num_pages: 2 or more, got 1. Page 0 is reserved"),
+        (mla, {"num_pages": 1}, r"num_pages: 2 or more, got 1. Item 0 of space 'kv' is reserved"),
         (mla, {"num_pages": -5}, r"target num_pages: 2 or more, got -5"),
         (mla, {"page_size": 0}, r"target page_size: 1 or more, got 0"),
         (mla, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),

@@ -1,0 +1,162 @@
+"""Typed reads and writes of entries, by role and flat location."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpool.device import Device
+from kvpool.dtypes import ITEMSIZE
+from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
+from kvpool.quant import PACKINGS, dequantise, quantise, scale_role
+
+
+class Entries:
+    """What a pool's memory means, as tensors.
+
+    A location is `item * entries_per_item + entry`, or the item where there are no entries (slots).
+    """
+
+    layout: PoolLayout
+    device: Device
+    owner: str
+    dtype: str
+    packing: str
+    _slab: torch.Tensor
+    _base: int
+    _views: dict[tuple[str, int], torch.Tensor]
+
+    def view(self, role: str, layer: int) -> torch.Tensor:
+        """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
+        in slots).
+        """
+        found = self._views.get((role, layer))
+        if found is None:
+            region = self.layout.region_by_key.get((self.owner, layer, role))
+            if region is None:
+                held = sorted({r.role for r in self.layout.regions if r.layer == layer})
+                raise KeyError(
+                    f"{self.owner} layer {layer} {role}: not held here (roles of that layer: "
+                    f"{held})."
+                )
+            with torch.inference_mode(False):  # a view made in inference mode could not be written
+                found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
+            self._views[role, layer] = found
+        return found
+
+    def write(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes floats `[N, ...]` by role to flat locations `[N]`, packed as the pool packs them.
+
+        Roles that have scales are quantised. Widening is exact; nothing else is rounded, unless the
+        pool's packing is a quantised one. Raises ValueError where shape or dtype do not fit.
+        """
+        rows: dict[str, torch.Tensor] = {}
+        for role, given in values.items():
+            rows.update(self._packed(role, layer, given))
+            scales = scale_role(role)
+            scaled = (self.owner, layer, scales) in self.layout.region_by_key
+            if scaled and given.element_size() == 1 and scales not in values:
+                raise ValueError(
+                    f"{self.owner} layer {layer} {role}: {given.dtype} without {scales}, which "
+                    "would be those of other values. Give floats, or the scales too."
+                )
+        self.scatter(layer, locations, rows)
+
+    def read(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+        """Reads flat locations `[N]` into a new tensor `[N, ...]`; what has scales becomes floats
+        of the pool's dtype.
+        """
+        held = self.gather(role, layer, locations)
+        if (self.owner, layer, scale_role(role)) not in self.layout.region_by_key:
+            return held
+        scales = self.gather(scale_role(role), layer, locations)
+        return dequantise(held, scales, getattr(torch, self.dtype))
+
+    def scatter(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes stored values `[N, ...]` by role to flat locations `[N]`, all roles or none.
+
+        Raises ValueError where shape or dtype are not the pool's: nothing is broadcast or rounded.
+        """
+        rows = []
+        for role, given in values.items():
+            view, where = self._entries(role, layer), self._locations(role, layer, locations)
+            shape = (where.numel(), *view.shape[2:])
+            if (tuple(given.shape), given.dtype) != (shape, view.dtype):
+                raise ValueError(
+                    f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
+                    f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
+                    "first."
+                )
+            rows.append((view, where, given.detach()))
+        for row in rows:
+            self.device.store(*row)
+
+    def gather(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+        """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
+        where = self._locations(role, layer, locations)
+        return self.device.load(self._entries(role, layer), where)
+
+    def _packed(self, role: str, layer: int, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        view = self.view(role, layer)
+        scales = self.layout.region_by_key.get((self.owner, layer, scale_role(role)))
+        if not given.is_floating_point() or given.element_size() == 1:
+            return {role: given}
+        if scales is not None:
+            if given.shape[-1:] != view.shape[-1:]:
+                return {role: given}
+            count = scales.width // ITEMSIZE[scales.dtype]
+            packed = quantise(given, count, getattr(torch, scales.dtype))
+            return dict(zip((role, scale_role(role)), packed))
+        if not view.is_floating_point() or view.element_size() == 1:
+            return {role: given}
+        wider = torch.promote_types(given.dtype, view.dtype) is view.dtype
+        return {role: given.to(view.dtype) if wider or self.packing in PACKINGS else given}
+
+    def _entries(self, role: str, layer: int) -> torch.Tensor:
+        """`[item, entry, axes..., element]`; a slot is one entry."""
+        view = self.view(role, layer)
+        region = self.layout.region_by_key[self.owner, layer, role]
+        return view if region.axis("entry") else view.unsqueeze(1)
+
+    def _locations(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+        view = self._entries(role, layer)
+        where = f"layer {layer} {role}: location"
+        return self._ids(where, locations, view.shape[0] * view.shape[1])
+
+    def _ids(self, what: str, given: Any, end: int) -> torch.Tensor:
+        """Whole numbers `[N]` from 0 to `end` - 1, on the pool's device."""
+        array = isinstance(given, np.ndarray)
+        flat = torch.from_numpy(given.copy()) if array else torch.as_tensor(given)
+        whole = not flat.is_floating_point() and flat.dtype is not torch.bool
+        if flat.dim() != 1 or (flat.numel() and not whole):
+            raise ValueError(
+                f"{self.owner} {what}s {list(flat.shape)} {flat.dtype}. Give a flat list of "
+                "integers."
+            )
+        if flat.numel() and flat.device.type == "cpu":
+            low, high = int(flat.min()), int(flat.max())
+            if low < 0 or high >= end:
+                wrong = low if low < 0 else high
+                raise IndexError(f"{self.owner} {what} {wrong} of {end}.")
+        return flat.to(self._slab.device, torch.int64)
+
+
+def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
+    size = ITEMSIZE[region.dtype]
+    steps = [
+        (buffer.items, buffer.item_stride),
+        *((a.size, a.stride) for a in region.axes),
+        (region.width // size, size),
+    ]
+    start = buffer.base - base + region.offset
+    if start % size or any(stride % size for _, stride in steps):
+        raise LayoutError(
+            f"{region}: {region.dtype} at byte {start} with strides {steps} is not aligned to "
+            f"{size} bytes."
+        )
+    return slab.view(getattr(torch, region.dtype)).as_strided(
+        [count for count, _ in steps], [stride // size for _, stride in steps], start // size
+    )

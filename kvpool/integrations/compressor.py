@@ -1,0 +1,96 @@
+"""DeepSeek-V4's compressors over a pool: open windows in rings, compressed entries in pages.
+
+A ring's row is a token's keys and gates. Once its window has closed, only the series that the next
+window overlaps is read again, with the gate as the model then has it (its position bias added), so
+that is what the row holds from then on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpool.states import At, Ring
+
+if TYPE_CHECKING:
+    from kvpool.integrations.transformers import PoolCache
+
+
+class Compressor:
+    """One compressor of a layer: the attention's own, or its indexer's."""
+
+    def __init__(self, cache: PoolCache, layer: int, at: At, ring: Ring) -> None:
+        self.cache, self.layer = cache, layer
+        self.ring = at.prefix + ring.role
+        space = cache.pool.space(at.space)
+        self.ring_space, self.entry_space = space.name, cache.pool.space(at.prefix[:-1]).name
+        names = ("index_key",) if ring.role == "index_state" else ("latent", "rope")
+        self.roles = [at.prefix + name for name in names]
+        self.ratio, self.overlaps = space.window_step, bool(space.window)
+        self._start = 0
+        self._prior: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def store(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Takes keys and gates `[B, T, D]` of new tokens; returns those of all windows that are now
+        closed, and the position of the first of them.
+        """
+        start = self._start = self.cache.advance(self.layer, name, kv.shape[1])
+        opened, end = start // self.ratio * self.ratio, start + kv.shape[1]
+        self._prior = None
+        if self.overlaps and opened:
+            self._prior = self._rows(opened - self.ratio, opened)
+        kv, gate = (
+            torch.cat([rows.to(new.dtype), new], dim=1)
+            for rows, new in zip(self._rows(opened, start), (kv, gate))
+        )
+        closed = (end - opened) // self.ratio * self.ratio
+        # what is alive in the end; the rest was in the ring already, or never will be
+        first = max(start, opened + closed - (self.ratio if self.overlaps else 0))
+        self._write(first, torch.cat([kv, gate], dim=-1)[:, first - opened :])
+        return kv[:, :closed], gate[:, :closed], opened
+
+    def overlap(
+        self, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Keeps what the next window needs of the last of windows `[B, W, ratio, D]`; returns what
+        the first of them needs of the one before, `[B, ratio, head_dim]`.
+        """
+        opened = self._start // self.ratio * self.ratio
+        first = opened + (chunk_kv.shape[1] - 1) * self.ratio
+        last = torch.cat([chunk_kv[:, -1], chunk_gate[:, -1]], dim=-1)
+        self._write(first, last)
+        if self._prior is None:
+            return None, None
+        kv, gate = (rows[..., :head_dim] for rows in self._prior)
+        return kv.to(chunk_kv.dtype), gate.to(chunk_gate.dtype)
+
+    def append(self, compressed: torch.Tensor) -> torch.Tensor:
+        """Writes compressed entries `[B, W, D]`; returns all there are, `[B, E, D]`."""
+        pool, where = self.cache.pool, self.cache.where[self.entry_space]
+        first = self._start // self.ratio
+        count = first + compressed.shape[1]
+        # the entry of a window is where its first token is
+        located = where[:, : count * self.ratio : self.ratio]
+        sizes = [pool.view(role, self.layer).shape[-1] for role in self.roles]
+        parts = torch.split(compressed.flatten(0, 1), sizes, dim=-1)
+        new = located[:, first:].flatten()
+        pool.write(self.layer, new, dict(zip(self.roles, parts)))
+        held = [pool.read(role, self.layer, located.flatten()) for role in self.roles]
+        rows = [part.to(compressed.dtype) for part in held]
+        return torch.cat(rows, dim=-1).reshape(len(compressed), count, compressed.shape[-1])
+
+    def _rows(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and gates `[B, T, D]` of positions, float32."""
+        where = self.cache.where[self.ring_space][:, first:end]
+        held = self.cache.pool.read(self.ring, self.layer, where.flatten())
+        kv, gate = held.reshape(*where.shape, held.shape[-1]).chunk(2, dim=-1)
+        return kv, gate
+
+    def _write(self, first: int, rows: torch.Tensor) -> None:
+        where = self.cache.where[self.ring_space][:, first : first + rows.shape[1]]
+        kept = where.flatten() >= 0
+        values = rows.flatten(0, 1)[kept]
+        self.cache.pool.write(self.layer, where.flatten()[kept], {self.ring: values})

@@ -1,0 +1,254 @@
+"""One layer of a PoolCache: what a `transformers` model asks of it, done with a pool's states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from kvpool.integrations.compressor import Compressor
+from kvpool.layout import Space
+from kvpool.states import MHA, MLA, At, IndexKey, Kind, LinearState, Ring, V4Latent
+
+if TYPE_CHECKING:
+    from kvpool.integrations.transformers import PoolCache
+
+NAMES = {"state": "compressor", "index_state": "indexer"}
+
+
+def unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A method that refuses."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"PoolCache: {name} is not supported. {instead}")
+
+    return refuse
+
+
+class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Grows as transformers' own layers do, within the pool.
+
+    `states` are the states of the layer that the model must give every token of, by name:
+    `attention`, `indexer`, `linear`, `compressor`.
+    """
+
+    def __init__(self, cache: PoolCache, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache, self.layer, self.batch_size = cache, layer, len(cache.requests)
+        self.is_initialized = True
+        pool = cache.pool
+        here = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
+        self.attention = _first(here, MHA, MLA, V4Latent)
+        self.index = _first(here, IndexKey)
+        self.linear = _first(here, LinearState)
+        self.compressors = {
+            "indexer" if kind.role == "index_state" else "compressor": Compressor(
+                cache, layer, at, kind
+            )
+            for kind, at in here
+            if isinstance(kind, Ring)
+        }
+        if "indexer" in self.compressors:
+            self.index = None  # it is the compressor's to write
+        self.states = [
+            name
+            for name, found in (
+                ("attention", self.attention),
+                ("indexer", self.index),
+                ("linear", self.linear),
+            )
+            if found
+        ] + list(self.compressors)
+        self.window = self._space(self.attention[1]).window if self.attention else None
+        self.is_sliding = self.window is not None
+        self.is_linear = self.linear is not None and self.attention is None
+        self._conv: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is left to do: the pool has its memory."""
+
+    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+        """See PoolCache.update."""
+        kind, at = self._need(self.attention, "keys and values")
+        pool = self.cache.pool
+        both = self._checked(kind, at, key_states, value_states)
+        rows, _, tokens, _ = key_states.shape
+        start = self.cache.advance(self.layer, "attention", tokens)
+        where, end = self._where(at), self.cache.tokens
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in both]
+        if not isinstance(kind, MHA):
+            flat = [x.squeeze(1) for x in flat]
+        pool.set_kv_buffer(self.layer, where[:, start:end].flatten(), *flat)
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        loaded = pool.get_kv_buffer(self.layer, where[:, first:end].flatten())
+        found = [
+            x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
+            for x in loaded
+        ]
+        if isinstance(kind, V4Latent):  # one tensor is both
+            found = [torch.cat(found, dim=-1)] * 2
+        return tuple(found)
+
+    def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
+        """See PoolCache.update_indexer."""
+        _, at = self._need(self.index, "index keys")
+        rows, tokens, dim = keys.shape
+        start = self.cache.advance(self.layer, "indexer", tokens)
+        pool, where = self.cache.pool, self._where(at)
+        pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
+        return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
+
+    def conv_state(self, index: int) -> torch.Tensor | None:
+        """See PoolCache.get_conv_state. The model may change what it is given in place."""
+        self._linear(index)
+        if self.cache.given[self.layer, "linear"] == 0:
+            return None
+        pool: Any = self.cache.pool
+        conv, _ = pool.get_linear_state(self.layer, self._slots())
+        # a column in front that no output depends on: transformers keeps as many as the kernel has
+        self._conv = torch.nn.functional.pad(conv, (1, 0))
+        return self._conv
+
+    def update_conv_state(self, conv: torch.Tensor, index: int) -> torch.Tensor:
+        """See PoolCache.update_conv_state."""
+        kernel = self._linear(index).taps + 1
+        before = self.conv_state(index)
+        self.cache.advance(self.layer, "linear", conv.shape[-1])
+        if before is None:
+            before = conv.new_zeros(*conv.shape[:2], max(0, kernel - conv.shape[-1]))
+        full = torch.cat([before, conv], dim=-1)
+        self._conv = None
+        self._set_linear(conv=full)
+        return full
+
+    def recurrent_state(self, index: int) -> torch.Tensor | None:
+        """See PoolCache.get_recurrent_state."""
+        self._linear(index)
+        if self.cache.given[self.layer, "linear"] == 0:
+            return None
+        pool: Any = self.cache.pool
+        _, temporal = pool.get_linear_state(self.layer, self._slots())
+        return temporal  # type: ignore[no-any-return]
+
+    def update_recurrent_state(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """See PoolCache.update_recurrent_state."""
+        self._linear(index)
+        if self._conv is not None:  # a single token: the model has changed it in place
+            self.cache.advance(self.layer, "linear", 1)
+            self._set_linear(conv=self._conv)
+            self._conv = None
+        self._set_linear(temporal=state)
+        return state
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """See Compressor.store."""
+        return self._compressor(name).store(name, kv, gate)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See Compressor.overlap."""
+        return self._compressor(name).overlap(chunk_kv, chunk_gate, head_dim)
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """See Compressor.append."""
+        return self._compressor(name).append(compressed)
+
+    def get_seq_length(self) -> int:
+        """Tokens cached for this layer; for one that the pool does not hold, for all others."""
+        given = self.cache.given
+        if not self.states:
+            return min(given.values())
+        return given[self.layer, self.states[0]]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens that the next forward attends to, how many are dropped at the front)."""
+        length = self.get_seq_length()
+        dropped = 0 if self.window is None else max(0, length - self.window + 1)
+        return length - dropped + query_length, dropped
+
+    def get_max_length(self) -> int:
+        """-1, no maximum: free pages are the bound, and all requests share them."""
+        return -1
+
+    def _checked(self, kind: Kind, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
+        """States as the pool's inputs; raises ValueError where they are not what it holds."""
+        pool, states = self.cache.pool, list(given)
+        roles = pool.roles(self.layer, MHA, MLA, V4Latent)
+        regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
+        views = [pool.view(role, self.layer) for role in roles]
+        if isinstance(kind, V4Latent):
+            if given[0] is not given[1]:
+                raise ValueError(f"{regions[0]}: keys and values are two, the pool holds one.")
+            sizes = [view.shape[-1] for view in views]
+            total = given[0].shape[-1]
+            states = list(torch.split(given[0], sizes if sum(sizes) == total else total, dim=-1))
+        for region, view, state in zip(regions, views, states):
+            heads, dim = (1, *view.shape[2:])[-2:]
+            shape = [self.batch_size, heads, given[0].shape[2], dim]
+            taken = f"{shape} {getattr(torch, pool.dtype)} on {view.device}"
+            offered = f"{list(state.shape)} {state.dtype} on {state.device}"
+            if offered != taken:
+                axis = region.axis("head")
+                part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
+                raise ValueError(
+                    f"{region}: the model gives [B, H, T, D] {offered}, the pool and its requests "
+                    f"take {taken}{part}. Build the pool unsharded, with the model's dims, dtype "
+                    "and device (nothing is rounded), and the cache with a request for every row."
+                )
+            if state.requires_grad:
+                raise ValueError(
+                    f"{region}: no gradients are kept. Run the model in torch.no_grad()."
+                )
+        return states
+
+    def _space(self, at: At) -> Space:
+        return self.cache.pool.space(at.space)
+
+    def _where(self, at: At) -> torch.Tensor:
+        """Flat locations `[B, T]` of all tokens in a place's space."""
+        return self.cache.where[self._space(at).name]
+
+    def _set_linear(
+        self, conv: torch.Tensor | None = None, temporal: torch.Tensor | None = None
+    ) -> None:
+        pool: Any = self.cache.pool
+        if conv is not None:
+            conv = conv[..., -self._linear(0).taps :]
+        pool.set_linear_state(self.layer, self._slots(), conv, temporal)
+
+    def _slots(self) -> torch.Tensor:
+        _, at = self._need(self.linear, "linear-attention states")
+        return self._where(at)[:, 0]
+
+    def _linear(self, index: int) -> LinearState:
+        kind, _ = self._need(self.linear if index == 0 else None, f"linear-attention state {index}")
+        return kind  # type: ignore[no-any-return]
+
+    def _compressor(self, name: str) -> Compressor:
+        self._need(self.compressors.get(name), f"{name} states")
+        return self.compressors[name]
+
+    def _need(self, found: Any, what: str) -> Any:
+        if found is None:
+            raise ValueError(
+                f"{self.cache.pool.owner} layer {self.layer}: the model keeps {what}, the pool "
+                f"holds {self.states or 'nothing'} there. Build the pool for this model."
+            )
+        return found
+
+    reset = unsupported("reset", "Free the requests and build a new PoolCache.")
+    crop = unsupported("crop", "Requests do not shrink: free them, prefill what is to stay.")
+    activate_past_recording = unsupported("past recording", "Decode without an assistant model.")
+    reorder_cache = unsupported("reorder_cache", "Decode without beams, or with a DynamicCache.")
+    batch_repeat_interleave = unsupported("repeating rows", "Prefill a request for every row.")
+    batch_select_indices = unsupported("selecting rows", "Build one of the requests to keep.")
+    offload = unsupported("offload", "Use pool.save and pool.load for each request.")
+
+
+def _first(here: list[tuple[Kind, At]], *kinds: type) -> Any:
+    return next(((kind, at) for kind, at in here if isinstance(kind, kinds)), None)

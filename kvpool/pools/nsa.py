@@ -1,0 +1,44 @@
+"""MLA with a sparse indexer: rows of latent and rope, and index keys on some of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from typing_extensions import Unpack
+
+from kvpool.bufinfos import StateType
+from kvpool.pool import Common
+from kvpool.states import MLA, At, IndexKey, Kind
+from kvpool.union import UnionPool
+
+
+class NSAPool(UnionPool):
+    """An MLA pool with keys of `index_head_dim` elements on `index_layers` (default: all).
+
+    `index_packing`: `fp8` (132 bytes a key of 128) whatever the packing of the rows, or a float
+    dtype.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+        index_head_dim: int = 128,
+        index_layers: Iterable[int] | None = None,
+        index_packing: str = "fp8",
+        **common: Unpack[Common],
+    ) -> None:
+        self.attention = MLA(kv_lora_rank, qk_rope_head_dim)
+        self.index = IndexKey(index_head_dim)
+        self.index_layers = None if index_layers is None else tuple(index_layers)
+        self.index_packing = index_packing
+        super().__init__(**common)
+
+    def parts(self) -> Iterator[tuple[Kind, At]]:
+        """One row a token, and one key."""
+        yield self.attention, self.at()
+        yield (
+            self.index,
+            self.at(self.index_layers, packing=self.index_packing, state=StateType.NSA),
+        )

@@ -1,0 +1,292 @@
+"""Requests that grow, fork, end and are refused in any order, beside a model of dicts and sets.
+
+The model learns ids where items are handed out and then holds the allocator to them. Every entry
+is written with a mark of its own, so that an item that is shared, moved or handed out wrongly
+shows another request's mark where it is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool import Allocator, OutOfPages
+from kvpool.allocator import Request
+from tests.pools import dsv4, hybrid, mha, mla, swa
+
+SMALL = {"num_pages": 10, "num_window_pages": 8, "num_slots": 4}
+PICK, PICKS = st.integers(0, 99), st.sets(st.integers(0, 4), min_size=1)
+TOKENS = st.one_of(st.integers(0, 14), st.just(300))
+
+
+def start(space, tokens: int) -> int:
+    """First entry that is alive of `tokens` tokens."""
+    entries = tokens // space.tokens_per_entry
+    if space.window is None:
+        return 0
+    while entries % space.window_step:
+        entries -= 1
+    return max(0, entries - space.window)
+
+
+@dataclass
+class Held:
+    """What one request must reach: ids by item number, and marks by entry."""
+
+    request: Request
+    ids: dict[str, dict[int, int]]
+    marks: dict[str, dict[int, int]]
+    tokens: int = 0
+    first: Counter[str] = field(default_factory=Counter)  # items before it went back
+    since: int = 0  # tokens at which all that was alive is in place
+    received: int = 0  # tokens that had last been received
+
+
+class Lives(RuleBasedStateMachine):
+    """One allocator, its pools, and the model of both."""
+
+    @staticmethod
+    def build() -> list:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = self.build()
+        self.alloc = Allocator(*self.pools)
+        layout = self.alloc.layout
+        self.by_name = {space.name: space for space in layout.spaces}
+        self.spaces = {b.space: self.by_name[b.space] for b in layout.buffers}
+        self.lists = {
+            name: min(b.items for b in layout.buffers if self.spaces[b.space].id_list == name)
+            for name in {space.id_list for space in self.spaces.values()}
+        }
+        self.memory: dict[str, list[np.ndarray]] = {name: [] for name in self.spaces}
+        for pool in self.pools:
+            for region in pool.layout.regions:
+                view = pool.view(region.role, region.layer).view(torch.uint8).numpy()
+                name = pool.layout.space_of(region).name
+                self.memory[name].append(view if region.axis("entry") else view[:, None])
+        self.live: list[Held] = []
+        self.count = 0
+
+    def pick(self, number: int) -> Held:
+        return self.live[number % len(self.live)]
+
+    def free_ids(self, name: str) -> set[int]:
+        held = {n for each in self.live for n in each.ids[name].values()}
+        return set(range(1, self.lists[name])) - held
+
+    def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
+        """Item numbers that `tokens` tokens need, of whose first `reach` all is alive."""
+        space = self.by_name[name]
+        if space.kind != "paged":
+            return 0, min(tokens, 1)
+        per_item = space.entries_per_item * space.tokens_per_entry
+        stop = (tokens + per_item - 1) // per_item
+        return min(start(space, reach) // space.entries_per_item, stop), stop
+
+    def write(self, held: Held, name: str, entry: int, location: int) -> None:
+        self.count += 1
+        size = self.spaces[name].entries_per_item
+        mark = held.marks[name][entry] = self.count % 255 + 1
+        for view in self.memory[name]:
+            view[location // size, location % size] = mark
+
+    def take(self, held: Held, name: str, first: int, stop: int) -> None:
+        """Checks the ids that a request has now, and learns those that are new."""
+        span = held.request.address().spans[name]
+        assert list(range(span.first_item, span.first_item + span.ids.size)) == [
+            *range(first, stop)
+        ]
+        known, free = held.ids[name], self.free_ids(name)
+        for number, item in zip(range(first, stop), span.ids.tolist()):
+            if number not in known:
+                free.remove(item)  # a KeyError: handed out twice, or padding
+                known[number] = item
+            assert known[number] == item
+        held.first[name] = first
+
+    @rule()
+    def begin(self) -> None:
+        empty = ({name: {} for name in names} for names in (self.lists, self.spaces))
+        self.live.append(Held(self.alloc.new_request(), *empty))
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK, tokens=TOKENS, received=st.booleans())
+    def extend(self, number: int, tokens: int, received: bool) -> None:
+        self.grow([self.pick(number)], tokens, received, alone=True)
+
+    @precondition(lambda self: self.live)
+    @rule(numbers=PICKS, tokens=TOKENS, received=st.booleans())
+    def extend_batch(self, numbers: set[int], tokens: int, received: bool) -> None:
+        batch = [each for n, each in enumerate(self.live) if n in numbers]
+        self.grow(batch[::-1], tokens, received)
+
+    def grow(self, batch: list[Held], tokens: int, received: bool, alone: bool = False) -> None:
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        fits = True
+        for name in self.lists:
+            back: Counter[int] = Counter()
+            needed = 0
+            for each in batch:
+                reach = each.tokens + tokens if received else each.tokens
+                first, stop = self.bounds(name, each.tokens + tokens, reach)
+                first = max(first, each.first[name])
+                wanted.setdefault(name, []).append((first, stop))
+                back.update(item for n, item in each.ids[name].items() if n < first)
+                needed += sum(n not in each.ids[name] for n in range(first, stop))
+            all_held = Counter(n for each in self.live for n in each.ids[name].values())
+            freed = sum(all_held[item] == count for item, count in back.items())
+            fits &= needed <= len(self.free_ids(name)) + freed
+        requests = [each.request for each in batch]
+        if not fits:
+            with pytest.raises(OutOfPages, match="more items"):
+                self.alloc.extend_batch(requests, tokens, received=received)
+            return
+        if alone:
+            found = self.alloc.extend(requests[0], tokens, received=received)
+            found = {name: where[None] for name, where in found.items()}
+        else:
+            found = self.alloc.extend_batch(requests, tokens, received=received)
+        assert set(found) == set(self.spaces)
+        for name, ends in wanted.items():
+            for each, (first, _) in zip(batch, ends):
+                each.ids[name] = {n: i for n, i in each.ids[name].items() if n >= first}
+            for each, (first, stop) in zip(batch, ends):
+                self.take(each, name, first, stop)
+        for number, each in enumerate(batch):
+            before, each.tokens = each.tokens, each.tokens + tokens
+            each.since = each.tokens if received else before
+            each.received = each.tokens if received else each.received
+            for name, where in found.items():
+                self.fill(each, name, range(before, each.tokens), where[number], received)
+
+    def fill(
+        self, held: Held, name: str, positions: range, where: np.ndarray, received: bool
+    ) -> None:
+        """Writes what tokens leave behind, or, of received ones, what is alive in the end."""
+        space = self.spaces[name]
+        assert (where.dtype, where.size) == (np.int64, len(positions))
+        for position, location in zip(positions, where.tolist()):
+            entry, whole = divmod(position + 1, space.tokens_per_entry)
+            if space.kind == "slot":
+                self.write(held, name, 0, location)
+                continue
+            dead = received and entry - 1 < start(space, held.tokens)
+            if space.kind == "paged" and not dead:
+                assert location >= 0
+            if location >= 0 and not whole and not dead:
+                self.write(held, name, entry - 1, location)
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK, back=st.one_of(st.just(0), st.integers(0, 4), st.integers(0, 40)))
+    def fork(self, number: int, back: int) -> None:
+        parent = self.pick(number)
+        tokens = max(0, parent.tokens - back)
+        gone = out = False
+        copied = {}
+        for name in self.lists:
+            space = self.by_name[name]
+            first, stop = self.bounds(name, tokens, tokens)
+            if space.kind == "paged":
+                incomplete = tokens % (space.entries_per_item * space.tokens_per_entry)
+                lost = start(space, tokens) < start(space, parent.received)
+                gone |= tokens > 0 and (lost or first < parent.first[name])
+            else:
+                gone |= tokens not in (0, parent.tokens)
+                incomplete = tokens
+            copied[name] = stop - 1 if incomplete else None
+            out |= bool(incomplete) and not self.free_ids(name)
+        if gone or out:
+            refused = {ValueError} if not out else {OutOfPages} if not gone else {0}
+            with pytest.raises((ValueError, OutOfPages)) as raised:
+                self.alloc.fork(parent.request, tokens)
+            assert refused == {0} or raised.type in refused
+            return
+        child = Held(self.alloc.fork(parent.request, tokens), {}, {}, tokens, since=tokens)
+        child.received = min(parent.received, tokens)
+        self.live.append(child)
+        for name in self.lists:
+            first, stop = self.bounds(name, tokens, tokens)
+            kept = (n for n in range(first, stop) if n != copied[name])
+            child.ids[name] = {n: parent.ids[name][n] for n in kept}
+            self.take(child, name, first, stop)
+        for name in self.spaces:
+            child.marks[name] = dict(parent.marks[name])
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK)
+    def end(self, number: int) -> None:
+        gone = self.live.pop(number % len(self.live))
+        self.alloc.free(gone.request)
+        assert gone.request.num_tokens == 0
+
+    @invariant()
+    def every_item_is_free_or_held_as_counted(self) -> None:
+        self.alloc.check_integrity()
+        for name in self.lists:
+            assert self.alloc.free_items(name) == len(self.free_ids(name))
+
+    @invariant()
+    def every_position_lies_where_the_model_says(self) -> None:
+        for held in self.live:
+            assert held.request.num_tokens == held.tokens
+            found = self.alloc.locations(held.request)
+            for name, space in self.spaces.items():
+                size, ids = space.entries_per_item, held.ids[space.id_list]
+                for position, location in enumerate(found[name].tolist()):
+                    entry = position // space.tokens_per_entry
+                    item = ids.get(entry // size if space.kind == "paged" else 0)
+                    late = held.tokens // space.tokens_per_entry - size
+                    if item is None or (space.kind == "ring" and entry < late):
+                        assert location == -1
+                    else:
+                        assert location == item * size + entry % size
+
+    @invariant()
+    def every_entry_that_may_be_read_has_its_mark(self) -> None:
+        for held in self.live:
+            for name, space in self.spaces.items():
+                size, ids = space.entries_per_item, held.ids[space.id_list]
+                if space.kind == "slot":
+                    alive = range(min(held.tokens, 1))
+                else:  # what the next of several tokens reads is still in pages, not in rings
+                    since = held.since if space.kind == "paged" else held.tokens
+                    alive = range(start(space, since), held.tokens // space.tokens_per_entry)
+                items = [ids[n // size if space.kind == "paged" else 0] for n in alive]
+                marks = np.array([held.marks[name][n] for n in alive], dtype=np.uint8)
+                for view in self.memory[name] if items else ():
+                    read = view[items, [n % size for n in alive]].reshape(len(alive), -1)
+                    assert (read == marks[:, None]).all(), f"{name}: {read[:, 0]} is not {marks}"
+
+
+def machine(build) -> type:
+    class Machine(Lives):
+        pass
+
+    Machine.build = staticmethod(build)
+    Machine.TestCase.settings = settings(
+        max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    )
+    return Machine.TestCase
+
+
+TestMHA = machine(lambda: [mha(layers=[0], head_dim=2, v_head_dim=1, **SMALL)])
+TestSWA = machine(lambda: [swa(layers=[0, 1], **SMALL)])
+TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
+TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
+TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
+TestDraft = machine(
+    lambda: [
+        swa(layers=[0, 1], **SMALL),
+        mla(owner="draft", layers=[4], **{**SMALL, "num_pages": 12}),
+        hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
+    ]
+)

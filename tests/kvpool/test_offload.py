@@ -1,0 +1,306 @@
+"""A request's state goes to host memory and comes back, to the same items or to others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpool import Allocator, DeviceUnavailable, RequestAddress, Span
+from tests.oracle import assert_holds, blank, fill, place, state, write
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
+
+MANY = {"num_pages": 20, "num_window_pages": 25}
+every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
+
+
+def alive_items(pool, address) -> dict[str, list[int]]:
+    """Ids of a request's items that hold something alive, by buffer."""
+    found = {}
+    for region in pool.layout.regions:
+        space = pool.layout.space_of(region)
+        entries = address.num_tokens // space.tokens_per_entry
+        if space.kind == "slot":
+            numbers = {0}
+        elif space.window is None:
+            numbers = {entry // space.entries_per_item for entry in range(entries)}
+        else:
+            closed = entries - entries % space.window_step
+            alive = range(max(0, closed - space.window), entries)
+            numbers = {0 if space.kind == "ring" else e // space.entries_per_item for e in alive}
+        if numbers and address.num_tokens:
+            span = address.spans[space.id_list]
+            found[region.buffer] = [int(span.ids[n - span.first_item]) for n in sorted(numbers)]
+    return found
+
+
+@every
+@pytest.mark.parametrize("placement", ["layer", "page"])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 29])
+def test_what_was_saved_comes_back_to_other_items_and_nothing_else_changes(
+    build, placement, tokens
+):
+    pool = build(placement=placement, **MANY)
+    there, here = place(pool, tokens, 1), place(pool, tokens, 2)
+    fill(pool, there)
+    saved = pool.save(there)
+    blank(pool)
+    items = alive_items(pool, here)
+    assert set(saved.items) == set(items)
+    for name, rows in saved.items.items():
+        buffer = pool.layout.buffer_by_name[name]
+        assert rows.shape == (len(items[name]), buffer.item_bytes)
+    pool.load(here, saved)
+    # whole items come back: what was dead in them too
+    for region in pool.layout.regions:
+        space, view = pool.layout.space_of(region), state(pool).views[region.key]
+        if region.axis("entry") is None:
+            continue
+        kept = {
+            (item, entry)
+            for item in items.get(region.buffer, [])
+            for entry in range(space.entries_per_item)
+        }
+        for item, entry in kept - live_cells(space, here, tokens):
+            assert (view[item, entry] == 254).all()
+            view[item, entry] = 255
+    assert_holds(pool, here)
+
+
+def live_cells(space, address, tokens) -> set[tuple[int, int]]:
+    """(item, step) of every entry that is alive."""
+    entries, size, span = tokens // space.tokens_per_entry, space.entries_per_item, None
+    span = address.spans[space.id_list]
+    first = 0
+    if space.window is not None:
+        first = max(0, entries - entries % space.window_step - space.window)
+    item = (lambda _: 0) if space.kind == "ring" else (lambda e: e // size - span.first_item)
+    return {(int(span.ids[item(e)]), e % size) for e in range(first, entries)}
+
+
+@every
+def test_what_was_saved_comes_back_to_its_own_items(build):
+    pool = build(**MANY)
+    address = place(pool, 29, 1)
+    fill(pool, address)
+    before = [memory.copy() for memory in state(pool).memory]
+    saved = pool.save(address)
+    for name, ids in alive_items(pool, address).items():
+        pool.item_bytes_view(pool.layout.buffer_by_name[name])[ids] = 7
+    pool.load(address, saved)
+    assert all((now == then).all() for now, then in zip(state(pool).memory, before))
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+def test_what_a_request_saved_is_loaded_into_another_request(build):
+    pool = build(**MANY)
+    alloc = Allocator(pool)
+    others, first, second = (alloc.new_request() for _ in range(3))
+    for tokens in (9, 4, 16):
+        alloc.extend(others, 3)
+        alloc.extend(first, tokens)
+    blank(pool)
+    write(pool, first.address(), range(29))
+    saved = pool.save(first.address())
+    alloc.free(first)
+    blank(pool)
+    alloc.extend(second, 29, received=True)
+    write(pool, others.address(), range(9), salt=1)
+    alloc.check_integrity()
+    pool.load(second.address(), saved)
+    held = second.address()
+    alloc.extend(second, 0)
+    write(pool, second.address(), range(29))  # what it must be
+    expected = [memory.copy() for memory in state(pool).memory]
+    pool.load(held, saved)
+    assert all((now == then).all() for now, then in zip(state(pool).memory, expected))
+
+
+def test_saved_is_host_memory_of_its_own():
+    pool = mla(**MANY)
+    address = place(pool, 9)
+    fill(pool, address)
+    saved = pool.save(address)
+    assert saved.nbytes == 3 * 4 * 4 * 48  # pages, tokens, layers, bytes of a row
+    assert (saved.num_tokens, saved.first_item) == (9, {"kv": 0})
+    blank(pool)
+    assert all((rows != 255).any() for rows in saved.items.values())
+
+
+def test_of_a_window_only_living_pages_are_saved():
+    pool = swa(**MANY)
+    saved = pool.save(place(pool, 29))
+    assert saved.first_item == {"kv": 0, "swa": 11}
+    assert {name: len(rows) for name, rows in saved.items.items()} == {
+        **{f"target.{role}.{layer}": 8 for role in "kv" for layer in (1, 3)},
+        **{f"target.swa.kv.{layer}": 4 for layer in (0, 2)},
+    }
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+def test_of_no_tokens_nothing_is_saved(build):
+    pool = build()
+    saved = pool.save(place(pool, 0))
+    assert (saved.items, saved.nbytes) == ({}, 0)
+    blank(pool)
+    pool.load(place(pool, 0), saved)
+    assert all((memory == 255).all() for memory in state(pool).memory)
+
+
+# refused, with nothing written
+
+
+def refused(pool, address, saved, says):
+    blank(pool)
+    with pytest.raises(ValueError, match=says):
+        pool.load(address, saved)
+    assert all((memory == 255).all() for memory in state(pool).memory)
+
+
+@pytest.mark.parametrize(
+    ("build", "other", "says"),
+    [
+        (mla, {"page_size": 3}, r"buffer target.kv.0: .*entries_per_item=4.* when saved, .*=3"),
+        (mla, {"layers": [0, 1, 2]}, r"buffer target.kv.3: .* when saved, absent here"),
+        (mla, {"layers": range(5)}, r"buffer target.kv.4: absent when saved, "),
+        (mla, {"packing": "f32"}, r"dtype='bfloat16'.* when saved, .*dtype='float32'.* here"),
+        (mha, {"order": "hnd"}, r"buffer target.k.0: .* Load into a pool of the same declaration"),
+        (swa, {"window": 4}, r"buffer target.swa.kv.0: .*window=6.* when saved, .*window=4"),
+        (hybrid, {"conv_dtype": "float16"}, r"buffer target.conv.0: "),
+        (dsv4, {"speculation": True}, r"buffer target.c2.index_state.1: "),
+    ],
+)
+def test_a_pool_of_another_declaration_is_refused(build, other, says):
+    source = build(**MANY)
+    saved = source.save(place(source, 9))
+    pool = build(**{**MANY, **other})
+    refused(pool, place(pool, 9), saved, says)
+
+
+def test_another_placement_and_other_numbers_of_items_are_the_same_declaration():
+    source, dest = dsv4(**MANY), dsv4(num_pages=12, num_window_pages=15, placement="page")
+    there, here = place(source, 29, 1), place(dest, 29, 2)
+    fill(source, there)
+    blank(dest, 254)
+    dest.load(here, source.save(there))
+    for region in dest.layout.regions:
+        one, two = (state(pool).views[region.key] for pool in (source, dest))
+        name = dest.layout.space_of(region).id_list
+        for number in range(4, 6) if name == "swa" else range(1):
+            ids = [address.spans[name].ids[number] for address in (there, here)]
+            assert (one[ids[0]] == two[ids[1]]).all()
+
+
+def test_another_number_of_tokens_is_refused():
+    pool = mla(**MANY)
+    saved = pool.save(place(pool, 9))
+    refused(pool, place(pool, 10), saved, "saved were 9 tokens, the address has 10")
+
+
+@pytest.mark.parametrize("do", ["save", "load"])
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        ({}, "no ids for space 'kv', in which buffer target.kv.0 is"),
+        ({"kv": Span([1, 2])}, "space kv: items 0 to 2 of the request are alive, its ids cover 0"),
+        ({"kv": Span([1, 2, 3], 1)}, "items 0 to 2 of the request are alive, its ids cover 1 to 3"),
+        ({"kv": Span([1, 20, 3])}, "space kv: ids from 1 to 20, items are 1 to 19"),
+        ({"kv": Span([1, 0, 3])}, "space kv: ids from 0 to 3, items are 1 to 19"),
+    ],
+)
+def test_an_address_that_does_not_fit_is_refused(do, spans, says):
+    pool = mla(**MANY)
+    saved = pool.save(place(pool, 9))
+    address = RequestAddress(9, spans)
+    if do == "load":
+        refused(pool, address, saved, says)
+    else:
+        with pytest.raises(ValueError, match=says):
+            pool.save(address)
+
+
+def test_an_address_that_does_not_fit_in_its_last_space_changes_no_other():
+    pool = hybrid(**MANY)
+    good = place(pool, 9)
+    saved = pool.save(good)
+    bad = RequestAddress(9, {**good.spans, "state": Span([5])})
+    refused(pool, bad, saved, "space state: ids from 5 to 5, items are 1 to 4")
+
+
+def test_a_pool_without_memory_saves_nothing():
+    pool = mla(device="meta", **MANY)
+    with pytest.raises((DeviceUnavailable, NotImplementedError)):
+        pool.save(place(pool, 9))
+
+
+# copy_items
+
+
+@every
+@pytest.mark.parametrize("placement", ["layer", "page"])
+def test_items_are_copied_in_every_buffer_of_their_list_and_in_no_other(build, placement):
+    pool = build(placement=placement)
+    lists = {space.id_list for space in pool.layout.spaces}
+    for name in sorted(lists):
+        for memory in state(pool).memory:
+            memory[...] = np.random.default_rng(1).integers(0, 256, memory.size, dtype=np.uint8)
+        views = {b.name: pool.item_bytes_view(b) for b in pool.layout.buffers}
+        expected = {buffer: view.clone() for buffer, view in views.items()}
+        for buffer in pool.layout.buffers:
+            if pool.layout.space_by_name[buffer.space].id_list == name:
+                was = expected[buffer.name].clone()
+                for src, dst in ((1, 4), (4, 2), (2, 3)):  # read before anything is written
+                    expected[buffer.name][dst] = was[src]
+        pool.copy_items(name, [1, 4, 2], np.array([4, 2, 3]))
+        assert all((views[buffer] == expected[buffer]).all() for buffer in views)
+
+
+@pytest.mark.parametrize("ids", [[], np.array([], dtype=np.int64)])
+def test_copying_no_items_copies_none(ids):
+    pool = mla()
+    fill(pool, place(pool, 9))
+    before = state(pool).memory[0].copy()
+    pool.copy_items("kv", ids, ids)
+    assert (state(pool).memory[0] == before).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "src", "dst", "error", "says"),
+    [
+        ("kv", [9], [1], IndexError, "target item of kv 9 of 9"),
+        ("kv", [1], [-1], IndexError, "target item of kv -1 of 9"),
+        ("ring", [1, 2], [4, 5], IndexError, "target item of ring 5 of 5"),
+        ("swa", [1, 2], [3], ValueError, "space swa: 2 items to 1 items"),
+        (
+            "c2",
+            [1],
+            [2],
+            KeyError,
+            r"target space 'c2': this pool has id lists \['kv', 'ring', 'swa",
+        ),
+        ("state", [1], [2], KeyError, r"target space 'state': this pool has id lists"),
+        ("kv", [1.5], [2], ValueError, "Give a flat list of integers"),
+        ("kv", [True], [False], ValueError, "Give a flat list of integers"),
+    ],
+)
+def test_items_that_cannot_be_copied_are_refused_and_nothing_is_written(
+    space, src, dst, error, says
+):
+    pool = dsv4()
+    fill(pool, place(pool, 9))
+    before = state(pool).memory[0].copy()
+    with pytest.raises(error, match=says):
+        pool.copy_items(space, src, dst)
+    assert (state(pool).memory[0] == before).all()
+
+
+def test_a_list_that_has_no_buffers_here_is_refused():
+    with pytest.raises(KeyError, match=r"target space 'swa': this pool has id lists \['kv'\]"):
+        swa(layers=[1]).copy_items("swa", [1], [2])
+
+
+def test_copies_go_by_the_spaces_that_a_draft_has():
+    pool = dsv4(owner="draft", own_spaces=True)
+    for name in ("draft.kv", "draft.swa", "draft.ring"):
+        pool.copy_items(name, [1], [2])
+    with pytest.raises(KeyError, match="draft space 'kv'"):
+        pool.copy_items("kv", [1], [2])
