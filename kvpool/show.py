@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from kvpool.layout import PoolLayout, Region
+from kvpool.layout import Axis, PoolLayout, Region, Space
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,7 +16,9 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("region", "layers", "dtype", title=title)
+    table = Table(title=title)
+    for name in ("region", "layers", "dtype"):
+        table.add_column(name, overflow="fold")
     table.add_column("items", justify="right")
     table.add_column("item", justify="right")
     table.add_column("axes")
@@ -25,20 +27,40 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     for region in layout.regions:
         grouped.setdefault(_row(layout, region), []).append(region.layer)
     for (name, *rest), layers in grouped.items():
-        table.add_row(escape(name), ranges(layers), *rest)
-    table.caption = "bytes; axes as steps of total x stride"
+        table.add_row(escape(name), steps(layers), *rest)
+    table.caption = "bytes; axes as steps x stride"
     return table
 
 
 def ranges(numbers: Iterable[int]) -> str:
     """`[0, 1, 2, 5]` as `0-2, 5`."""
+    return ", ".join(map(_span, _spans(numbers)))
+
+
+def steps(numbers: Collection[int]) -> str:
+    """As `ranges`, but `2, 4, ..., 8` and `0-2, 4-6, ..., 44-46` where they go on as they begin."""
+    spans = _spans(numbers)
+    low, high = spans[0] if spans else (0, 0)
+    apart = spans[1][0] - low if len(spans) > 3 else 0
+    regular = [[low + n * apart, high + n * apart] for n in range(len(spans))]
+    if apart and spans == regular:
+        return f"{_span(spans[0])}, {_span(spans[1])}, ..., {_span(spans[-1])}"
+    return ranges(numbers)
+
+
+def _spans(numbers: Iterable[int]) -> list[list[int]]:
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(f"{low}-{high}" if low < high else f"{low}" for low, high in spans)
+    return spans
+
+
+def _span(span: list[int]) -> str:
+    low, high = span
+    return f"{low}-{high}" if low < high else f"{low}"
 
 
 def human(nbytes: float) -> str:
@@ -48,6 +70,33 @@ def human(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def axis_steps(axis: Axis) -> str:
+    """`head 8`, or `head 4-7 of 8` where it is sharded."""
+    if axis.size == axis.total:
+        return f"{axis.name} {axis.size:,}"
+    return f"{axis.name} {ranges(range(axis.start, axis.stop))} of {axis.total:,}"
+
+
+def space_words(space: Space) -> str:
+    """How ids of a space address positions: `space kv: pages of 64 entries`."""
+    entries = "entry" if space.entries_per_item == 1 else "entries"
+    words = [
+        {
+            "paged": f"pages of {space.entries_per_item:,} {entries}",
+            "slot": "one item a request",
+            "ring": f"one ring of {space.entries_per_item:,} {entries} a request",
+        }[space.kind]
+    ]
+    if space.tokens_per_entry > 1:
+        words.append(f"an entry is {space.tokens_per_entry:,} tokens")
+    if space.window is not None:
+        steps = f", in steps of {space.window_step:,}" if space.window_step > 1 else ""
+        words.append(f"window {space.window:,}{steps}")
+    if space.ids is not None:
+        words.append(f"ids of {space.ids}")
+    return f"space {space.name}: {', '.join(words)}"
 
 
 def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
@@ -63,6 +112,6 @@ def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
         region.dtype,
         f"{buffer.items:,}",
         item,
-        "\n".join(f"{a.name} {a.size} of {a.total} x {a.stride:,}" for a in axes),
+        "\n".join(f"{axis_steps(a)} x {a.stride:,}" for a in axes),
         f"{region.width:,}",
     )
