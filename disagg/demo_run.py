@@ -110,7 +110,7 @@ class DecodeSide:
         request = allocator.new_request()
         allocator.extend(request, tokens, received=True)
         endpoint.receive(str(room), request.address())
-        watch(str(room), int(tokens * self.pool.bytes_per_token))
+        watch(str(room), self.pool.layout.live_bytes(tokens))
         moved = endpoint.metrics(str(room))
         first = int(endpoint.aux(str(room))["first_token"])
         tell(

@@ -252,9 +252,9 @@ class Allocator:
         return found
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
-        for request in requests:
-            if not self._holds(request):
-                raise ValueError("this request was freed, or belongs to another allocator.")
+        live = self._live
+        if not all(live.get(request._row) is request for request in requests):
+            raise ValueError("this request was freed, or belongs to another allocator.")
         rows: npt.NDArray[np.int64] = np.array([r._row for r in requests], dtype=np.int64)
         if len(set(rows.tolist())) != rows.size:
             raise ValueError("a request is named twice in the batch.")

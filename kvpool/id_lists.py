@@ -71,8 +71,10 @@ class IdList:
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
         gone = _cells(rows, had, np.minimum(first, end))
-        back = np.unique(self._table[gone], return_counts=True)
-        free = self.num_free + int((self._counts[back[0]] == back[1]).sum())
+        free = self.num_free
+        if gone[0].size:
+            back, times = np.unique(self._table[gone], return_counts=True)
+            free += int((self._counts[back] == times).sum())
         needed = int(np.maximum(stop - np.maximum(end, first), 0).sum())  # before they are listed
         if needed > free:
             size = "" if self.space.private else f" of {self.space.tokens_per_item} tokens"
@@ -163,6 +165,8 @@ class IdList:
 
     def _put(self, cells: tuple[Ints, Ints]) -> None:
         ids = self._table[cells]
+        if not ids.size:
+            return
         self._table[cells] = NONE
         np.subtract.at(self._counts, ids, 1)
         # in the order in which they were taken, the first of them on top
@@ -181,6 +185,9 @@ class IdList:
 def _cells(rows: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """Row and column of the cells `first` to `stop` of every row."""
     count = np.maximum(stop - first, 0)
-    within = np.arange(int(count.sum()), dtype=np.int64)
+    total = int(count.sum())
+    if not total:
+        return rows[:0], rows[:0]
+    within = np.arange(total, dtype=np.int64)
     within -= np.repeat(np.cumsum(count) - count, count)
     return np.repeat(rows, count), np.repeat(first, count) + within

@@ -89,6 +89,14 @@ class PoolLayout:
         """The space whose ids address a region's items."""
         return self.space_by_name[self.buffer_of(region).space]
 
+    def live_bytes(self, tokens: int) -> int:
+        """Bytes that are alive of a request of `tokens` tokens, padding left out."""
+        found = 0
+        for region in self.regions:
+            space = self.space_of(region)
+            found += region.nbytes // space.entries_per_item * len(space.alive(tokens))
+        return found
+
     def slabs(self) -> list[Slab]:
         """What must be registered to reach every buffer: touching or interleaved buffers are one
         slab.

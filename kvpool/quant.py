@@ -44,7 +44,7 @@ def quantise(values: torch.Tensor, scales: int, scale: torch.dtype) -> tuple[tor
     A block that holds an infinity or a NaN becomes NaN as a whole.
     """
     blocks = values.detach().float().reshape(*values.shape[:-1], scales, values.shape[-1] // scales)
-    largest = blocks.abs().amax(-1)
+    largest = torch.linalg.vector_norm(blocks, torch.inf, dim=-1)
     factor = (largest / LARGEST).clamp_min(SMALLEST_SCALE)
     if scale is torch.float8_e8m0fnu:
         mantissa, exponent = torch.frexp(factor)  # factor = mantissa * 2**exponent, mantissa >= 1/2
@@ -52,11 +52,12 @@ def quantise(values: torch.Tensor, scales: int, scale: torch.dtype) -> tuple[tor
         factor = torch.ldexp(torch.ones_like(factor), exponent)
         stored = (exponent + BIAS).clamp(0, 2 * BIAS).to(torch.uint8)
         stored = stored.masked_fill(~largest.isfinite(), 255).view(scale)  # 255 is NaN
-    else:
-        stored = factor.masked_fill(~largest.isfinite(), torch.nan).to(scale)
-    held = (blocks / factor[..., None]).clamp(-LARGEST, LARGEST)
-    held = held.masked_fill(~largest.isfinite()[..., None], torch.nan)
-    return held.reshape(values.shape).to(torch.float8_e4m3fn), stored
+    factor = factor.masked_fill(~largest.isfinite(), torch.nan)
+    if scale is not torch.float8_e8m0fnu:
+        stored = factor.to(scale)
+    # what division leaves above the largest value is too little to round to the next
+    held = (blocks / factor[..., None]).to(torch.float8_e4m3fn)
+    return held.reshape(values.shape), stored
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -49,6 +49,14 @@ def state(holder: KVPool | State) -> State:
     return found
 
 
+def merged(*holders: KVPool | State) -> State:
+    """A target and its drafts as one holder."""
+    states = [state(holder) for holder in holders]
+    layout = PoolLayout.merge(*(each.layout for each in states))
+    views = {key: view for each in states for key, view in each.views.items()}
+    return State(layout, [memory for each in states for memory in each.memory], views)
+
+
 def built(
     parts: Iterable[tuple[int, str, int, Template]],
     spaces: Iterable[Space] = (),

@@ -28,7 +28,7 @@ BLOCKS = [
 )
 def test_code_in_documents_runs(path, number, code, capsys):
     exec(compile(code, f"{path.name} block {number}", "exec"), {"__name__": "document"})
-    if path.name == "README.md":
+    if path.name == "README.md" and "decode.wait" in code:
         said = capsys.readouterr().out
         assert "Success {'first_token': 7}" in said
         assert "target k" in said

@@ -215,6 +215,20 @@ def test_a_space_says_which_entries_are_alive(space, tokens, alive):
     assert Space("s", **space).alive(tokens) == alive
 
 
+def test_live_bytes_count_what_is_alive_and_no_padding():
+    kv, c4 = Space("kv", entries_per_item=8), Space("c4", "paged", 2, 4, ids="kv")
+    swa, state = Space("swa", entries_per_item=8, window=5), Space("state", "slot")
+    spaces, sizes = (kv, c4, swa, state), (8, 2, 8, 1)
+    buffers = [Buffer(s.name, s.name, 1000 * n, 100, 100, 9) for n, s in enumerate(spaces)]
+    regions = [
+        Region("target", 0, s.name, s.name, 0, "uint8", axes, 3)
+        for s, size in zip(spaces, sizes)
+        for axes in [(Axis("entry", size, 4),) if size > 1 else ()]
+    ]
+    layout = PoolLayout(1, buffers, regions, spaces, 1)
+    assert [layout.live_bytes(n) for n in (0, 1, 4, 11)] == [0, 9, 3 * (4 + 1 + 4 + 1), 57]
+
+
 def test_parts_are_frozen():
     parts = (Axis("head", 1, 0), region(), buffer(), Space("kv"), layout(), Slab(0, 1))
     for part in parts:
