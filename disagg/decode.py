@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from disagg.plan import IncompatibleLayouts, TransferPlan, plan
+from disagg.decode_room import DecodeRoom, Link, Read
+from disagg.plan import IncompatibleLayouts, plan
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
     MAX_TEXT,
@@ -32,59 +32,6 @@ from disagg.wire import (
     unpack_aux,
 )
 from kvpool.layout import PoolLayout, RequestAddress
-
-
-@dataclass(eq=False, slots=True)
-class Link:
-    """One prefill: all its ranks, from the hello on. `plan` is there once all have answered."""
-
-    addresses: tuple[str, ...]
-    first: int
-    """Number of its rank 0 among all ranks that this decode talks to."""
-    hellos: list[Hello | None]
-    plan: TransferPlan | None = None
-    refusal: str | None = None
-    error: IncompatibleLayouts | None = None
-
-    @property
-    def settled(self) -> bool:
-        """Whether the hello has ended, either way."""
-        return self.plan is not None or self.refusal is not None
-
-
-@dataclass(eq=False, slots=True)
-class Read:
-    """A chunk to be read from rank `source` of a link: positions `tokens`, the source's address."""
-
-    room: Room
-    link: Link
-    source: int
-    tokens: range
-    source_address: RequestAddress
-    dest_address: RequestAddress
-
-
-@dataclass(eq=False, slots=True)
-class DecodeRoom:
-    """One request that is wanted."""
-
-    link: Link
-    address: RequestAddress
-    start: int
-    attempt: str
-    offered: list[int] = field(default_factory=list)
-    closed: list[bool] = field(default_factory=list)
-    reading: int = 0
-    asked: bool = False
-    announced: bool = False
-    released: set[int] = field(default_factory=set)
-    aux: Aux = field(default_factory=dict)
-    failure: Failure | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has released its pages."""
-        return self.announced and len(self.released) == len(self.offered)
 
 
 class DecodeRooms:

@@ -20,7 +20,8 @@ from operator import index
 
 import zmq
 
-from disagg.decode import DecodeRooms, Link, Read
+from disagg.decode import DecodeRooms
+from disagg.decode_room import Link, Read
 from disagg.driver import Driver
 from disagg.engines.base import Engine
 from disagg.metrics import RoomMetrics

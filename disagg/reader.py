@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.bind import Columns, CopyBatch
-from disagg.decode import Read
+from disagg.decode_room import Read
 from disagg.engines.base import Engine
 from disagg.metrics import RoomMetrics
 

@@ -14,13 +14,12 @@ from kvpool.budget import fit
 from kvpool.bufinfos import BufInfos, StateBufInfos
 from kvpool.describe import describe
 from kvpool.device import Device, get_device
-from kvpool.dtypes import dtype_name
 from kvpool.entries import Entries
 from kvpool.item import item_regions
 from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.offload import Saved, load_items, save_items
 from kvpool.placement import PLACEMENTS, Declared, buffer_name, place
-from kvpool.quant import PACKINGS
+from kvpool.quant import storage
 from kvpool.shard import Shard
 
 __all__ = ["Common", "KVPool", "Shard"]
@@ -84,7 +83,7 @@ class KVPool(Entries):
         self.page_size, self.placement, self.owner, self.shard = page_size, placement, owner, shard
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.num_slots = num_slots
-        self.dtype, self.packing = _storage(dtype, packing, owner)
+        self.dtype, self.packing = storage(dtype, packing, owner)
         self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
         if owner == "target" and self.total_kv_layers <= self.layers[-1]:
             raise ValueError(
@@ -305,17 +304,3 @@ def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Spa
         raise LayoutError(f"spaces {sorted(unknown)}: declared by buffers, not by spaces().")
     lenders = {known[name].id_list for name in named}
     return {name: space for name, space in known.items() if name in named | lenders}
-
-
-def _storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
-    """dtype and packing as names."""
-    if packing in PACKINGS:
-        return dtype_name("bf16" if dtype is None else dtype), packing
-    if packing is None and dtype is None:
-        raise ValueError(f"{owner}: a dtype or a packing must be given.")
-    stored = dtype_name(dtype if packing is None else packing)
-    if dtype is not None and dtype_name(dtype) != stored:
-        raise ValueError(
-            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Nothing is rounded: name one."
-        )
-    return stored, stored

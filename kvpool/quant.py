@@ -8,14 +8,33 @@ Microscaling formats).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from kvpool.dtypes import dtype_name
 from kvpool.item import Cell
 
 PACKINGS = ("fp8", "mxfp8")
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
 BIAS = 127
+
+
+def storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
+    """The dtype of a pool's values and its packing, as names; raises ValueError where both are
+    float dtypes and not one.
+    """
+    if packing in PACKINGS:
+        return dtype_name("bf16" if dtype is None else dtype), packing
+    if packing is None and dtype is None:
+        raise ValueError(f"{owner}: a dtype or a packing must be given.")
+    stored = dtype_name(dtype if packing is None else packing)
+    if dtype is not None and dtype_name(dtype) != stored:
+        raise ValueError(
+            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Nothing is rounded: name one."
+        )
+    return stored, stored
 
 
 def scale_role(role: str) -> str:
