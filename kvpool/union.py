@@ -42,30 +42,40 @@ class UnionPool(KVPool):
         more.setdefault("packing", self.packing)
         return At(held, space, entries or self.page_size, self.shard, **more)
 
-    def roles(self, layer: int, *kinds: type) -> tuple[str, ...]:
-        """Input roles of the first part of one of `kinds` that a layer has, with its prefix.
+    def roles(self, layer: int, *kinds: type, part: str = "") -> tuple[str, ...]:
+        """Input roles of the first part of one of `kinds` that a layer has, with its prefix; `part`
+        names a prefix where a layer has several (`c4`).
 
         Raises KeyError naming what the layer has instead.
         """
         here = [(kind, at) for kind, at in self.kinds if layer in at.layers]
         for kind, at in here:
-            if isinstance(kind, kinds):
+            if isinstance(kind, kinds) and part in ("", at.prefix[:-1]):
                 return tuple(at.prefix + role for role in kind.inputs)
-        names = ", ".join(type(kind).__name__ for kind, _ in here) or "nothing"
-        wanted = " or ".join(kind.__name__ for kind in kinds)
+        names = ", ".join(at.prefix + type(kind).__name__ for kind, at in here) or "nothing"
+        wanted = " or ".join(f"{part}{'.' * bool(part)}{kind.__name__}" for kind in kinds)
         raise KeyError(f"{self.owner} layer {layer}: no {wanted} here (it has {names}).")
 
     def set_kv_buffer(
-        self, layer: int, locations: Any, first: torch.Tensor, second: torch.Tensor
+        self,
+        layer: int,
+        locations: Any,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        part: str = "",
     ) -> None:
         """Writes K and V `[N, head, dim]`, or latent and rope `[N, dim]`, of a layer's attention to
-        flat locations `[N]` of its space.
+        flat locations `[N]` of its space. `part="c4"` or `"c128"`: compressed entries.
         """
-        self.write(layer, locations, dict(zip(self.roles(layer, *ATTENTION), (first, second))))
+        roles = self.roles(layer, *ATTENTION, part=part)
+        self.write(layer, locations, dict(zip(roles, (first, second))))
 
-    def get_kv_buffer(self, layer: int, locations: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_kv_buffer(
+        self, layer: int, locations: Any, *, part: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads what `set_kv_buffer` wrote, in the pool's dtype."""
-        first, second = self.roles(layer, *ATTENTION)
+        first, second = self.roles(layer, *ATTENTION, part=part)
         dtype = getattr(torch, self.dtype)
         read = (self.read(role, layer, locations).to(dtype) for role in (first, second))
         return next(read), next(read)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from typing_extensions import Unpack
 
 from kvpool.bufinfos import StateType
@@ -76,21 +75,6 @@ class DSv4Pool(UnionPool):
 
     def _ring(self, ratio: int) -> int:
         return self.ring_factor * ratio * (2 if ratio == self.overlap_ratio else 1)
-
-    def set_compressed(
-        self, layer: int, locations: Any, latent: torch.Tensor, rope: torch.Tensor
-    ) -> None:
-        """Writes compressed latent and rope `[N, dim]` to flat locations `[N]` of the layer's
-        compressed space.
-        """
-        name = f"c{self.compress_ratios[layer]}"
-        self.write(layer, locations, {f"{name}.latent": latent, f"{name}.rope": rope})
-
-    def get_compressed(self, layer: int, locations: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads what `set_compressed` wrote, in the pool's dtype."""
-        name, dtype = f"c{self.compress_ratios[layer]}", getattr(torch, self.dtype)
-        latent, rope = (self.read(f"{name}.{r}", layer, locations) for r in self.latent.inputs)
-        return latent.to(dtype), rope.to(dtype)
 
     def _check(self) -> None:
         if self.layers[-1] >= len(self.compress_ratios):

@@ -456,13 +456,15 @@ def test_v4_windows_compressed_entries_keys_and_rings_come_back(packing, specula
         read, read_rope = pool.get_kv_buffer(layer, [5, 43, 6])
         agree(read, latent, packing, 64)
         assert torch.equal(read_rope, rope)
-    for layer, last in ((1, 35), (2, 8), (3, 35)):
-        pool.set_compressed(layer, [last, 2, 3], -latent, -rope)
-        read, read_rope = pool.get_compressed(layer, [last, 2, 3])
+    for layer, part, last in ((1, "c2", 35), (2, "c8", 8), (3, "c2", 35)):
+        pool.set_kv_buffer(layer, [last, 2, 3], -latent, -rope, part=part)
+        read, read_rope = pool.get_kv_buffer(layer, [last, 2, 3], part=part)
         agree(read, -latent, packing, 64)
         assert torch.equal(read_rope, -rope)
         with pytest.raises(IndexError, match=f"location {last + 1} of {last + 1}"):
-            pool.get_compressed(layer, [last + 1])
+            pool.get_kv_buffer(layer, [last + 1], part=part)
+    with pytest.raises(KeyError, match=r"layer 0: no c2.MHA or .* \(it has swa.V4Latent\)"):
+        pool.get_kv_buffer(0, [4], part="c2")
     pool.set_index_key(1, [5, 35], draw(2, 8, dtype=dtype))
     agree(pool.get_index_key(1, [5, 35]), draw(2, 8, dtype=dtype), "fp8", 128)
     factor = 2 if speculation else 1
