@@ -146,6 +146,8 @@ class DecodeSide:
             tokens2, logits2 = decode(self.model, again, firsts[0], self.new_tokens)
             given = None if self.settings.exact else [first, *tokens]
             tokens3, logits3 = decode(self.model, own, firsts[1], self.new_tokens, given)
+        allocator.free(request)
+        again.allocator.free(again.requests[0])
         good = first == firsts[0] and tokens == tokens2
         equal = sum(map(torch.equal, logits, logits2))
         good &= equal == self.new_tokens and not live.wrong

@@ -148,7 +148,9 @@ class DecodeEndpoint(Driver):
         """Wants a room: positions `start` (the first that is lacking) to the end, into `address`.
 
         `link` names the prefill, where several are connected. The pages are leased until the room
-        has ended and `reading(room)` is false.
+        has ended and `reading(room)` is false. Slots and rings come whole, whatever `start` is.
+        Make room with `Allocator.extend(..., received=True)`, which knows what is dead and will
+        not come.
         """
         with self._calling():
             name = room_name(room)

@@ -6,8 +6,11 @@ operations, whatever its size.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from operator import index
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,10 @@ from kvpool.layout import PoolLayout, RequestAddress, Span
 __all__ = ["Allocator", "OutOfPages", "Request"]
 
 
+# who hands out the items of the memory that begins at an address
+_HANDED_OUT: WeakValueDictionary[tuple[str, int], Allocator] = WeakValueDictionary()
+
+
 class HasItems(Protocol):
     """A pool, as far as an allocator needs to know it."""
 
@@ -28,12 +35,18 @@ class HasItems(Protocol):
 
 
 class Request:
-    """One request's tokens, as its allocator knows them."""
+    """One request's tokens, as its allocator knows them.
 
-    __slots__ = ("_allocator", "_row")
+    `given` is how many of them the pool of an owner was given, where that is known to be fewer;
+    `unfinished` are owners of whose layers some were not given all.
+    """
+
+    __slots__ = ("_allocator", "_row", "given", "unfinished")
 
     def __init__(self, allocator: Allocator, row: int) -> None:
         self._allocator, self._row = allocator, row
+        self.given: dict[str, int] = {}
+        self.unfinished: set[str] = set()
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +73,7 @@ class Allocator:
         if not pools:
             raise ValueError("an allocator is for at least one pool.")
         self.pools = pools
+        _alone(self, pools)
         first, *others = (pool.layout for pool in pools)
         self.layout = PoolLayout.merge(first, *others) if others else first
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
@@ -73,8 +87,14 @@ class Allocator:
 
     @property
     def free_pages(self) -> int:
-        """Pages of tokens that can still be handed out."""
-        return self.free_items("kv")
+        """Pages of tokens that can still be handed out, in the list that has fewest. Raises
+        ValueError where no list grows with the tokens of a request.
+        """
+        spaces = (self.layout.space_by_name[name] for name in self.lists)
+        grow = [s.name for s in spaces if not s.private and s.window is None]
+        if not grow:
+            raise ValueError(f"no pages of tokens here: ask free_items for one of {[*self.lists]}.")
+        return min(self.free_items(name) for name in grow)
 
     def free_items(self, id_list: str) -> int:
         """Items of an id list that can still be handed out."""
@@ -110,7 +130,7 @@ class Allocator:
         self, requests: Sequence[Request], tokens: int, *, received: bool = False
     ) -> dict[str, Ints]:
         """`extend` for each of a batch, all or none: int64 `[B, tokens]` by space."""
-        rows = self._rows_of(requests)
+        rows, tokens = self._rows_of(requests), _whole(tokens)
         before = self._tokens[rows]
         if tokens < 0:
             raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
@@ -148,6 +168,9 @@ class Allocator:
         last token; window pages go back, and were not received if dead), and OutOfPages, and
         changes nothing.
         """
+        tokens = _whole(tokens)
+        if request.unfinished:
+            raise ValueError("the last forward over this request ended half-way. Free it.")
         (row,) = self._rows_of([request])
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
@@ -173,6 +196,7 @@ class Allocator:
             )
             parts[name] = each.check_fork(int(row), first, max(shared, first), stop)
         child = self.new_request()
+        child.given = {owner: min(given, tokens) for owner, given in request.given.items()}
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
         copies = [
@@ -262,3 +286,25 @@ class Allocator:
 
     def _holds(self, request: Request) -> bool:
         return self._live.get(request._row) is request
+
+
+def _whole(tokens: Any) -> int:
+    try:
+        return index(tokens)
+    except TypeError:
+        raise TypeError(f"tokens: a whole number, got {tokens!r}.") from None
+
+
+def _alone(allocator: Allocator, pools: Sequence[HasItems]) -> None:
+    """Two allocators of one pool would hand out the same items: the first must be done."""
+    places = [(b.memory, b.base) for pool in pools for b in pool.layout.buffers[:1]]
+    for collected in (False, True):
+        busy = [p for p in places if p in _HANDED_OUT and _HANDED_OUT[p]._live and p[0] != "meta"]
+        if busy and collected:
+            raise ValueError(
+                f"this pool has an allocator already, with {len(_HANDED_OUT[busy[0]]._live)} live "
+                "requests. Use that one, or free them."
+            )
+        if busy:
+            gc.collect()
+    _HANDED_OUT.update((place, allocator) for place in places)

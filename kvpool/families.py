@@ -215,8 +215,13 @@ def _qwen3_window(fields: Fields) -> Sequence[int]:
     layers = fields.num_layers
     if not fields.flag("use_sliding_window"):
         return ()
-    if fields.model == "qwen3_moe" and not fields.has("max_window_layers"):
-        return range(layers)  # what transformers' qwen3_moe does, which has no such field
+    if fields.model == "qwen3_moe":  # transformers' has no max_window_layers, and windows all
+        if fields.has("max_window_layers") and fields.whole("max_window_layers", 0):
+            raise ValueError(
+                "qwen3_moe config: max_window_layers beside use_sliding_window means different "
+                "things to different engines. Give layer_types instead."
+            )
+        return range(layers)
     return range(fields.whole("max_window_layers", 0), layers)
 
 

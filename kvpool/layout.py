@@ -158,7 +158,8 @@ class PoolLayout:
                 if known != space:
                     raise LayoutError(
                         f"space {space.name}: {known} and {space} cannot share ids. Build both "
-                        "pools with the same page size, or give one a space name of its own."
+                        "pools with the same page sizes, windows and rings, or the draft with "
+                        "own_spaces=True."
                     )
         return PoolLayout(
             version=VERSION,

@@ -133,7 +133,8 @@ def figures(
         layouts = [target.build(layers=layers, **more, **common).layout]
         drafted: tuple[int, ...] = ()
         if draft is not None and n == pp - 1:
-            layouts.append(draft.build(**common).layout)
+            given = more if "speculation" in draft.arguments else {}
+            layouts.append(draft.build(**given, **common).layout)
             drafted = draft.layers
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout = PoolLayout.merge(*layouts)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvpool.device import Device
+from kvpool.device import Device, DeviceUnavailable
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 
 
@@ -44,7 +44,7 @@ def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
     rows, first = {}, {}
     for buffer, ids, number in list(_alive(pool.layout, address)):
         first[buffer.space] = number
-        view = pool.item_bytes_view(buffer)
+        view = _bytes(pool, buffer)
         where = torch.from_numpy(ids.copy()).to(view.device)
         rows[buffer.name] = view.index_select(0, where).cpu()
     return Saved(address.num_tokens, rows, first, _shape(pool.layout))
@@ -66,9 +66,18 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
         )
     rows = list(_alive(pool.layout, address))
     for buffer, ids, _ in rows:
-        view = pool.item_bytes_view(buffer)
+        view = _bytes(pool, buffer)
         where = torch.from_numpy(ids.copy()).to(view.device)
         view.index_copy_(0, where, saved.items[buffer.name].to(view.device))
+
+
+def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
+    view = pool.item_bytes_view(buffer)
+    if view.is_meta:
+        raise DeviceUnavailable(
+            "a pool on the meta device has no memory to save or load. Build it with device='cpu'."
+        )
+    return view
 
 
 def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from operator import index
 from typing import Any, TypedDict
 
 import torch
@@ -73,7 +74,7 @@ class KVPool(Entries):
         own_spaces: bool = False,
         model: str = "",
     ) -> None:
-        self.layers = tuple(sorted(layers))
+        self.layers = tuple(sorted(map(index, layers)))
         if not self.layers or len(set(self.layers)) != len(self.layers) or self.layers[0] < 0:
             raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
         if placement not in PLACEMENTS:
@@ -138,6 +139,11 @@ class KVPool(Entries):
         """
         step = get_device(str(arguments.get("device", "cpu"))).alignment
         small = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 2)
+        counted = sorted(set(small) & set(arguments))
+        if counted:
+            raise ValueError(
+                f"{', '.join(counted)}: from_budget counts them itself. Leave them out."
+            )
         build: Any = cls
         probe = build(**{**arguments, **small, "device": "meta"})
         made: Self = build(**arguments, **fit(probe, nbytes, requests, chunk_tokens, step))
@@ -217,7 +223,8 @@ class KVPool(Entries):
         return save_items(self, address)
 
     def load(self, address: RequestAddress, saved: Saved) -> None:
-        """Writes what `save` copied to the items of another address of as many tokens.
+        """Writes what `save` copied to the items of another address of as many tokens: of a request
+        extended with `received=True`, so that its allocator knows what is dead.
 
         Raises ValueError, and writes nothing, if pool, tokens or items do not fit.
         """

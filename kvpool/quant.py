@@ -16,6 +16,7 @@ from kvpool.dtypes import dtype_name
 from kvpool.item import Cell
 
 PACKINGS = ("fp8", "mxfp8")
+READ_AS = ("bfloat16", "float16", "float32", "float64")
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
 BIAS = 127
@@ -26,7 +27,13 @@ def storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
     float dtypes and not one.
     """
     if packing in PACKINGS:
-        return dtype_name("bf16" if dtype is None else dtype), packing
+        read = dtype_name("bf16" if dtype is None else dtype)
+        if read not in READ_AS:
+            raise ValueError(
+                f"{owner}: dtype {read}, packing {packing!r}. What is quantised is written and "
+                f"read as one of {', '.join(READ_AS)}."
+            )
+        return read, packing
     if packing is None and dtype is None:
         raise ValueError(f"{owner}: a dtype or a packing must be given.")
     stored = dtype_name(dtype if packing is None else packing)

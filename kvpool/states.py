@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from kvpool.bufinfos import StateType
+from kvpool.dtypes import dtype_name
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template, prefixed
 from kvpool.placement import Declared
 from kvpool.quant import PACKINGS, scaled
@@ -38,6 +39,10 @@ class At:
     packing: str
     prefix: str = ""
     state: StateType | None = None
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            object.__setattr__(self, "packing", dtype_name(self.packing))
 
     def buffer(self, name: str, item: Template) -> Declared:
         """A kind of buffer at this place."""

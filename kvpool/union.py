@@ -38,6 +38,9 @@ class UnionPool(KVPool):
         not held here are left out.
         """
         named = set(self.layers if layers is None else layers)
+        wrong = [n for n in named if not isinstance(n, int) or n < 0]
+        if wrong:
+            raise ValueError(f"{self.owner} layers of {space}: numbers from 0, got {wrong[0]!r}.")
         held = tuple(layer for layer in self.layers if layer in named)
         more.setdefault("packing", self.packing)
         return At(held, space, entries or self.page_size, self.shard, **more)

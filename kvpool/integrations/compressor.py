@@ -22,7 +22,7 @@ class Compressor:
 
     def __init__(self, cache: PoolCache, layer: int, at: At, ring: Ring) -> None:
         self.cache, self.layer = cache, layer
-        self.ring = at.prefix + ring.role
+        self.ring, self.width = at.prefix + ring.role, ring.count // 2
         space = cache.pool.space(at.space)
         self.ring_space, self.entry_space = space.name, cache.pool.space(at.prefix[:-1]).name
         names = ("index_key",) if ring.role == "index_state" else ("latent", "rope")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpool.dtypes import dtype_name
 from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
+from kvpool.quant import PACKINGS
 from kvpool.states import MHA, MLA, At, IndexKey, Kind, LinearState, Ring, V4Latent
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.attention = _first(here, MHA, MLA, V4Latent)
         self.index = _first(here, IndexKey)
         self.linear = _first(here, LinearState)
+        rounded = [at.packing for kind, at in here if isinstance(kind, IndexKey)]
+        if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
+            raise ValueError(
+                f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, all else as "
+                f"{pool.packing}, and nothing is rounded. Build the pool with "
+                f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
+            )
         self.compressors = {
             "indexer" if kind.role == "index_state" else "compressor": Compressor(
                 cache, layer, at, kind
@@ -95,6 +104,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """See PoolCache.update_indexer."""
         _, at = self._need(self.index, "index keys")
         rows, tokens, dim = keys.shape
+        (role,) = self.cache.pool.roles(self.layer, IndexKey)
+        width = self.cache.pool.view(role, self.layer).shape[-1]
+        self.check("index_key", keys, (tokens, width), self.cache.pool.dtype)
         start = self.cache.advance(self.layer, "indexer", tokens)
         pool, where = self.cache.pool, self._where(at)
         pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
@@ -114,6 +126,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update_conv_state(self, conv: torch.Tensor, index: int) -> torch.Tensor:
         """See PoolCache.update_conv_state."""
         kernel = self._linear(index).taps + 1
+        self._check_conv(conv)
         before = self.conv_state(index)
         self.cache.advance(self.layer, "linear", conv.shape[-1])
         if before is None:
@@ -134,7 +147,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update_recurrent_state(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """See PoolCache.update_recurrent_state."""
-        self._linear(index)
+        kind = self._linear(index)
+        heads = self.cache.pool.view("temporal", self.layer).shape[1]
+        self.check("temporal", state, (heads, *kind.state_shape), kind.temporal_dtype, widen=True)
         if self._conv is not None:  # a single token: the model has changed it in place
             self.cache.advance(self.layer, "linear", 1)
             self._set_linear(conv=self._conv)
@@ -146,7 +161,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """See Compressor.store."""
-        return self._compressor(name).store(name, kv, gate)
+        compressor = self._compressor(name)
+        for part in (kv, gate):
+            self.check(compressor.ring, part, (kv.shape[1], compressor.width), "f32", widen=True)
+        return compressor.store(name, kv, gate)
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
@@ -205,6 +223,36 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"{region}: no gradients are kept. Run the model in torch.no_grad()."
                 )
         return states
+
+    def check(
+        self,
+        role: str,
+        given: torch.Tensor,
+        shape: tuple[int, ...],
+        dtype: str,
+        widen: bool = False,
+    ) -> None:
+        """Raises ValueError, before anything is counted, where a state is not of every row and of
+        `shape` and `dtype`; with `widen` a narrower dtype will do.
+        """
+        held = getattr(torch, dtype_name(dtype))
+        memory = self.cache.pool.layout.buffers[0].memory
+        wide = torch.promote_types(given.dtype, held) if widen else given.dtype
+        found = tuple(given.shape), wide, str(given.device)
+        if found != ((self.batch_size, *shape), held, memory):
+            raise ValueError(
+                f"{self.cache.pool.owner} layer {self.layer} {role}: the model gives "
+                f"{list(given.shape)} {given.dtype} on {given.device}, the pool and its requests "
+                f"take {[self.batch_size, *shape]} {held} on {memory}. Build the pool unsharded, "
+                "with the model's dims, dtype and device, and the cache with a request for every "
+                "row."
+            )
+
+    def _check_conv(self, conv: torch.Tensor) -> None:
+        pool, kind = self.cache.pool, self._linear(0)
+        channels = sum(pool.shard.of(total)[1] * dim for _, total, dim in kind.sections)
+        held = pool.layout.region_by_key[pool.owner, self.layer, kind.inputs[0]]
+        self.check("conv", conv, (channels, conv.shape[-1]), held.dtype)
 
     def _space(self, at: At) -> Space:
         return self.cache.pool.space(at.space)

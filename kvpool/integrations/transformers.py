@@ -6,7 +6,7 @@ layer caches, and in what shape, is read from the pool's kinds of state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
 
     declared = declare(config.to_dict())
     if declared.pool.__name__ in INDEXED and common.get("packing") not in PACKINGS:
-        common.setdefault("index_packing", common.get("dtype", common.get("packing")))
+        common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
     return declared.build(**common)
 
 
@@ -51,19 +51,24 @@ class PoolCache(Cache):
         if pool not in allocator.pools:
             raise ValueError("allocator: it hands out other pools' items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
-        lengths = [request.num_tokens for request in requests]
+        if any(pool.owner in request.unfinished for request in requests):
+            raise ValueError("the last forward over a request ended half-way. Free it.")
+        lengths = [r.given.get(pool.owner, r.num_tokens) for r in requests]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"requests: {lengths} tokens. Pad rows on the left, or make a batch of each length."
             )
         self.tokens = lengths[0]
         # flat locations [B, T] of all tokens, by space
-        self.where = {name: self._stack([row[name] for row in located]) for name in located[0]}
+        self.where = {
+            name: self._stack([row[name][: self.tokens] for row in located]) for name in located[0]
+        }
         self.pool_layers = [PoolLayer(self, layer) for layer in range(pool.end_layer)]
         # how many tokens each layer has been given of each state that it keeps
         self.given = {
             (layer.layer, name): self.tokens for layer in self.pool_layers for name in layer.states
         }
+        self._behind = 0
         super().__init__(layers=list(self.pool_layers))
 
     @classmethod
@@ -85,6 +90,11 @@ class PoolCache(Cache):
                 f"layer {layer} {state}: {tokens} new tokens, others got {self.tokens - start}."
             )
         self.given[layer, state] = start + tokens
+        self._behind -= 1
+        if self._behind == 0:
+            for request in self.requests:
+                request.given[self.pool.owner] = self.tokens
+                request.unfinished.discard(self.pool.owner)
         return start
 
     def _extend(self, tokens: int) -> None:
@@ -96,16 +106,37 @@ class PoolCache(Cache):
                 "Either a forward failed half-way (free the requests), or the model keeps no such "
                 "state."
             )
-        for row, request in enumerate(self.requests):
-            if request.num_tokens != self.tokens:
+        room = [request.num_tokens - self.tokens for request in self.requests]
+        others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
+        fresh: Mapping[str, Any]
+        if not any(room):
+            fresh = self.allocator.extend_batch(self.requests, tokens)
+            for request in self.requests:
+                for owner in others:
+                    request.given.setdefault(owner, self.tokens)
+        elif others and set(room) == {tokens}:  # a draft's forward after its target's
+            rows = [self.allocator.locations(request) for request in self.requests]
+            fresh = {name: [row[name][self.tokens :] for row in rows] for name in rows[0]}
+            gone = [s.name for s in self.allocator.spaces if not s.private]
+            gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
+            if gone:
                 raise ValueError(
-                    f"row {row}: {request.num_tokens} tokens, not {self.tokens}. Build a new "
-                    "PoolCache."
+                    f"space {gone[0]}: tokens left the window before {self.pool.owner} was given "
+                    "them. Run its forward after each of the target's."
                 )
-        fresh = self.allocator.extend_batch(self.requests, tokens)
+        else:
+            row = next(row for row, more in enumerate(room) if more)
+            raise ValueError(
+                f"row {row}: {self.requests[row].num_tokens} tokens, not the {self.tokens} that "
+                "this "
+                "cache was given. Give it the same tokens, or requests of its own."
+            )
+        for request in self.requests:
+            request.unfinished.add(self.pool.owner)
         for name, located in fresh.items():
             self.where[name] = torch.cat([self.where[name], self._stack(located)], dim=1)
         self.tokens += tokens
+        self._behind = len(self.given)
 
     def _stack(self, rows: Any) -> torch.Tensor:
         located = [torch.from_numpy(row) for row in rows]

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import Allocator, DeviceUnavailable, LayoutError, MLAPool, OutOfPages
+from kvpool import (
+    Allocator,
+    Cell,
+    DeviceUnavailable,
+    LayoutError,
+    MLAPool,
+    OutOfPages,
+    Repeat,
+    Space,
+)
 from kvpool.allocator import Request
+from tests.oracle import built
 from tests.pools import CLASSES, dsv4, hybrid, mha, mla, swa
 
 PAGE = 4
@@ -297,6 +307,36 @@ def test_an_allocator_is_for_a_pool():
         Allocator()
 
 
+def test_a_pool_has_one_allocator_with_live_requests():
+    target, draft = mla(), mla(owner="draft", layers=[4])
+    alloc = Allocator(target, draft)
+    request = alloc.new_request()
+    for pools in ((target,), (draft,), (draft, target)):
+        with pytest.raises(ValueError, match=r"has an allocator already, with 1 live request"):
+            Allocator(*pools)
+    alloc.free(request)
+    assert Allocator(draft).new_request().num_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [2.0, "2", None])
+def test_tokens_that_are_no_whole_number_are_refused_and_change_nothing(tokens):
+    alloc, request = started(mla(), 5)
+    before = snapshot(alloc)
+    for use in (alloc.extend, alloc.fork):
+        with pytest.raises(TypeError, match="tokens: a whole number, got"):
+            use(request, tokens)
+    assert snapshot(alloc) == before
+    assert alloc.extend(request, np.int32(2))["kv"].size == 2
+
+
+def test_free_pages_are_those_of_the_list_that_has_fewest():
+    own = {"owner": "draft", "layers": [4], "own_spaces": True}
+    alloc = Allocator(mla(), mla(num_pages=5, **own))
+    assert (alloc.free_pages, alloc.free_items("kv"), alloc.free_items("draft.kv")) == (4, 8, 4)
+    with pytest.raises(ValueError, match=r"no pages of tokens here: ask free_items for .*'state'"):
+        _ = Allocator(hybrid(layers=[0])).free_pages
+
+
 # windows: swa() keeps 6 tokens, in pages of 2
 
 
@@ -339,6 +379,66 @@ def test_a_window_page_goes_back_when_the_last_request_that_shares_it_has_left_i
     assert alloc.free_items("swa") == free - 3
     alloc.extend(child, 4)  # number 1 is its own now
     assert alloc.free_items("swa") == free - 4
+    alloc.check_integrity()
+
+
+def test_a_window_page_goes_back_when_all_that_share_it_leave_it_in_one_batch():
+    alloc, request = started(swa(device="meta"), 8)
+    twins = [request, *(alloc.fork(request, 8) for _ in range(2))]
+    free = alloc.free_items("swa")
+    alloc.extend_batch(twins, 2)  # number 0 was the first one's alone, 1 to 3 are everyone's
+    assert alloc.free_items("swa") == free + 1 - 3
+    alloc.extend_batch(twins, 0)  # number 1 goes back, once
+    assert alloc.free_items("swa") == free + 1 - 3 + 1
+    alloc.check_integrity()
+
+
+def test_a_window_page_that_another_request_still_holds_is_not_free():
+    alloc, request = started(swa(num_window_pages=5, device="meta"), 8)
+    child = alloc.fork(request, 8)
+    alloc.extend(request, 2)  # number 0 was its own
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match=r"space swa: 1 more items of 2 tokens are .* 0 of 4 are"):
+        alloc.extend(request, 2)  # number 1 is the child's too
+    assert snapshot(alloc) == before
+    alloc.free(child)
+    assert (alloc.extend(request, 2)["swa"] >= 0).all()
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1, 1, 2, 3]),
+    st.one_of(st.none(), st.integers(0, 9)),
+    st.sampled_from([1, 1, 2, 4]),
+    st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=1, max_size=5),
+)
+def test_any_paged_space_holds_the_items_of_what_is_alive(size, per, window, step, chunks):
+    step = 1 if window is None else step
+    window = max(1, window) if window is not None and step == 1 else window
+    space = Space("w", "paged", size, per, window=window, window_step=step)
+    pool = built([(0, "w", 120, Repeat("entry", size, Cell("latent", 1, "uint8")))], [space])
+    alloc, request = started(pool, 0)
+    tokens = first = 0
+    for more, received in chunks:
+        entries = (tokens + more if received else tokens) // per
+        while entries % step:
+            entries -= 1
+        tokens += more
+        stop = -(-tokens // (size * per))
+        first = max(
+            first, min(stop, max(0, entries - (entries if window is None else window)) // size)
+        )
+        found = alloc.extend(request, more, received=received)["w"]
+        span = request.address().spans["w"]
+        assert (span.first_item, span.ids.size) == (first, stop - first)
+        places = [
+            span.ids[p // per // size - first] * size + p // per % size
+            if p // per // size >= first
+            else -1
+            for p in range(tokens - more, tokens)
+        ]
+        assert found.tolist() == places
     alloc.check_integrity()
 
 

@@ -23,7 +23,7 @@ from tests.pools import dsv4, hybrid, mha, mla, swa
 
 SMALL = {"num_pages": 10, "num_window_pages": 8, "num_slots": 4}
 PICK, PICKS = st.integers(0, 99), st.sets(st.integers(0, 4), min_size=1)
-TOKENS = st.one_of(st.integers(0, 14), st.just(300))
+TOKENS = st.integers(0, 15).map(lambda tokens: 300 if tokens == 15 else tokens)
 
 
 def start(space, tokens: int) -> int:
@@ -273,7 +273,7 @@ def machine(build) -> type:
 
     Machine.build = staticmethod(build)
     Machine.TestCase.settings = settings(
-        max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+        max_examples=100, stateful_step_count=40, deadline=None, print_blob=True
     )
     return Machine.TestCase
 

@@ -12,6 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import kvpool.models
 from kvpool.budget_command import budget
 from kvpool.device import CPUDevice, MetaDevice
 from kvpool.model_budget import DoesNotFit, figures, parse_memory, split
@@ -275,3 +276,13 @@ def test_what_cannot_be_is_refused_with_a_reason_and_a_status(arguments, code, t
     done = run(*arguments)
     assert (done.exit_code, done.stdout) == (code, "")
     assert told in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_draft_with_compressed_layers_speculates_as_its_target_does():
+    config = json.loads(
+        Path(kvpool.models.__file__).with_name("configs").joinpath("deepseek_v4.json").read_text()
+    )
+    config["compress_ratios"] = [*config["compress_ratios"][:43], 4]
+    target, draft = declare(config), declare_draft(config)
+    found = figures(target, 80 << 30, draft=draft, packing="fp8")
+    assert found.stages[0].draft_layers == (43,)

@@ -179,6 +179,11 @@ def test_a_stage_lists_the_layers_that_it_holds(build, layers, main, states):
     assert pool.total_kv_layers == 61
 
 
+def test_kinds_of_state_have_names_of_their_own():
+    kinds = {"SWA": "swa", "NSA": "nsa", "MAMBA": "mamba", "DSV4": "dsv4"}
+    assert {kind.name: kind.value for kind in StateType} == kinds
+
+
 @pytest.mark.parametrize("build", [mha, mla])
 def test_pools_of_one_kind_of_state_list_no_other(build):
     assert build().get_state_buf_infos() == []

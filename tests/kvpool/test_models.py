@@ -214,3 +214,12 @@ def test_index_keys_lie_on_the_layers_whose_indexer_is_full():
     assert layers_with(small(declare(config)), "index_key") == (0, 3)
     assert layers_with(small(declare(config)), "latent") == (0, 1, 2, 3)
     assert layers_with(small(declare_draft(config)), "index_key") == (4,)
+
+
+def test_a_window_that_engines_read_differently_is_refused():
+    config = config_of("qwen3_235b", use_sliding_window=True, sliding_window=32)
+    with pytest.raises(ValueError, match=r"qwen3_moe config: max_window_layers.*Give layer_types"):
+        declare({**config, "max_window_layers": 47})
+    types = ["full_attention"] * 47 + ["sliding_attention"] * 47
+    pool = declare({**config, "max_window_layers": 47, "layer_types": types})
+    assert tuple(pool.arguments["window_layers"]) == tuple(range(47, 94))

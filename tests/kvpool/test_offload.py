@@ -226,10 +226,12 @@ def test_an_address_that_does_not_fit_in_its_last_space_changes_no_other():
     refused(pool, bad, saved, "space state: ids from 5 to 5, items are 1 to 4")
 
 
-def test_a_pool_without_memory_saves_nothing():
-    pool = mla(device="meta", **MANY)
-    with pytest.raises((DeviceUnavailable, NotImplementedError)):
+def test_a_pool_without_memory_refuses_to_save_and_to_load():
+    pool, other = mla(device="meta", **MANY), mla(**MANY)
+    with pytest.raises(DeviceUnavailable, match="no memory to save or load"):
         pool.save(place(pool, 9))
+    with pytest.raises(DeviceUnavailable, match="no memory to save or load"):
+        pool.load(place(pool, 9), other.save(place(other, 9)))
 
 
 # copy_items

@@ -433,7 +433,7 @@ def test_requests_changed_behind_the_cache_are_noticed():
     ours = PoolCache.new(pool, allocator, 2)
     states = torch.zeros(2, 2, 4, 16)
     allocator.extend(ours.requests[1], 4)
-    with pytest.raises(ValueError, match="row 1: 4 tokens, not 0"):
+    with pytest.raises(ValueError, match="row 1: 4 tokens, not the 0 that this cache was given"):
         ours.update(states, states, 0)
     assert ours.requests[0].num_tokens == 0
     ours = PoolCache.new(pool, allocator, 2)
@@ -530,6 +530,98 @@ def test_states_that_the_model_does_not_give_are_noticed():
     run(model, ours, prompt(1)[:, :4], chunks=(4,), steps=0)
     with pytest.raises(RuntimeError, match=r"layer 0 indexer: 0 tokens, others 4.* no such state"):
         run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
+
+
+def test_a_draft_is_given_what_its_target_was_given():
+    model, small = model_of("llama"), model_of("gpt_oss")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    request = allocator.new_request()
+    ours = [PoolCache(pool, allocator, [request]) for pool in (target, draft)]
+    ids = prompt(1)
+    for chunk in (slice(0, 11), slice(11, 28), slice(28, 29)):
+        for cache, each in zip(ours, (model, small)):  # the target's forward makes room for both
+            run(each, cache, ids[:, chunk], chunks=(ids[:, chunk].shape[1],), steps=0)
+    assert request.num_tokens == 29
+    again = PoolCache(draft, allocator, [request])
+    theirs = transformers.DynamicCache(config=small.config)
+    expected = run(small, theirs, ids, steps=2)
+    with pytest.raises(ValueError, match="row 0: 29 tokens, not the 28"):
+        ours[1].tokens = 28
+        ours[1].given = dict.fromkeys(ours[1].given, 28)
+        run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
+    last = expected[-3][:, -1:].argmax(-1)
+    for step in (-2, -1):
+        (logits,) = run(small, again, last, chunks=(1,), steps=0)
+        assert torch.equal(logits, expected[step])
+        last = logits.argmax(-1)
+
+
+def test_what_a_draft_was_not_given_does_not_count_as_cached():
+    model, small = model_of("llama"), model_of("qwen3_moe")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    ours = PoolCache.new(target, allocator)
+    run(model, ours, prompt(1), steps=0)
+    assert PoolCache(target, allocator, ours.requests).get_seq_length() == PROMPT
+    late = PoolCache(draft, allocator, ours.requests)
+    assert late.get_seq_length() == 0
+    (logits,) = run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
+    theirs = transformers.DynamicCache(config=small.config)
+    assert torch.equal(logits, run(small, theirs, prompt(1), chunks=(PROMPT,), steps=0)[0])
+
+
+def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
+    model, small = model_of("llama"), model_of("gpt_oss")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    ours = PoolCache.new(target, allocator)
+    run(model, ours, prompt(1), steps=0)
+    late = PoolCache(draft, allocator, ours.requests)
+    with pytest.raises(ValueError, match="space swa: tokens left the window before draft was"):
+        run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
+    model, ids = model_of("qwen3_next"), prompt(1)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, ours, ids, chunks=(PROMPT,), steps=0)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="a forward failed half-way"):
+        run(model, ours, ids, chunks=(PROMPT,), steps=0)
+    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
+        PoolCache(pool, allocator, ours.requests)
+    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
+        allocator.fork(ours.requests[0], 8)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "deepseek_v4", "deepseek_v32"])
+def test_what_is_refused_is_refused_before_the_request_has_grown(family):
+    model, ids = model_of(family), prompt(2)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator)
+    for each, rows in ((model, 2), (model_of(family, torch.bfloat16), 1)):
+        with pytest.raises(ValueError, match="with a request for every row"):
+            run(each, ours, ids[:rows], chunks=(PROMPT,), steps=0)
+        assert (ours.requests[0].num_tokens, ours.get_seq_length()) == (0, 0)
+    assert not pool._slab.any()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_index_keys_are_not_rounded_unless_all_is(family):
+    model = model_of(family)
+    pool = pool_of(model, index_packing="fp8")
+    with pytest.raises(ValueError, match=r"index_key: stored as fp8.*index_packing='float32'"):
+        PoolCache.new(pool, Allocator(pool))
 
 
 def test_a_pool_without_kinds_is_refused():

@@ -589,6 +589,8 @@ WRONG = {
     "packing that is not known": (mha, {"packing": "fp4"}, "dtype 'fp4' is not known"),
     "index packing that is not known": (nsa, {"index_packing": "fp4"}, "dtype 'fp4' is not known"),
     "two names": (mha, {"packing": "bf16", "dtype": "f32"}, "dtype float32, packing bfloat16"),
+    "integers of fp8": (mla, {"packing": "fp8", "dtype": "int8"}, "What is quantised is written"),
+    "fp8 of fp8": (mha, {"packing": "mxfp8", "dtype": "e4m3"}, "dtype float8_e4m3fn, packing 'mx"),
     "no name": (mha, {"packing": None}, "target: a dtype or a packing must be given"),
     "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are no"),
     "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
