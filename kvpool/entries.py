@@ -144,6 +144,18 @@ class Entries:
         return flat.to(self._slab.device, torch.int64)
 
 
+def check_aligned(region: Region, buffer: Buffer, base: int) -> None:
+    """Raises LayoutError where a cell of a region would not lie at a multiple of its element."""
+    size = ITEMSIZE[region.dtype]
+    start = buffer.base - base + region.offset
+    strides = [buffer.item_stride, *(axis.stride for axis in region.axes)]
+    if start % size or any(stride % size for stride in strides):
+        raise LayoutError(
+            f"{region}: {region.dtype} at byte {region.offset} with strides {strides} is not "
+            f"aligned to {size} bytes. Use sizes that keep it so, or a Skip before it."
+        )
+
+
 def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
     size = ITEMSIZE[region.dtype]
     steps = [
@@ -152,11 +164,6 @@ def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torc
         (region.width // size, size),
     ]
     start = buffer.base - base + region.offset
-    if start % size or any(stride % size for _, stride in steps):
-        raise LayoutError(
-            f"{region}: {region.dtype} at byte {start} with strides {steps} is not aligned to "
-            f"{size} bytes."
-        )
     return slab.view(getattr(torch, region.dtype)).as_strided(
         [count for count, _ in steps], [stride // size for _, stride in steps], start // size
     )

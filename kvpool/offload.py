@@ -15,13 +15,11 @@ from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Items that held what was alive of a request, uint8 `[item, byte]` on the host by buffer name,
-    the first being the request's item number `first_item` of the buffer's space.
+    """Items that held what was alive of a request, uint8 `[item, byte]` on the host by buffer name.
     """
 
     num_tokens: int
     items: dict[str, torch.Tensor]
-    first_item: dict[str, int]
     shape: dict[str, object]
 
     @property
@@ -41,13 +39,12 @@ class HasMemory(Protocol):
 
 def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
     """See KVPool.save."""
-    rows, first = {}, {}
-    for buffer, ids, number in list(_alive(pool.layout, address)):
-        first[buffer.space] = number
+    rows = {}
+    for buffer, ids in list(_alive(pool.layout, address)):
         view = _bytes(pool, buffer)
         where = torch.from_numpy(ids.copy()).to(view.device)
         rows[buffer.name] = view.index_select(0, where).cpu()
-    return Saved(address.num_tokens, rows, first, _shape(pool.layout))
+    return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
 def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
@@ -65,7 +62,7 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
             f"saved were {saved.num_tokens} tokens, the address has {address.num_tokens}."
         )
     rows = list(_alive(pool.layout, address))
-    for buffer, ids, _ in rows:
+    for buffer, ids in rows:
         view = _bytes(pool, buffer)
         where = torch.from_numpy(ids.copy()).to(view.device)
         view.index_copy_(0, where, saved.items[buffer.name].to(view.device))
@@ -80,8 +77,8 @@ def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
     return view
 
 
-def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray, int]]:
-    """Buffers, the ids of their items that hold what is alive, and the number of the first."""
+def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray]]:
+    """Buffers, and the ids of their items that hold what is alive."""
     for buffer in layout.buffers:
         space = layout.space_by_name[buffer.space]
         alive = space.alive(address.num_tokens)
@@ -106,7 +103,7 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
                 f"space {space.name}: ids from {int(ids.min())} to {int(ids.max())}, items are "
                 f"{space.reserved} to {buffer.items - 1}."
             )
-        yield buffer, ids, first
+        yield buffer, ids
 
 
 def _shape(layout: PoolLayout) -> dict[str, object]:

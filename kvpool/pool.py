@@ -15,7 +15,7 @@ from kvpool.budget import fit
 from kvpool.bufinfos import BufInfos, StateBufInfos
 from kvpool.describe import describe
 from kvpool.device import Device, get_device
-from kvpool.entries import Entries
+from kvpool.entries import Entries, check_aligned
 from kvpool.item import item_regions
 from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.offload import Saved, load_items, save_items
@@ -126,6 +126,8 @@ class KVPool(Entries):
             total_kv_layers=self.total_kv_layers,
             model=model,
         )
+        for region in self.layout.regions:
+            check_aligned(region, self.layout.buffer_of(region), self._base)
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
     @classmethod
