@@ -15,8 +15,7 @@ from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Items that held what was alive of a request, uint8 `[item, byte]` on the host by buffer name.
-    """
+    """Items that held what was alive of a request: uint8 `[item, byte]` on the host, by buffer."""
 
     num_tokens: int
     items: dict[str, torch.Tensor]
