@@ -149,6 +149,8 @@ class Allocator:
         self._tokens[rows] = after
         if received:
             self._received[rows] = after
+            for request in requests:
+                request.given = dict.fromkeys(request.given, request.num_tokens)
         return self._locate(rows, positions, after)
 
     def locations(self, request: Request) -> dict[str, Ints]:

@@ -128,8 +128,7 @@ class PoolCache(Cache):
             row = next(row for row, more in enumerate(room) if more)
             raise ValueError(
                 f"row {row}: {self.requests[row].num_tokens} tokens, not the {self.tokens} that "
-                "this "
-                "cache was given. Give it the same tokens, or requests of its own."
+                "this cache was given. Give it the same tokens, or requests of its own."
             )
         for request in self.requests:
             request.unfinished.add(self.pool.owner)

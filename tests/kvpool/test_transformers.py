@@ -582,6 +582,25 @@ def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
         run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
 
 
+def test_tokens_received_after_some_were_computed_count_as_cached():
+    model, ids = model_of("llama"), prompt(1)
+    pools = [pool_of(model) for _ in range(2)]
+    allocators = [Allocator(pool) for pool in pools]
+    whole, part = (PoolCache.new(pool, each) for pool, each in zip(pools, allocators))
+    run(model, whole, ids, steps=0)
+    run(model, part, ids[:, :11], chunks=(11,), steps=0)
+    (request,) = part.requests
+    allocators[1].extend(request, 18, received=True)
+    for region in pools[0].layout.regions:
+        role, layer = region.role, region.layer
+        values = pools[0].gather(role, layer, allocators[0].locations(whole.requests[0])["kv"])
+        pools[1].scatter(layer, allocators[1].locations(request)["kv"], {role: values})
+    ours = PoolCache(pools[1], allocators[1], [request])
+    assert ours.get_seq_length() == PROMPT
+    again = [run(model, cache, ids[:, :1], chunks=(1,), steps=0)[0] for cache in (whole, ours)]
+    assert torch.equal(*again)
+
+
 def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
     model, ids = model_of("qwen3_next"), prompt(1)
     pool = pool_of(model)
