@@ -1,0 +1,83 @@
+"""`kvpool doctor`: which devices and engines work here, and why one does not."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated
+
+import typer
+
+PACKAGES = ("kvpool", "torch", "numpy", "pyzmq", "nixl-cu12", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A device or an engine that some package offers; `problem` is None where it works here."""
+
+    kind: str
+    name: str
+    offered_by: str
+    problem: str | None
+
+
+def findings() -> list[Finding]:
+    """Every device and engine that is installed, whether it works or not."""
+    return [
+        *_asked("device", "kvpool.devices", lambda found, name: found(name).availability()),
+        *_asked("engine", "disagg.engines", lambda found, _: found.availability()),
+    ]
+
+
+def _asked(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Finding]:
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        offered_by = entry.dist.name if entry.dist else entry.module
+        try:
+            problem = ask(entry.load(), entry.name)
+        except Exception as error:  # whatever a vendor's package does, the others are asked too
+            problem = f"{type(error).__name__}: {error}"
+        yield Finding(kind, entry.name, offered_by, problem)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter here; `-` for those that are not installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "-"
+    return found
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Say which devices and engines work here, and why one does not.
+
+    Exit status 1 if no device or no engine works.
+    """
+    found, packages = findings(), versions()
+    if as_json:
+        typer.echo(json.dumps({"versions": packages, "found": [asdict(each) for each in found]}))
+    else:
+        _print(found, packages)
+    works = {each.kind for each in found if each.problem is None}
+    if works != {"device", "engine"}:
+        raise typer.Exit(1)
+
+
+def _print(found: list[Finding], packages: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "name", "works here", "offered by")
+    for each in found:
+        verdict = Text("yes", "green") if each.problem is None else Text(each.problem, "red")
+        table.add_row(each.kind, each.name, verdict, each.offered_by)
+    table.caption = ", ".join(f"{name} {number}" for name, number in packages.items())
+    Console().print(table)
