@@ -140,11 +140,12 @@ class Settings:
         """A pool for one request of the longest prompt and `new_tokens`, and three pages more."""
         from kvpool.budget import fixed_items
         from kvpool.integrations.transformers import pool_for
+        from kvpool.placement import COUNTS
 
         common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
         if page:
             common["page_size"] = page
-        few = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 2)
+        few = dict.fromkeys(COUNTS, 2)
         probe = pool_for(model.config, **common, **few, device="meta")
         fixed = fixed_items(probe.layout, requests=2, chunk_tokens=self.chunk_tokens)
         pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4

@@ -31,7 +31,8 @@ class HasItems(Protocol):
 
     layout: PoolLayout
 
-    def copy_items(self, space: str, src: Any, dst: Any) -> None: ...
+    def copy_items(self, space: str, src: Any, dst: Any) -> None:
+        """Copies items of an id list; see KVPool.copy_items."""
 
 
 class Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.layout import PoolLayout, Space
-from kvpool.placement import place
+from kvpool.placement import count_argument, place
 
 if TYPE_CHECKING:
     from kvpool.pool import KVPool
@@ -29,7 +29,7 @@ def fixed_items(layout: PoolLayout, requests: int, chunk_tokens: int) -> dict[st
     found: dict[str, int] = {}
     for space in layout.spaces:
         if space.ids is None and (space.private or space.window is not None):
-            name = "num_slots" if space.private else "num_window_pages"
+            name = count_argument(space)
             items = requests * items_per_request(space, chunk_tokens) + space.reserved
             found[name] = max(found.get(name, 0), items)
     return found
@@ -40,12 +40,13 @@ def fit(pool: KVPool, nbytes: int, requests: int, chunk_tokens: int, step: int) 
     if requests < 1 or chunk_tokens < 1:
         raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
     fixed = fixed_items(pool.layout, requests, chunk_tokens)
+    spaces = pool.layout.space_by_name
 
     def size(pages: int) -> int:
         counts = {"num_pages": pages, **fixed}
         return place(
             pool._declared,
-            {s.name: counts[_argument(pool.layout, s)] for s in pool.layout.spaces},
+            {s.name: counts[count_argument(spaces[s.id_list])] for s in pool.layout.spaces},
             owner=pool.owner,
             placement=pool.placement,
             step=step,
@@ -57,11 +58,10 @@ def fit(pool: KVPool, nbytes: int, requests: int, chunk_tokens: int, step: int) 
             f"{pool.owner}: {nbytes:,} bytes hold no page of {pool.page_size} tokens beside the "
             f"reserved one and what {requests} requests need; {least:,} would."
         )
-    spaces = pool.layout.space_by_name
     page = sum(  # a page takes as much or, with gaps, more
         buffer.item_bytes
         for buffer in pool.layout.buffers
-        if _argument(pool.layout, spaces[buffer.space]) == "num_pages"
+        if count_argument(spaces[spaces[buffer.space].id_list]) == "num_pages"
     )
     if page == 0:  # nothing grows with the tokens of a request
         return {"num_pages": 2, **fixed}
@@ -70,10 +70,3 @@ def fit(pool: KVPool, nbytes: int, requests: int, chunk_tokens: int, step: int) 
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= nbytes else (low, middle)
     return {"num_pages": low, **fixed}
-
-
-def _argument(layout: PoolLayout, space: Space) -> str:
-    lender = layout.space_by_name[space.id_list]
-    if lender.private:
-        return "num_slots"
-    return "num_pages" if lender.window is None else "num_window_pages"

@@ -112,13 +112,13 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
     """
     from kvpool.budget_command import storage
     from kvpool.models import declare, declare_draft
+    from kvpool.placement import COUNTS
     from kvpool.shard import Shard
 
     dtype, tp = options.get("--dtype", "bf16"), options.get("--tp", 1)
     shard = Shard(options.get("--rank", 0), tp)
-    names = "num_pages", "num_window_pages", "num_slots"
     common: dict[str, Any] = {"device": "meta", "shard": shard, **storage(dtype)}
-    common |= dict.fromkeys(names, options.get("--items", 1024))
+    common |= dict.fromkeys(COUNTS, options.get("--items", 1024))
     target = declare(config)
     common["page_size"] = options.get("--page-size", target.page_size)
     layout = target.build(**common).layout

@@ -16,6 +16,7 @@ from kvpool.budget import fixed_items, items_per_request
 from kvpool.device import get_device
 from kvpool.layout import PoolLayout, Region, Space
 from kvpool.models import Declaration
+from kvpool.placement import COUNTS, count_argument
 from kvpool.shard import Shard
 
 UNITS = {"b": 1} | {
@@ -124,7 +125,7 @@ def figures(
         if value < 1:
             raise ValueError(f"{name}: 1 or more, got {value}.")
     size = target.page_size if page_size is None else page_size
-    small = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 2)
+    small = dict.fromkeys(COUNTS, 2)
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": size, "device": "meta"}
     common |= {**storage, **small}
     more = {"speculation": True} if draft and "speculation" in target.arguments else {}
@@ -206,17 +207,11 @@ def _per(space: Space) -> str:
     return "request" if space.private or space.window is not None else "token"
 
 
-def _argument(layout: PoolLayout, space: Space) -> str:
-    lender = layout.space_by_name[space.id_list]
-    if lender.private:
-        return "num_slots"
-    return "num_pages" if lender.window is None else "num_window_pages"
-
-
 def _nbytes(layout: PoolLayout, items: dict[str, int]) -> int:
     """Bytes of pools like `layout`, of so many items."""
     step = get_device("meta").alignment
-    named = {space.name: items[_argument(layout, space)] for space in layout.spaces}
+    lenders = {s.name: layout.space_by_name[s.id_list] for s in layout.spaces}
+    named = {name: items[count_argument(lender)] for name, lender in lenders.items()}
     return sum(-(-b.item_bytes * named[b.space] // step) * step for b in layout.buffers)
 
 

@@ -33,7 +33,8 @@ class HasMemory(Protocol):
     layout: PoolLayout
     device: Device
 
-    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor: ...
+    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
+        """A buffer's items as bytes, uint8 `[item, byte]`."""
 
 
 def save_items(pool: HasMemory, address: RequestAddress) -> Saved:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from kvpool.bufinfos import StateType
 from kvpool.item import Template, alignment, item_bytes, item_regions
-from kvpool.parts import Buffer
+from kvpool.parts import Buffer, Space
 
 PLACEMENTS = ("layer", "page")
+COUNTS = ("num_pages", "num_window_pages", "num_slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class Declared:
             head, dim = region.axis("head"), region.axis("dim")
             steps += head.size * (dim.size if dim else 1) if head else 0
         return steps
+
+
+def count_argument(lender: Space) -> str:
+    """Which of a pool's numbers of items is that of the id list which a space lends: `COUNTS`."""
+    if lender.private:
+        return "num_slots"
+    return "num_pages" if lender.window is None else "num_window_pages"
 
 
 def buffer_name(owner: str, name: str, layer: int) -> str:

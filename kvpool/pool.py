@@ -19,7 +19,7 @@ from kvpool.entries import Entries, check_aligned
 from kvpool.item import item_regions
 from kvpool.layout import VERSION, Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.offload import Saved, load_items, save_items
-from kvpool.placement import PLACEMENTS, Declared, buffer_name, place
+from kvpool.placement import COUNTS, PLACEMENTS, Declared, buffer_name, count_argument, place
 from kvpool.quant import storage
 from kvpool.shard import Shard
 
@@ -140,7 +140,7 @@ class KVPool(Entries):
         Other arguments are the class's own. Raises ValueError if not even one page of tokens fits.
         """
         step = get_device(str(arguments.get("device", "cpu"))).alignment
-        small = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 2)
+        small = dict.fromkeys(COUNTS, 2)
         counted = sorted(set(small) & set(arguments))
         if counted:
             raise ValueError(
@@ -262,11 +262,7 @@ class KVPool(Entries):
 
     def _items(self, lender: Space) -> int:
         """How many items the buffers have that the ids of `lender` address."""
-        name = "num_pages"
-        if lender.private:
-            name = "num_slots"
-        elif lender.window is not None:
-            name = "num_window_pages"
+        name = count_argument(lender)
         value: int = getattr(self, name)
         if value <= lender.reserved:
             raise ValueError(

@@ -12,11 +12,13 @@ from kvpool.dtypes import dtype_name
 from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
 from kvpool.quant import PACKINGS
-from kvpool.states import MHA, MLA, At, IndexKey, Kind, LinearState, Ring, V4Latent
+from kvpool.states import MHA, At, IndexKey, Kind, LinearState, Ring, V4Latent
+from kvpool.union import ATTENTION
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache
 
+# what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
 
 
@@ -42,7 +44,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
         pool = cache.pool
         here = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
-        self.attention = _first(here, MHA, MLA, V4Latent)
+        self.attention = _first(here, *ATTENTION)
         self.index = _first(here, IndexKey)
         self.linear = _first(here, LinearState)
         rounded = [at.packing for kind, at in here if isinstance(kind, IndexKey)]
@@ -53,9 +55,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
             )
         self.compressors = {
-            "indexer" if kind.role == "index_state" else "compressor": Compressor(
-                cache, layer, at, kind
-            )
+            NAMES[kind.role]: Compressor(cache, layer, at, kind)
             for kind, at in here
             if isinstance(kind, Ring)
         }
@@ -196,7 +196,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _checked(self, kind: Kind, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
         """States as the pool's inputs; raises ValueError where they are not what it holds."""
         pool, states = self.cache.pool, list(given)
-        roles = pool.roles(self.layer, MHA, MLA, V4Latent)
+        roles = pool.roles(self.layer, *ATTENTION)
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
         if isinstance(kind, V4Latent):

@@ -7,6 +7,7 @@ layer caches, and in what shape, is read from the pool's kinds of state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ from kvpool.pool import KVPool
 from kvpool.quant import PACKINGS
 from kvpool.union import UnionPool
 
-INDEXED = ("NSAPool", "HybridLinearPool", "DSv4Pool")
-
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     """The pool that a model of this config caches into; `common` goes to the pool's constructor.
@@ -30,7 +29,8 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     from kvpool.models import declare
 
     declared = declare(config.to_dict())
-    if declared.pool.__name__ in INDEXED and common.get("packing") not in PACKINGS:
+    keeps_keys = "index_packing" in signature(declared.pool).parameters
+    if keeps_keys and common.get("packing") not in PACKINGS:
         common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
     return declared.build(**common)
 
