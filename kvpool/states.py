@@ -58,7 +58,9 @@ class At:
 
 
 class Kind(Protocol):
-    """A kind of state. `inputs` are the roles that a write gives values of, in order."""
+    """A kind of state. `inputs` are the roles that a write gives values of, in order. Kinds of
+    attention say too whether these are `joined`: parts of one tensor that is both key and value.
+    """
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -82,6 +84,7 @@ class MHA:
     v_head_dim: int | None = None
     order: str = "nhd"
     inputs = ("k", "v")
+    joined = False
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -120,6 +123,7 @@ class MLA:
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     inputs = ("latent", "rope")
+    joined = False
 
     def declare(self, at: At) -> Iterator[Declared]:
         """One row a token."""
@@ -143,6 +147,7 @@ class V4Latent:
     latent_dim: int = 448
     qk_rope_head_dim: int = 64
     inputs = ("latent", "rope")
+    joined = True
 
     def declare(self, at: At) -> Iterator[Declared]:
         """One page of rows."""

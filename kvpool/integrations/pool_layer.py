@@ -12,7 +12,7 @@ from kvpool.dtypes import dtype_name
 from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
 from kvpool.quant import PACKINGS
-from kvpool.states import MHA, At, IndexKey, Kind, LinearState, Ring, V4Latent
+from kvpool.states import At, IndexKey, Kind, LinearState, Ring
 from kvpool.union import ATTENTION
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows, _, tokens, _ = key_states.shape
         start = self.cache.advance(self.layer, "attention", tokens)
         where, end = self._where(at), self.cache.tokens
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in both]
-        if not isinstance(kind, MHA):
-            flat = [x.squeeze(1) for x in flat]
+        cells = [pool.view(role, self.layer).shape[2:] for role in self._roles()]
+        flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
         pool.set_kv_buffer(self.layer, where[:, start:end].flatten(), *flat)
         first = 0 if self.window is None else max(0, start - self.window + 1)
         loaded = pool.get_kv_buffer(self.layer, where[:, first:end].flatten())
@@ -96,7 +95,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
         ]
-        if isinstance(kind, V4Latent):  # one tensor is both
+        if kind.joined:
             found = [torch.cat(found, dim=-1)] * 2
         return tuple(found)
 
@@ -193,13 +192,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """-1, no maximum: free pages are the bound, and all requests share them."""
         return -1
 
-    def _checked(self, kind: Kind, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
+    def _checked(self, kind: Any, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
         """States as the pool's inputs; raises ValueError where they are not what it holds."""
         pool, states = self.cache.pool, list(given)
-        roles = pool.roles(self.layer, *ATTENTION)
+        roles = self._roles()
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
-        if isinstance(kind, V4Latent):
+        if kind.joined:
             if given[0] is not given[1]:
                 raise ValueError(f"{regions[0]}: keys and values are two, the pool holds one.")
             sizes = [view.shape[-1] for view in views]
@@ -253,6 +252,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         channels = sum(pool.shard.of(total)[1] * dim for _, total, dim in kind.sections)
         held = pool.layout.region_by_key[pool.owner, self.layer, kind.inputs[0]]
         self.check("conv", conv, (channels, conv.shape[-1]), held.dtype)
+
+    def _roles(self) -> tuple[str, ...]:
+        return self.cache.pool.roles(self.layer, *ATTENTION)
 
     def _space(self, at: At) -> Space:
         return self.cache.pool.space(at.space)
