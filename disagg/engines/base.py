@@ -8,7 +8,7 @@ by one thread at a time. Adding one touches one file and one entry point of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,8 +73,17 @@ class Engine(ABC):
         """Lets reads by peers go on; called often by whoever serves them."""
 
     @abstractmethod
-    def fence(self, peer: Any) -> None:
-        """Gives a peer up: after it returns, no byte of an earlier read can still land here."""
+    def fence(self, peer: Any, timeout: float | None = None) -> bool:
+        """Gives a peer up, with all its reads; whether no byte of one can still land here.
+
+        With a `timeout` in seconds (0: at once) it may answer False: then call it again. Without,
+        it waits as long as it takes. Other peers' reads go on. Raises TransferError if it can
+        never be known.
+        """
+
+    def telemetry(self) -> Mapping[str, float]:
+        """What the engine itself counts, since it was made: a name and a number each."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

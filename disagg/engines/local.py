@@ -164,12 +164,13 @@ class LocalEngine(Engine):
         """Always true: `read` returned."""
         return True
 
-    def fence(self, peer: Peer) -> None:
+    def fence(self, peer: Peer, timeout: float | None = None) -> bool:
         """Nothing is in flight; the mappings go with the peer."""
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
         peer.mappings.clear()
         if peer in self._peers:
             self._peers.remove(peer)
+        return True
 
     def close(self) -> None:
         """Gives up all peers, and closes what `register` opened."""

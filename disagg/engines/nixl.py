@@ -128,18 +128,19 @@ class NixlEngine(Engine):
         """Polls for notifications, which drives the transports."""
         self._agent.get_new_notifs()
 
-    def fence(self, peer: Peer) -> None:
+    def fence(self, peer: Peer, timeout: float | None = None) -> bool:
         """Cancels what is not done and disconnects."""
         while peer.handles:
             self._release(peer, peer.handles[-1])
         if peer in self._peers:
             self._peers.remove(peer)
             if any(other.agent == peer.agent for other in self._peers):
-                return  # another link to the same agent lives on
+                return True  # another link to the same agent lives on
             try:
                 self._agent.remove_remote_agent(peer.agent)
             except self._errors as error:
                 raise TransferError(f"NIXL cannot disconnect: {error}") from None
+        return True
 
     def close(self) -> None:
         """Fences all peers and deregisters all memory."""
