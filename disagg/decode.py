@@ -1,5 +1,5 @@
-"""Decode's side of the hand-off as a state machine: messages, calls and ended reads in, messages
-and reads out; no sockets, no engine.
+"""Decode's side of the hand-off as a state machine: messages, calls, time and ended reads in,
+messages, reads and verifications out; no sockets, no engine.
 
 A room succeeds when every position that it lacks was read from every rank that contributes, and
 every rank has answered that its pages stayed leased until then.
@@ -7,26 +7,28 @@ every rank has answered that its pages stayed leased until then.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
+from disagg.checking import Verification, differences
 from disagg.decode_room import DecodeRoom, Link, Read
-from disagg.plan import IncompatibleLayouts, plan
+from disagg.digest import pieces
+from disagg.lease import Leases, items
+from disagg.links import Links
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
-    MAX_TEXT,
     Abort,
     Aux,
+    Check,
+    Digests,
     Done,
     Hello,
     Message,
     Ready,
-    Refuse,
     Released,
     Room,
     Want,
-    encode,
-    greeting_problems,
     pack_aux,
     reason_text,
     unpack_aux,
@@ -35,41 +37,53 @@ from kvpool.layout import PoolLayout, RequestAddress
 
 
 class DecodeRooms:
-    """All rooms of one decode endpoint. Calls append to `outbox` and `reads`; a driver acts on
-    them.
+    """All rooms of one decode endpoint. Calls append to `reads`, `checks` and what `links` has to
+    say; a driver acts on them. With `verify`, digests of what was read are compared before success.
     """
 
-    def __init__(self, hello: Hello, layout: PoolLayout, readers: int) -> None:
-        self.hello, self.layout, self.readers = hello, layout, readers
-        self.outbox: list[tuple[int, bytes]] = []
+    def __init__(
+        self,
+        hello: Hello,
+        layout: PoolLayout,
+        readers: int,
+        verify: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.hello, self.readers, self.verify = hello, readers, verify
+        self._layout = layout
+        self.links = Links(hello, layout, self._link_ready, self._link_failed, clock)
         self.reads: list[Read] = []
-        self.links: list[Link] = []
+        self.checks: list[Verification] = []
         self._rooms: dict[Room, DecodeRoom] = {}
         self._open: set[Room] = set()
 
-    def connect(self, addresses: Sequence[str]) -> Link:
-        """Says hello to all ranks of one prefill."""
-        first = sum(len(link.addresses) for link in self.links)
-        link = Link(tuple(addresses), first, [None] * len(addresses))
-        self.links.append(link)
-        for rank in range(len(addresses)):
-            self._post(first + rank, self.hello)
-        return link
-
-    def want(self, name: Room, address: RequestAddress, start: int, link: Link) -> None:
-        """Asks for positions `start` to the end of `address`."""
+    def want(
+        self,
+        name: Room,
+        address: RequestAddress,
+        start: int,
+        link: Link,
+        expected: Collection[str] = (),
+    ) -> None:
+        """Asks for positions `start` to the end of `address`, and for the aux values `expected`."""
         if name in self._rooms:
             raise ValueError(f"room {name!r} is wanted already. Forget it first.")
-        if link not in self.links:
-            raise ValueError(f"room {name!r}: the link is another endpoint's.")
+        if link not in self.links.links:
+            raise ValueError(
+                f"room {name!r}: the link is another endpoint's, or it was disconnected."
+            )
         if not 0 <= start <= address.num_tokens:
             raise ValueError(f"room {name!r}: start {start} of {address.num_tokens} tokens.")
-        room = self._rooms[name] = DecodeRoom(link, address, start, uuid.uuid4().hex)
+        attempt = uuid.uuid4().hex
+        room = DecodeRoom(link, address, start, attempt, frozenset(expected))
+        self._rooms[name] = room
         self._open.add(name)
         room.offered = [0] * len(link.addresses)
         room.closed = [False] * len(link.addresses)
         if link.refusal is not None:
             self._fail(name, room, Failure("decode", link.refusal))
+        elif link.lost is not None:
+            self._fail(name, room, Failure("prefill", link.lost))
         elif link.plan is not None:
             self._ask(name, room)
 
@@ -114,100 +128,109 @@ class DecodeRooms:
         """Rooms that have not ended."""
         return self._open
 
+    def leases(self) -> Leases:
+        """Items of open rooms, and of ended ones that a read may still touch."""
+        ended = self._rooms.keys() - self._open
+        return Leases(
+            items(self._rooms[name].address for name in self._open),
+            items(self._rooms[name].address for name in ended if self._rooms[name].reading),
+        )
+
+    def tick(self) -> None:
+        """Notices what time brings."""
+        self.links.tick()
+
     def receive(self, rank: int, message: Message) -> None:
         """Takes one message of rank number `rank` (over all links)."""
-        link = next(link for link in reversed(self.links) if link.first <= rank)
-        source = rank - link.first
-        if isinstance(message, Hello):
-            self._greet(link, source, message)
-        elif isinstance(message, Refuse):
-            self._refuse(link, message.reasons, but=source)
-        elif isinstance(message, (Ready, Released, Abort)):
-            room = self._rooms.get(message.room)
-            hello = link.hellos[source]
-            if hello is None or hello.generation != message.generation:
-                return  # of an earlier life: nothing here waits for it
-            if room is None or message.room not in self._open or room.attempt != message.attempt:
-                if isinstance(message, Ready):  # prefill still holds pages for us
-                    reason = "decode wants this room no more."
-                    stale = Abort(message.generation, message.room, message.attempt, reason)
-                    self._post(rank, stale)
-            elif isinstance(message, Ready):
-                self._ready(room, source, message)
-            elif isinstance(message, Released):
-                self._released(message.room, room, source, message)
-            else:
-                self._fail(message.room, room, Failure("prefill", message.reason), but=source)
+        at = self.links.at(rank)
+        if at is None or self.links.receive(*at, message):
+            return
+        link, source = at
+        if not isinstance(message, (Ready, Digests, Released, Abort)):
+            self.links.refuse(link, source, f"{type(message).__name__} is not decode's.")
+            return
+        room = self._rooms.get(message.room)
+        hello = link.hellos[source]
+        if hello is None or hello.generation != message.generation:
+            return  # of an earlier life: nothing here waits for it
+        if (
+            room is None
+            or room.link is not link
+            or room.attempt != message.attempt
+            or message.room not in self._open
+        ):
+            if isinstance(message, Ready):  # prefill still holds pages for us
+                reason = "decode wants this room no more."
+                stale = Abort(message.generation, message.room, message.attempt, reason)
+                self.links.post(link, source, stale)
+        elif isinstance(message, Ready):
+            self._ready(room, source, message)
+        elif isinstance(message, Digests):
+            self._digested(room, source, message)
+        elif isinstance(message, Released):
+            self._released(message.room, room, source, message)
+        else:
+            self._fail(message.room, room, Failure("prefill", message.reason), but=source)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank cannot be reached any more: the rooms of its link fail."""
-        link = next(link for link in reversed(self.links) if link.first <= rank)
-        if link.refusal is None:
-            self._refuse(link, [reason], but=rank - link.first)
+        at = self.links.at(rank)
+        if at is not None:
+            self.links.lose(*at, reason)
 
-    def read_ended(self, read: Read, problem: str | None, quiet: bool = True) -> None:
-        """A read that was handed out has ended; `quiet` if nothing of it can still land.
+    def wanted(self, read: Read) -> bool:
+        """Whether a read that was handed out should still be made."""
+        room = self._rooms.get(read.room)
+        return read.room in self._open and room is not None and room.attempt == read.attempt
 
-        Otherwise the room's pages stay leased: `reading` stays true.
-        """
+    def read_ended(self, read: Read, problem: str | None) -> None:
+        """A read that was handed out has ended: nothing of it can land any more."""
         room = self._known(read.room)
-        room.reading -= quiet
-        if read.room not in self._open:
+        room.reading -= 1
+        if not self.wanted(read):
             return
         if problem is not None:
             self._fail(read.room, room, Failure("decode", problem))
         else:
             self._advance(read.room, room)
 
-    def _greet(self, link: Link, source: int, hello: Hello) -> None:
-        if link.settled:
+    def read_failed(self, read: Read, problem: str) -> None:
+        """A read has failed, and its bytes may still land: it will be said when it has ended."""
+        if self.wanted(read):
+            self._fail(read.room, self._known(read.room), Failure("decode", problem))
+
+    def checked(self, check: Verification, values: bytes | None, problem: str = "") -> None:
+        """Own digests of a check that was handed out, or why there are none."""
+        room = self._rooms.get(check.room)
+        if room is None or check.room not in self._open or room.attempt != check.attempt:
             return
-        problems = greeting_problems(self.hello, hello)
-        if problems:
-            self._refuse(link, problems)
+        if values is None:
+            self._fail(check.room, room, Failure("decode", problem))
             return
-        link.hellos[source] = hello
-        hellos = [each for each in link.hellos if each is not None]
-        if len(hellos) < len(link.hellos):
-            return
-        try:
-            layouts = [PoolLayout.from_msgpack(each.layout) for each in hellos]
-            link.plan = plan(layouts, self.layout)
-        except ValueError as error:  # LayoutError and IncompatibleLayouts among them
-            link.error = error if isinstance(error, IncompatibleLayouts) else None
-            self._refuse(link, [str(error)])
-            return
+        check.own = values
+        self._compare(room, check)
+
+    def _link_ready(self, link: Link) -> None:
         for name in self._open:
             if self._rooms[name].link is link:
                 self._ask(name, self._rooms[name])
 
-    def _refuse(self, link: Link, reasons: list[str], but: int | None = None) -> None:
-        link.refusal = "\n".join(reasons)
-        link.plan = None
-        for source in range(len(link.addresses)):
-            if source != but:
-                self._post(link.first + source, Refuse([reason_text(r, MAX_TEXT) for r in reasons]))
-        side = "prefill" if but is not None else "decode"
+    def _link_failed(self, link: Link, failure: Failure, but: int | None) -> None:
+        """All of its rooms fail; after a refusal (`but` is None) all ranks know."""
         for name in [name for name in self._open if self._rooms[name].link is link]:
-            self._fail(name, self._rooms[name], Failure(side, link.refusal), told=False)
+            told = link.refusal is None
+            self._fail(name, self._rooms[name], failure, but, told)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.asked = True
-        for source, hello in enumerate(room.link.hellos):
-            if hello is not None:
-                want = Want(
-                    hello.generation,
-                    name,
-                    room.attempt,
-                    room.start,
-                    room.address.num_tokens,
-                    self.readers,
-                )
-                self._post(room.link.first + source, want)
+        start, end = room.start, room.address.num_tokens
+        self._tell(room, lambda g: Want(g, name, room.attempt, start, end, self.readers))
 
     def _ready(self, room: DecodeRoom, source: int, ready: Ready) -> None:
         problem = None
-        total = room.address.num_tokens
+        total, link = room.address.num_tokens, room.link
+        if (source, ready.start, ready.stop, ready.last) in room.seen:
+            return  # a duplicate
         if ready.start != room.offered[source] or ready.stop < ready.start or room.closed[source]:
             problem = f"chunk {ready.start} to {ready.stop} does not follow {room.offered[source]}."
         elif ready.stop > total or (ready.last and ready.stop != total):
@@ -226,30 +249,92 @@ class DecodeRooms:
                 if clash:
                     problem = f"ranks send different values of aux {', '.join(clash)}."
         if problem is not None:
-            reason = f"rank {source} of prefill: {problem}"
-            self._fail(ready.room, room, Failure("decode", reason))
+            self._fail(ready.room, room, Failure("decode", f"{link.name(source)}: {problem}"))
             return
+        room.seen.add((source, ready.start, ready.stop, ready.last))
         room.offered[source], room.closed[source] = ready.stop, ready.last
         room.aux.update(aux)
         tokens = range(max(ready.start, room.start), max(ready.stop, room.start))
         # slots and rings come with the last position, also where decode has all the pages
         needed = tokens or (ready.last and room.start == total)
-        if room.link.plan is None or source not in room.link.plan.contributors() or not needed:
+        plan, hello = link.plan, link.hellos[source]
+        if plan is None or hello is None or source not in plan.contributors() or not needed:
             self._advance(ready.room, room)
             return
         room.reading += 1
-        self.reads.append(Read(ready.room, room.link, source, tokens, address, room.address))
+        self.reads.append(
+            Read(
+                ready.room,
+                room.attempt,
+                link,
+                source,
+                hello,
+                plan,
+                tokens,
+                address,
+                room.address,
+            )
+        )
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:
-        """Says done once every rank has closed the room and every read has ended."""
+        """Says done once every rank has closed the room, every read has ended and is verified."""
         if room.reading or room.announced or not all(room.closed):
             return
-        room.announced = True
-        self._tell(room, lambda generation: Done(generation, name, room.attempt))
+        missing = sorted(room.expected - room.aux.keys())
+        if missing:
+            sent = ", ".join(sorted(room.aux)) or "none"
+            reason = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
+            self._fail(name, room, Failure("decode", reason))
+            return
+        plan, total = room.link.plan, room.address.num_tokens
+        if self.verify and room.checks is None and plan is not None:
+            room.checks = {}
+            mine = self._layout, room.address
+            for source in plan.contributors():
+                given = pieces(plan, source, range(room.start, total), total)
+                self._check(room, Verification(name, room.attempt, source, *mine, given))
+        if not room.checks:
+            room.announced = True
+            self._tell(room, lambda generation: Done(generation, name, room.attempt))
+
+    def _check(self, room: DecodeRoom, check: Verification) -> None:
+        """Asks both sides for digests."""
+        hello = room.link.hellos[check.source]
+        if not check.pieces or room.checks is None or hello is None:
+            return
+        room.checks[check.source] = check
+        self.checks.append(check)
+        asked = Check(hello.generation, check.room, check.attempt, check.each, check.wire())
+        self.links.post(room.link, check.source, asked)
+
+    def _digested(self, room: DecodeRoom, source: int, message: Digests) -> None:
+        check = room.checks.get(source) if room.checks else None
+        if check is None or check.each != message.each or check.theirs is not None:
+            return  # a duplicate
+        if message.problem:
+            reason = f"{room.link.name(source)} gives no digests: {message.problem}"
+            self._fail(message.room, room, Failure("prefill", reason))
+            return
+        check.theirs = message.values
+        self._compare(room, check)
+
+    def _compare(self, room: DecodeRoom, check: Verification) -> None:
+        """Once both sides' digests are there: equal, or asked again entry by entry, or named."""
+        if check.own is None or check.theirs is None or room.checks is None:
+            return
+        if check.own == check.theirs:
+            del room.checks[check.source]
+            self._advance(check.room, room)
+            return
+        finer, sentence = differences(check, room.link.name(check.source))
+        if finer is not None:
+            self._check(room, finer)
+        else:
+            self._fail(check.room, room, Failure("decode", sentence))
 
     def _released(self, name: Room, room: DecodeRoom, source: int, message: Released) -> None:
         if not message.leased or not room.announced:
-            reason = f"rank {source} of prefill gave its pages away before they were read."
+            reason = f"{room.link.name(source)} gave its pages away before they were read."
             self._fail(name, room, Failure("prefill", reason))
             return
         room.released.add(source)
@@ -279,11 +364,7 @@ class DecodeRooms:
     ) -> None:
         for source, hello in enumerate(room.link.hellos):
             if hello is not None and source != but:
-                self._post(room.link.first + source, message(hello.generation))
-
-    def _post(self, rank: int, message: Message) -> None:
-        """Encodes at once, so that a message that cannot travel is its sender's error."""
-        self.outbox.append((rank, encode(message)))
+                self.links.post(room.link, source, message(hello.generation))
 
     def _known(self, name: Room) -> DecodeRoom:
         room = self._rooms.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from disagg.checking import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.room import Failure
 from disagg.wire import Aux, Hello, Room
@@ -12,13 +13,20 @@ from kvpool.layout import RequestAddress
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """One prefill: all its ranks, from the hello on. `plan` is there once all have answered."""
+    """One prefill: all its ranks. `plan` is there once all have answered the hello.
+
+    `lost` says that a rank was there and is not any more; it is greeted again until it answers.
+    `refusal` is final.
+    """
 
     addresses: tuple[str, ...]
     first: int
-    """Number of its rank 0 among all ranks that this decode talks to."""
+    """Number of its rank 0 among all ranks that this decode has ever talked to."""
     hellos: list[Hello | None]
+    pinged: list[float]
     plan: TransferPlan | None = None
+    plan_seconds: float = 0.0
+    lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
 
@@ -27,14 +35,24 @@ class Link:
         """Whether the hello has ended, either way."""
         return self.plan is not None or self.refusal is not None
 
+    def name(self, source: int) -> str:
+        """A rank, as sentences name it."""
+        return f"rank {source} of prefill ({self.addresses[source]})"
+
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A chunk to be read from rank `source` of a link: positions `tokens`, the source's address."""
+    """A chunk to be read from rank `source` of a link: positions `tokens`, the source's address.
+
+    `hello` is the life of that rank, `plan` what was planned with it.
+    """
 
     room: Room
+    attempt: str
     link: Link
     source: int
+    hello: Hello
+    plan: TransferPlan
     tokens: range
     source_address: RequestAddress
     dest_address: RequestAddress
@@ -48,10 +66,15 @@ class DecodeRoom:
     address: RequestAddress
     start: int
     attempt: str
+    expected: frozenset[str] = frozenset()
     offered: list[int] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)
+    seen: set[tuple[int, int, int, bool]] = field(default_factory=set)
+    """Chunks by source rank, start, stop and last."""
     reading: int = 0
     asked: bool = False
+    checks: dict[int, Verification] | None = None
+    """By source rank, those that are not done; None before the last read has ended."""
     announced: bool = False
     released: set[int] = field(default_factory=set)
     aux: Aux = field(default_factory=dict)

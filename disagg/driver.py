@@ -10,24 +10,39 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
 from disagg.engines.base import Engine
+from disagg.keys import Keys, read_keys
 from disagg.room import Failure, KVPoll
-from disagg.wire import MAX_MESSAGE, PROTOCOL, Hello, Message, Room, WireError, decode, room_name
+from disagg.wire import (
+    LEAST_TIMEOUT,
+    MAX_MESSAGE,
+    MOST_TIMEOUT,
+    PROTOCOL,
+    Hello,
+    Message,
+    Room,
+    WireError,
+    decode,
+    room_name,
+)
 from kvpool.layout import PoolLayout
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 log = logging.getLogger("disagg")
 
-BUSY_MS = 1
-IDLE_MS = 50
+IDLE_SECONDS = 0.05
 LINGER_MS = 200
 QUEUED = 100_000
 """Messages that wait for one peer before it is given up as one that does not listen."""
@@ -57,6 +72,9 @@ class Rooms(Protocol):
     def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
 
+    def tick(self) -> None:
+        """Notices what time brings."""
+
 
 class Driver(ABC):
     """Layout, engine, thread and lock, and what both endpoints say of rooms.
@@ -66,7 +84,18 @@ class Driver(ABC):
 
     _rooms: Rooms
 
-    def __init__(self, layout: PoolLayout, engine: Engine) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        engine: Engine,
+        peer_timeout: float,
+        keys: str | os.PathLike[str] | None,
+    ) -> None:
+        if not LEAST_TIMEOUT <= peer_timeout <= MOST_TIMEOUT:
+            raise ValueError(
+                f"peer_timeout={peer_timeout!r}: from {LEAST_TIMEOUT} to {MOST_TIMEOUT:.0f} s."
+            )
+        self._keys = None if keys is None else read_keys(keys)
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
         engine.register(self.layout.slabs())
@@ -76,11 +105,13 @@ class Driver(ABC):
             engine.name,
             self.layout.to_msgpack(),
             engine.metadata(),
+            float(peer_timeout),
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self._guard = None if self._keys is None else _guard(self._context, self._keys)
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -140,6 +171,10 @@ class Driver(ABC):
         """Hands a message to the state machine, under the lock."""
 
     @abstractmethod
+    def _refuse(self, socket: zmq.Socket[bytes], frames: list[bytes], reason: str) -> None:
+        """Drops a peer that does not keep the protocol, under the lock."""
+
+    @abstractmethod
     def _flush(self) -> None:
         """Sends what the state machine has to say, under the lock."""
 
@@ -148,12 +183,23 @@ class Driver(ABC):
         self.engine.progress()
         return False
 
+    def _patience(self) -> float:
+        """Seconds between two turns while a room is open and nothing happens."""
+        return 0.001
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that takes no message above the bound, and queues many."""
+        """A socket that takes no message above the bound, queues many, and has the keys."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.setsockopt(zmq.SNDHWM, QUEUED)
         socket.setsockopt(zmq.RCVHWM, QUEUED)
+        if self._keys is not None:
+            socket.curve_publickey = self._keys.public.encode()
+            socket.curve_secretkey = self._keys.secret.encode()
+            if kind == zmq.ROUTER:
+                socket.curve_server = True
+            else:
+                socket.curve_serverkey = self._keys.public.encode()
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> str | None:
@@ -184,6 +230,8 @@ class Driver(ABC):
 
     def _release(self) -> None:
         """Gives up sockets, pipe and engine, once no thread uses them."""
+        if self._guard is not None:
+            self._guard.stop()
         self._context.destroy(linger=LINGER_MS)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -203,7 +251,7 @@ class Driver(ABC):
         while True:
             with self._lock:
                 closing, waiting = self._closing, bool(self._rooms.open_rooms())
-            patience = 0 if closing or more else BUSY_MS if waiting else IDLE_MS
+            patience = 0 if closing or more else self._patience() if waiting else IDLE_SECONDS
             try:
                 more = self._turn(patience)
             except Exception as error:  # nothing that a room waits for may be lost in silence
@@ -215,14 +263,17 @@ class Driver(ABC):
             if closing:
                 return
 
-    def _turn(self, patience: int) -> bool:
-        ready = dict(self._poller.poll(patience))
+    def _turn(self, patience: float) -> bool:
+        ready = dict(self._poller.poll(int(patience * 1000)))
+        if not ready and 0 < patience < 0.001:
+            time.sleep(patience)  # zmq waits for whole milliseconds
         if ready.pop(self._wake_read, None):
             os.read(self._wake_read, 4096)
         for socket in ready:
             self._drain(socket)
         more = self._work()
         with self._changed:
+            self._rooms.tick()
             self._flush()
             self._changed.notify_all()
         return more
@@ -235,7 +286,26 @@ class Driver(ABC):
                     message = decode(frames[-1])
                     with self._lock:
                         self._take(socket, frames, message)
-                except WireError as error:
-                    log.warning("dropped a message: %s", error)
-                except Exception:  # one peer's message must not end the thread that serves all
-                    log.exception("%s: a message failed", type(self).__name__)
+                except Exception as error:  # one peer's fault must not end what serves them all
+                    log.warning(
+                        "%s: a peer sent what cannot be served: %s",
+                        type(self).__name__,
+                        error,
+                        exc_info=not isinstance(error, WireError),
+                    )
+                    with self._lock:
+                        self._refuse(socket, frames, f"it sent what cannot be served: {error}")
+
+
+def _guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> ThreadAuthenticator:
+    """Lets in who has the keys, and nobody else."""
+    from zmq.auth.thread import ThreadAuthenticator
+
+    class Holders:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == keys.public.encode()
+
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback(domain="*", credentials_provider=Holders())
+    return guard

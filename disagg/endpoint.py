@@ -10,26 +10,39 @@
 
 An endpoint takes its engine over: it registers the layout's memory and closes the engine with
 itself. The pool, whose memory peers read and reads write, must outlive it.
+
+`peer_timeout` (seconds): a peer that is silent for longer is dead; its rooms fail by name, and it
+is greeted again when it returns. `keys`: a file of `kvpool keys`, the same on both sides; with it,
+control messages are encrypted and nobody else may connect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 
 import zmq
 
+from disagg.checking import Digester, Verification
 from disagg.decode import DecodeRooms
 from disagg.decode_room import Link, Read
-from disagg.driver import Driver
+from disagg.digest import from_wire
+from disagg.driver import LINGER_MS, Driver
 from disagg.engines.base import Engine
+from disagg.lease import Leases
 from disagg.metrics import RoomMetrics
 from disagg.prefill import PrefillRooms
 from disagg.reader import Reader
 from disagg.room import KVPoll
-from disagg.wire import Aux, Message, Room, room_name
+from disagg.wire import MAX_MESSAGE, Aux, Check, Message, Room, room_name
 from kvpool.layout import PoolLayout, RequestAddress
+
+PEER_TIMEOUT = 10.0
+LEASE = 300.0
+READ_TIMEOUT = 30.0
 
 __all__ = ["DecodeEndpoint", "HandshakeRefused", "KVPoll", "PrefillEndpoint"]
 
@@ -41,14 +54,28 @@ class HandshakeRefused(RuntimeError):
 class PrefillEndpoint(Driver):
     """Offers what one prefill rank computes. `address` is what decode connects to.
 
-    A room is Bootstrapping until somebody wants it. `abort` frees its pages at once.
+    A room is Bootstrapping until somebody wants it. `abort` frees its pages at once. A lease runs
+    out `lease` seconds after the room's last chunk or want (None: never): the room fails, its pages
+    are free, and a reader that is late is told that what he has read is worth nothing.
     """
 
     _rooms: PrefillRooms
 
-    def __init__(self, layout: PoolLayout, engine: Engine, bind: str = "tcp://127.0.0.1:*") -> None:
-        super().__init__(layout, engine)
-        self._rooms = PrefillRooms(self._hello)
+    def __init__(
+        self,
+        layout: PoolLayout,
+        engine: Engine,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        peer_timeout: float = PEER_TIMEOUT,
+        lease: float | None = LEASE,
+        keys: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if lease is not None and not lease > 0:
+            raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
+        super().__init__(layout, engine, peer_timeout, keys)
+        self._rooms = PrefillRooms(self._hello, lease)
+        self._digester = Digester()
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -86,8 +113,19 @@ class PrefillEndpoint(Driver):
         with self._lock:
             return list(self._rooms.refusals)
 
+    def leases(self) -> Leases:
+        """Items that must not be reused now."""
+        with self._lock:
+            return self._rooms.leases()
+
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes], message: Message) -> None:
         self._rooms.receive(frames[0], message)
+
+    def _refuse(self, socket: zmq.Socket[bytes], frames: list[bytes], reason: str) -> None:
+        self._rooms.refuse(frames[0], reason)
+
+    def _patience(self) -> float:
+        return self.engine.progress_seconds
 
     def _flush(self) -> None:
         outbox, self._rooms.outbox = self._rooms.outbox, []
@@ -95,22 +133,62 @@ class PrefillEndpoint(Driver):
             problem = self._send(self._router, [peer, data])
             if problem is not None:
                 self._rooms.lost(peer, f"decode: {problem}")
+        checks, self._rooms.checks = self._rooms.checks, []
+        for peer, check, address in checks:
+            self._check(peer, check, address)
+
+    def _check(self, peer: bytes, check: Check, address: RequestAddress) -> None:
+        def answer(values: bytes | None, problem: str) -> None:
+            with self._lock:
+                self._rooms.checked(peer, check, values or b"", problem)
+
+        try:
+            pieces = from_wire(check.pieces)
+        except ValueError as error:
+            self._rooms.refuse(peer, str(error))
+            return
+        if check.each and 16 * sum(len(piece.entries) for piece in pieces) > MAX_MESSAGE:
+            answer(None, "so many digests are not sent at once.")
+            return
+        self._digester.add(self.layout, address, pieces, check.each, answer)
+
+    def _work(self) -> bool:
+        super()._work()
+        return self._digester.step()
 
 
 class DecodeEndpoint(Driver):
     """Pulls what one decode rank needs; `ranks` decode ranks read each room.
 
-    `abort` stops a room's reads; its pages may be reused once `reading(room)` is false.
+    `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
+    read that takes longer than `read_timeout` seconds has failed. `verify="checksum"` compares
+    digests of everything that was read with prefill's before a room succeeds.
     """
 
     _rooms: DecodeRooms
 
-    def __init__(self, layout: PoolLayout, engine: Engine, *, ranks: int = 1) -> None:
-        super().__init__(layout, engine)
-        self._rooms = DecodeRooms(self._hello, self.layout, ranks)
-        self._reader = Reader(engine, self._wanted, self._ended)
-        self._dealers: list[zmq.Socket[bytes]] = []
-        self._polled = 0
+    def __init__(
+        self,
+        layout: PoolLayout,
+        engine: Engine,
+        *,
+        ranks: int = 1,
+        peer_timeout: float = PEER_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT,
+        verify: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if verify not in (None, "checksum"):
+            raise ValueError(f"verify={verify!r}: 'checksum', or None.")
+        if not read_timeout > 0:
+            raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
+        super().__init__(layout, engine, peer_timeout, keys)
+        self._rooms = DecodeRooms(self._hello, self.layout, ranks, verify is not None)
+        self._reader = Reader(engine, read_timeout, self._wanted, self._failed, self._ended)
+        self._digester = Digester()
+        self._dialled: dict[int, zmq.Socket[bytes]] = {}
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._ranks: dict[zmq.Socket[bytes], int] = {}
         self._metrics: dict[Room, RoomMetrics] = {}
         self._thread.start()
 
@@ -119,14 +197,14 @@ class DecodeEndpoint(Driver):
 
         With `timeout` (seconds), waits until they have answered and everything is planned; raises
         IncompatibleLayouts or HandshakeRefused with all the reasons, or TimeoutError.
-        Without, returns at once: rooms wait in Bootstrapping.
+        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
         with self._calling():
             dealers = [self._dealer(address) for address in addresses]
-            link = self._rooms.connect(addresses)
-            self._dealers.extend(dealers)
+            link = self._rooms.links.connect(addresses)
+            self._dialled.update(enumerate(dealers, link.first))
         if timeout is not None:
             self.handshake(link, timeout)
         return link
@@ -136,35 +214,59 @@ class DecodeEndpoint(Driver):
         if not self._wait(lambda: link.settled, timeout):
             self._check_open()
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
-            raise TimeoutError(f"no answer from {', '.join(silent)} within {timeout} s.")
+            raise TimeoutError(
+                f"no answer from {', '.join(silent)} within {timeout} s. Is it there, and are keys "
+                "the same on both sides?"
+            )
         if link.error is not None:
             raise link.error
         if link.refusal is not None:
             raise HandshakeRefused(link.refusal)
 
+    def disconnect(self, link: Link) -> None:
+        """Gives a prefill up for good; its rooms fail."""
+        with self._calling():
+            if link not in self._rooms.links.links:
+                raise ValueError("the link is another endpoint's, or it was disconnected.")
+            self._rooms.links.disconnect(link, "decode has disconnected.")
+
     def receive(
-        self, room: Room, address: RequestAddress, *, start: int = 0, link: Link | None = None
+        self,
+        room: Room,
+        address: RequestAddress,
+        *,
+        start: int = 0,
+        link: Link | None = None,
+        aux: Collection[str] = (),
     ) -> None:
         """Wants a room: positions `start` (the first that is lacking) to the end, into `address`.
 
-        `link` names the prefill, where several are connected. The pages are leased until the room
-        has ended and `reading(room)` is false. Slots and rings come whole, whatever `start` is.
-        Make room with `Allocator.extend(..., received=True)`, which knows what is dead and will
-        not come.
+        `link` names the prefill, where several are connected. `aux` are the names of values
+        without which the room fails. The pages are leased until the room has ended and
+        `reading(room)` is false. Slots and rings come whole, whatever `start` is. Make room with
+        `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
         """
+        if isinstance(aux, str):
+            raise ValueError(f"aux={aux!r}: a list of names.")
         with self._calling():
             name = room_name(room)
+            links = self._rooms.links.links
             if link is None:
-                if len(self._rooms.links) != 1:
-                    raise ValueError(f"room {room!r}: {len(self._rooms.links)} prefills, name one.")
-                link = self._rooms.links[0]
-            self._rooms.want(name, address, index(start), link)
+                if len(links) != 1:
+                    raise ValueError(f"room {room!r}: {len(links)} prefills, name one.")
+                link = links[0]
+            self._rooms.want(name, address, index(start), link, aux)
             self._metrics[name] = RoomMetrics()
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
         with self._lock:
             return self._rooms.reading(room_name(room))
+
+    def leases(self) -> Leases:
+        """Items that must not be reused now, and those that are in quarantine."""
+        with self._lock:
+            return self._rooms.leases()
 
     def aux(self, room: Room) -> Aux:
         """The values that prefill sent along. Raises ValueError before the room has succeeded."""
@@ -183,19 +285,39 @@ class DecodeEndpoint(Driver):
             del self._metrics[room_name(room)]
 
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes], message: Message) -> None:
-        self._rooms.receive(self._dealers.index(socket), message)
+        self._rooms.receive(self._ranks[socket], message)
+
+    def _refuse(self, socket: zmq.Socket[bytes], frames: list[bytes], reason: str) -> None:
+        at = self._rooms.links.at(self._ranks[socket])
+        if at is not None:
+            self._rooms.links.refuse(*at, reason)
 
     def _flush(self) -> None:
-        for dealer in self._dealers[self._polled :]:
-            self._poller.register(dealer, zmq.POLLIN)
-        self._polled = len(self._dealers)
-        outbox, self._rooms.outbox = self._rooms.outbox, []
+        links = self._rooms.links
+        while links.dials:
+            at = links.at(rank := links.dials.pop())
+            if at is not None and rank not in self._dialled:
+                link, source = at
+                self._dialled[rank] = self._dealer(link.addresses[source])
+        while self._dialled:
+            self._plug(*self._dialled.popitem())
+        outbox, links.outbox = links.outbox, []
         for rank, data in outbox:
             problem = self._send(self._dealers[rank], [data])
             if problem is not None:
-                self._rooms.lost(rank, f"rank {rank} of prefill: {problem}")
-        self._reader.queue.extend(self._rooms.reads)
+                self._rooms.lost(rank, problem)
+        for rank in [rank for rank in self._dealers if links.at(rank) is None]:
+            self._unplug(rank)
+        while links.partings:
+            self._reader.part(*links.partings.pop())
+        for read in self._rooms.reads:
+            self._reader.add(read)
         self._rooms.reads.clear()
+        for check in self._rooms.checks:
+            self._digester.add(
+                self.layout, check.address, check.pieces, check.each, partial(self._checked, check)
+            )
+        self._rooms.checks.clear()
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         """A socket that the thread takes over at its next turn."""
@@ -207,18 +329,40 @@ class DecodeEndpoint(Driver):
             raise ValueError(f"connect: address {address!r}: {error}.") from None
         return dealer
 
+    def _plug(self, rank: int, dealer: zmq.Socket[bytes]) -> None:
+        """Puts a new socket in the place of a rank's old one, and with it a new identity."""
+        if rank in self._dealers:
+            self._unplug(rank)
+        self._dealers[rank] = dealer
+        self._ranks[dealer] = rank
+        self._poller.register(dealer, zmq.POLLIN)
+
+    def _unplug(self, rank: int) -> None:
+        dealer = self._dealers.pop(rank)
+        del self._ranks[dealer]
+        self._poller.unregister(dealer)
+        dealer.close(linger=LINGER_MS)
+
     def _work(self) -> bool:
         super()._work()
-        return self._reader.step()
+        more = self._reader.step()
+        return self._digester.step() or more
 
     def _wanted(self, read: Read) -> RoomMetrics | None:
         with self._lock:
-            failed = self._rooms.poll(read.room) is KVPoll.Failed
-            return None if failed else self._metrics[read.room]
+            return self._metrics[read.room] if self._rooms.wanted(read) else None
 
-    def _ended(self, read: Read, problem: str | None, quiet: bool) -> None:
+    def _failed(self, read: Read, problem: str) -> None:
         with self._lock:
-            self._rooms.read_ended(read, problem, quiet)
+            self._rooms.read_failed(read, problem)
+
+    def _ended(self, read: Read, problem: str | None) -> None:
+        with self._lock:
+            self._rooms.read_ended(read, problem)
+
+    def _checked(self, check: Verification, values: bytes | None, problem: str) -> None:
+        with self._lock:
+            self._rooms.checked(check, values, problem)
 
     def _release(self) -> None:
         super()._release()

@@ -73,6 +73,8 @@ class TransferPlan:
     routes: tuple[Route, ...]
     unsent: tuple[Key, ...]
     missing: tuple[Key, ...]
+    elected: tuple[tuple[Piece, int], ...] = field(repr=False, compare=False)
+    """What of the destination's regions comes from which source."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
 
     def contributors(self) -> list[int]:
@@ -174,8 +176,9 @@ def plan(
         reasons.extend(Reason(*region.key, problem) for problem in problems)
     if reasons:
         raise IncompatibleLayouts(reasons)
-    routes = _routes(sources, dest, elect(pieces))
-    return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing))
+    elected = tuple(elect(pieces))
+    routes = _routes(sources, dest, elected)
+    return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing), elected)
 
 
 def _routes(

@@ -1,28 +1,37 @@
-"""Prefill's side of the hand-off as a state machine: messages and calls in, messages out, no
-sockets.
+"""Prefill's side of the hand-off as a state machine: messages, calls and time in, messages and
+digests to be made out; no sockets.
 
-A room's pages are leased from the first `send` until every reader is done, or until either side
-aborts.
+A room's pages are leased from the first `send` until every reader is done, either side aborts, a
+reader dies, or the lease runs out; what comes after that is answered with no.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from disagg.lease import Leases, Silence, items
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
+    MAX_TEXT,
     Abort,
     Aux,
+    Check,
+    Digests,
     Done,
     Hello,
     Message,
+    Ping,
+    Pong,
     Ready,
     Refuse,
     Released,
     Room,
+    Unknown,
     Want,
     encode,
     greeting_problems,
@@ -34,6 +43,11 @@ from kvpool.layout import RequestAddress
 
 Peer = bytes
 KEPT_REFUSALS = 100
+MAX_PEERS = 4096
+MAX_WANTED = 1 << 16
+"""Rooms that one peer may want at once."""
+KEPT_STRAYS = 10_000
+"""Rooms that were wanted and have failed before anything was sent: the latest are kept."""
 
 
 @dataclass(slots=True)
@@ -41,8 +55,11 @@ class PrefillRoom:
     """One request: what was computed, who wants it, who is done with it."""
 
     chunks: list[Ready] = field(default_factory=list)
+    addresses: list[RequestAddress] = field(default_factory=list)
     wants: dict[Peer, Want] = field(default_factory=dict)
+    checking: set[Peer] = field(default_factory=set)
     done: set[Peer] = field(default_factory=set)
+    leased_until: float | None = None
     failure: Failure | None = None
 
     @property
@@ -63,15 +80,29 @@ class PrefillRoom:
 
 
 class PrefillRooms:
-    """All rooms of one prefill endpoint. Calls append to `outbox`; a driver sends what is in it."""
+    """All rooms of one prefill endpoint. Calls append to `outbox` and `checks`; a driver sends what
+    is in the one, and answers the other with `checked`.
 
-    def __init__(self, hello: Hello) -> None:
+    A peer that is silent for longer than the hello's time-out is dead. A lease lasts `lease`
+    seconds from the last chunk or want of a room, `None` for ever.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        lease: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.hello = hello
         self.outbox: list[tuple[Peer, bytes]] = []
+        self.checks: list[tuple[Peer, Check, RequestAddress]] = []
         self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
-        self._peers: set[Peer] = set()
+        self._lease, self._clock = lease, clock
+        self._peers: dict[Peer, set[Room]] = {}
+        self._silence: Silence[Peer] = Silence(hello.timeout, clock())
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
+        self._strays: deque[tuple[Room, PrefillRoom]] = deque()
 
     def send(
         self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
@@ -109,7 +140,9 @@ class PrefillRooms:
         encode(ready)  # what cannot travel is refused before anything is kept
         room = self._room(name)
         room.chunks.append(ready)
+        room.addresses.append(address)
         if room.failure is None:
+            self._renew(room)
             for peer, want in room.wants.items():
                 self._post(peer, replace(ready, attempt=want.attempt))
 
@@ -152,54 +185,128 @@ class PrefillRooms:
         """Rooms that have not ended."""
         return self._open
 
+    def leases(self) -> Leases:
+        """Items of open rooms."""
+        rooms = (self._rooms[name] for name in self._open)
+        return Leases(items(room.addresses[-1] for room in rooms if room.addresses))
+
+    def peers(self) -> int:
+        """Decodes that have said hello and live."""
+        return len(self._peers)
+
+    def tick(self) -> None:
+        """Gives up peers that have been silent too long, and leases that have run out."""
+        now = self._clock()
+        for peer in self._silence.dead(now):
+            self.lost(peer, f"decode was silent for more than {self.hello.timeout:g} s.")
+        over = [
+            (name, room)
+            for name in self._open
+            if (room := self._rooms[name]).leased_until is not None and room.leased_until < now
+        ]
+        for name, room in over:
+            missing = "nobody wanted it" if not room.wants else "not every reader was done"
+            reason = f"its lease ran out: {missing} {self._lease:g} s after the last chunk or want."
+            self._fail(name, room, Failure("prefill", reason))
+
     def receive(self, peer: Peer, message: Message) -> None:
         """Takes one message of a peer."""
+        rooms = self._peers.get(peer)
+        if rooms is not None:
+            self._silence.heard(peer, self._clock())
         if isinstance(message, Hello):
             self._greet(peer, message)
         elif isinstance(message, Refuse):
             self.refusals.append("\n".join(message.reasons))
             self._drop(peer, Failure("decode", "\n".join(message.reasons)))
-        elif not isinstance(message, (Want, Done, Abort)):
-            self._post(peer, Refuse([f"{type(message).__name__} is not prefill's."]))
-        elif peer not in self._peers or message.generation != self.hello.generation:
-            reason = f"unknown generation {message.generation!r}: say hello again."
-            self._post(peer, Abort(message.generation, message.room, message.attempt, reason))
+        elif not isinstance(message, (Ping, Want, Check, Done, Abort)):
+            self.refuse(peer, f"{type(message).__name__} is not prefill's.")
+        elif rooms is None or message.generation != self.hello.generation:
+            self._post(peer, Unknown(message.generation))
+        elif isinstance(message, Ping):
+            self._post(peer, Pong(message.generation))
         elif isinstance(message, Want):
-            self._want(peer, message)
+            self._want(peer, message, rooms)
         else:
             room = self._rooms.get(message.room)
             want = room.wants.get(peer) if room else None
-            mine = want is not None and want.attempt == message.attempt
+            mine = room if want is not None and want.attempt == message.attempt else None
             if isinstance(message, Done):
-                self._done(peer, message, room if mine else None)
-            elif room is not None and mine and message.room in self._open:
-                self._fail(message.room, room, Failure("decode", message.reason), but=peer)
+                self._done(peer, message, mine)
+            elif isinstance(message, Check):
+                self._check(peer, message, mine)
+            elif mine is not None and message.room in self._open:
+                self._fail(message.room, mine, Failure("decode", message.reason), but=peer)
+
+    def checked(self, peer: Peer, check: Check, values: bytes, problem: str = "") -> None:
+        """Answers a check."""
+        room = self._rooms.get(check.room)
+        if room is not None:
+            room.checking.discard(peer)
+        answer = Digests(
+            check.generation, check.room, check.attempt, check.each, values, reason_text(problem)
+        )
+        self._post(peer, answer)
+
+    def refuse(self, peer: Peer, reason: str) -> None:
+        """Drops a peer that does not keep the protocol, and tells it why."""
+        self._post(peer, Refuse([reason_text(reason, MAX_TEXT)]))
+        self.lost(peer, f"decode was refused: {reason}")
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A peer cannot be reached any more: the rooms that it wanted fail."""
+        if peer in self._peers:
+            self._drop(peer, Failure("prefill", reason))
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         reasons = greeting_problems(self.hello, hello)
+        if peer not in self._peers and len(self._peers) >= MAX_PEERS:
+            reasons = [f"{MAX_PEERS} decodes are connected already."]
         if reasons:
             self._post(peer, Refuse(reasons))
             return
-        self._peers.add(peer)
+        self._peers.setdefault(peer, set())
+        self._silence.heard(peer, self._clock())
         self._post(peer, self.hello)
 
-    def _want(self, peer: Peer, want: Want) -> None:
-        room = self._room(want.room)
+    def _want(self, peer: Peer, want: Want, rooms: set[Room]) -> None:
+        known = self._rooms.get(want.room)
         problem = None
-        if room.failure is not None:
-            problem = room.failure.reason
-        elif peer in room.wants:
-            problem = "wanted twice by one reader."
-        elif any(known.readers != want.readers for known in room.wants.values()):
-            problem = f"its readers disagree on how many they are ({want.readers})."
-        elif len(room.wants) == want.readers:
-            problem = f"{want.readers} readers want it already."
+        if known is not None and known.wants.get(peer) == want:
+            return  # a duplicate
+        if len(rooms) >= MAX_WANTED:
+            problem = f"one decode may want {MAX_WANTED} rooms at once."
+        elif known is not None:
+            problem = self._unwanted(known, peer, want)
         if problem is not None:
             self._post(peer, Abort(want.generation, want.room, want.attempt, reason_text(problem)))
             return
+        room = self._room(want.room)
         room.wants[peer] = want
+        rooms.add(want.room)
+        if room.chunks:
+            self._renew(room)
         for chunk in room.chunks:
             self._post(peer, replace(chunk, attempt=want.attempt))
+
+    def _unwanted(self, room: PrefillRoom, peer: Peer, want: Want) -> str | None:
+        """Why a room that is known cannot be wanted by this peer."""
+        if room.failure is not None:
+            return room.failure.reason
+        if peer in room.wants:
+            return "wanted twice by one reader."
+        if any(known.readers != want.readers for known in room.wants.values()):
+            return f"its readers disagree on how many they are ({want.readers})."
+        if len(room.wants) == want.readers:
+            return f"{want.readers} readers want it already."
+        return None
+
+    def _check(self, peer: Peer, check: Check, room: PrefillRoom | None) -> None:
+        if room is None or room.failure is not None or not room.closed or peer in room.done:
+            self.checked(peer, check, b"", "the room's pages are not leased.")
+        elif peer not in room.checking:  # else a duplicate
+            room.checking.add(peer)
+            self.checks.append((peer, check, room.addresses[-1]))
 
     def _done(self, peer: Peer, done: Done, room: PrefillRoom | None) -> None:
         leased = False
@@ -207,29 +314,41 @@ class PrefillRooms:
             leased = True
             room.done.add(peer)
             if room.complete:
-                self._open.discard(done.room)
+                self._close(done.room, room)
         self._post(peer, Released(done.generation, done.room, done.attempt, leased))
 
-    def lost(self, peer: Peer, reason: str) -> None:
-        """A peer cannot be reached any more: the rooms that it wanted fail."""
-        if peer in self._peers:
-            self._drop(peer, Failure("prefill", reason))
-
     def _drop(self, peer: Peer, failure: Failure) -> None:
-        self._peers.discard(peer)
-        for name in list(self._open):
-            if peer in self._rooms[name].wants:
-                self._fail(name, self._rooms[name], failure, but=peer)
+        rooms = self._peers.pop(peer, set())
+        self._silence.forget(peer)
+        for name in list(rooms):
+            room = self._rooms.get(name)
+            if room is not None and name in self._open and peer in room.wants:
+                self._fail(name, room, failure, but=peer)
 
     def _fail(
         self, name: Room, room: PrefillRoom, failure: Failure, but: Peer | None = None
     ) -> None:
         room.failure = failure
-        self._open.discard(name)
+        self._close(name, room)
         reason = reason_text(failure.reason)
         for peer, want in room.wants.items():
             if peer != but:
                 self._post(peer, Abort(self.hello.generation, name, want.attempt, reason))
+        if not room.chunks:
+            self._strays.append((name, room))
+            if len(self._strays) > KEPT_STRAYS:
+                name, room = self._strays.popleft()
+                if self._rooms.get(name) is room and not room.chunks:
+                    del self._rooms[name]
+
+    def _close(self, name: Room, room: PrefillRoom) -> None:
+        self._open.discard(name)
+        for peer in room.wants:
+            self._peers.get(peer, set()).discard(name)
+
+    def _renew(self, room: PrefillRoom) -> None:
+        if self._lease is not None:
+            room.leased_until = self._clock() + self._lease
 
     def _room(self, name: Room) -> PrefillRoom:
         """The room of that name, opened if there is none."""

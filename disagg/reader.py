@@ -1,4 +1,6 @@
-"""Decode's reads, one after another: bound, cut into parts, posted to the engine and polled."""
+"""Decode's reads: bound, cut into parts, posted to the engine and polled. Ranks are read side by
+side, the reads of one rank one after another, so that what fails takes nothing else along.
+"""
 
 from __future__ import annotations
 
@@ -6,125 +8,213 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.bind import Columns, CopyBatch
-from disagg.decode_room import Read
-from disagg.engines.base import Engine
+from disagg.decode_room import Link, Read
+from disagg.engines.base import Engine, TransferError
 from disagg.metrics import RoomMetrics
 
 log = logging.getLogger("disagg")
 
+DEPTH = 2
+"""Parts of one read that are in flight at once."""
+SPIN_SECONDS = 1.0
+"""How long parts in flight are polled without a pause after the last one has arrived."""
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A part of a read that is in flight."""
+
+    transfer: Any
+    nbytes: int
+    posted: float
+
 
 @dataclass(eq=False, slots=True)
 class _Active:
-    """A read that has begun: the parts still to be posted, and the one that is in flight."""
+    """A read that has begun: the parts still to be posted, and those in flight."""
 
     read: Read
-    peer: Any
     parts: Iterator[CopyBatch]
     metrics: RoomMetrics
-    in_flight: bool = False
-    transfer: Any = None
-    nbytes: int = 0
-    posted: float = 0.0
+    left: bool = True
+    in_flight: deque[_Part] = field(default_factory=deque)
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """Reads from one life of one rank. `peer` is the engine's, once connected."""
+
+    queue: deque[Read] = field(default_factory=deque)
+    active: _Active | None = None
+    columns: Columns = field(default_factory=Columns)
+    peer: Any = None
+    connected: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Fence:
+    """A peer that is given up, and the read of which bytes may land until that is done."""
+
+    peer: Any
+    read: Read | None
+    problem: str | None
+    hopeless: bool = False
 
 
 class Reader:
     """Works through reads with one engine; used by one thread.
 
     `wanted(read)` gives the metrics to count in, or None if the room has failed meanwhile.
-    `ended(read, problem, quiet)` is called for each; `quiet` if nothing of it can still land.
+    `ended(read, problem)` is called for each, once nothing of it can land any more; before it
+    `failed(read, problem)` if that takes time. A part that takes longer than `timeout` seconds has
+    failed.
     """
 
     def __init__(
         self,
         engine: Engine,
+        timeout: float,
         wanted: Callable[[Read], RoomMetrics | None],
-        ended: Callable[[Read, str | None, bool], None],
+        failed: Callable[[Read, str], None],
+        ended: Callable[[Read, str | None], None],
     ) -> None:
-        self.queue: deque[Read] = deque()
-        self._engine, self._wanted, self._ended = engine, wanted, ended
-        self._peers: dict[tuple[int, int], Any] = {}
-        self._columns = Columns()
-        self._active: _Active | None = None
+        self._engine, self._timeout = engine, timeout
+        self._wanted, self._failed, self._ended = wanted, failed, ended
+        self._lanes: dict[tuple[int, int, str], _Lane] = {}
+        self._fences: list[_Fence] = []
+        self._moved = 0.0
+
+    def add(self, read: Read) -> None:
+        """Takes a read over."""
+        key = id(read.link), read.source, read.hello.generation
+        self._lanes.setdefault(key, _Lane()).queue.append(read)
+
+    def part(self, link: Link, source: int) -> None:
+        """Gives a rank up, in all its lives: its rooms have failed."""
+        for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
+            lane = self._lanes.pop(key)
+            while lane.queue:
+                self._ended(lane.queue.popleft(), None)
+            active = lane.active
+            if active is not None and not active.in_flight:
+                self._ended(active.read, None)
+                active = None
+            if lane.connected:
+                self._fences.append(_Fence(lane.peer, active.read if active else None, None))
 
     def step(self) -> bool:
-        """Begins, posts or polls one thing; whether there is more to do."""
-        active = self._active
-        read = active.read if active else self.queue.popleft() if self.queue else None
+        """One step of every rank; whether the next should follow at once."""
+        moved = [self._step(lane) for lane in list(self._lanes.values())]
+        self._fences = [fence for fence in self._fences if not self._fenced(fence)]
+        now = time.monotonic()
+        if any(moved):
+            self._moved = now
+        in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
+        return any(moved) or (in_flight and now - self._moved < SPIN_SECONDS)
+
+    def stop(self) -> None:
+        """Ends what is left, once the engine is closed and nothing can land."""
+        for lane in self._lanes.values():
+            if lane.active is not None:
+                self._ended(lane.active.read, "the endpoint was closed.")
+            for read in lane.queue:
+                self._ended(read, "the endpoint was closed.")
+        for fence in self._fences:
+            if fence.read is not None:
+                self._ended(fence.read, fence.problem)
+        self._lanes.clear()
+        self._fences.clear()
+
+    def _step(self, lane: _Lane) -> bool:
+        """Begins, posts or polls one thing; whether anything has moved."""
+        active = lane.active
+        read = active.read if active else lane.queue.popleft() if lane.queue else None
         if read is None:
             return False
         try:
             if active is None:
-                self._begin(read)
-            else:
-                self._go_on(active)
+                self._begin(lane, read)
+                return True
+            return self._go_on(lane, active)
         except Exception as error:  # whatever goes wrong in one read fails that room and no other
-            self._give_up(read, error, touched=active is not None)
-        return True
+            self._give_up(lane, read, error)
+            return True
 
-    def _begin(self, read: Read) -> None:
-        metrics, plan = self._wanted(read), read.link.plan
-        if metrics is None or plan is None:
-            self._end(read, None)
+    def _begin(self, lane: _Lane, read: Read) -> None:
+        metrics = self._wanted(read)
+        if metrics is None:
+            self._ended(read, None)
             return
-        peer = self._peer(read)
+        if not lane.connected:
+            lane.peer = self._engine.connect(read.hello.metadata)
+            lane.connected = True
+            self._engine.prepare(lane.peer, read.plan)
         began = time.perf_counter()
-        batch = plan.bind(
+        batch = read.plan.bind(
             read.source,
             read.source_address,
             read.dest_address,
             tokens=read.tokens,
-            columns=self._columns,
+            columns=lane.columns,
         )
         metrics.bound(batch, time.perf_counter() - began)
         parts = batch.split(self._engine.max_bytes, self._engine.max_runs)
-        self._active = _Active(read, peer, parts, metrics)
+        lane.active = _Active(read, parts, metrics)
 
-    def _go_on(self, active: _Active) -> None:
-        if not active.in_flight:
-            part = next(active.parts, None) if self._wanted(active.read) else None
-            if part is None:
-                self._end(active.read, None)
-                return
-            active.posted, active.nbytes = time.perf_counter(), part.total
-            active.transfer, active.in_flight = self._engine.read(active.peer, part), True
-        if self._engine.poll(active.transfer):
-            active.in_flight = False
-            active.metrics.moved(active.nbytes, time.perf_counter() - active.posted)
+    def _go_on(self, lane: _Lane, active: _Active) -> bool:
+        moved = False
+        while active.in_flight and self._engine.poll(active.in_flight[0].transfer):
+            part = active.in_flight.popleft()
+            active.metrics.moved(part.nbytes, time.perf_counter() - part.posted)
+            moved = True
+        if active.in_flight:
+            spent = time.perf_counter() - active.in_flight[0].posted
+            if spent > self._timeout:
+                raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
+        if active.left and not self._wanted(active.read):
+            active.left = False
+        if active.left and len(active.in_flight) < DEPTH:
+            batch = next(active.parts, None)
+            if batch is None:
+                active.left = False
+            else:
+                posted = time.perf_counter()
+                transfer = self._engine.read(lane.peer, batch)
+                active.in_flight.append(_Part(transfer, batch.total, posted))
+                moved = True
+        if not active.left and not active.in_flight:
+            lane.active = None
+            self._ended(active.read, None)
+            moved = True
+        return moved
 
-    def _peer(self, read: Read) -> Any:
-        key = id(read.link), read.source
-        if key not in self._peers:
-            hello, plan = read.link.hellos[read.source], read.link.plan
-            if hello is None or plan is None:
-                raise RuntimeError("a read before the hello.")
-            self._peers[key] = self._engine.connect(hello.metadata)
-            self._engine.prepare(self._peers[key], plan)
-        return self._peers[key]
-
-    def _give_up(self, read: Read, error: Exception, touched: bool) -> None:
-        """Once its room is told, nothing of a failed read may land; the next one reconnects."""
-        problem = f"read from rank {read.source} of prefill: {error}"
-        log.warning("room %r: %s", read.room, problem)
-        quiet = True
+    def _give_up(self, lane: _Lane, read: Read, error: Exception) -> None:
+        """Its room fails now, its pages come back once nothing can land; the next reconnects."""
+        problem = f"read from {read.link.name(read.source)}: {error}"
+        touched, lane.active = lane.active is not None, None
+        if not lane.connected:
+            self._ended(read, problem)
+            return
+        fence = _Fence(lane.peer, read, problem)
+        lane.peer, lane.connected = None, False
         if touched:
-            try:
-                self._engine.fence(self._peers.pop((id(read.link), read.source)))
-            except Exception as fault:  # the room fails, and keeps its pages
-                log.error("room %r: its pages stay leased: %s", read.room, fault)
-                quiet = False
-        self._end(read, problem, quiet)
+            self._failed(read, problem)
+        if not self._fenced(fence):
+            self._fences.append(fence)
 
-    def stop(self) -> None:
-        """Ends what is left, once the engine is closed."""
-        if self._active is not None:
-            self._end(self._active.read, "the endpoint was closed.")
-        while self.queue:
-            self._end(self.queue.popleft(), "the endpoint was closed.")
-
-    def _end(self, read: Read, problem: str | None, quiet: bool = True) -> None:
-        self._active = None
-        self._ended(read, problem, quiet)
+    def _fenced(self, fence: _Fence) -> bool:
+        """Whether a peer is given up. Where that can never be known, pages stay in quarantine."""
+        try:
+            if fence.hopeless or not self._engine.fence(fence.peer, 0):
+                return False
+        except Exception as error:
+            log.error("pages stay in quarantine, a peer cannot be fenced: %s", error)
+            fence.hopeless = True
+            return False
+        if fence.read is not None:
+            self._ended(fence.read, fence.problem)
+        return True

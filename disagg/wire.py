@@ -1,8 +1,8 @@
 """The messages between endpoints: typed, versioned, bounded, never pickled.
 
 Every message after the hello names the life (generation) of the prefill endpoint that it belongs
-to. Numbers and sizes are bounded here; what they mean is checked against layouts where they are
-used.
+to, and every message about a room the attempt. Numbers and sizes are bounded here; what they mean
+is checked against layouts where they are used.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from msgspec import Meta, Struct
 from kvpool.address import MAX_TOKENS
 from kvpool.layout import RequestAddress, Span
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_REASON = 4096
 MAX_TEXT = 1 << 16
 MAX_ROOM = 256
+LEAST_TIMEOUT, MOST_TIMEOUT = 0.05, 86_400.0
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Name = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Seconds = Annotated[float, Meta(ge=LEAST_TIMEOUT, le=MOST_TIMEOUT)]
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM)]
 Aux = dict[str, Any]
 """Small named values of one request: whatever msgpack carries (numbers, text, bytes, lists, maps).
@@ -45,6 +47,26 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     engine: Name
     layout: bytes
     metadata: bytes
+    timeout: Seconds
+    """After how much silence it takes the other side for dead."""
+
+
+class Ping(Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """Decode lives, and asks whether prefill does."""
+
+    generation: Name
+
+
+class Pong(Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+    """Prefill lives."""
+
+    generation: Name
+
+
+class Unknown(Struct, frozen=True, tag="unknown", forbid_unknown_fields=True):
+    """Prefill does not know the sender, or lives another life than `generation`: greet it again."""
+
+    generation: Name
 
 
 class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
@@ -105,6 +127,28 @@ class Done(Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     attempt: Name
 
 
+class Check(Struct, frozen=True, tag="check", forbid_unknown_fields=True):
+    """Decode asks for digests of what it has read: of each piece, or of each entry of each."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    each: bool
+    pieces: bytes
+    """See disagg.digest."""
+
+
+class Digests(Struct, frozen=True, tag="digests", forbid_unknown_fields=True):
+    """The answer to a check, in order, as little-endian uint64; or why there is none."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    each: bool
+    values: bytes
+    problem: Text
+
+
 class Released(Struct, frozen=True, tag="released", forbid_unknown_fields=True):
     """Whether the pages stayed leased until the reader was done."""
 
@@ -123,7 +167,9 @@ class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
     reason: Text
 
 
-Message = Hello | Refuse | Want | Ready | Done | Released | Abort
+ToPrefill = Hello | Refuse | Ping | Want | Check | Done | Abort
+ToDecode = Hello | Refuse | Pong | Unknown | Ready | Digests | Released | Abort
+Message = ToPrefill | ToDecode
 
 
 class _AnyHello(Struct, tag="hello"):
@@ -156,7 +202,7 @@ def decode(data: bytes) -> Message:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             protocol = PROTOCOL
         if protocol != PROTOCOL:
-            return Hello(protocol, "", "", b"", b"")
+            return Hello(protocol, "", "", b"", b"", LEAST_TIMEOUT)
         raise WireError(f"malformed message: {error}") from None
 
 

@@ -35,6 +35,8 @@ class Engine(ABC):
     """Most bytes that one `read` should carry, so that control messages are served in between."""
     max_runs: ClassVar[int] = 16384
     """Most runs that one `read` may carry."""
+    progress_seconds: ClassVar[float] = 0.001
+    """How often `progress` is to be called where a peer may be reading."""
 
     @classmethod
     @abstractmethod

@@ -197,12 +197,12 @@ def test_rubbish_on_the_socket_is_dropped_and_the_others_go_on(pair):
 
 
 def test_a_hello_of_another_protocol_is_refused_by_number(pair):
-    later = {"type": "hello", "protocol": 2, "shape": "unknown", "generation": 5}
+    later = {"type": "hello", "protocol": wire.PROTOCOL + 1, "shape": "unknown", "generation": 5}
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(pair[0].address)
         stranger.send(msgspec.msgpack.encode(later))
         assert stranger.poll(20_000)
-        assert "protocol 1 here, 2 there" in wire.decode(stranger.recv()).reasons[0]
+        assert "protocol 2 here, 3 there" in wire.decode(stranger.recv()).reasons[0]
 
 
 def test_a_fault_in_the_thread_fails_its_rooms_by_name_and_the_thread_lives(pair, monkeypatch):
@@ -241,14 +241,15 @@ def machines():
     """Both state machines, past the hello, and a pump that carries their messages."""
     pool = MLAPool(layers=[0], **MLA)
     prefill, decode = (
-        wire.Hello(wire.PROTOCOL, side, "local", pool.layout.to_msgpack(), b"") for side in "pd"
+        wire.Hello(wire.PROTOCOL, side, "local", pool.layout.to_msgpack(), b"", 10.0)
+        for side in "pd"
     )
     here, there = DecodeRooms(decode, pool.layout, 1), PrefillRooms(prefill)
-    link = here.connect(["x"])
+    link = here.links.connect(["x"])
 
     def pump():
-        while here.outbox or there.outbox:
-            to_prefill, here.outbox = here.outbox, []
+        while here.links.outbox or there.outbox:
+            to_prefill, here.links.outbox = here.links.outbox, []
             for _, data in to_prefill:
                 there.receive(b"d", wire.decode(data))
             to_decode, there.outbox = there.outbox, []
@@ -285,7 +286,7 @@ def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_ba
     here.want("r", address, 0, link)
     pump()
     here.abort("r", "lost on the way")
-    here.outbox.clear()
+    here.links.outbox.clear()
     there.send("r", address, range(30), True, {})
     pump()
     assert there.poll("r") is KVPoll.Failed
