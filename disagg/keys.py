@@ -30,16 +30,18 @@ def read_keys(path: str | os.PathLike[str]) -> Keys:
     """The keys of a file; raises ValueError if it is not one, or if others may read it."""
     file = Path(path)
     try:
-        mode = file.stat().st_mode
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(f"keys {file}: other users may open it. Run: chmod 600 {file}")
-        keys = msgspec.json.decode(file.read_bytes(), type=Keys)
-        if zmq.curve_public(keys.secret.encode()) != keys.public.encode():
-            raise ValueError(f"keys {file}: its public and its secret key are no pair.")
+        mode, data = file.stat().st_mode, file.read_bytes()
     except OSError as error:
         raise ValueError(f"keys {file}: {error.strerror}. Make it: kvpool keys {file}") from None
-    except (msgspec.MsgspecError, zmq.ZMQError) as error:
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"keys {file}: other users may open it. Run: chmod 600 {file}")
+    try:
+        keys = msgspec.json.decode(data, type=Keys)
+        paired = zmq.curve_public(keys.secret.encode()) == keys.public.encode()
+    except (msgspec.MsgspecError, zmq.ZMQError, ValueError) as error:
         raise ValueError(f"keys {file}: {error}. Make it anew: kvpool keys {file}") from None
+    if not paired:
+        raise ValueError(f"keys {file}: no pair. Make it anew: kvpool keys {file}")
     return keys
 
 
