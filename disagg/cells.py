@@ -23,7 +23,7 @@ Hashes = npt.NDArray[np.uint64]
 CELL = 4096
 LEAST = 64
 """Bytes as many as a smaller cell's work is worth."""
-SLICE_BYTES = 64 << 10
+SLICE_BYTES = 256 << 10
 
 
 class Cells(NamedTuple):

@@ -199,8 +199,9 @@ def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
         more = f" and {breaks.size + 1 - MAX_RANGES} more ranges"
     size = space.tokens_per_entry
     tokens = (piece.entries.start + at[:, None]) * size + np.arange(size)
-    numbers = tokens.ravel().tolist()
-    return f"position{'s' if len(numbers) > 1 else ''} {ranges(numbers)}{more} differ."
+    if tokens.size == 1:
+        return f"position {tokens.item()} differs."
+    return f"positions {ranges(tokens.ravel().tolist())}{more} differ."
 
 
 def _region(layout: PoolLayout, piece: Piece) -> Region:
@@ -216,9 +217,9 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
             "Verify pools on the CPU device, or none."
         )
     axes = [axis for axis in region.axes if axis.name != "entry"]
-    names = [name for name, _, _ in piece.box]
-    if names != [axis.name for axis in axes]:
-        raise ValueError(f"{region}: axes {names} of a piece, the region has {axes}.")
+    names = [name for name, _, _ in piece.box], [axis.name for axis in axes]
+    if names[0] != names[1]:
+        raise ValueError(f"{region}: axes {names[0]} of a piece, the region has {names[1]}.")
     for axis, (name, low, high) in zip(axes, piece.box):
         if not axis.start <= low < high <= axis.stop:
             raise ValueError(
