@@ -10,6 +10,8 @@ from kvpool.layout import RequestAddress
 
 PINGS = 4
 """Signs of life in the time after which silence means death."""
+LOOKS = 4 * PINGS
+"""How often one looks in that time."""
 
 
 @dataclass(frozen=True, slots=True)

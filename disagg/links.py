@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from disagg.decode_room import Link
-from disagg.lease import PINGS, Silence
+from disagg.lease import LOOKS, PINGS, Silence
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.room import Failure
 from disagg.wire import (
@@ -55,6 +55,7 @@ class Links:
         self._at: dict[int, tuple[Link, int]] = {}
         self._silence: Silence[int] = Silence(hello.timeout, clock())
         self._ranks = 0
+        self._shortest, self._next_look = hello.timeout, 0.0
 
     def connect(self, addresses: Sequence[str]) -> Link:
         """Says hello to all ranks of one prefill."""
@@ -105,6 +106,9 @@ class Links:
     def tick(self) -> None:
         """Asks for signs of life, and gives up those that have shown none."""
         now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + self._shortest / LOOKS
         for rank in self._silence.dead(now):
             link, source = self._at[rank]
             said = "has not answered" if link.hellos[source] is None else "was silent"
@@ -149,6 +153,7 @@ class Links:
             self._refuse(link, problems, "decode")
             return
         link.hellos[source] = hello
+        self._shortest = min(self._shortest, hello.timeout)
         hellos = [each for each in link.hellos if each is not None]
         if len(hellos) < len(link.hellos):
             return

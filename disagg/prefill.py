@@ -7,6 +7,7 @@ reader dies, or the lease runs out; what comes after that is answered with no.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from disagg.lease import Leases, Silence, items
+from disagg.lease import LOOKS, Leases, Silence, items
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
     MAX_TEXT,
@@ -43,8 +44,8 @@ from kvpool.layout import RequestAddress
 
 Peer = bytes
 KEPT_REFUSALS = 100
-MAX_PEERS = 4096
-MAX_WANTED = 1 << 16
+MAX_PEERS = 1024
+MAX_WANTED = 1 << 14
 """Rooms that one peer may want at once."""
 KEPT_STRAYS = 10_000
 """Rooms that were wanted and have failed before anything was sent: the latest are kept."""
@@ -103,6 +104,7 @@ class PrefillRooms:
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
         self._strays: deque[tuple[Room, PrefillRoom]] = deque()
+        self._next_look = 0.0
 
     def send(
         self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
@@ -197,6 +199,9 @@ class PrefillRooms:
     def tick(self) -> None:
         """Gives up peers that have been silent too long, and leases that have run out."""
         now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + min(self.hello.timeout, self._lease or math.inf) / LOOKS
         for peer in self._silence.dead(now):
             self.lost(peer, f"decode was silent for more than {self.hello.timeout:g} s.")
         over = [

@@ -15,6 +15,7 @@ from disagg.bind import Columns, CopyBatch
 from disagg.decode_room import Link, Read
 from disagg.engines.base import Engine, TransferError
 from disagg.metrics import RoomMetrics
+from disagg.plan import TransferPlan
 
 log = logging.getLogger("disagg")
 
@@ -53,6 +54,7 @@ class _Lane:
     columns: Columns = field(default_factory=Columns)
     peer: Any = None
     connected: bool = False
+    prepared: TransferPlan | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -151,8 +153,10 @@ class Reader:
             return
         if not lane.connected:
             lane.peer = self._engine.connect(read.hello.metadata)
-            lane.connected = True
+            lane.connected, lane.prepared = True, None
+        if lane.prepared is not read.plan:  # another rank of the link may have come back
             self._engine.prepare(lane.peer, read.plan)
+            lane.prepared = read.plan
         began = time.perf_counter()
         batch = read.plan.bind(
             read.source,
