@@ -33,6 +33,7 @@ class Verification:
     layout: PoolLayout
     address: RequestAddress
     pieces: list[Piece]
+    begun: float
     each: bool = False
     own: bytes | None = None
     theirs: bytes | None = None

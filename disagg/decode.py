@@ -7,6 +7,7 @@ every rank has answered that its pages stayed leased until then.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from disagg.decode_room import DecodeRoom, Link, Read
 from disagg.digest import pieces
 from disagg.lease import Leases, items
 from disagg.links import Links
+from disagg.metrics import RoomMetrics, Totals, failure_line
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
     Abort,
@@ -35,6 +37,8 @@ from disagg.wire import (
 )
 from kvpool.layout import PoolLayout, RequestAddress
 
+log = logging.getLogger("disagg")
+
 
 class DecodeRooms:
     """All rooms of one decode endpoint. Calls append to `reads`, `checks` and what `links` has to
@@ -50,7 +54,8 @@ class DecodeRooms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hello, self.readers, self.verify = hello, readers, verify
-        self._layout = layout
+        self._layout, self._clock = layout, clock
+        self.totals = Totals()
         self.links = Links(hello, layout, self._link_ready, self._link_failed, clock)
         self.reads: list[Read] = []
         self.checks: list[Verification] = []
@@ -75,15 +80,17 @@ class DecodeRooms:
         if not 0 <= start <= address.num_tokens:
             raise ValueError(f"room {name!r}: start {start} of {address.num_tokens} tokens.")
         attempt = uuid.uuid4().hex
-        room = DecodeRoom(link, address, start, attempt, frozenset(expected))
+        metrics = RoomMetrics(plan_seconds=link.plan_seconds)
+        now = self._clock()
+        room = DecodeRoom(link, address, start, attempt, now, metrics, frozenset(expected))
         self._rooms[name] = room
         self._open.add(name)
         room.offered = [0] * len(link.addresses)
         room.closed = [False] * len(link.addresses)
         if link.refusal is not None:
-            self._fail(name, room, Failure("decode", link.refusal))
+            self._fail(name, room, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
-            self._fail(name, room, Failure("prefill", link.lost))
+            self._fail(name, room, Failure("prefill", link.lost, "lost"))
         elif link.plan is not None:
             self._ask(name, room)
 
@@ -91,7 +98,7 @@ class DecodeRooms:
         """Ends a room that has not ended. Its pages stay leased while `reading(name)`."""
         room = self._known(name)
         if name in self._open:
-            self._fail(name, room, Failure("decode", reason))
+            self._fail(name, room, Failure("decode", reason, "abort"))
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
@@ -113,6 +120,10 @@ class DecodeRooms:
         if self.poll(name) is not KVPoll.Success:
             raise ValueError(f"room {name!r}: aux values are there once it has succeeded.")
         return dict(self._known(name).aux)
+
+    def metrics(self, name: Room) -> RoomMetrics:
+        """What was moved, and what that took; goes on changing until the last read has ended."""
+        return self._known(name).metrics
 
     def reading(self, name: Room) -> bool:
         """Whether a read may still write to the room's pages."""
@@ -170,7 +181,7 @@ class DecodeRooms:
         elif isinstance(message, Released):
             self._released(message.room, room, source, message)
         else:
-            self._fail(message.room, room, Failure("prefill", message.reason), but=source)
+            self._fail(message.room, room, Failure("prefill", message.reason, "abort"), but=source)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank cannot be reached any more: the rooms of its link fail."""
@@ -190,14 +201,14 @@ class DecodeRooms:
         if not self.wanted(read):
             return
         if problem is not None:
-            self._fail(read.room, room, Failure("decode", problem))
+            self._fail(read.room, room, Failure("decode", problem, "read"))
         else:
             self._advance(read.room, room)
 
     def read_failed(self, read: Read, problem: str) -> None:
         """A read has failed, and its bytes may still land: it will be said when it has ended."""
         if self.wanted(read):
-            self._fail(read.room, self._known(read.room), Failure("decode", problem))
+            self._fail(read.room, self._known(read.room), Failure("decode", problem, "read"))
 
     def checked(self, check: Verification, values: bytes | None, problem: str = "") -> None:
         """Own digests of a check that was handed out, or why there are none."""
@@ -205,7 +216,7 @@ class DecodeRooms:
         if room is None or check.room not in self._open or room.attempt != check.attempt:
             return
         if values is None:
-            self._fail(check.room, room, Failure("decode", problem))
+            self._fail(check.room, room, Failure("decode", problem, "digest"))
             return
         check.own = values
         self._compare(room, check)
@@ -223,6 +234,7 @@ class DecodeRooms:
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.asked = True
+        room.metrics.plan_seconds = room.link.plan_seconds
         start, end = room.start, room.address.num_tokens
         self._tell(room, lambda g: Want(g, name, room.attempt, start, end, self.readers))
 
@@ -249,8 +261,11 @@ class DecodeRooms:
                 if clash:
                     problem = f"ranks send different values of aux {', '.join(clash)}."
         if problem is not None:
-            self._fail(ready.room, room, Failure("decode", f"{link.name(source)}: {problem}"))
+            problem = f"{link.name(source)}: {problem}"
+            self._fail(ready.room, room, Failure("decode", problem, "protocol"))
             return
+        if not room.seen:
+            room.metrics.wait_seconds = self._clock() - room.wanted_at
         room.seen.add((source, ready.start, ready.stop, ready.last))
         room.offered[source], room.closed[source] = ready.stop, ready.last
         room.aux.update(aux)
@@ -284,7 +299,7 @@ class DecodeRooms:
         if missing:
             sent = ", ".join(sorted(room.aux)) or "none"
             reason = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
-            self._fail(name, room, Failure("decode", reason))
+            self._fail(name, room, Failure("decode", reason, "aux"))
             return
         plan, total = room.link.plan, room.address.num_tokens
         if self.verify and room.checks is None and plan is not None:
@@ -292,7 +307,8 @@ class DecodeRooms:
             mine = self._layout, room.address
             for source in plan.contributors():
                 given = pieces(plan, source, range(room.start, total), total)
-                self._check(room, Verification(name, room.attempt, source, *mine, given))
+                now = self._clock()
+                self._check(room, Verification(name, room.attempt, source, *mine, given, now))
         if not room.checks:
             room.announced = True
             self._tell(room, lambda generation: Done(generation, name, room.attempt))
@@ -313,7 +329,7 @@ class DecodeRooms:
             return  # a duplicate
         if message.problem:
             reason = f"{room.link.name(source)} gives no digests: {message.problem}"
-            self._fail(message.room, room, Failure("prefill", reason))
+            self._fail(message.room, room, Failure("prefill", reason, "digest"))
             return
         check.theirs = message.values
         self._compare(room, check)
@@ -324,22 +340,25 @@ class DecodeRooms:
             return
         if check.own == check.theirs:
             del room.checks[check.source]
+            room.metrics.verify_seconds += self._clock() - check.begun
             self._advance(check.room, room)
             return
         finer, sentence = differences(check, room.link.name(check.source))
         if finer is not None:
             self._check(room, finer)
         else:
-            self._fail(check.room, room, Failure("decode", sentence))
+            self._fail(check.room, room, Failure("decode", sentence, "digest"))
 
     def _released(self, name: Room, room: DecodeRoom, source: int, message: Released) -> None:
+        if source in room.released:
+            return  # the answer to a duplicate
         if not message.leased or not room.announced:
             reason = f"{room.link.name(source)} gave its pages away before they were read."
-            self._fail(name, room, Failure("prefill", reason))
+            self._fail(name, room, Failure("prefill", reason, "lease"))
             return
         room.released.add(source)
         if room.complete:
-            self._open.discard(name)
+            self._end(name, room)
 
     def _fail(
         self,
@@ -351,13 +370,31 @@ class DecodeRooms:
     ) -> None:
         """Ends a room; all ranks but `but` are told, unless they know from elsewhere."""
         room.failure = failure
-        self._open.discard(name)
+        self._end(name, room)
         kept = [read for read in self.reads if read.room != name]
         room.reading -= len(self.reads) - len(kept)
         self.reads = kept
         if room.asked and told:
             reason = reason_text(failure.reason)
             self._tell(room, lambda g: Abort(g, name, room.attempt, reason), but)
+
+    def _end(self, name: Room, room: DecodeRoom) -> None:
+        self._open.discard(name)
+        room.metrics.total_seconds = self._clock() - room.wanted_at
+        self.totals.add(room.metrics, room.failure)
+        if room.failure is not None:
+            hellos = [hello.generation if hello else "" for hello in room.link.hellos]
+            line = failure_line(
+                room.failure,
+                room=name,
+                peer=", ".join(room.link.addresses),
+                generation=", ".join(hellos),
+                start=room.start,
+                tokens=room.address.num_tokens,
+                bytes_moved=room.metrics.bytes_moved,
+                seconds=room.metrics.total_seconds,
+            )
+            log.log(logging.INFO if room.failure.kind == "abort" else logging.WARNING, "%s", line)
 
     def _tell(
         self, room: DecodeRoom, message: Callable[[str], Message], but: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.checking import Verification
+from disagg.metrics import RoomMetrics
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.room import Failure
 from disagg.wire import Aux, Hello, Room
@@ -66,6 +67,8 @@ class DecodeRoom:
     address: RequestAddress
     start: int
     attempt: str
+    wanted_at: float
+    metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
     offered: list[int] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Hashes of live bytes that do not depend on where they lie, for both sides to compare.
+"""Digests of live bytes that do not depend on where they lie, for both sides to compare.
 
 A digest is the sum of the hashes of cells (disagg.cells) mod 2**64. Page ids, page sizes, ring
 sizes, the order of axes, shards, placement and padding have no part in it, and digests of disjoint
@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from disagg.cells import CELL, Hashes, cells_of, sums
 from disagg.plan import TransferPlan
 from disagg.route import Box, Ints
-from disagg.walk import End, _needed
+from disagg.walk import End, needed_entries
 from kvpool.layout import Axis, Key, PoolLayout, Region, RequestAddress
 from kvpool.parts import MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
 from kvpool.show import axis_steps, ranges
@@ -53,7 +53,7 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
         if giver == source:
             space = plan.dest.space_of(part.dest)
             if space.name not in entries:
-                entries[space.name] = _needed(space, tokens, total)
+                entries[space.name] = needed_entries(space, tokens, total)
             if entries[space.name]:
                 found.append(Piece(part.dest.key, part.box, entries[space.name]))
     return found
@@ -62,7 +62,7 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
 def digests(
     layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], each: bool = False
 ) -> Iterator[Hashes | None]:
-    """Hashes of the pieces in order, one for each, or with `each` one for each of their entries.
+    """Digests of the pieces in order, one for each, or with `each` one for each of their entries.
 
     They come in parts, as they are made: there are about `STEP_BYTES` of work before each, and None
     where no piece has ended since. Pieces may be anybody's: raises ValueError, naming owner, layer

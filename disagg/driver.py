@@ -22,6 +22,8 @@ import zmq
 
 from disagg.engines.base import Engine
 from disagg.keys import Keys, read_keys
+from disagg.lease import Leases
+from disagg.metrics import Snapshot
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
     LEAST_TIMEOUT,
@@ -47,6 +49,7 @@ LINGER_MS = 200
 QUEUED = 100_000
 """Messages that wait for one peer before it is given up as one that does not listen."""
 SOCKETS = 16_384
+TELEMETRY_SECONDS = 0.5
 MESSAGES_A_TURN = 1000
 
 
@@ -74,6 +77,9 @@ class Rooms(Protocol):
 
     def tick(self) -> None:
         """Notices what time brings."""
+
+    def leases(self) -> Leases:
+        """Items that must not be reused."""
 
 
 class Driver(ABC):
@@ -117,6 +123,7 @@ class Driver(ABC):
         os.set_blocking(self._wake_write, False)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._closing = False
+        self._asked, self._telemetry = 0.0, dict(engine.telemetry())
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
     def poll(self, room: Room) -> KVPoll:
@@ -142,6 +149,15 @@ class Driver(ABC):
         """Ends a room that has not ended; the other side is told the reason."""
         with self._calling():
             self._rooms.abort(room_name(room), reason)
+
+    def leases(self) -> Leases:
+        """Items that must not be reused now; of decode's also those in quarantine."""
+        with self._lock:
+            return self._rooms.leases()
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Numbers of now, and since the endpoint was made, for `disagg.exporter`."""
 
     def forget(self, room: Room) -> None:
         """Drops what is kept of an ended room. Raises ValueError if it has not ended."""
@@ -181,6 +197,9 @@ class Driver(ABC):
     def _work(self) -> bool:
         """One turn of the engine's work, without the lock; whether there is more to do at once."""
         self.engine.progress()
+        now = time.monotonic()
+        if now - self._asked > TELEMETRY_SECONDS:  # by the one thread that uses the engine
+            self._asked, self._telemetry = now, dict(self.engine.telemetry())
         return False
 
     def _patience(self) -> float:

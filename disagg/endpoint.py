@@ -32,8 +32,7 @@ from disagg.decode_room import Link, Read
 from disagg.digest import from_wire
 from disagg.driver import LINGER_MS, Driver
 from disagg.engines.base import Engine
-from disagg.lease import Leases
-from disagg.metrics import RoomMetrics
+from disagg.metrics import RoomMetrics, Snapshot
 from disagg.prefill import PrefillRooms
 from disagg.reader import Reader
 from disagg.room import KVPoll
@@ -113,10 +112,12 @@ class PrefillEndpoint(Driver):
         with self._lock:
             return list(self._rooms.refusals)
 
-    def leases(self) -> Leases:
-        """Items that must not be reused now."""
+    def snapshot(self) -> Snapshot:
+        """Numbers of now, and since the endpoint was made, for `disagg.exporter`."""
         with self._lock:
-            return self._rooms.leases()
+            rooms, engine = self._rooms, self.engine.name
+            now = len(rooms.open_rooms()), rooms.peers(), rooms.leases()
+            return Snapshot(rooms.totals.copy(), *now, engine, self._telemetry)
 
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes], message: Message) -> None:
         self._rooms.receive(frames[0], message)
@@ -189,7 +190,6 @@ class DecodeEndpoint(Driver):
         self._dialled: dict[int, zmq.Socket[bytes]] = {}
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._ranks: dict[zmq.Socket[bytes], int] = {}
-        self._metrics: dict[Room, RoomMetrics] = {}
         self._thread.start()
 
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
@@ -256,17 +256,21 @@ class DecodeEndpoint(Driver):
                     raise ValueError(f"room {room!r}: {len(links)} prefills, name one.")
                 link = links[0]
             self._rooms.want(name, address, index(start), link, aux)
-            self._metrics[name] = RoomMetrics()
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
         with self._lock:
             return self._rooms.reading(room_name(room))
 
-    def leases(self) -> Leases:
-        """Items that must not be reused now, and those that are in quarantine."""
+    def snapshot(self) -> Snapshot:
+        """Numbers of now, and since the endpoint was made, for `disagg.exporter`."""
         with self._lock:
-            return self._rooms.leases()
+            rooms, links, engine = self._rooms, self._rooms.links, self.engine.name
+            totals = rooms.totals.copy()
+            totals.planned(links.plan_seconds)
+            now = len(rooms.open_rooms()), links.live(), rooms.leases()
+            plans = {"hit": links.plans.hits, "miss": links.plans.misses}
+            return Snapshot(totals, *now, engine, self._telemetry, plans)
 
     def aux(self, room: Room) -> Aux:
         """The values that prefill sent along. Raises ValueError before the room has succeeded."""
@@ -276,13 +280,7 @@ class DecodeEndpoint(Driver):
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""
         with self._lock:
-            return replace(self._metrics[room_name(room)])
-
-    def forget(self, room: Room) -> None:
-        """Drops what is kept of an ended room. Raises ValueError while a read may write to it."""
-        with self._lock:
-            self._rooms.forget(room_name(room))
-            del self._metrics[room_name(room)]
+            return replace(self._rooms.metrics(room_name(room)))
 
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes], message: Message) -> None:
         self._rooms.receive(self._ranks[socket], message)
@@ -350,7 +348,7 @@ class DecodeEndpoint(Driver):
 
     def _wanted(self, read: Read) -> RoomMetrics | None:
         with self._lock:
-            return self._metrics[read.room] if self._rooms.wanted(read) else None
+            return self._rooms.metrics(read.room) if self._rooms.wanted(read) else None
 
     def _failed(self, read: Read, problem: str) -> None:
         with self._lock:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from disagg.decode_room import Link
 from disagg.lease import LOOKS, PINGS, Silence
-from disagg.plan import IncompatibleLayouts, plan
+from disagg.plan import IncompatibleLayouts
+from disagg.plan_cache import PlanCache
 from disagg.room import Failure
 from disagg.wire import (
     MAX_TEXT,
@@ -51,6 +52,8 @@ class Links:
         self.dials: list[int] = []
         self.partings: list[tuple[Link, int]] = []
         self.links: list[Link] = []
+        self.plans = PlanCache()
+        self.plan_seconds = 0.0
         self._ready, self._failed, self._clock = ready, failed, clock
         self._at: dict[int, tuple[Link, int]] = {}
         self._silence: Silence[int] = Silence(hello.timeout, clock())
@@ -129,7 +132,7 @@ class Links:
         link.plan, link.hellos[source] = None, None
         link.lost = f"{link.name(source)} is lost: {reason}"
         (log.debug if known else log.warning)("%s", link.lost)
-        self._failed(link, Failure("prefill", link.lost), source)
+        self._failed(link, Failure("prefill", link.lost, "lost"), source)
         self.outbox = [(to, data) for to, data in self.outbox if to != rank]
         self.dials.append(rank)
         self.partings.append((link, source))
@@ -153,19 +156,20 @@ class Links:
             self._refuse(link, problems, "decode")
             return
         link.hellos[source] = hello
-        self._shortest = min(self._shortest, hello.timeout)
+        self._shortest, self._next_look = min(self._shortest, hello.timeout), 0.0
         hellos = [each for each in link.hellos if each is not None]
         if len(hellos) < len(link.hellos):
             return
         began = time.perf_counter()
         try:
             layouts = [PoolLayout.from_msgpack(each.layout) for each in hellos]
-            link.plan = plan(layouts, self.layout)
+            link.plan = self.plans.plan(layouts, self.layout)
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             link.error = error if isinstance(error, IncompatibleLayouts) else None
             self._refuse(link, [str(error)], "decode")
             return
         link.plan_seconds = time.perf_counter() - began
+        self.plan_seconds += link.plan_seconds
         if link.lost is not None:
             log.info("%s is back", link.name(source))
         link.lost = None
@@ -183,4 +187,4 @@ class Links:
                 self.partings.append((link, source))
             if source != but:
                 self.post(link, source, told)
-        self._failed(link, Failure(side, link.refusal), None)
+        self._failed(link, Failure(side, link.refusal, "refused"), None)

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from disagg.bind import Columns, CopyBatch, IncompleteTransfer, bind
 from disagg.match import Piece, elect, mismatches, tile
 from disagg.route import EntryRuns, Record, Route, entry_runs, join, records, route
@@ -213,10 +211,7 @@ def _routes(
         shapes.setdefault(shape, []).append(pair)
     routes = []
     for pairs in shapes.values():
-        first = pairs[0]
-        src_bases, dst_bases = (
-            np.array([ends[pair][side].base for pair in pairs], dtype=np.int64) for side in (0, 1)
-        )
         moved = tuple(key for pair in pairs for key in keys[pair])
-        routes.append(route(first[0], *ends[first], joined[first], (src_bases, dst_bases), moved))
+        alike = [ends[pair] for pair in pairs]
+        routes.append(route(pairs[0][0], alike, joined[pairs[0]], moved))
     return tuple(routes)

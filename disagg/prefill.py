@@ -7,6 +7,7 @@ reader dies, or the lease runs out; what comes after that is answered with no.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from disagg.lease import LOOKS, Leases, Silence, items
-from disagg.room import Failure, KVPoll
+from disagg.metrics import RoomMetrics, Totals, failure_line
+from disagg.room import Failure, Kind, KVPoll
 from disagg.wire import (
     MAX_TEXT,
     Abort,
@@ -42,6 +44,8 @@ from disagg.wire import (
 )
 from kvpool.layout import RequestAddress
 
+log = logging.getLogger("disagg")
+
 Peer = bytes
 KEPT_REFUSALS = 100
 MAX_PEERS = 1024
@@ -52,14 +56,25 @@ KEPT_STRAYS = 10_000
 
 
 @dataclass(slots=True)
+class Decode:
+    """A decode that has said hello: its life, and the rooms that it wants."""
+
+    generation: str
+    rooms: set[Room] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class PrefillRoom:
     """One request: what was computed, who wants it, who is done with it."""
 
     chunks: list[Ready] = field(default_factory=list)
     addresses: list[RequestAddress] = field(default_factory=list)
     wants: dict[Peer, Want] = field(default_factory=dict)
+    lives: list[str] = field(default_factory=list)
+    """Generations of those who want it."""
     checking: set[Peer] = field(default_factory=set)
     done: set[Peer] = field(default_factory=set)
+    opened_at: float = 0.0
     leased_until: float | None = None
     failure: Failure | None = None
 
@@ -99,12 +114,13 @@ class PrefillRooms:
         self.checks: list[tuple[Peer, Check, RequestAddress]] = []
         self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
         self._lease, self._clock = lease, clock
-        self._peers: dict[Peer, set[Room]] = {}
+        self._peers: dict[Peer, Decode] = {}
         self._silence: Silence[Peer] = Silence(hello.timeout, clock())
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
         self._strays: deque[tuple[Room, PrefillRoom]] = deque()
         self._next_look = 0.0
+        self.totals = Totals()
 
     def send(
         self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
@@ -157,7 +173,7 @@ class PrefillRooms:
         """Ends a room that has not ended; its pages are free at once."""
         room = self._room(name)
         if name in self._open:
-            self._fail(name, room, Failure("prefill", reason))
+            self._fail(name, room, Failure("prefill", reason, "abort"))
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
@@ -212,26 +228,26 @@ class PrefillRooms:
         for name, room in over:
             missing = "nobody wanted it" if not room.wants else "not every reader was done"
             reason = f"its lease ran out: {missing} {self._lease:g} s after the last chunk or want."
-            self._fail(name, room, Failure("prefill", reason))
+            self._fail(name, room, Failure("prefill", reason, "lease"))
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Takes one message of a peer."""
-        rooms = self._peers.get(peer)
-        if rooms is not None:
+        decode = self._peers.get(peer)
+        if decode is not None:
             self._silence.heard(peer, self._clock())
         if isinstance(message, Hello):
             self._greet(peer, message)
         elif isinstance(message, Refuse):
             self.refusals.append("\n".join(message.reasons))
-            self._drop(peer, Failure("decode", "\n".join(message.reasons)))
+            self._drop(peer, Failure("decode", "\n".join(message.reasons), "refused"))
         elif not isinstance(message, (Ping, Want, Check, Done, Abort)):
             self.refuse(peer, f"{type(message).__name__} is not prefill's.")
-        elif rooms is None or message.generation != self.hello.generation:
+        elif decode is None or message.generation != self.hello.generation:
             self._post(peer, Unknown(message.generation))
         elif isinstance(message, Ping):
             self._post(peer, Pong(message.generation))
         elif isinstance(message, Want):
-            self._want(peer, message, rooms)
+            self._want(peer, message, decode)
         else:
             room = self._rooms.get(message.room)
             want = room.wants.get(peer) if room else None
@@ -241,7 +257,7 @@ class PrefillRooms:
             elif isinstance(message, Check):
                 self._check(peer, message, mine)
             elif mine is not None and message.room in self._open:
-                self._fail(message.room, mine, Failure("decode", message.reason), but=peer)
+                self._fail(message.room, mine, Failure("decode", message.reason, "abort"), but=peer)
 
     def checked(self, peer: Peer, check: Check, values: bytes, problem: str = "") -> None:
         """Answers a check."""
@@ -256,12 +272,12 @@ class PrefillRooms:
     def refuse(self, peer: Peer, reason: str) -> None:
         """Drops a peer that does not keep the protocol, and tells it why."""
         self._post(peer, Refuse([reason_text(reason, MAX_TEXT)]))
-        self.lost(peer, f"decode was refused: {reason}")
+        self.lost(peer, f"decode was refused: {reason}", "refused")
 
-    def lost(self, peer: Peer, reason: str) -> None:
+    def lost(self, peer: Peer, reason: str, kind: Kind = "lost") -> None:
         """A peer cannot be reached any more: the rooms that it wanted fail."""
         if peer in self._peers:
-            self._drop(peer, Failure("prefill", reason))
+            self._drop(peer, Failure("prefill", reason, kind))
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         reasons = greeting_problems(self.hello, hello)
@@ -270,16 +286,16 @@ class PrefillRooms:
         if reasons:
             self._post(peer, Refuse(reasons))
             return
-        self._peers.setdefault(peer, set())
+        self._peers.setdefault(peer, Decode(hello.generation))
         self._silence.heard(peer, self._clock())
         self._post(peer, self.hello)
 
-    def _want(self, peer: Peer, want: Want, rooms: set[Room]) -> None:
+    def _want(self, peer: Peer, want: Want, decode: Decode) -> None:
         known = self._rooms.get(want.room)
         problem = None
         if known is not None and known.wants.get(peer) == want:
             return  # a duplicate
-        if len(rooms) >= MAX_WANTED:
+        if len(decode.rooms) >= MAX_WANTED:
             problem = f"one decode may want {MAX_WANTED} rooms at once."
         elif known is not None:
             problem = self._unwanted(known, peer, want)
@@ -288,7 +304,8 @@ class PrefillRooms:
             return
         room = self._room(want.room)
         room.wants[peer] = want
-        rooms.add(want.room)
+        room.lives.append(decode.generation)
+        decode.rooms.add(want.room)
         if room.chunks:
             self._renew(room)
         for chunk in room.chunks:
@@ -323,9 +340,9 @@ class PrefillRooms:
         self._post(peer, Released(done.generation, done.room, done.attempt, leased))
 
     def _drop(self, peer: Peer, failure: Failure) -> None:
-        rooms = self._peers.pop(peer, set())
+        decode = self._peers.pop(peer, None)
         self._silence.forget(peer)
-        for name in list(rooms):
+        for name in list(decode.rooms) if decode else ():
             room = self._rooms.get(name)
             if room is not None and name in self._open and peer in room.wants:
                 self._fail(name, room, failure, but=peer)
@@ -348,8 +365,23 @@ class PrefillRooms:
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._open.discard(name)
+        seconds = self._clock() - room.opened_at
+        self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
+        if room.failure is not None:
+            line = failure_line(
+                room.failure,
+                room=name,
+                peer=", ".join(room.lives),
+                generation=self.hello.generation,
+                start=min((want.start for want in room.wants.values()), default=0),
+                tokens=room.computed,
+                bytes_moved=0,
+                seconds=seconds,
+            )
+            log.log(logging.INFO if room.failure.kind == "abort" else logging.WARNING, "%s", line)
         for peer in room.wants:
-            self._peers.get(peer, set()).discard(name)
+            if peer in self._peers:
+                self._peers[peer].rooms.discard(name)
 
     def _renew(self, room: PrefillRoom) -> None:
         if self._lease is not None:
@@ -358,7 +390,7 @@ class PrefillRooms:
     def _room(self, name: Room) -> PrefillRoom:
         """The room of that name, opened if there is none."""
         if name not in self._rooms:
-            self._rooms[name] = PrefillRoom()
+            self._rooms[name] = PrefillRoom(opened_at=self._clock())
             self._open.add(name)
         return self._rooms[name]
 

@@ -83,8 +83,9 @@ class Reader:
         wanted: Callable[[Read], RoomMetrics | None],
         failed: Callable[[Read, str], None],
         ended: Callable[[Read, str | None], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._timeout = engine, timeout
+        self._engine, self._timeout, self._clock = engine, timeout, clock
         self._wanted, self._failed, self._ended = wanted, failed, ended
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         self._fences: list[_Fence] = []
@@ -112,7 +113,7 @@ class Reader:
         """One step of every rank; whether the next should follow at once."""
         moved = [self._step(lane) for lane in list(self._lanes.values())]
         self._fences = [fence for fence in self._fences if not self._fenced(fence)]
-        now = time.monotonic()
+        now = self._clock()
         if any(moved):
             self._moved = now
         in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
@@ -173,10 +174,10 @@ class Reader:
         moved = False
         while active.in_flight and self._engine.poll(active.in_flight[0].transfer):
             part = active.in_flight.popleft()
-            active.metrics.moved(part.nbytes, time.perf_counter() - part.posted)
+            active.metrics.moved(part.nbytes, self._clock() - part.posted)
             moved = True
         if active.in_flight:
-            spent = time.perf_counter() - active.in_flight[0].posted
+            spent = self._clock() - active.in_flight[0].posted
             if spent > self._timeout:
                 raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
         if active.left and not self._wanted(active.read):
@@ -186,7 +187,7 @@ class Reader:
             if batch is None:
                 active.left = False
             else:
-                posted = time.perf_counter()
+                posted = self._clock()
                 transfer = self._engine.read(lane.peer, batch)
                 active.in_flight.append(_Part(transfer, batch.total, posted))
                 moved = True

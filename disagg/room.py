@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 
 class KVPoll(IntEnum):
@@ -24,12 +25,19 @@ class KVPoll(IntEnum):
         return self in (KVPoll.Failed, KVPoll.Success)
 
 
+Kind = Literal["abort", "aux", "digest", "lease", "lost", "protocol", "read", "refused"]
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a room failed, and on whose side (`prefill` or `decode`)."""
+    """Why a room failed, and on whose side (`prefill` or `decode`).
+
+    `kind`, of few words, is for counting: what the other side has aborted is an `abort` here.
+    """
 
     side: str
     reason: str
+    kind: Kind
 
     def __str__(self) -> str:
         return f"{self.side}: {self.reason}"

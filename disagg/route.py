@@ -62,8 +62,9 @@ class EntryRuns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Buffers of one space whose items lie side by side within one stride."""
+    """Buffers of one space whose items lie side by side within one stride, the first at `base`."""
 
+    first: str
     space: Space
     base: int
     stride: int
@@ -83,15 +84,19 @@ class Record:
 class Route:
     """Record pairs of one shape between source rank `source` and the destination.
 
-    `src_base` and `dst_base` are addresses `[B]`; `chains` are runs whose entries continue one
-    another, `singles` the other runs; `whole` are the runs of a whole item pair, where both hold
-    the same entries.
+    `src_base` and `dst_base` are addresses `[B]`, at which the buffers `src_buffers` and
+    `dst_buffers` begin; `chains` are runs whose entries continue one another, `singles` the other
+    runs; `whole` are the runs of a whole item pair, where both hold the same entries.
     """
 
     source: int
     keys: tuple[Key, ...]
+    roles: str
+    """`latent, rope`: those of the keys, as runs are counted by."""
     src_space: Space
     dst_space: Space
+    src_buffers: tuple[str, ...]
+    dst_buffers: tuple[str, ...]
     src_base: Ints
     dst_base: Ints
     src_stride: int
@@ -105,8 +110,8 @@ class Route:
     """`whole` is one run that goes on from item to item."""
 
 
-def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
-    """For each buffer by name, its record and its offset in the record's items."""
+def neighbours(layout: PoolLayout) -> list[list[Buffer]]:
+    """Buffers whose items lie side by side, by address."""
     groups: list[list[Buffer]] = []
     for buffer in sorted(layout.buffers, key=lambda b: (b.space, b.memory, b.base)):
         first = groups[-1][0] if groups else None
@@ -119,13 +124,18 @@ def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
             groups[-1].append(buffer)
         else:
             groups.append([buffer])
+    return groups
+
+
+def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
+    """For each buffer by name, its record and its offset in the record's items."""
     inside: dict[str, list[Region]] = {}
     for region in layout.regions:
         inside.setdefault(region.buffer, []).append(region)
     found: dict[str, tuple[Record, int]] = {}
     known: dict[object, tuple[Ints, Ints]] = {}
-    for group in groups:
-        base = group[0].base
+    for group in neighbours(layout):
+        first, base = group[0], group[0].base
         shape = tuple(
             (
                 buffer.base - base,
@@ -136,8 +146,8 @@ def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
         )
         if shape not in known:
             known[shape] = _padding(group, inside)
-        space = layout.space_by_name[group[0].space]
-        record = Record(space, base, group[0].item_stride, group[0].items, *known[shape])
+        space = layout.space_by_name[first.space]
+        record = Record(first.name, space, base, first.item_stride, first.items, *known[shape])
         found.update((buffer.name, (record, buffer.base - base)) for buffer in group)
     return found
 
@@ -213,14 +223,10 @@ def join(parts: Sequence[EntryRuns]) -> EntryRuns:
 
 
 def route(
-    source: int,
-    src: Record,
-    dst: Record,
-    runs: EntryRuns,
-    bases: tuple[Ints, Ints],
-    keys: tuple[Key, ...],
+    source: int, pairs: Sequence[tuple[Record, Record]], runs: EntryRuns, keys: tuple[Key, ...]
 ) -> Route:
     """Classifies the joined runs of record pairs that share one shape."""
+    src, dst = pairs[0]
     src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
     chained = _chained(src, dst, runs)
     chains, singles = runs.pick(chained), runs.pick(~chained)
@@ -235,9 +241,13 @@ def route(
     return Route(
         source,
         keys,
+        ", ".join(dict.fromkeys(role for _, _, role in keys)),
         src.space,
         dst.space,
-        *bases,
+        tuple(pair[0].first for pair in pairs),
+        tuple(pair[1].first for pair in pairs),
+        np.array([pair[0].base for pair in pairs], dtype=np.int64),
+        np.array([pair[1].base for pair in pairs], dtype=np.int64),
         src.stride,
         dst.stride,
         chains,

@@ -68,7 +68,7 @@ class Walk:
 
 def scattered(src_space: Space, dst_space: Space, tokens: int) -> Walk:
     """The walk of a request of `tokens` tokens of which no two items are neighbours."""
-    needed = _needed(dst_space, range(tokens), tokens)
+    needed = needed_entries(dst_space, range(tokens), tokens)
     sizes = src_space.entries_per_item, dst_space.entries_per_item
     starts, count = _parts(needed, *sizes)
     (src, src_step), (dst, dst_step) = (np.divmod(starts, size) for size in sizes)
@@ -113,7 +113,7 @@ class End:
 
 def walk(src: End, dst: End, tokens: range) -> Walk:
     """Pairs the entries of `tokens` that the destination keeps alive."""
-    needed = _needed(dst.space, tokens, dst.address.num_tokens)
+    needed = needed_entries(dst.space, tokens, dst.address.num_tokens)
     _check_offered(src, needed, tokens, dst.address.num_tokens)
     if not needed:
         none = np.empty(0, dtype=np.int64)
@@ -128,7 +128,7 @@ def walk(src: End, dst: End, tokens: range) -> Walk:
     )
 
 
-def _needed(space: Space, tokens: range, total: int) -> range:
+def needed_entries(space: Space, tokens: range, total: int) -> range:
     """Entries of `tokens` that are alive once a request has `total` tokens."""
     alive = space.alive(total)
     if space.private:  # may change until the last position is there

@@ -1,67 +1,101 @@
 """NIXL: RDMA, NVLink, TCP or shared memory through UCX and other backends.
 
 Facts relied on (docs/engines.md): without its progress thread an agent burns no core, and whoever
-is read must then make progress himself; errors are raised; there is no time-out.
+is read must then make progress himself; there is no time-out; a read that has not ended can be
+stopped only by ending the whole agent.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import os
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
+from disagg.engines.nixl_agent import HERE, Agent, Rows, nixl_api
+from disagg.engines.nixl_lists import Places
 from kvpool.layout import Slab
 
-PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+if TYPE_CHECKING:
+    from disagg.plan import TransferPlan
+
+WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
+"""UCX's transports that work only where it is told to handle no errors."""
+COUNTED = ("reads", "bytes", "descriptors", "post_seconds", "transfer_seconds")
+OWN = ("runs_by_number", "runs_by_address", "agents_ended")
+WORTH = 8192
+"""Reads of fewer runs are posted no faster by number than by address."""
+PAUSE = 0.001
+
+
+@dataclass(eq=False)
+class _Link:
+    """A peer as one life of our agent knows him, with the lists that were prepared for his plan."""
+
+    agent: Agent
+    name: str
+    places: Places | None = None
+    lists: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Peer:
-    """A remote agent, and the handles of reads from it that are not done."""
+    """Whom we read. `open` are transfers of which a byte may still land."""
 
-    agent: str
-    handles: list[Any]
+    metadata: bytes
+    link: _Link | None = None
+    plan: TransferPlan | None = None
+    open: list[Transfer] = field(default_factory=list)
+    given_up: float | None = None
 
 
 @dataclass(eq=False)
 class Transfer:
-    """One posted request."""
+    """Reads that were posted for one batch and have not ended, by number; what went wrong."""
 
     peer: Peer
-    handle: Any
+    agent: Agent
+    reads: list[int]
+    problem: str | None = None
 
 
 class NixlEngine(Engine):
-    """One NIXL agent with one backend; `options` go to the backend as they are."""
+    """NIXL with one backend; `options` go to the backend as they are.
+
+    `transports` is one of UCX's names (`tcp`, `posix`, `rc`, …); several are given by the variable
+    UCX_TLS. A fence waits `patience` seconds for reads to end by themselves before it ends the
+    agent, which can crash a peer that is read over TCP or shared memory.
+    """
 
     name = "nixl"
 
-    def __init__(self, backend: str = "UCX", **options: str) -> None:
-        api = _api()
-        self._errors = _errors(api)
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent = api.nixl_agent(uuid.uuid4().hex, config)
-        try:
-            self._agent.create_backend(backend, options)
-        except self._errors as error:
-            raise TransferError(f"NIXL backend {backend} with {options}: {error}") from None
-        self._registered: list[Any] = []
+    def __init__(
+        self,
+        backend: str = "UCX",
+        *,
+        transports: str | None = None,
+        patience: float = 2.0,
+        **options: str,
+    ) -> None:
+        self._backend, self._patience = backend, patience
+        self._options = _options(backend, options, transports)
+        self._slabs: list[tuple[int, int, int, str]] = []
         self._peers: list[Peer] = []
+        self._ending: list[Agent] = []
+        self._counts = dict.fromkeys((*COUNTED, *OWN), 0.0)
+        self._agent: Agent | None = None
+        self._current()
 
     @classmethod
     def availability(cls) -> str | None:
         """The package must be importable."""
         try:
-            _api()
+            nixl_api()
         except ImportError as error:
             return f"{error}. Install kvpool[nixl]."
         return None
@@ -72,119 +106,229 @@ class NixlEngine(Engine):
             if slab.memory != "cpu":
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes on {slab.memory}: this version's NIXL engine "
-                    "moves "
-                    "host memory only. Build the pool with device='cpu'."
+                    "moves host memory only. Build the pool with device='cpu'."
                 )
         rows = [(slab.base, slab.nbytes, 0, "") for slab in slabs]
-        try:
-            self._registered.append(self._agent.register_memory(rows, "DRAM"))
-        except self._errors as error:
-            raise TransferError(f"NIXL cannot register {len(rows)} slabs: {error}") from None
+        self._current().register(rows)
+        self._slabs.extend(rows)
 
     def metadata(self) -> bytes:
         """The agent's metadata."""
-        found: bytes = self._agent.get_agent_metadata()
-        return found
+        return self._current().metadata()
 
     def connect(self, metadata: bytes) -> Peer:
         """Loads the peer's metadata."""
-        try:
-            name = self._agent.add_remote_agent(metadata)
-        except self._errors as error:
-            raise TransferError(f"NIXL cannot load the peer's metadata: {error}") from None
-        peer = Peer(name.decode() if isinstance(name, bytes) else name, [])
+        peer = Peer(metadata)
+        self._link(peer)
         self._peers.append(peer)
         return peer
 
+    def prepare(self, peer: Peer, plan: TransferPlan) -> None:
+        """The first read that uses lists makes them: it says which source of the plan the peer is."""
+        peer.plan = plan
+        if peer.link is not None:
+            _drop_lists(peer.link)
+
     def read(self, peer: Peer, batch: CopyBatch) -> Transfer | None:
-        """Posts one request for the whole batch."""
+        """Posts runs by number, where many have one, and the rest by address."""
         if not batch.runs:
             return None
-        rows = np.zeros((2, batch.runs, 3), dtype=np.uint64)
-        rows[0, :, 0], rows[1, :, 0] = batch.src, batch.dst
-        rows[:, :, 1] = batch.nbytes
-        try:
-            source, dest = (self._agent.get_xfer_descs(side, "DRAM") for side in rows)
-            handle = self._agent.initialize_xfer("READ", dest, source, peer.agent)
-            peer.handles.append(handle)
-            state = self._agent.transfer(handle)
-        except self._errors as error:
-            raise TransferError(f"NIXL read of {batch.runs} runs: {error}") from None
-        transfer = Transfer(peer, handle)
-        self._settle(transfer, state)
+        link = self._link(peer)
+        transfer = Transfer(peer, link.agent, self._made(peer, link, batch))
+        peer.open.append(transfer)
+        _ask(transfer, link.agent.post)
+        self._close(transfer)
         return transfer
 
     def poll(self, transfer: Transfer | None) -> bool:
         """Asks the agent."""
-        if transfer is None or transfer.handle is None:
+        if transfer is None:
             return True
-        try:
-            state = self._agent.check_xfer_state(transfer.handle)
-        except self._errors as error:
-            raise TransferError(f"NIXL read: {error}") from None
-        return self._settle(transfer, state)
+        _ask(transfer, transfer.agent.ended)
+        return self._close(transfer)
 
     def progress(self) -> None:
-        """Polls for notifications, which drives the transports."""
-        self._agent.get_new_notifs()
+        """Lets all agents make progress."""
+        for agent in (self._agent, *self._ending):
+            if agent is not None:
+                agent.progress()
 
     def fence(self, peer: Peer, timeout: float | None = None) -> bool:
-        """Cancels what is not done and disconnects."""
-        while peer.handles:
-            self._release(peer, peer.handles[-1])
-        if peer in self._peers:
-            self._peers.remove(peer)
-            if any(other.agent == peer.agent for other in self._peers):
-                return True  # another link to the same agent lives on
-            try:
-                self._agent.remove_remote_agent(peer.agent)
-            except self._errors as error:
-                raise TransferError(f"NIXL cannot disconnect: {error}") from None
+        """Waits for the peer's reads to end. Where one does not, or has failed, the agent is ended
+        as soon as it serves nobody else: what the others read next is read by a new agent.
+        """
+        if peer.given_up is None:
+            peer.given_up = time.monotonic()
+        stop = None if timeout is None else time.monotonic() + timeout
+        while not self._quiet(peer):
+            if stop is not None and time.monotonic() >= stop:
+                return False
+            time.sleep(PAUSE)
         return True
+
+    def telemetry(self) -> Mapping[str, float]:
+        """What NIXL says of the reads that have ended (seconds from their post), how many runs were
+        described how, and how many agents were ended by a fence.
+        """
+        return dict(self._counts)
 
     def close(self) -> None:
-        """Fences all peers and deregisters all memory."""
+        """Fences all peers, all at once, and ends the agent."""
+        for peer in self._peers:
+            peer.given_up = peer.given_up or time.monotonic()
         for peer in list(self._peers):
             self.fence(peer)
-        while self._registered:
-            self._agent.deregister_memory(self._registered.pop())
+        self._retire(self._agent)
+        self._end_agents()
 
-    def _settle(self, transfer: Transfer, state: str) -> bool:
-        if state == "ERR":
-            raise TransferError("NIXL read: the backend reports an error.")
-        if state != "DONE":
-            return False
-        self._release(transfer.peer, transfer.handle)
-        transfer.handle = None
-        return True
+    def _current(self) -> Agent:
+        """The agent that reads and is read; a new one where the last was ended."""
+        if self._agent is None:
+            agent = Agent(self._backend, self._options, self._counts)
+            if self._slabs:
+                agent.register(self._slabs)
+            self._agent = agent
+        return self._agent
 
-    def _release(self, peer: Peer, handle: Any) -> None:
+    def _link(self, peer: Peer) -> _Link:
+        if peer.given_up is not None:
+            raise TransferError("the peer was given up. Connect again.")
+        if peer.link is None or peer.link.agent in self._ending:
+            agent = self._current()
+            peer.link = _Link(agent, agent.connect(peer.metadata))
+        return peer.link
+
+    def _made(self, peer: Peer, link: _Link, batch: CopyBatch) -> list[int]:
+        """The reads of a batch: one of prepared places, one of rows, or one of the two."""
+        others: slice | np.ndarray = slice(None)
+        reads: list[int] = []
+        if peer.plan is not None and batch.blocks and batch.runs >= WORTH:
+            numbered = _places(peer.plan, link, batch).number(batch)
+            others = numbered.others
+            if numbered.src.size:
+                src, dst = link.lists
+                reads.append(link.agent.numbered(src, numbered.src, dst, numbered.dst))
+                self._counts["runs_by_number"] += numbered.src.size
+        rows = _rows(batch, others)
+        if rows.size:
+            try:
+                reads.append(link.agent.described(link.name, rows[0], rows[1]))
+            except TransferError:
+                for read in reads:
+                    link.agent.release(read)
+                raise
+            self._counts["runs_by_address"] += rows.shape[1]
+        return reads
+
+    def _close(self, transfer: Transfer) -> bool:
+        """Whether a transfer has ended. Raises TransferError if it never will."""
+        if transfer.problem is not None:
+            raise TransferError(transfer.problem)
+        if not transfer.reads and transfer in transfer.peer.open:
+            transfer.peer.open.remove(transfer)
+        return not transfer.reads
+
+    def _quiet(self, peer: Peer) -> bool:
+        """Whether nothing of a peer that was given up can land; does what can be done for it."""
+        self._poll_all(peer)
+        waited = time.monotonic() - (peer.given_up or 0.0)
+        failed = any(transfer.problem is not None for transfer in peer.open)
+        if peer.open and (failed or waited >= self._patience):
+            for transfer in peer.open:
+                self._retire(transfer.agent)
+            self._end_agents()
+        if not peer.open and peer in self._peers:
+            self._peers.remove(peer)
+            if peer.link is not None:
+                _drop_lists(peer.link)
+                peer.link.agent.disconnect(peer.link.name)
+        return not peer.open
+
+    def _poll_all(self, peer: Peer) -> None:
+        for transfer in list(peer.open):
+            _ask(transfer, transfer.agent.ended)
+            if not transfer.reads:
+                peer.open.remove(transfer)
+
+    def _retire(self, agent: Agent | None) -> None:
+        """No read begins on an agent any more."""
+        if agent is not None and agent not in self._ending:
+            self._ending.append(agent)
+        if agent is self._agent:
+            self._agent = None
+
+    def _end_agents(self) -> None:
+        """Ends the retired agents on which nobody waits for a read."""
+        for agent in list(self._ending):
+            for peer in self._peers:
+                self._poll_all(peer)
+            left = [t for p in self._peers for t in p.open if t.agent is agent]
+            if any(t.peer.given_up is None and t.problem is None for t in left):
+                continue
+            if not agent.destroy():
+                raise TransferError("NIXL's agent cannot be ended: something still refers to it.")
+            self._ending.remove(agent)
+            self._counts["agents_ended"] += bool(left)
+            for transfer in left:
+                transfer.reads.clear()
+                transfer.problem = transfer.problem or "the peer was given up."
+                transfer.peer.open.remove(transfer)
+            for peer in self._peers:
+                if peer.link is not None and peer.link.agent is agent:
+                    peer.link = None
+
+
+def _ask(transfer: Transfer, question: Callable[[int], bool]) -> None:
+    """Asks whether each read of a transfer has ended, and keeps what is wrong."""
+    for read in list(transfer.reads) if transfer.problem is None else ():
         try:
-            self._agent.release_xfer_handle(handle)
-        except self._errors as error:
-            raise TransferError(f"NIXL cannot cancel a read: {error}") from None
-        peer.handles.remove(handle)
+            if question(read):
+                transfer.reads.remove(read)
+        except TransferError as error:
+            transfer.problem = str(error)
+            return
 
 
-def _api() -> Any:
-    """NIXL's Python module, under whichever name its wheel gave it."""
-    if not any(Path("/sys/class/infiniband").glob("*")):
-        # UCX's InfiniBand modules bring a second libnl, which can crash the process at exit
-        os.environ.setdefault("UCX_MODULES", "^ib")
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    for package in PACKAGES:
-        try:
-            api = importlib.import_module(f"{package}._api")
-            logging.getLogger("nixl").setLevel(
-                logging.WARNING
-            )  # it announces every agent on stdout
-            return api
-        except ImportError as error:
-            reason = error
-    raise ImportError(f"none of {', '.join(PACKAGES)} can be imported ({reason})")
+def _places(plan: TransferPlan, link: _Link, batch: CopyBatch) -> Places:
+    """The places of the batch's source, and the lists of them in `link`, made once."""
+    if link.places is None:
+        source = batch.blocks[0].route.source
+        routes = [route for route in plan.routes if route.source == source]
+        places = Places(routes, plan.sources[source], plan.dest)
+        if places.src_rows.size:
+            link.lists.append(link.agent.prepare(link.name, places.src_rows))
+            link.lists.append(link.agent.prepare(HERE, places.dst_rows))
+        link.places = places
+    return link.places
 
 
-def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions, which share no base of their own."""
-    known = vars(api.nixlBind).values()
-    return tuple(e for e in known if isinstance(e, type) and issubclass(e, Exception))
+def _drop_lists(link: _Link) -> None:
+    link.places = None
+    while link.lists:
+        link.agent.release(link.lists.pop())
+
+
+def _rows(batch: CopyBatch, which: slice | np.ndarray) -> Rows:
+    """Address, length and device of runs on both sides, `[2, N, 3]`."""
+    src, dst, nbytes = (column[which] for column in batch)
+    rows = np.zeros((2, src.size, 3), dtype=np.uint64)
+    rows[0, :, 0], rows[1, :, 0] = src, dst
+    rows[:, :, 1] = nbytes
+    return rows
+
+
+def _options(backend: str, given: dict[str, str], transports: str | None) -> dict[str, str]:
+    """The backend's options, with UCX's for one transport."""
+    if transports is None:
+        return given
+    if backend != "UCX" or "," in transports:
+        raise ValueError(
+            f"transports={transports!r}: one of UCX's transports. Give a list of them by the "
+            "variable UCX_TLS, and another backend its own options."
+        )
+    forced = os.environ.get("UCX_TLS", transports)
+    if forced != transports:
+        raise ValueError(f"transports={transports!r}, but the variable UCX_TLS={forced} wins.")
+    config = ",".join(filter(None, [given.get("engine_config"), f"TLS={transports}"]))
+    handling = {"ucx_error_handling_mode": "none"} if transports in WITHOUT_ERRORS else {}
+    return {**handling, **given, "engine_config": config}

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from urllib.request import urlopen
 
 import pytest
 
 from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
+from disagg.exporter import export
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.peers import ENGINES, prefills
@@ -382,3 +384,35 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
         assert "injected" in str(decode.failure("bad"))
         assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
         until(decode, lambda: not decode.reading("bad"))
+
+
+def test_what_real_endpoints_count_is_served():
+    with (
+        prefill_side() as (prefill, given),
+        decode_side(verify="checksum") as (decode, dest, address),
+        export({"p": prefill, "d": decode}) as server,
+    ):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("good", address)
+        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        prefill.send("good", given)
+        assert decode.wait("good", 20) is prefill.wait("good", 20) is KVPoll.Success
+        decode.abort("bad", "preempted")
+        prefill.wait("bad", 20)
+        page = urlopen(f"http://{server.addr}:{server.port}/metrics").read().decode()
+        moved = TOKENS * dest.bytes_per_token
+        for line in (
+            'kvpool_rooms_total{endpoint="d",outcome="success"} 1.0',
+            'kvpool_failures_total{endpoint="d",kind="abort",side="decode"} 1.0',
+            'kvpool_failures_total{endpoint="p",kind="abort",side="decode"} 1.0',
+            f'kvpool_moved_bytes_total{{endpoint="d"}} {float(moved)}',
+            f'kvpool_bound_bytes_total{{endpoint="d",owner="target",roles="latent, rope"}} '
+            f"{float(moved)}",
+            'kvpool_alive_peers{endpoint="d"} 1.0',
+            'kvpool_alive_peers{endpoint="p"} 1.0',
+        ):
+            assert line in page.splitlines(), page
+        told = decode.metrics("good")
+        phases = (told.plan_seconds, told.bind_seconds, told.wait_seconds, told.wire_seconds)
+        assert all(0 < seconds < told.total_seconds + told.plan_seconds for seconds in phases)
+        assert told.verify_seconds > 0
