@@ -8,12 +8,18 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("long", settings.get_profile("kvpool"), max_examples=500)
 settings.load_profile("kvpool")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test fails the run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        settings.load_profile("long")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

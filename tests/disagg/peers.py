@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from contextlib import contextmanager
+from importlib.util import find_spec
 
-ENGINES = ("local", "nixl")
+from tests.processes import FORKS
+
+# mooncake where its package is installed: there it must work
+ENGINES = ("local", "nixl", *(["mooncake"] if find_spec("mooncake") else []))
 
 
 def serve(pipe, engine, kind, arguments, tokens, seed) -> None:
@@ -61,11 +64,10 @@ class Prefill:
 @contextmanager
 def prefills(engine, kind, arguments, tokens):
     """One process for each dict of `arguments`; they are closed, and must exit well, at the end."""
-    spawn = multiprocessing.get_context("spawn")
     ranks = []
     for seed, each in enumerate(arguments):
-        here, there = spawn.Pipe()
-        process = spawn.Process(
+        here, there = FORKS.Pipe()
+        process = FORKS.Process(
             target=serve, args=(there, engine, kind, each, tokens, seed), daemon=True
         )
         process.start()

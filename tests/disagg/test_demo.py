@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -10,16 +11,19 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer import Exit
 
 from disagg import demo
 from disagg.demo_check import locations, same_as_pool, same_as_transformers
 from disagg.demo_models import MODELS, Settings
 from disagg.demo_run import prefill, transformers_cache
+from disagg.engines.base import engine_names
 from kvpool.allocator import Allocator
 from kvpool.integrations.transformers import PoolCache
 from tests.disagg.peers import ENGINES
@@ -37,31 +41,76 @@ def kvpool(*arguments):
     )
 
 
+def prefill_side(pipe):
+    """Plays prefill's part of one demo after the other."""
+    while settings := pipe.recv():
+        demo.offer(pipe, settings)
+
+
+@pytest.fixture(scope="module")
+def play():
+    """Runs a demo between this process and another that plays prefill in all of them; returns the
+    verdict and what was printed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    peers: list[demo.Peer] = []
+
+    def run(settings):
+        if not peers or not peers[-1].process.is_alive():
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            peers.append(demo.Peer(here, process))
+        peer, console = peers[-1], Console(file=StringIO(), width=200)
+        peer.pipe.send(settings)
+        try:
+            good = demo.decode_process(peer, settings, 4, console)
+        except BaseException:
+            peer.process.kill()
+            raise
+        return good, console.file.getvalue()
+
+    yield run
+    for peer in peers[-1:]:
+        peer.pipe.send(None)
+        peer.process.join(30)
+        assert peer.process.exitcode == 0
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", MODELS)
-def test_decode_elsewhere_equals_one_process(model, engine):
+def test_decode_elsewhere_equals_one_process(play, model, engine):
+    # the longest prompt is as much work as all others, and nothing new to a second engine
+    lengths = LENGTHS if engine == ENGINES[0] else LENGTHS[:-1]
     here, there = PAGES.get(model, (16, 24))
-    done = kvpool(
-        "demo", "--model", model, "--engine", engine, "--new-tokens", 4, "--chunk-tokens", 100,
-        "--prefill-page", here, "--decode-page", there, "--dtype", "bfloat16",
-        *(option for tokens in LENGTHS for option in ("--prompt-tokens", tokens)),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    claim = "logits of 4 of 4 decoded steps bit-equal to one process, same pool"
-    assert done.stdout.count(f"PASS {claim}") == len(LENGTHS)
-    assert done.stdout.count("PASS") == 4 * len(LENGTHS) and "FAIL" not in done.stdout
+    settings = Settings(model, engine, lengths, 100, "bfloat16", "bfloat16", 0, 1, here, there)
+    good, said = play(settings)
+    assert good, said
+    claim = "logits of 4 of 4 decoded steps bit-equal to one process"
+    for other in ("same pool", "transformers' own cache"):
+        assert said.count(f"PASS {claim}, {other}") == len(lengths)
+    assert said.count("PASS") == 4 * len(lengths) and "FAIL" not in said
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(model):
+def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(play, model):
+    good, said = play(Settings(model, "local", (130, 257), 100, "float32", "fp8", 0, 1, 0, 0))
+    assert good, said
+    assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
+    errors = re.findall(r"PASS largest logit error of fp8: ([\d.]+)% of the largest", said)
+    assert len(errors) == 2 and all(0 < float(error) < 10 for error in errors)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_command_runs_both_processes_and_prints_the_verdict(engine):
     done = kvpool(
-        "demo", "--model", model, "--new-tokens", 4, "--chunk-tokens", 100, "--packing", "fp8",
-        "--prompt-tokens", 130, "--prompt-tokens", 257,
+        "demo", "--engine", engine, "--prompt-tokens", 5, "--prompt-tokens", 130,
+        "--new-tokens", 4, "--chunk-tokens", 100, "--packing", "fp8",
+        "--prefill-page", 16, "--decode-page", 24, "--dtype", "bfloat16",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
-    errors = re.findall(r"PASS largest logit error of fp8: ([\d.]+)% of the largest", done.stdout)
-    assert len(errors) == 2 and all(0 < float(error) < 10 for error in errors)
+    assert done.stdout.count("PASS") == 6 and "FAIL" not in done.stdout
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss", "qwen3_next", "deepseek_v4"])
@@ -216,7 +265,7 @@ def test_help_is_there(arguments):
     [
         ("--dtype", "int8", "one of float32, bfloat16, float16, got 'int8'"),
         ("--packing", "int4", "one of float32, fp8, mxfp8, got 'int4'"),
-        ("--engine", "pigeon", "one of local, nixl, got 'pigeon'"),
+        ("--engine", "pigeon", f"one of {', '.join(engine_names())}, got 'pigeon'"),
         ("--model", "gpt", f"one of {', '.join(MODELS)}, got 'gpt'"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import multiprocessing
 import os
 
 import msgspec
@@ -26,6 +25,7 @@ from disagg.engines.local import LocalEngine
 from kvpool.device import CPUDevice
 from kvpool.layout import Slab
 from tests.disagg.peers import ENGINES
+from tests.processes import FORKS
 
 SIZE = 1 << 20
 
@@ -58,9 +58,8 @@ class Owner:
     """A process with registered memory."""
 
     def __init__(self, name, kind):
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=owner, args=(there, name, kind), daemon=True)
+        self.pipe, there = FORKS.Pipe()
+        self.process = FORKS.Process(target=owner, args=(there, name, kind), daemon=True)
         self.process.start()
         there.close()
         assert self.pipe.poll(60)

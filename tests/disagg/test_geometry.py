@@ -97,7 +97,6 @@ def geometries(draw, layers=40, heads=16, dim=8, pp=4, tp=8, page=64, **options)
     return model, source, dest, draw(st.sampled_from(dest.ranks()))
 
 
-@settings(max_examples=300)
 @given(geometries(), st.integers(1, 300), st.data())
 def test_any_geometry_is_byte_exact(geometry, tokens, data):
     model, source, dest, where = geometry

@@ -272,9 +272,9 @@ def machine(build) -> type:
         pass
 
     Machine.build = staticmethod(build)
-    Machine.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=40, deadline=None, print_blob=True
-    )
+    # an example is many calls: fewer of them than elsewhere
+    examples = 2 * settings.default.max_examples // 5
+    Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
     return Machine.TestCase
 
 
