@@ -170,6 +170,7 @@ class Driver(ABC):
             if self._closing:
                 return
             self._abort_all("the endpoint was closed.")
+            self._farewell()
             self._closing = True
             self._wake()
             self._changed.notify_all()
@@ -242,6 +243,9 @@ class Driver(ABC):
     def _check_open(self) -> None:
         if self._closing:
             raise EndpointClosed("the endpoint was closed.")
+
+    def _farewell(self) -> None:
+        """What peers are told before the sockets go."""
 
     def _abort_all(self, reason: str) -> None:
         for room in list(self._rooms.open_rooms()):

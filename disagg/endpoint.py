@@ -125,6 +125,9 @@ class PrefillEndpoint(Driver):
     def _refuse(self, socket: zmq.Socket[bytes], frames: list[bytes], reason: str) -> None:
         self._rooms.refuse(frames[0], reason)
 
+    def _farewell(self) -> None:
+        self._rooms.farewell()
+
     def _patience(self) -> float:
         return self.engine.progress_seconds
 

@@ -74,8 +74,8 @@ class Links:
 
     def disconnect(self, link: Link, reason: str) -> None:
         """Gives a link up for good."""
-        if link.refusal is None:
-            self._refuse(link, [reason], "decode")
+        self._failed(link, Failure("decode", reason, "abort"), None)
+        self._part(link)
         self.links.remove(link)
         for source in range(len(link.addresses)):
             del self._at[link.first + source]
@@ -181,10 +181,14 @@ class Links:
         link.refusal = "\n".join(reasons)
         link.plan = None
         told = Refuse([reason_text(reason, MAX_TEXT) for reason in reasons])
-        for source, hello in enumerate(link.hellos):
-            self._silence.forget(link.first + source)
-            if hello is not None:
-                self.partings.append((link, source))
+        for source in range(len(link.addresses)):
             if source != but:
                 self.post(link, source, told)
+        self._part(link)
         self._failed(link, Failure(side, link.refusal, "refused"), None)
+
+    def _part(self, link: Link) -> None:
+        """Waits for no rank of a link any more, and reads from none."""
+        for source in range(len(link.addresses)):
+            self._silence.forget(link.first + source)
+            self.partings.append((link, source))

@@ -274,6 +274,11 @@ class PrefillRooms:
         self._post(peer, Refuse([reason_text(reason, MAX_TEXT)]))
         self.lost(peer, f"decode was refused: {reason}", "refused")
 
+    def farewell(self) -> None:
+        """Tells all decodes that this life is over, so that none waits for a time-out."""
+        for peer in self._peers:
+            self._post(peer, Unknown(self.hello.generation))
+
     def lost(self, peer: Peer, reason: str, kind: Kind = "lost") -> None:
         """A peer cannot be reached any more: the rooms that it wanted fail."""
         if peer in self._peers:

@@ -201,13 +201,14 @@ class Reader:
         """Its room fails now, its pages come back once nothing can land; the next reconnects."""
         problem = f"read from {read.link.name(read.source)}: {error}"
         touched, lane.active = lane.active is not None, None
-        if not lane.connected:
-            self._ended(read, problem)
-            return
-        fence = _Fence(lane.peer, read, problem)
-        lane.peer, lane.connected = None, False
         if touched:
             self._failed(read, problem)
+        else:  # nothing of it was posted
+            self._ended(read, problem)
+        if not lane.connected:
+            return
+        fence = _Fence(lane.peer, read if touched else None, problem)
+        lane.peer, lane.connected = None, False
         if not self._fenced(fence):
             self._fences.append(fence)
 

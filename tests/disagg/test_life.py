@@ -211,6 +211,19 @@ def test_a_prefill_that_never_answers_fails_rooms_within_the_time_out():
             decode.receive("s", address, link=link)
 
 
+def test_a_prefill_that_closes_says_so_and_nobody_waits_for_a_time_out():
+    with decode_side(peer_timeout=60) as (decode, _, address):
+        with prefill_side() as (prefill, _):
+            link = decode.connect([prefill.address], timeout=20)
+            decode.receive("r", address)
+            until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert str(decode.failure("r")) == "prefill: the endpoint was closed."
+        until(decode, lambda: link.lost is not None)
+        decode.receive("s", address)
+        assert "does not know this decode any more" in str(decode.failure("s"))
+
+
 def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
     with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
         files = len(os.listdir("/proc/self/fd"))
@@ -225,6 +238,7 @@ def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
             decode.forget("r")
             prefill.forget("r")
         until(decode, lambda: not decode._dealers)
+        assert prefill.refusals() == []
         assert len(os.listdir("/proc/self/fd")) <= files + 10
 
 
