@@ -5,11 +5,15 @@ VENV ?= .venv
 # the same minor release on every machine; where PyTorch's own index is reachable, its CPU build is smaller:
 #   make venv TORCH="torch==2.13.0 --index-url <PyTorch's CPU index>"
 TORCH ?= torch==2.13.0
+# of Mooncake's two builds the one for this machine: the name of an extra of kvpool, or nothing
+MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
+LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 DEMO ?= --model llama --engine local
 TESTS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
 .PHONY: help venv demo test lint bench long clean
 
@@ -30,7 +34,19 @@ $(STAMP): pyproject.toml setup.py
 		{ rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,nixl,test]'
+	@test -z "$(MOONCAKE)" || $(MAKE) -s mooncake
 	@touch $@
+
+# a machine that cannot load it goes on without: the engine's tests are collected where it is there
+.PHONY: mooncake
+mooncake:
+	-$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(MOONCAKE)]'
+	@$(HAS_MOONCAKE) || test "$$(id -u)" != 0 || \
+		apt-get install -qq -y $(LIBRARIES) >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -qq -y $(LIBRARIES); } >/dev/null 2>&1 || true
+	@$(HAS_MOONCAKE) || { \
+		$(BIN)/python -m pip uninstall -q -y mooncake-transfer-engine mooncake-transfer-engine-non-cuda; \
+		echo "Without engine mooncake. On Debian: apt-get install $(LIBRARIES), then make mooncake"; }
 
 demo: venv  ## a real model prefills in one process and decodes in another
 	$(BIN)/kvpool demo $(DEMO)

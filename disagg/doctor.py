@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-PACKAGES = ("kvpool", "torch", "numpy", "pyzmq", "nixl-cu12", "transformers")
+PACKAGES = (
+    "kvpool",
+    "torch",
+    "numpy",
+    "pyzmq",
+    "nixl-cu12",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "transformers",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ class Driver(ABC):
         engine: Engine,
         peer_timeout: float,
         keys: str | os.PathLike[str] | None,
+        serves: bool,
     ) -> None:
         if not LEAST_TIMEOUT <= peer_timeout <= MOST_TIMEOUT:
             raise ValueError(
@@ -110,7 +111,7 @@ class Driver(ABC):
             self.layout.generation,
             engine.name,
             self.layout.to_msgpack(),
-            engine.metadata(),
+            engine.metadata() if serves else b"",
             float(peer_timeout),
         )
         self._lock = threading.RLock()

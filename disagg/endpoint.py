@@ -72,7 +72,7 @@ class PrefillEndpoint(Driver):
     ) -> None:
         if lease is not None and not lease > 0:
             raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
-        super().__init__(layout, engine, peer_timeout, keys)
+        super().__init__(layout, engine, peer_timeout, keys, serves=True)
         self._rooms = PrefillRooms(self._hello, lease)
         self._digester = Digester()
         self._router = self._socket(zmq.ROUTER)
@@ -186,7 +186,7 @@ class DecodeEndpoint(Driver):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:
             raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
-        super().__init__(layout, engine, peer_timeout, keys)
+        super().__init__(layout, engine, peer_timeout, keys, serves=False)
         self._rooms = DecodeRooms(self._hello, self.layout, ranks, verify is not None)
         self._reader = Reader(engine, read_timeout, self._wanted, self._failed, self._ended)
         self._digester = Digester()

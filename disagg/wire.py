@@ -47,6 +47,7 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     engine: Name
     layout: bytes
     metadata: bytes
+    """The engine's; nobody reads decode, so decode's is empty."""
     timeout: Seconds
     """After how much silence it takes the other side for dead."""
 

@@ -79,7 +79,7 @@ class NixlEngine(Engine):
         backend: str = "UCX",
         *,
         transports: str | None = None,
-        patience: float = 2.0,
+        patience: float = 5.0,
         **options: str,
     ) -> None:
         self._backend, self._patience = backend, patience
@@ -124,7 +124,7 @@ class NixlEngine(Engine):
         return peer
 
     def prepare(self, peer: Peer, plan: TransferPlan) -> None:
-        """The first read that uses lists makes them: it says which source of the plan the peer is."""
+        """Lists are made by the first read that uses them: it says which source the peer is."""
         peer.plan = plan
         if peer.link is not None:
             _drop_lists(peer.link)
@@ -265,17 +265,17 @@ class NixlEngine(Engine):
             left = [t for p in self._peers for t in p.open if t.agent is agent]
             if any(t.peer.given_up is None and t.problem is None for t in left):
                 continue
+            for transfer in left:
+                transfer.problem = transfer.problem or "the peer was given up."
+            for peer in self._peers:
+                if peer.link is not None and peer.link.agent is agent:
+                    peer.link = None
             if not agent.destroy():
                 raise TransferError("NIXL's agent cannot be ended: something still refers to it.")
             self._ending.remove(agent)
             self._counts["agents_ended"] += bool(left)
             for transfer in left:
-                transfer.reads.clear()
-                transfer.problem = transfer.problem or "the peer was given up."
                 transfer.peer.open.remove(transfer)
-            for peer in self._peers:
-                if peer.link is not None and peer.link.agent is agent:
-                    peer.link = None
 
 
 def _ask(transfer: Transfer, question: Callable[[int], bool]) -> None:

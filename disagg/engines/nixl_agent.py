@@ -79,7 +79,9 @@ class Agent:
                 self._call("disconnection", "remove_remote_agent", name)
 
     def prepare(self, name: str, rows: Rows) -> int:
-        """A list of strided rows `[R, 5]` of a peer, or HERE, checked against what he registered."""
+        """A list of a peer's strided rows `[R, 5]`, or of those HERE; refused outside of what is
+        registered.
+        """
         return self._hold(self._call("list", "prep_xfer_dlist", name, rows, "DRAM"))
 
     def numbered(self, src: int, src_numbers: Numbers, dst: int, dst_numbers: Numbers) -> int:

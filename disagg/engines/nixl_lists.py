@@ -80,26 +80,25 @@ class Places:
         self._grids: dict[tuple[Route, str], _Grid] = {}
         self._walks: tuple[tuple[Block, ...], dict[int, tuple[Numbers, Numbers, Mask | None]]]
         self._walks = (), {}
-        src, dst = _Rows(), _Rows()
+        src, dst = _Rows(source), _Rows(dest)
         for route in routes:
-            src_items = source.items_by_space[route.src_space.name]
-            dst_items = dest.items_by_space[route.dst_space.name]
             for kind, runs, entries in _kinds(route):
                 there = _parts(route.src_space, runs.src, runs.src_step, entries)
                 here = _parts(route.dst_space, runs.dst, runs.dst_step, entries)
-                pairs = route.src_base.size
-                if src.full(pairs * there.size, src_items) or dst.full(
-                    pairs * here.size, dst_items
-                ):
-                    first, more = route.keys[0], len(route.keys) - 1
-                    log.warning("NIXL: %s and %d more lists are too long to prepare.", first, more)
-                    continue
                 nbytes = runs.nbytes + (entries - 1) * runs.dst_step
-                self._grids[route, kind] = _Grid(
-                    entries,
-                    src.add(route.src_base, there, nbytes, route.src_stride, src_items),
-                    dst.add(route.dst_base, here, nbytes, route.dst_stride, dst_items),
+                ends = (
+                    _End(route.src_space, route.src_base, there, nbytes, route.src_stride),
+                    _End(route.dst_space, route.dst_base, here, nbytes, route.dst_stride),
                 )
+                if src.has_room(ends[0]) and dst.has_room(ends[1]):
+                    self._grids[route, kind] = _Grid(entries, src.add(ends[0]), dst.add(ends[1]))
+                else:
+                    log.warning(
+                        "NIXL: %s and %d regions like it have too many places for a list. Their "
+                        "runs go by address.",
+                        route.keys[0],
+                        len(route.keys) - 1,
+                    )
         self.src_rows, self.dst_rows = src.all(), dst.all()
 
     def number(self, batch: CopyBatch) -> Numbered:
@@ -162,29 +161,49 @@ def _parts(space: Space, offsets: Ints, steps: Ints, entries: int) -> Ints:
     return offsets[:, None] + parts * steps[:, None]
 
 
+class _End(NamedTuple):
+    """One side of a route's places: addresses of its records, `[B]`, where places begin in item 0,
+    `[A, parts]`, their lengths, `[A]`, and the bytes to the next item.
+    """
+
+    space: Space
+    bases: Ints
+    parts: Ints
+    nbytes: Ints
+    stride: int
+
+    @property
+    def rows(self) -> int:
+        """A row for every part of an item."""
+        return self.bases.size * self.parts.size
+
+
 class _Rows:
     """Rows of one side, as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: PoolLayout) -> None:
+        self._items = layout.items_by_space
         self._rows = [np.empty((0, 5), dtype=np.uint64)]
         self._places = self._count = 0
 
-    def full(self, rows: int, items: int) -> bool:
-        """Whether so many more have no room."""
-        return self._places + rows * items > MAX_PLACES or self._count + rows > MAX_ROWS
+    def has_room(self, end: _End) -> bool:
+        """Whether so many more may be added."""
+        places = self._places + end.rows * self._items[end.space.name]
+        return places <= MAX_PLACES and self._count + end.rows <= MAX_ROWS
 
-    def add(self, bases: Ints, parts: Ints, nbytes: Ints, stride: int, items: int) -> _Side:
+    def add(self, end: _End) -> _Side:
         """Numbers the places: item after item in each row."""
-        starts = bases[:, None, None] + parts
-        rows = np.zeros((starts.size, 5), dtype=np.uint64)
+        items = self._items[end.space.name]
+        starts = end.bases[:, None, None] + end.parts
+        rows = np.zeros((end.rows, 5), dtype=np.uint64)
         rows[:, 0] = starts.ravel()
-        rows[:, 1] = np.broadcast_to(nbytes[:, None], starts.shape).ravel()
-        rows[:, 3], rows[:, 4] = stride, items
+        rows[:, 1] = np.broadcast_to(end.nbytes[:, None], starts.shape).ravel()
+        rows[:, 3], rows[:, 4] = end.stride, items
         self._rows.append(rows)
-        runs = np.arange(bases.size * parts.shape[0], dtype=np.int64)
-        first = self._places + runs * parts.shape[1] * items
-        self._places += starts.size * items
-        self._count += starts.size
+        runs, parts = end.parts.shape
+        first = self._places + np.arange(end.bases.size * runs, dtype=np.int64) * (parts * items)
+        self._places += end.rows * items
+        self._count += end.rows
         return _Side(first.astype(np.int32), items)
 
     def all(self) -> npt.NDArray[np.uint64]:

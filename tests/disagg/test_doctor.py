@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from disagg import doctor
+from tests.disagg.peers import ENGINES
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
 
@@ -42,7 +43,9 @@ def test_what_is_installed_here_works_here():
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     works = {(each["kind"], each["name"]) for each in said["found"] if each["problem"] is None}
-    assert works >= {("device", "cpu"), ("device", "meta"), ("engine", "local"), ("engine", "nixl")}
+    assert works >= {("device", "cpu"), ("device", "meta"), *(("engine", name) for name in ENGINES)}
+    ascend = next(each for each in said["found"] if each["name"] == "ascend")
+    assert ascend["problem"] is None or ascend["problem"].startswith("missing: ")
     assert said["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     table = subprocess.run([KVPOOL, "doctor"], capture_output=True, text=True, timeout=60).stdout
     assert all(name in table for _, name in works)
