@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -14,6 +14,7 @@ from kvpool.layout import VERSION, PoolLayout
 from kvpool.parts import MAX_AXES, MAX_PARTS, Axis, Buffer, LayoutError, Region, Space
 
 MAX_BYTES = 8 << 20
+MAX_REASON = 4096
 
 
 def _strict(kind: type, **lists: Any) -> Any:
@@ -69,10 +70,12 @@ def from_json(text: str | bytes) -> PoolLayout:
 
 def fingerprint(layout: PoolLayout) -> str:
     """SHA-256 of all but bases, device numbers, generation and the order of declaration."""
-    anonymous = [replace(b, base=0, memory=b.memory.partition(":")[0]) for b in layout.buffers]
     parts = (
         layout.version,
-        sorted(anonymous, key=lambda buffer: buffer.name),
+        sorted(
+            (b.name, b.space, b.item_stride, b.item_bytes, b.items, b.memory.partition(":")[0])
+            for b in layout.buffers
+        ),
         sorted(layout.regions, key=lambda region: region.key),
         sorted(layout.spaces, key=lambda space: space.name),
         layout.total_kv_layers,
@@ -100,4 +103,5 @@ def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
     except LayoutError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LayoutError(f"malformed layout: {error}") from None
+        # the reason quotes what may be megabytes
+        raise LayoutError(f"malformed layout: {str(error)[:MAX_REASON]}") from None

@@ -6,15 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from kvpool.grid import MAX_RUNS, region_runs, run_count
+from kvpool.grid import region_runs, run_count
 from kvpool.parts import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, Space
 
 if TYPE_CHECKING:
     from kvpool.layout import PoolLayout
 
 VERSION = 1
+MAX_RUNS = 1 << 18
+"""Contiguous runs of all item shapes together: a few bytes of layout can say many, and each costs
+50 bytes to check.
+"""
 
 
 def check_layout(layout: PoolLayout) -> None:
@@ -51,9 +56,10 @@ def check_layout(layout: PoolLayout) -> None:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
         inside[region.buffer].append(region)
-    seen: dict[object, int] = {}
+    shapes: set[bytes] = set()
+    listed = 0
     for name, regions in inside.items():
-        _check_item(layout.buffer_by_name[name], regions, seen)
+        listed += _check_item(layout.buffer_by_name[name], regions, shapes, MAX_RUNS - listed)
     _check_apart(layout.buffers)
 
 
@@ -102,10 +108,11 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, int]) -> None:
-    """No two regions of an item share a byte, and none leaves the item.
+def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], most: int) -> int:
+    """No two regions of an item share a byte, and none leaves the item; how many runs were listed.
 
-    `seen` holds the item shapes that were checked, and how many runs each took.
+    `shapes` are those of the items that were checked, as bytes: equal hashes of tuples of numbers
+    can be made on purpose.
     """
     for region in regions:
         if region.end > buffer.item_bytes:
@@ -114,11 +121,11 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, in
                 f"{buffer.name})."
             )
     grids = [(r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions]
-    shape = buffer.item_bytes, tuple(grids)
-    if shape in seen:
-        return
+    shape = msgspec.msgpack.encode((buffer.item_bytes, grids))
+    if shape in shapes:
+        return 0
     runs = sum(run_count(region) for region in regions)
-    if runs + sum(seen.values()) > MAX_RUNS:
+    if runs > most:
         raise LayoutError(
             f"buffer {buffer.name}: an item of {runs} separate runs, at most {MAX_RUNS} "
             "are supported in all."
@@ -137,7 +144,8 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], seen: dict[object, in
             f"{first}: {what} in an item of buffer {buffer.name}: "
             f"bytes {starts[one]} to {ends[one]} and {starts[two]} to {ends[two]}."
         )
-    seen[shape] = runs
+    shapes.add(shape)
+    return runs
 
 
 def _check_apart(buffers: Sequence[Buffer]) -> None:
