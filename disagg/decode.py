@@ -181,7 +181,8 @@ class DecodeRooms:
         elif isinstance(message, Released):
             self._released(message.room, room, source, message)
         else:
-            self._fail(message.room, room, Failure("prefill", message.reason, "abort"), but=source)
+            failure = Failure("prefill", reason_text(message.reason), "abort")
+            self._fail(message.room, room, failure, but=source)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank cannot be reached any more: the rooms of its link fail."""
@@ -258,7 +259,9 @@ class DecodeRooms:
                     for k in aux
                     if k in room.aux and pack_aux({k: aux[k]}) != pack_aux({k: room.aux[k]})
                 ]
-                if clash:
+                if aux and not ready.last:
+                    problem = "aux values travel with the last chunk."
+                elif clash:
                     problem = f"ranks send different values of aux {', '.join(clash)}."
         if problem is not None:
             problem = f"{link.name(source)}: {problem}"

@@ -23,6 +23,7 @@ from disagg.wire import (
     Unknown,
     encode,
     greeting_problems,
+    joined,
     reason_text,
 )
 from kvpool.layout import PoolLayout
@@ -96,7 +97,7 @@ class Links:
         if isinstance(message, Hello):
             self._greet(link, source, message)
         elif isinstance(message, Refuse):
-            self._refuse(link, message.reasons, "prefill", but=source)
+            self._refuse(link, [joined(message.reasons)], "prefill", but=source)
         elif isinstance(message, Unknown):
             hello = link.hellos[source]
             if hello is not None and hello.generation == message.generation:

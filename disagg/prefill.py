@@ -38,6 +38,7 @@ from disagg.wire import (
     Want,
     encode,
     greeting_problems,
+    joined,
     pack_aux,
     reason_text,
     spans_of,
@@ -51,6 +52,8 @@ KEPT_REFUSALS = 100
 MAX_PEERS = 1024
 MAX_WANTED = 1 << 14
 """Rooms that one peer may want at once."""
+MAX_UNSENT = 1 << 16
+"""Open rooms of which nothing was sent yet."""
 KEPT_STRAYS = 10_000
 """Rooms that were wanted and have failed before anything was sent: the latest are kept."""
 
@@ -118,6 +121,7 @@ class PrefillRooms:
         self._silence: Silence[Peer] = Silence(hello.timeout, clock())
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
+        self._unsent: set[Room] = set()
         self._strays: deque[tuple[Room, PrefillRoom]] = deque()
         self._next_look = 0.0
         self.totals = Totals()
@@ -157,6 +161,7 @@ class PrefillRooms:
         )
         encode(ready)  # what cannot travel is refused before anything is kept
         room = self._room(name)
+        self._unsent.discard(name)
         room.chunks.append(ready)
         room.addresses.append(address)
         if room.failure is None:
@@ -238,8 +243,8 @@ class PrefillRooms:
         if isinstance(message, Hello):
             self._greet(peer, message)
         elif isinstance(message, Refuse):
-            self.refusals.append("\n".join(message.reasons))
-            self._drop(peer, Failure("decode", "\n".join(message.reasons), "refused"))
+            self.refusals.append(joined(message.reasons))
+            self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
         elif not isinstance(message, (Ping, Want, Check, Done, Abort)):
             self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         elif decode is None or message.generation != self.hello.generation:
@@ -257,7 +262,8 @@ class PrefillRooms:
             elif isinstance(message, Check):
                 self._check(peer, message, mine)
             elif mine is not None and message.room in self._open:
-                self._fail(message.room, mine, Failure("decode", message.reason, "abort"), but=peer)
+                failure = Failure("decode", reason_text(message.reason), "abort")
+                self._fail(message.room, mine, failure, but=peer)
 
     def checked(self, peer: Peer, check: Check, values: bytes, problem: str = "") -> None:
         """Answers a check."""
@@ -302,6 +308,8 @@ class PrefillRooms:
             return  # a duplicate
         if len(decode.rooms) >= MAX_WANTED:
             problem = f"one decode may want {MAX_WANTED} rooms at once."
+        elif known is None and len(self._unsent) >= MAX_UNSENT:
+            problem = f"{MAX_UNSENT} rooms are wanted already that nobody has computed."
         elif known is not None:
             problem = self._unwanted(known, peer, want)
         if problem is not None:
@@ -370,6 +378,7 @@ class PrefillRooms:
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._open.discard(name)
+        self._unsent.discard(name)
         seconds = self._clock() - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
@@ -397,6 +406,7 @@ class PrefillRooms:
         if name not in self._rooms:
             self._rooms[name] = PrefillRoom(opened_at=self._clock())
             self._open.add(name)
+            self._unsent.add(name)
         return self._rooms[name]
 
     def _post(self, peer: Peer, message: Message) -> None:

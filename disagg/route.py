@@ -16,6 +16,9 @@ import numpy.typing as npt
 from kvpool.grid import merge_intervals, region_runs
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 
+LISTED = 1 << 20
+"""Gaps between entries that are looked at together."""
+
 Ints = npt.NDArray[np.int64]
 Box = tuple[tuple[str, int, int], ...]
 
@@ -263,16 +266,26 @@ def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
     gap = same & (runs.nbytes < runs.src_step)
     if gap.any():
-        clear = np.ones(int(gap.sum()), dtype=bool)
-        for record, starts in ((src, runs.src), (dst, runs.dst)):
-            entries = np.arange(record.space.entries_per_item - 1, dtype=np.int64)
-            low = starts[gap, None] + entries * runs.src_step[gap, None]
-            low, high = low + runs.nbytes[gap, None], low + runs.src_step[gap, None]
-            clear &= record.is_padding(low, high).all(axis=1)
+        some = runs.pick(gap)
+        clear = _apart_by_padding(src, some.src, some) & _apart_by_padding(dst, some.dst, some)
         same[gap] = clear
     if src.space.kind == "slot":
         same[:] = False
     return np.asarray(same, dtype=np.bool_)
+
+
+def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+    """Of runs with gaps between their entries, whether all gaps are padding of the record."""
+    gaps = record.space.entries_per_item - 1
+    if gaps > record.pad_starts.size:  # each would lie in a padding of its own
+        return np.zeros(runs.size, dtype=bool)
+    entries = np.arange(gaps, dtype=np.int64)
+    found = []
+    for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // LISTED):
+        first = starts[part, None] + entries * runs.src_step[part, None]
+        low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
+        found.append(record.is_padding(low, high).all(axis=1))
+    return np.concatenate(found)
 
 
 def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns) -> Runs:

@@ -7,6 +7,7 @@ is checked against layouts where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import index
 from typing import Annotated, Any, SupportsIndex
 
@@ -31,8 +32,10 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Seconds = Annotated[float, Meta(ge=LEAST_TIMEOUT, le=MOST_TIMEOUT)]
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM)]
 Aux = dict[str, Any]
-"""Small named values of one request: whatever msgpack carries (numbers, text, bytes, lists, maps).
+"""Small named values of one request: numbers, text, bytes, lists and maps (whose keys are text or
+numbers), `AUX_DEPTH` deep.
 """
+AUX_DEPTH = 8
 
 
 class WireError(ValueError):
@@ -179,6 +182,10 @@ class _AnyHello(Struct, tag="hello"):
     protocol: int
 
 
+_fields = msgspec.msgpack.Decoder(dict[Name, msgspec.Raw])
+_MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xDD}
+_map = msgspec.msgpack.Decoder(dict[str | int, msgspec.Raw])
+_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -225,6 +232,11 @@ def reason_text(reason: str, most: int = MAX_REASON) -> str:
     return reason.encode(errors="backslashreplace").decode()[:most]
 
 
+def joined(reasons: Iterable[str]) -> str:
+    """A peer's reasons, one a line, as far as they are kept."""
+    return reason_text("\n".join(reasons), MAX_TEXT)
+
+
 def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
     """Spans as they travel."""
     return {
@@ -248,9 +260,22 @@ def unpack_aux(data: bytes) -> Aux:
     if len(data) > MAX_AUX:
         raise WireError(f"aux of {len(data)} bytes: at most {MAX_AUX} travel with a room.")
     try:
-        return msgspec.msgpack.decode(data, type=dict[Name, Any])
+        return {name: _value(raw, AUX_DEPTH) for name, raw in _fields.decode(data).items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed aux: {error}") from None
+
+
+def _value(raw: msgspec.Raw, depth: int) -> Any:
+    """One value; keys of maps are text or integers, as others could be made to have one hash."""
+    head = bytes(memoryview(raw)[:1])[0]
+    is_map, is_list = head in _MAPS, head in _LISTS
+    if not is_map and not is_list:
+        return msgspec.msgpack.decode(raw)
+    if not depth:
+        raise msgspec.DecodeError(f"maps and lists more than {AUX_DEPTH} deep")
+    if is_list:
+        return [_value(each, depth - 1) for each in _list.decode(raw)]
+    return {key: _value(each, depth - 1) for key, each in _map.decode(raw).items()}
 
 
 def greeting_problems(own: Hello, other: Hello) -> list[str]:

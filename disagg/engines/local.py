@@ -109,13 +109,13 @@ class LocalEngine(Engine):
         """Maps the peer's segments."""
         try:
             owner = msgspec.msgpack.decode(metadata, type=Metadata)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"malformed metadata: {error}") from None
         if owner.host != _host():
             raise TransferError(
                 "the peer is on another host or in another process namespace. Use engine nixl."
             )
-        if _started(owner.pid) != owner.started:
+        if not owner.started or _started(owner.pid) != owner.started:
             raise TransferError(f"the peer's process {owner.pid} is gone.")
         segments = sorted(owner.segments, key=lambda segment: segment.base)
         if len(segments) > MAX_SEGMENTS:

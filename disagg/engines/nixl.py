@@ -7,40 +7,24 @@ stopped only by ending the whole agent.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
-from disagg.engines.nixl_agent import HERE, Agent, Rows, nixl_api
-from disagg.engines.nixl_lists import Places
+from disagg.engines.nixl_agent import BY_PROGRESS, COUNTS, Agent, backend_options, nixl_api
+from disagg.engines.nixl_link import Link
 from kvpool.layout import Slab
 
 if TYPE_CHECKING:
     from disagg.plan import TransferPlan
 
-WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
-"""UCX's transports that work only where it is told to handle no errors."""
-COUNTED = ("reads", "bytes", "descriptors", "post_seconds", "transfer_seconds")
-OWN = ("runs_by_number", "runs_by_address", "agents_ended")
-WORTH = 8192
-"""Reads of fewer runs are posted no faster by number than by address."""
+OWN_COUNTS = ("runs_by_number", "runs_by_address", "agents_ended")
+MAX_ASIDE = 8
+"""Agents that were ended and are not destroyed; the oldest are, beyond."""
 PAUSE = 0.001
-
-
-@dataclass(eq=False)
-class _Link:
-    """A peer as one life of our agent knows him, with the lists that were prepared for his plan."""
-
-    agent: Agent
-    name: str
-    places: Places | None = None
-    lists: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -48,7 +32,7 @@ class Peer:
     """Whom we read. `open` are transfers of which a byte may still land."""
 
     metadata: bytes
-    link: _Link | None = None
+    link: Link | None = None
     plan: TransferPlan | None = None
     open: list[Transfer] = field(default_factory=list)
     given_up: float | None = None
@@ -69,7 +53,8 @@ class NixlEngine(Engine):
 
     `transports` is one of UCX's names (`tcp`, `posix`, `rc`, …); several are given by the variable
     UCX_TLS. A fence waits `patience` seconds for reads to end by themselves before it ends the
-    agent, which can crash a peer that is read over TCP or shared memory.
+    agent, which can crash a peer that is read over TCP. Where `transports` says that nothing lands
+    without us, the agent is laid aside and the peer lives.
     """
 
     name = "nixl"
@@ -83,11 +68,13 @@ class NixlEngine(Engine):
         **options: str,
     ) -> None:
         self._backend, self._patience = backend, patience
-        self._options = _options(backend, options, transports)
+        self._options = backend_options(backend, options, transports)
+        self._lay_aside = transports in BY_PROGRESS
         self._slabs: list[tuple[int, int, int, str]] = []
         self._peers: list[Peer] = []
         self._ending: list[Agent] = []
-        self._counts = dict.fromkeys((*COUNTED, *OWN), 0.0)
+        self._aside: list[Agent] = []
+        self._counts = dict.fromkeys((*COUNTS, *OWN_COUNTS), 0.0)
         self._agent: Agent | None = None
         self._current()
 
@@ -127,17 +114,20 @@ class NixlEngine(Engine):
         """Lists are made by the first read that uses them: it says which source the peer is."""
         peer.plan = plan
         if peer.link is not None:
-            _drop_lists(peer.link)
+            peer.link.drop_lists()
 
     def read(self, peer: Peer, batch: CopyBatch) -> Transfer | None:
         """Posts runs by number, where many have one, and the rest by address."""
         if not batch.runs:
             return None
         link = self._link(peer)
-        transfer = Transfer(peer, link.agent, self._made(peer, link, batch))
+        reads, by_number = link.make(batch, peer.plan)
+        self._counts["runs_by_number"] += by_number
+        self._counts["runs_by_address"] += batch.runs - by_number
+        transfer = Transfer(peer, link.agent, reads)
         peer.open.append(transfer)
         _ask(transfer, link.agent.post)
-        self._close(transfer)
+        _ended(transfer)
         return transfer
 
     def poll(self, transfer: Transfer | None) -> bool:
@@ -145,7 +135,7 @@ class NixlEngine(Engine):
         if transfer is None:
             return True
         _ask(transfer, transfer.agent.ended)
-        return self._close(transfer)
+        return _ended(transfer)
 
     def progress(self) -> None:
         """Lets all agents make progress."""
@@ -180,6 +170,8 @@ class NixlEngine(Engine):
             self.fence(peer)
         self._retire(self._agent)
         self._end_agents()
+        while self._aside:
+            _destroy(self._aside.pop())
 
     def _current(self) -> Agent:
         """The agent that reads and is read; a new one where the last was ended."""
@@ -190,43 +182,12 @@ class NixlEngine(Engine):
             self._agent = agent
         return self._agent
 
-    def _link(self, peer: Peer) -> _Link:
+    def _link(self, peer: Peer) -> Link:
         if peer.given_up is not None:
             raise TransferError("the peer was given up. Connect again.")
         if peer.link is None or peer.link.agent in self._ending:
-            agent = self._current()
-            peer.link = _Link(agent, agent.connect(peer.metadata))
+            peer.link = Link(self._current(), peer.metadata)
         return peer.link
-
-    def _made(self, peer: Peer, link: _Link, batch: CopyBatch) -> list[int]:
-        """The reads of a batch: one of prepared places, one of rows, or one of the two."""
-        others: slice | np.ndarray = slice(None)
-        reads: list[int] = []
-        if peer.plan is not None and batch.blocks and batch.runs >= WORTH:
-            numbered = _places(peer.plan, link, batch).number(batch)
-            others = numbered.others
-            if numbered.src.size:
-                src, dst = link.lists
-                reads.append(link.agent.numbered(src, numbered.src, dst, numbered.dst))
-                self._counts["runs_by_number"] += numbered.src.size
-        rows = _rows(batch, others)
-        if rows.size:
-            try:
-                reads.append(link.agent.described(link.name, rows[0], rows[1]))
-            except TransferError:
-                for read in reads:
-                    link.agent.release(read)
-                raise
-            self._counts["runs_by_address"] += rows.shape[1]
-        return reads
-
-    def _close(self, transfer: Transfer) -> bool:
-        """Whether a transfer has ended. Raises TransferError if it never will."""
-        if transfer.problem is not None:
-            raise TransferError(transfer.problem)
-        if not transfer.reads and transfer in transfer.peer.open:
-            transfer.peer.open.remove(transfer)
-        return not transfer.reads
 
     def _quiet(self, peer: Peer) -> bool:
         """Whether nothing of a peer that was given up can land; does what can be done for it."""
@@ -240,8 +201,7 @@ class NixlEngine(Engine):
         if not peer.open and peer in self._peers:
             self._peers.remove(peer)
             if peer.link is not None:
-                _drop_lists(peer.link)
-                peer.link.agent.disconnect(peer.link.name)
+                peer.link.leave()
         return not peer.open
 
     def _poll_all(self, peer: Peer) -> None:
@@ -270,12 +230,16 @@ class NixlEngine(Engine):
             for peer in self._peers:
                 if peer.link is not None and peer.link.agent is agent:
                     peer.link = None
-            if not agent.destroy():
-                raise TransferError("NIXL's agent cannot be ended: something still refers to it.")
+            if left and self._lay_aside:
+                self._aside.append(agent)
+            else:
+                _destroy(agent)
             self._ending.remove(agent)
             self._counts["agents_ended"] += bool(left)
             for transfer in left:
                 transfer.peer.open.remove(transfer)
+        while len(self._aside) > MAX_ASIDE:
+            _destroy(self._aside.pop(0))
 
 
 def _ask(transfer: Transfer, question: Callable[[int], bool]) -> None:
@@ -289,46 +253,15 @@ def _ask(transfer: Transfer, question: Callable[[int], bool]) -> None:
             return
 
 
-def _places(plan: TransferPlan, link: _Link, batch: CopyBatch) -> Places:
-    """The places of the batch's source, and the lists of them in `link`, made once."""
-    if link.places is None:
-        source = batch.blocks[0].route.source
-        routes = [route for route in plan.routes if route.source == source]
-        places = Places(routes, plan.sources[source], plan.dest)
-        if places.src_rows.size:
-            link.lists.append(link.agent.prepare(link.name, places.src_rows))
-            link.lists.append(link.agent.prepare(HERE, places.dst_rows))
-        link.places = places
-    return link.places
+def _ended(transfer: Transfer) -> bool:
+    """Whether a transfer has ended. Raises TransferError if it never will."""
+    if transfer.problem is not None:
+        raise TransferError(transfer.problem)
+    if not transfer.reads and transfer in transfer.peer.open:
+        transfer.peer.open.remove(transfer)
+    return not transfer.reads
 
 
-def _drop_lists(link: _Link) -> None:
-    link.places = None
-    while link.lists:
-        link.agent.release(link.lists.pop())
-
-
-def _rows(batch: CopyBatch, which: slice | np.ndarray) -> Rows:
-    """Address, length and device of runs on both sides, `[2, N, 3]`."""
-    src, dst, nbytes = (column[which] for column in batch)
-    rows = np.zeros((2, src.size, 3), dtype=np.uint64)
-    rows[0, :, 0], rows[1, :, 0] = src, dst
-    rows[:, :, 1] = nbytes
-    return rows
-
-
-def _options(backend: str, given: dict[str, str], transports: str | None) -> dict[str, str]:
-    """The backend's options, with UCX's for one transport."""
-    if transports is None:
-        return given
-    if backend != "UCX" or "," in transports:
-        raise ValueError(
-            f"transports={transports!r}: one of UCX's transports. Give a list of them by the "
-            "variable UCX_TLS, and another backend its own options."
-        )
-    forced = os.environ.get("UCX_TLS", transports)
-    if forced != transports:
-        raise ValueError(f"transports={transports!r}, but the variable UCX_TLS={forced} wins.")
-    config = ",".join(filter(None, [given.get("engine_config"), f"TLS={transports}"]))
-    handling = {"ucx_error_handling_mode": "none"} if transports in WITHOUT_ERRORS else {}
-    return {**handling, **given, "engine_config": config}
+def _destroy(agent: Agent) -> None:
+    if not agent.destroy():
+        raise TransferError("NIXL's agent cannot be ended: something still refers to it.")

@@ -28,13 +28,18 @@ from disagg.engines.nixl_lists import Numbers
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 HERE = "NIXL_INIT_AGENT"
+COUNTS = ("reads", "bytes", "descriptors", "post_seconds", "transfer_seconds")
+WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
+"""UCX's transports that work only where it is told to handle no errors."""
+BY_PROGRESS = {"tcp", "posix", "sysv"}
+"""Those by which nothing lands here unless we make progress."""
 
 Rows = npt.NDArray[np.uint64]
 
 
 class Agent:
     """An agent with one backend, for host memory. Every method raises TransferError with NIXL's
-    reason. `counts` gathers what NIXL says of reads that have ended.
+    reason. `counts` gathers what NIXL says of reads that have ended, by the names of COUNTS.
     """
 
     def __init__(
@@ -160,6 +165,23 @@ class Agent:
             reason = str(error) or type(error).__name__
         del given  # this frame stays in the traceback, with the objects that it names
         raise TransferError(f"NIXL {what}: {reason}")
+
+
+def backend_options(backend: str, given: dict[str, str], transports: str | None) -> dict[str, str]:
+    """The backend's options, with UCX's for one transport."""
+    if transports is None:
+        return given
+    if backend != "UCX" or "," in transports:
+        raise ValueError(
+            f"transports={transports!r}: one of UCX's transports. Give a list of them by the "
+            "variable UCX_TLS, and another backend its own options."
+        )
+    forced = os.environ.get("UCX_TLS", transports)
+    if forced != transports:
+        raise ValueError(f"transports={transports!r}, but the variable UCX_TLS={forced} wins.")
+    config = ",".join(filter(None, [given.get("engine_config"), f"TLS={transports}"]))
+    handling = {"ucx_error_handling_mode": "none"} if transports in WITHOUT_ERRORS else {}
+    return {**handling, **given, "engine_config": config}
 
 
 def nixl_api() -> Any:
