@@ -31,9 +31,7 @@ from disagg.wire import (
     Released,
     Room,
     Want,
-    pack_aux,
     reason_text,
-    unpack_aux,
 )
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -240,38 +238,17 @@ class DecodeRooms:
         self._tell(room, lambda g: Want(g, name, room.attempt, start, end, self.readers))
 
     def _ready(self, room: DecodeRoom, source: int, ready: Ready) -> None:
-        problem = None
-        total, link = room.address.num_tokens, room.link
-        if (source, ready.start, ready.stop, ready.last) in room.seen:
-            return  # a duplicate
-        if ready.start != room.offered[source] or ready.stop < ready.start or room.closed[source]:
-            problem = f"chunk {ready.start} to {ready.stop} does not follow {room.offered[source]}."
-        elif ready.stop > total or (ready.last and ready.stop != total):
-            problem = f"prefill computed {ready.stop} tokens, decode made room for {total}."
-        else:
-            try:
-                address, aux = ready.address(), unpack_aux(ready.aux)
-            except ValueError as error:
-                problem = str(error)
-            else:
-                clash = [
-                    k
-                    for k in aux
-                    if k in room.aux and pack_aux({k: aux[k]}) != pack_aux({k: room.aux[k]})
-                ]
-                if aux and not ready.last:
-                    problem = "aux values travel with the last chunk."
-                elif clash:
-                    problem = f"ranks send different values of aux {', '.join(clash)}."
-        if problem is not None:
-            problem = f"{link.name(source)}: {problem}"
+        total, link, first = room.address.num_tokens, room.link, not room.seen
+        try:
+            address = room.take(source, ready)
+        except ValueError as error:
+            problem = f"{link.name(source)}: {error}"
             self._fail(ready.room, room, Failure("decode", problem, "protocol"))
             return
-        if not room.seen:
+        if address is None:
+            return  # a duplicate
+        if first:
             room.metrics.wait_seconds = self._clock() - room.wanted_at
-        room.seen.add((source, ready.start, ready.stop, ready.last))
-        room.offered[source], room.closed[source] = ready.stop, ready.last
-        room.aux.update(aux)
         tokens = range(max(ready.start, room.start), max(ready.stop, room.start))
         # slots and rings come with the last position, also where decode has all the pages
         needed = tokens or (ready.last and room.start == total)

@@ -8,7 +8,7 @@ from disagg.checking import Verification
 from disagg.metrics import RoomMetrics
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.room import Failure
-from disagg.wire import Aux, Hello, Room
+from disagg.wire import Aux, Hello, Ready, Room, pack_aux, unpack_aux
 from kvpool.layout import RequestAddress
 
 
@@ -87,3 +87,29 @@ class DecodeRoom:
     def complete(self) -> bool:
         """Whether every rank has released its pages."""
         return self.announced and len(self.released) == len(self.offered)
+
+    def take(self, source: int, ready: Ready) -> RequestAddress | None:
+        """Notes a chunk that a rank offers: where it is, or None for a duplicate. Raises ValueError
+        where it cannot be one.
+        """
+        chunk = source, ready.start, ready.stop, ready.last
+        total = self.address.num_tokens
+        if chunk in self.seen:
+            return None
+        if ready.start != self.offered[source] or ready.stop < ready.start or self.closed[source]:
+            raise ValueError(
+                f"chunk {ready.start} to {ready.stop} does not follow {self.offered[source]}."
+            )
+        if ready.stop > total or (ready.last and ready.stop != total):
+            raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
+        address, aux = ready.address(), unpack_aux(ready.aux)
+        if aux and not ready.last:
+            raise ValueError("aux values travel with the last chunk.")
+        known = {name: self.aux[name] for name in aux if name in self.aux}
+        clash = [n for n, value in known.items() if pack_aux({n: aux[n]}) != pack_aux({n: value})]
+        if clash:
+            raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
+        self.seen.add(chunk)
+        self.offered[source], self.closed[source] = ready.stop, ready.last
+        self.aux.update(aux)
+        return address

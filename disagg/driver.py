@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("disagg")
 
 IDLE_SECONDS = 0.05
-LINGER_MS = 200
+GOODBYE_SECONDS = 0.03
+"""What is sent last has so long to leave. ZeroMQ's own linger waits for ever where a peer goes away
+just then.
+"""
 QUEUED = 100_000
 """Messages that wait for one peer before it is given up as one that does not listen."""
 SOCKETS = 16_384
@@ -256,7 +259,8 @@ class Driver(ABC):
         """Gives up sockets, pipe and engine, once no thread uses them."""
         if self._guard is not None:
             self._guard.stop()
-        self._context.destroy(linger=LINGER_MS)
+        time.sleep(GOODBYE_SECONDS)
+        self._context.destroy(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
         self.engine.close()

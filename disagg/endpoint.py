@@ -19,6 +19,8 @@ control messages are encrypted and nobody else may connect.
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +32,7 @@ from disagg.checking import Digester, Verification
 from disagg.decode import DecodeRooms
 from disagg.decode_room import Link, Read
 from disagg.digest import from_wire
-from disagg.driver import LINGER_MS, Driver
+from disagg.driver import GOODBYE_SECONDS, Driver
 from disagg.engines.base import Engine
 from disagg.metrics import RoomMetrics, Snapshot
 from disagg.prefill import PrefillRooms
@@ -191,6 +193,7 @@ class DecodeEndpoint(Driver):
         self._reader = Reader(engine, read_timeout, self._wanted, self._failed, self._ended)
         self._digester = Digester()
         self._dialled: dict[int, zmq.Socket[bytes]] = {}
+        self._leaving: deque[tuple[float, zmq.Socket[bytes]]] = deque()
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._ranks: dict[zmq.Socket[bytes], int] = {}
         self._thread.start()
@@ -309,6 +312,8 @@ class DecodeEndpoint(Driver):
                 self._rooms.lost(rank, problem)
         for rank in [rank for rank in self._dealers if links.at(rank) is None]:
             self._unplug(rank)
+        while self._leaving and self._leaving[0][0] < time.monotonic():
+            self._leaving.popleft()[1].close(linger=0)
         while links.partings:
             self._reader.part(*links.partings.pop())
         for read in self._rooms.reads:
@@ -342,7 +347,7 @@ class DecodeEndpoint(Driver):
         dealer = self._dealers.pop(rank)
         del self._ranks[dealer]
         self._poller.unregister(dealer)
-        dealer.close(linger=LINGER_MS)
+        self._leaving.append((time.monotonic() + GOODBYE_SECONDS, dealer))
 
     def _work(self) -> bool:
         super()._work()

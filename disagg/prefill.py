@@ -12,12 +12,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from disagg.lease import LOOKS, Leases, Silence, items
 from disagg.metrics import RoomMetrics, Totals, failure_line
+from disagg.prefill_room import Decode, Peer, PrefillRoom
 from disagg.room import Failure, Kind, KVPoll
 from disagg.wire import (
     MAX_TEXT,
@@ -47,7 +47,6 @@ from kvpool.layout import RequestAddress
 
 log = logging.getLogger("disagg")
 
-Peer = bytes
 KEPT_REFUSALS = 100
 MAX_PEERS = 1024
 MAX_WANTED = 1 << 14
@@ -56,46 +55,6 @@ MAX_UNSENT = 1 << 16
 """Open rooms of which nothing was sent yet."""
 KEPT_STRAYS = 10_000
 """Rooms that were wanted and have failed before anything was sent: the latest are kept."""
-
-
-@dataclass(slots=True)
-class Decode:
-    """A decode that has said hello: its life, and the rooms that it wants."""
-
-    generation: str
-    rooms: set[Room] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class PrefillRoom:
-    """One request: what was computed, who wants it, who is done with it."""
-
-    chunks: list[Ready] = field(default_factory=list)
-    addresses: list[RequestAddress] = field(default_factory=list)
-    wants: dict[Peer, Want] = field(default_factory=dict)
-    lives: list[str] = field(default_factory=list)
-    """Generations of those who want it."""
-    checking: set[Peer] = field(default_factory=set)
-    done: set[Peer] = field(default_factory=set)
-    opened_at: float = 0.0
-    leased_until: float | None = None
-    failure: Failure | None = None
-
-    @property
-    def computed(self) -> int:
-        """Positions offered so far."""
-        return self.chunks[-1].stop if self.chunks else 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether the last chunk was sent."""
-        return bool(self.chunks) and self.chunks[-1].last
-
-    @property
-    def complete(self) -> bool:
-        """Whether every reader is done."""
-        readers = next(iter(self.wants.values())).readers if self.wants else 0
-        return self.closed and 0 < readers == len(self.done)
 
 
 class PrefillRooms:
