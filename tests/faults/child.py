@@ -1,0 +1,289 @@
+"""One endpoint in a process of its own, and a small scheduler that keeps the rules of pages.
+
+It is told what to do over a pipe, and says there what happened. Prefill's pages are given back once
+`poll` says that a room has ended; decode's once `reading` is false as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.engines.base import create_engine
+from disagg.wire import Done
+from kvpool.layout import RequestAddress
+from tests.faults.orders import Order, Setup
+from tests.faults.stock import Stock
+from tests.faults.trips import Hooks, Trip
+from tests.faults.values import put, wrong
+
+PR_SET_PDEATHSIG = 1
+PREFIX_SALT = 500
+"""Is added to a request's salt for the positions that decode holds already."""
+
+
+class Child:
+    """See the module."""
+
+    def __init__(self, pipe: Any, setup: Setup) -> None:
+        self._pipe, self._speaking = pipe, threading.Lock()
+        self._receives = setup.bind is None
+        self.stock = Stock(setup.pool(), setup.salts)
+        layout = self.stock.pool.layout
+        engine = setup.make() if setup.make else create_engine(setup.engine)
+        engine.max_bytes = setup.max_bytes
+        self.endpoint: Any
+        if self._receives:
+            self.endpoint = DecodeEndpoint(layout, engine, **setup.options)
+        else:
+            self.endpoint = PrefillEndpoint(layout, engine, setup.bind, **setup.options)
+        self.hooks = Hooks(self.endpoint, self._sending, os.getpid())
+        self.links: dict[str, Any] = {}
+        self.orders: dict[int, Order] = {}
+        self.inner: deque[tuple[Any, ...]] = deque()
+        self._attempts: dict[str, Order] = {}
+        self._balanced, self._closed = 0.0, False
+        logging.getLogger("disagg").addHandler(Errors(self.say))
+
+    def run(self) -> None:
+        """Until it is told to close."""
+        self.say("up", self.endpoint.layout.generation)
+        while not self._closed:
+            self._step()
+            if self._pipe.poll(0.001 if self.orders else 0.02):
+                self.inner.append(self._pipe.recv())
+            while self.inner and not self._closed:
+                name, *given = self.inner.popleft()
+                getattr(self, f"do_{name}")(*given)
+
+    def say(self, *event: Any) -> None:
+        """Tells the world something, with the time; complete once this has returned."""
+        with self._speaking:
+            self._pipe.send((time.monotonic(), *event))
+
+    def do_order(self, order: Order) -> None:
+        """Takes an order; it begins when there is room, and no other room of that name."""
+        course = order.course
+        order.due = time.monotonic() + (course.wanted if self._receives else course.offered)
+        self.orders[order.number] = order
+
+    def do_connect(self, name: str, addresses: list[str]) -> None:
+        """Connects to a prefill, all its ranks."""
+        self.links[name] = self.endpoint.connect(addresses)
+
+    def do_abort(self, number: int, reason: str) -> None:
+        """Aborts an order that has begun."""
+        order = self.orders.get(number)
+        if order is not None and order.asked:
+            self.endpoint.abort(order.room, reason)
+
+    def do_again(self, number: int) -> None:
+        """Wants a room that is wanted: that must be refused, and change nothing."""
+        order = self.orders.get(number)
+        if order is None or not order.asked:
+            return
+        try:
+            self.endpoint.receive(order.room, order.address, link=self.links[order.link])
+        except ValueError as error:
+            answer = str(error)
+        else:
+            answer = "nothing"
+        if "is wanted already" not in answer:
+            self.say("problem", f"room {order.room} was received twice, the answer was: {answer}")
+
+    def do_double(self, part: float) -> None:
+        """From now on this part of all messages is sent twice."""
+        self.hooks.doubled = part
+
+    def do_trip(self, point: str, count: int, pid: int, number: int) -> None:
+        """When `point` is met for the `count`-th time, process `pid` (0: this one) is signalled."""
+
+        def signalled() -> None:
+            self.say("tripped")
+            os.kill(pid or os.getpid(), number)
+
+        self.hooks.trip = Trip(point, count, signalled)
+
+    def do_trip_order(self, point: str, count: int, *order: Any) -> None:
+        """When `point` is met for the `count`-th time, this is done."""
+
+        def ordered() -> None:
+            self.say("tripped")
+            self.inner.append(order)
+
+        self.hooks.trip = Trip(point, count, ordered)
+
+    def do_untrip(self) -> None:
+        """Forgets what was to happen; tells whether it still was."""
+        pending, self.hooks.trip, self.hooks.doubled = self.hooks.trip, None, 0.0
+        self.say("untrip", pending is not None)
+
+    def do_settled(self) -> None:
+        """Tells the lives of all links that are ready."""
+        ready = {name: link.hellos for name, link in self.links.items() if link.plan is not None}
+        self.say("settled", {n: [h and h.generation for h in hs] for n, hs in ready.items()})
+
+    def do_audit(self) -> None:
+        """Tells what is held, once every bystander was looked at."""
+        self.say("audit", self._end())
+
+    def do_close(self) -> None:
+        """Closes the endpoint, and tells what is held then."""
+        self.endpoint.close()
+        self.say("closed", self._end())
+        self._closed = True
+
+    def _end(self) -> dict[str, Any]:
+        lists = self.stock.audit()
+        return {
+            "problems": self.stock.problems,
+            "items": lists,
+            "leases": self.endpoint.leases(),
+            "orders": [order.room for order in self.orders.values()],
+        }
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        serve = self._fetch if self._receives else self._offer
+        for order in list(self.orders.values()):
+            if serve(order, now):
+                del self.orders[order.number]
+        if now - self._balanced > 0.02:
+            self._balanced = now
+            self._balance()
+
+    def _begun(self, order: Order, now: float) -> bool:
+        """Whether the order has its pages; it waits for others of its name, and for room."""
+        if order.request is None:
+            others = (each for each in self.orders.values() if each.room == order.room)
+            if now < order.due or next(others) is not order:
+                return False
+            order.request = self.stock.take(order.course.tokens, received=self._receives)
+            if order.request is None:
+                return False
+            order.address = order.request.address()
+        return True
+
+    def _offer(self, order: Order, now: float) -> bool:
+        """Prefill's side of one order, one step; whether it is over."""
+        if not self._begun(order, now):
+            return False
+        course, state = order.course, self.endpoint.poll(order.room)
+        edges = (0, *course.stops, course.tokens)
+        if order.chunks < len(edges) - 1 and now >= order.due and not state.ended:
+            start, stop = edges[order.chunks : order.chunks + 2]
+            put(self.stock.pool, order.address, range(start, stop), course.salt)
+            part = RequestAddress(stop, order.address.spans)
+            self.endpoint.send(order.room, part, last=stop == course.tokens)
+            order.asked = True
+            order.chunks, order.due = order.chunks + 1, now + course.gap
+            state = self.endpoint.poll(order.room)
+        if not state.ended:
+            if state is not KVPoll.Bootstrapping and not order.wanted:
+                order.wanted = True
+                self.say("begun", order.number)
+            return False
+        self._say_ended(order, state)
+        self._give_back(order)
+        return True
+
+    def _fetch(self, order: Order, now: float) -> bool:
+        """Decode's side of one order, one step; whether it is over and its pages are back."""
+        if not self._begun(order, now):
+            return False
+        if not order.asked:
+            start, salt = order.course.start, order.course.salt + PREFIX_SALT
+            put(self.stock.pool, order.address, range(start), salt)
+            link = self.links[order.link]
+            with self.endpoint._lock:  # done may be said at once
+                self.endpoint.receive(order.room, order.address, start=start, link=link)
+                attempt = self.endpoint._rooms._rooms[order.room].attempt
+                self._attempts[attempt] = order
+            order.asked = True
+            self.say("begun", order.number)
+        state = self.endpoint.poll(order.room)
+        if state.ended and not order.ended:
+            order.ended = True
+            self._say_ended(order, state, self._wrong(order) if state is KVPoll.Success else 0)
+        if not order.ended or self.endpoint.reading(order.room):
+            return False
+        self._give_back(order)
+        return True
+
+    def _say_ended(self, order: Order, state: KVPoll, count: int = 0) -> None:
+        failure = self.endpoint.failure(order.room)
+        self.say("ended", order.number, state, str(failure or ""), count)
+
+    def _give_back(self, order: Order) -> None:
+        self.endpoint.forget(order.room)
+        self.stock.give_back(order.request)
+        self.say("back", order.number)
+
+    def _wrong(self, order: Order) -> int:
+        pool, address, course = self.stock.pool, order.address, order.course
+        count = wrong(pool, address, range(course.start, course.tokens), course.salt)
+        return count + wrong(pool, address, range(course.start), course.salt + PREFIX_SALT)
+
+    def _sending(self, message: Any) -> None:
+        """Before decode says done, all bytes must be there: prefill may believe it."""
+        if isinstance(message, Done):
+            order = self._attempts[message.attempt]
+            room = self.endpoint._rooms._rooms.get(message.room)
+            # if it has failed since it was done with, its pages may be others' by now
+            alive = room and room.attempt == message.attempt and room.failure is None
+            self.say("done", order.number, self._wrong(order) if alive else 0)
+
+    def _balance(self) -> None:
+        """What endpoint and scheduler think is leased must be the same."""
+        before = self._held()
+        leases = self.endpoint.leases()
+        if before == self._held() and before != (leases.leased, leases.quarantined):
+            self.say("problem", f"held are {before}, leased {leases}.")
+
+    def _held(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Items of open rooms, and of ended ones that are still read, by id list."""
+        found: tuple[dict[str, int], dict[str, int]] = {}, {}
+        for order in self.orders.values():
+            if order.asked and order.address is not None:
+                ended = self.endpoint.poll(order.room).ended
+                if ended and not (self._receives and self.endpoint.reading(order.room)):
+                    continue
+                for name, span in order.address.spans.items():
+                    found[ended][name] = found[ended].get(name, 0) + span.ids.size
+        return found
+
+
+class Errors(logging.Handler):
+    """An endpoint that logs an error has met what it should never meet."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        super().__init__(logging.ERROR)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say("problem", self.format(record))
+
+
+def main(pipe: Any, setup: Setup) -> None:
+    """The process. It dies with whoever started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(setup.environment)
+    log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        Child(pipe, setup).run()
+    except (EOFError, BrokenPipeError):
+        os._exit(1)  # the world is gone
+    except BaseException:
+        pipe.send((time.monotonic(), "problem", traceback.format_exc()))
+        raise

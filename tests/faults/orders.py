@@ -1,0 +1,65 @@
+"""What a process is made of, and what it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.engines.base import Engine
+from kvpool.allocator import Request
+from kvpool.layout import RequestAddress
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process is made of. `pool` builds it, `options` go to the endpoint."""
+
+    engine: str
+    pool: Any
+    salts: range
+    options: dict[str, Any]
+    bind: str | None = None
+    """Prefill's address; None for decode."""
+    max_bytes: int = 1 << 20
+    environment: dict[str, str] = field(default_factory=dict)
+    log: str = os.devnull
+    """Where what is printed goes."""
+    make: Callable[[], Engine] | None = None
+    """What makes its engine, where that is not an engine by name."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a request goes. Times in seconds."""
+
+    tokens: int
+    salt: int
+    stops: tuple[int, ...]
+    """Where prefill's chunks end."""
+    gap: float
+    """Between two chunks."""
+    start: int
+    """The first position that decode lacks."""
+    offered: float
+    """When prefill begins."""
+    wanted: float
+    """When decode begins."""
+
+
+@dataclass(eq=False)
+class Order:
+    """One side of one request."""
+
+    number: int
+    room: str
+    course: Course
+    link: str
+    request: Request | None = None
+    address: RequestAddress | None = None
+    chunks: int = 0
+    due: float = 0.0
+    asked: bool = False
+    wanted: bool = False
+    ended: bool = False

@@ -1,0 +1,243 @@
+"""One run: requests, a fault at a random point of them, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from disagg.room import KVPoll
+from tests.faults.orders import Course
+from tests.faults.values import MOST_TOKENS
+from tests.faults.world import BOUND, PATIENCE, Late, Room, Violation, World, parts
+
+ENOUGH = 0.4
+"""Seconds after which a fault comes, whether its point was met or not."""
+SLOW = ("was silent", "has not answered", "lease ran out", "nothing has arrived")
+"""Words of failures that a starving process brings about."""
+GIVEN_UP = "nobody offers it any more"
+DECODE_POINTS = (
+    *("read", "read", "read", "read after", "send Want", "take Ready", "send Done", "sent Done"),
+    "take Released",
+)
+CHECKING_POINTS = ("send Check", "take Digests")
+PREFILL_POINTS = (
+    *("take Want", "send Ready", "sent Ready", "take Check", "send Digests", "take Done"),
+    *("send Released", "sent Released"),
+)
+
+
+@dataclass
+class Outcome:
+    """What one run came to. Times in seconds."""
+
+    seed: int
+    kind: str
+    shape: str
+    point: str = ""
+    seconds: float = 0.0
+    succeeded: int = 0
+    failed: int = 0
+    given_up: int = 0
+    """Rooms that one side waited for in vain, because the other had lost them."""
+    noticed: list[float] = field(default_factory=list)
+    """From a death, or the beginning of a stop, to the end of each room on the other side."""
+    quarantine: list[float] = field(default_factory=list)
+    """From the end of a failed room on decode until its pages came back."""
+    repeated: int = 0
+    """How often the run was made again, because something was late."""
+
+
+@dataclass
+class Run:
+    """One run in a world whose processes are all there."""
+
+    world: World
+    outcome: Outcome
+    random: random.Random
+    victim: str
+    rooms: list[Room] = field(default_factory=list)
+    at: float = 0.0
+    """When a process was killed, stopped or closed."""
+
+    def ask_for(
+        self, link: str | None = None, sink: str | None = None, name: str | None = None
+    ) -> Room:
+        """A request of random size and course."""
+        pick, shape = self.random, self.world.shape
+        tokens = pick.choice((1, 7, 40, 100, 160, MOST_TOKENS - 1))
+        stops = sorted({pick.randrange(tokens) for _ in range(pick.randrange(4))} - {0})
+        course = Course(
+            tokens,
+            pick.randrange(16),
+            tuple(stops),
+            pick.choice((0.0, 0.002, 0.02)),
+            pick.choice((0, 0, pick.randrange(tokens))),
+            pick.choice((0.0, 0.0, 0.01, 0.03)),
+            pick.choice((0.0, 0.0, 0.01, 0.03)),
+        )
+        sinks = ["d0", "d1"] if shape.readers == 2 else [sink or pick.choice(("d0", "d1"))]
+        room = self.world.order(link or pick.choice([*shape.links()]), sinks, course, name)
+        self.rooms.append(room)
+        return room
+
+    def wave(self) -> None:
+        """Several requests at once, at least one of them the victim's."""
+        while not any(self.victim in room.who for room in self.rooms):
+            self.ask_for()
+        for _ in range(self.random.randrange(3, 7)):
+            self.ask_for()
+
+    def others(self) -> None:
+        """Whoever is not the victim goes on at once."""
+        shape = self.world.shape
+        links = [name for name, who in shape.links().items() if self.victim not in who]
+        sinks = [sink for sink in ("d0", "d1") if sink != self.victim]
+        if links and len(sinks) >= shape.readers:
+            rooms = [self.ask_for(link, sink) for link in links for sink in sinks]
+            self.must_succeed(rooms)
+
+    def strike(self, *order: object, signalled: int = 0) -> None:
+        """The wave, and a fault at a random point of it: an order to the victim, or a signal."""
+        world, pick, victim = self.world, self.random, self.victim
+        own = {"d0": DECODE_POINTS + CHECKING_POINTS, "d1": DECODE_POINTS}.get(
+            victim, PREFILL_POINTS
+        )
+        holder, point = victim, pick.choice(own)
+        if signalled and victim[0] == "p" and pick.random() < 0.5:
+            holder, point = pick.choice(("d0", "d1")), "read"
+        reads = 80_000 // parts(world.shape.engine)[0]
+        count = pick.randrange(1, reads) if point.startswith("read") else pick.randrange(1, 4)
+        timed = pick.random() < 0.3
+        world.tripped = None
+        if order == ("close",):
+            world.mortal.add(victim)
+        if timed:
+            self.outcome.point = "any time"
+        elif signalled:
+            world.trip(holder, point, count, victim, signalled)
+        else:
+            world.tell(holder, "trip_order", point, count, *order)
+        self.wave()
+        if timed:
+            world.until(lambda: False, pick.uniform(0, 0.06))
+        else:
+            self.outcome.point = f"{holder} {point}"
+            self._met(holder)
+            if world.tripped is None:
+                self.wave()
+                world.until(lambda: False, pick.uniform(0, 0.04))
+        if world.tripped is None:
+            self.outcome.point = "any time"
+            if signalled:
+                world.signal(victim, signalled)
+            else:
+                world.tell(victim, *order)
+        if signalled or order == ("close",):
+            self.at = world.tripped or time.monotonic()
+
+    def _met(self, holder: str) -> None:
+        """Waits until the point is met, or will not be any more."""
+        world, rooms, answer = self.world, self.rooms, (holder, "untrip")
+
+        def met() -> bool:
+            return world.tripped is not None
+
+        world.until(lambda: met() or all(room.over() for room in rooms), ENOUGH)
+        if not met():
+            world.tell(holder, "untrip")
+            world.until(lambda: met() or answer in world.answers, PATIENCE)
+            if not world.answers.pop(answer, True):
+                world.until(met, PATIENCE)
+
+    def noticed(self, rooms: Sequence[Room]) -> None:
+        """The other side of the victim's rooms has failed them within the bound; all have ended."""
+        for room in rooms:
+            for who, since in room.begun.items():
+                since = max(self.at, since)
+                at, state, reason = room.ended.get(who, (0.0, None, ""))
+                # the victim may be the one of two readers that had not asked yet
+                unwanted = len(room.sinks) == 2 and "not every reader was done" in reason
+                if who == self.victim or at < since or unwanted:
+                    continue
+                if at - since > BOUND:
+                    raise Late(f"{who} has noticed after {at - since:.1f} s: {room}")
+                if state is KVPoll.Failed:
+                    self.outcome.noticed.append(at - since)
+
+    def settle(self) -> None:
+        """All rooms end; those that one side has lost are given up by the other."""
+        world, until = self.world, time.monotonic() + PATIENCE
+        while not world.until(lambda: all(room.over() for room in self.rooms), 0.3):
+            if time.monotonic() > until:
+                stuck = [str(room) for room in self.rooms if not room.over()]
+                raise Violation(f"not over after {PATIENCE:g} s: {stuck}")
+            for room in self.rooms:
+                waiting = {*room.sinks} - room.back.keys() - room.ended.keys()
+                lost = room.back.keys() >= {*room.sources}
+                known = any(
+                    who in room.begun and room.ended[who][1] is KVPoll.Failed
+                    for who in room.ended.keys() - {*room.sinks}
+                )
+                if waiting and lost and known and not self.at and len(room.sinks) == 1:
+                    raise Violation(f"decode was not told the end of {room}")
+                if waiting and lost and time.monotonic() > self.at + BOUND:
+                    self.outcome.given_up += 1
+                    for who in waiting:
+                        world.tell(who, "abort", room.number, GIVEN_UP)
+
+    def must_succeed(self, rooms: Sequence[Room]) -> None:
+        """Rooms that the fault does not touch."""
+        self.world.until(lambda: all(room.over() for room in rooms), 10)
+        for room in rooms:
+            if not room.succeeded():
+                raise _unfair(room)
+
+    def rejoin(self) -> None:
+        """Every prefill serves every decode again."""
+        shape = self.world.shape
+        sinks = ["d0", "d1"][: 1 if shape.readers == 2 else 2]
+        for link, prefills in shape.links().items():
+            for sink in sinks:
+                touched = self.victim in (*prefills, sink) or shape.readers == 2
+                until = time.monotonic() + PATIENCE
+                while True:
+                    room = self.ask_for(link, sink)
+                    self.settle()
+                    if room.succeeded():
+                        break
+                    if not touched or time.monotonic() > until:
+                        raise _unfair(room)
+
+    def check(self) -> None:
+        """What must hold of every room, and of all pages."""
+        for room in self.rooms:
+            states = {who: state for who, (_, state, _) in room.ended.items()}
+            won = [who for who in room.sinks if states.get(who) is KVPoll.Success]
+            for who in room.sources:
+                if states.get(who) is KVPoll.Success:
+                    if any(room.done.get(sink) != 0 for sink in room.sinks):
+                        raise Violation(f"{who} was told done, {room.done} wrong bytes: {room}")
+                elif won and who in states and len(room.sinks) == 1:
+                    raise Violation(f"success on decode alone: {room}")
+            if any(room.done.get(who) != 0 for who in won):
+                raise Violation(f"success without done: {room}")
+            for who in room.sinks:
+                if states.get(who) is KVPoll.Failed:
+                    self.outcome.quarantine.append(room.back[who] - room.ended[who][0])
+            self.outcome.succeeded += room.succeeded()
+            self.outcome.failed += not room.succeeded()
+        for name in self.world.peers:
+            held = self.world.ask(name, "audit")
+            leases = held["leases"].leased.values(), held["leases"].quarantined.values()
+            if held["problems"] or held["orders"] or any(map(any, leases)):
+                raise Violation(f"{name}: {held}")
+            if any(every != free for every, free in held["items"].values()):
+                raise Violation(f"{name} has lost pages: {held['items']}")
+
+
+def _unfair(room: Room) -> Violation:
+    """A room has failed that nobody has harmed; maybe it was only slow."""
+    slow = not room.over() or any(word in str(room) for word in SLOW)
+    return (Late if slow else Violation)(f"nothing was wrong with {room}")

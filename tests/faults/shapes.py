@@ -1,0 +1,54 @@
+"""Between which pools requests go, and over which engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpool import Shard
+from tests import pools
+from tests.disagg.peers import ENGINES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which pools the processes hold, and how they are linked.
+
+    `ranks` prefills are connected to as one; `readers` decodes read each room.
+    """
+
+    name: str
+    engine: str
+    prefill: tuple[Any, Any]
+    decode: tuple[Any, Any]
+    ranks: int = 1
+    readers: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def links(self) -> dict[str, list[str]]:
+        """Prefills by link."""
+        return {"p": ["p0", "p1"]} if self.ranks == 2 else {"p0": ["p0"], "p1": ["p1"]}
+
+
+mla = pools.mla.but(kv_lora_rank=64, qk_rope_head_dim=16, page_size=8, num_pages=160)
+mha = pools.mha.but(head_dim=16, v_head_dim=8, page_size=8, num_pages=160)
+hybrid = pools.hybrid_mla.but(page_size=8, num_pages=160, num_slots=24)
+
+
+def shapes(engine: str) -> list[Shape]:
+    """All shapes over one engine."""
+    small = mla.but(page_size=4, num_pages=320)
+    halves = tuple(mha.but(shard=Shard(rank, 2)) for rank in range(2))
+    found = [
+        Shape(f"{engine} pair", engine, (mla, small), (mla, mla)),
+        Shape(f"{engine} states", engine, (hybrid, hybrid), (hybrid, hybrid)),
+        Shape(f"{engine} two ranks", engine, halves, (mha, mha.but(page_size=16)), ranks=2),
+        Shape(f"{engine} two readers", engine, (mha, mha), halves, readers=2),
+    ]
+    if engine == "nixl":
+        tcp = {"UCX_TLS": "tcp,self"}
+        found.append(Shape("nixl tcp", engine, (mla, small), (mla, mla), environment=tcp))
+    return found
+
+
+SHAPES = {shape.name: shape for engine in ENGINES for shape in shapes(engine)}

@@ -1,0 +1,32 @@
+"""Requests by the thousand through one pair of processes: nothing grows, no page is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.disagg.peers import ENGINES
+from tests.faults.churn import churn
+
+GROWTH = 2 << 20
+"""Bytes that a process may grow by after the warm-up: twice what Python's own heap was seen to."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "requests"),
+    [
+        ("local", 1_500),
+        *((engine, 500) for engine in ENGINES[1:]),
+        *(pytest.param(engine, 10_000, marks=pytest.mark.long) for engine in ENGINES),
+    ],
+)
+def test_requests_by_the_thousand_leave_nothing_behind(engine, requests):
+    """Every fifth of them all requests have ended, and both processes look at themselves."""
+    for side, report in churn(engine, requests, requests // 5).items():
+        assert not report.problems, (side, report.problems[:5])
+        assert report.ends["Success"] > 0.8 * requests
+        assert report.ends["Failed, to be aborted"] > 0.01 * requests
+        assert report.waited, "the pool was never full"
+        warm, *_, last = report.samples
+        assert last.memory - warm.memory < GROWTH, (side, report.samples)
+        assert last.files <= warm.files, (side, report.samples)
+        assert last.threads <= warm.threads, (side, report.samples)

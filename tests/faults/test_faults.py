@@ -1,0 +1,169 @@
+"""Real processes that are killed, stopped, restarted and told to abort in the middle of transfers.
+
+One seeded run is repeated by `pytest tests/faults -k seed-17` (with `--long` from 50 on) or
+`python -m tests.faults --seed 17 --runs 1`.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from disagg.room import KVPoll
+from tests.disagg.peers import ENGINES
+from tests.faults.late import LateEngine
+from tests.faults.orders import Course
+from tests.faults.shapes import SHAPES
+from tests.faults.values import MOST_TOKENS
+from tests.faults.world import PATIENCE, Violation, World
+from tests.faults.worlds import Worlds
+
+SHORT, LONG = 50, 500
+WHOLE = Course(MOST_TOKENS - 1, 7, (100,), 0.0, 0, 0.0, 0.0)
+BESIDE = Course(100, 8, (), 0.0, 0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    with Worlds() as found:
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, id=f"seed-{seed}", marks=[] if seed < SHORT else pytest.mark.long)
+        for seed in range(LONG)
+    ],
+)
+def test_a_fault_harms_nobody_but_the_rooms_that_it_strikes(worlds, seed):
+    worlds.run(seed)
+
+
+@contextmanager
+def world(engine, **options):
+    """A world of two prefills and two decodes, all alike."""
+    found = World(SHAPES[f"{engine} pair"], **options)
+    try:
+        found.ensure()
+        yield found
+        found.close()
+    finally:
+        found.kill()
+
+
+def end(world, room):
+    """How a room ends on each side: state and reason."""
+    assert world.until(room.over, PATIENCE), f"stuck: {room}"
+    return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
+
+
+def assert_good(world, course=BESIDE):
+    """Everybody serves everybody, and no byte that is another's was touched."""
+    rooms = [world.order(p, [d], course) for p in ("p0", "p1") for d in ("d0", "d1")]
+    for room in rooms:
+        end(world, room)
+        assert room.succeeded(), room
+    for name in world.peers:
+        held = world.ask(name, "audit")
+        assert not held["problems"], held
+        assert not held["orders"], held
+        assert all(every == free for every, free in held["items"].values()), held
+
+
+@pytest.mark.parametrize("why", ["the lease ran out", "it was given up for dead"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decode_that_was_stopped_while_its_source_pages_became_others_fails(engine, why):
+    limits = {"peer_timeout": 30.0, "lease": 1.0} if "lease" in why else {"lease": 2.0}
+    with world(engine, **limits) as these:
+        these.trip("d1", "read", 5, "d1", signal.SIGSTOP)
+        room = these.order("p0", ["d1"], WHOLE)
+        assert these.until(lambda: these.tripped is not None and "p0" in room.back, PATIENCE)
+        # its pages are a bystander's now, and written over
+        assert "d1" not in room.ended
+        these.signal("d1", signal.SIGCONT)
+        ends = end(these, room)
+        assert ends["p0"][0] is ends["d1"][0] is KVPoll.Failed
+        if "lease" in why:
+            assert "its lease ran out: not every reader was done" in ends["p0"][1]
+            assert "its lease ran out" in ends["d1"][1]
+        else:
+            assert "decode was silent" in ends["p0"][1]
+            assert "it does not know this decode any more" in ends["d1"][1]
+            assert these.until(lambda: _linked(these), PATIENCE)
+        assert_good(these)
+
+
+def _linked(world):
+    """Whether the decodes are known to their prefills again: a room says so."""
+    room = world.order("p0", ["d1"], BESIDE)
+    end(world, room)
+    return room.succeeded()
+
+
+def stricken(these):
+    """A room whose read fails and lands later, once it has failed: and where its items are."""
+    room = these.order("p0", ["d1"], WHOLE)
+    assert these.until(lambda: "d1" in room.ended, PATIENCE)
+    _, state, reason = room.ended["d1"]
+    assert state is KVPoll.Failed
+    assert "the cable was pulled" in reason
+    return room
+
+
+def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_landed():
+    with world("local", engines={"d1": partial(LateEngine, False, 1.0)}) as these:
+        room = stricken(these)
+        held = these.ask("d1", "audit")
+        items = -(-WHOLE.tokens // 8)
+        assert held["leases"].quarantined == {"kv": items}
+        every, free = held["items"]["kv"]
+        assert free == every - items
+        beside = these.order("p1", ["d1"], BESIDE)
+        assert {state for state, _ in end(these, beside).values()} == {KVPoll.Success}
+        assert "d1" not in room.back, "the other room was to be over while the bytes are away"
+        end(these, room)
+        assert room.back["d1"] - room.ended["d1"][0] > 0.9
+        assert_good(these)
+
+
+def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_the_end():
+    made = {"d1": partial(LateEngine, None, 0.2)}
+    with world("local", engines=made, expected="cannot be fenced") as these:
+        room = stricken(these)
+        for link in ("p0", "p1"):
+            end(these, beside := these.order(link, ["d1"], BESIDE))
+            assert beside.succeeded(), beside
+        these.until(lambda: False, 0.5)
+        held = these.ask("d1", "audit")
+        items = -(-WHOLE.tokens // 8)
+        assert held["leases"].quarantined == {"kv": items}
+        assert not any(held["leases"].leased.values())
+        assert held["orders"] == [room.name]
+        these.mortal.add("d1")
+        closed = these.ask("d1", "close")
+        assert not any(closed["leases"].quarantined.values())
+        assert not closed["problems"]
+        these.bury("d1")
+
+
+def test_a_fence_that_lies_is_seen_by_these_tests():
+    made = {"d1": partial(LateEngine, True, 0.3)}
+    with world("local", engines=made, expected="somebody else") as these:
+        room = stricken(these)
+        end(these, room)
+        these.until(lambda: False, 0.6)
+        assert "written by somebody else" in these.ask("d1", "audit")["problems"][0]
+
+
+def test_bytes_of_another_request_are_seen_by_these_tests():
+    with world("local") as these:
+        these.order("p0", [], WHOLE, "r")
+        room = these.order("p0", ["d1"], replace(WHOLE, salt=9), "r", offered=False)
+        with pytest.raises(Violation, match=r"succeeded with \d+ wrong bytes"):
+            end(these, room)

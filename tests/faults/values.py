@@ -1,0 +1,51 @@
+"""The oracle's values of many requests that share one pool: each request has a salt of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from kvpool.layout import RequestAddress
+from kvpool.pool import KVPool
+from tests import oracle
+
+MOST_TOKENS = 256  # of one request, so that values can be kept
+
+
+@lru_cache(maxsize=4096)
+def _values(key, inner, width, salt):
+    """Bytes of all entries that a request may have, `[MOST_TOKENS, inner axes, byte]`."""
+    axes = [np.arange(start, stop) for start, stop in inner]
+    return oracle.values(key, [np.arange(MOST_TOKENS), *axes, np.arange(width)], salt)
+
+
+def _cells(
+    pool: KVPool, address: RequestAddress, positions: range, salt: int
+) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
+    """By region: memory, where in it the live entries of `positions` lie, and what they are."""
+    held = oracle.state(pool)
+    for region in held.layout.regions:
+        space, view = held.layout.space_of(region), held.views[region.key]
+        entries = oracle.live(space, positions, address.num_tokens)
+        if not entries.size:
+            continue
+        if region.axis("entry") is None:
+            view = view[:, None]
+        span, size = address.spans[space.id_list], space.entries_per_item
+        number = entries // size - span.first_item if space.kind == "paged" else entries * 0
+        inner = tuple((axis.start, axis.stop) for axis in region.axes if axis.name != "entry")
+        what = _values(region.key, inner, region.width, salt)[entries]
+        yield view, (span.ids[number], entries % size), what
+
+
+def put(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> None:
+    """Writes the live entries of `positions`."""
+    for view, where, what in _cells(pool, address, positions, salt):
+        view[where] = what
+
+
+def wrong(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> int:
+    """How many bytes of the live entries of `positions` are not what was written."""
+    return sum(int((v[at] != what).sum()) for v, at, what in _cells(pool, address, positions, salt))

@@ -1,0 +1,321 @@
+"""Two prefill and two decode processes, what they are told and what they say."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from disagg.engines.base import Engine
+from disagg.room import KVPoll
+from tests.disagg.farm import FORKS
+from tests.faults.child import main
+from tests.faults.orders import Course, Order, Setup
+from tests.faults.shapes import Shape
+
+PATIENCE = 60.0
+"""Seconds after which a process that does not answer is stuck."""
+PEER_TIMEOUT, LEASE, READ_TIMEOUT = 0.6, 2.2, 1.2
+BOUND = 3 * PEER_TIMEOUT
+"""Seconds within which a death must be noticed."""
+PREFILL_SALTS, DECODE_SALTS = range(100, 116), range(200, 216)
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+class Late(Violation):
+    """Something did not happen in time: where processes starve that may be nobody's fault."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """A process and its pipe."""
+
+    process: Any
+    pipe: Any
+    generation: str = ""
+    """Of its endpoint, once that is up."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return int(self.process.pid)
+
+
+@dataclass(eq=False)
+class Room:
+    """One request, and what became of it on each side: by process name."""
+
+    number: int
+    name: str
+    link: str
+    sources: list[str]
+    sinks: list[str]
+    course: Course
+    begun: dict[str, float] = field(default_factory=dict)
+    """When decode asked for it, and when prefill knew that somebody did."""
+    ended: dict[str, tuple[float, KVPoll, str]] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+    """Decodes that said done, and how many bytes were wrong then."""
+    back: dict[str, float] = field(default_factory=dict)
+    """Who has ended it and given its pages back, or died, and when."""
+
+    @property
+    def who(self) -> list[str]:
+        """All that take part."""
+        return [*self.sources, *self.sinks]
+
+    def over(self) -> bool:
+        """Whether it has ended, and given its pages back, wherever it was ordered."""
+        return self.back.keys() >= {*self.who}
+
+    def succeeded(self) -> bool:
+        """Whether it has succeeded everywhere."""
+        states = [state for _, state, _ in self.ended.values()]
+        return len(states) == len(self.who) and all(s is KVPoll.Success for s in states)
+
+    def __str__(self) -> str:
+        ends = {who: f"{state} {reason}".strip() for who, (_, state, reason) in self.ended.items()}
+        return f"room {self.name} of {self.sources} to {self.sinks}: {ends}, back {[*self.back]}"
+
+
+class World:
+    """See the module. Whoever dies is replaced by `ensure`.
+
+    `engines` makes those of some processes, `expected` is a part of problems that are to come.
+    `mortal` are those that may die; the death of any other is a violation.
+    `logs` is where all that they print lies; it stays unless all of them close well.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        peer_timeout: float = PEER_TIMEOUT,
+        lease: float = LEASE,
+        engines: Mapping[str, Callable[[], Engine]] | None = None,
+        expected: str | None = None,
+    ) -> None:
+        self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
+        self._engines, self._expected = engines or {}, expected
+        self.peers: dict[str, Peer] = {}
+        self.rooms: dict[int, Room] = {}
+        self.tripped: float | None = None
+        self.answers: dict[tuple[str, str], Any] = {}
+        self.mortal: set[str] = set()
+        self.logs = tempfile.mkdtemp(prefix="faults-")
+        self._numbers = 0
+        self._ports: dict[str, str] = {}
+
+    def ensure(self, stopped: Sequence[str] = ()) -> None:
+        """Starts whoever is not there; returns when all links are ready but those of `stopped`."""
+        fresh = [name for name in ("p0", "p1", "d0", "d1") if name not in self.peers]
+        for name in fresh:
+            self._start(name)
+        if not self.until(lambda: all(p.generation for p in self.peers.values()), PATIENCE):
+            raise Violation("a process does not come up")
+        for name, prefills in self.shape.links().items():
+            for decode in ("d0", "d1"):
+                if decode in fresh:
+                    self.tell(decode, "connect", name, [self._ports[p] for p in prefills])
+        until = time.monotonic() + PATIENCE
+        while not all(self._settled(d) for d in ("d0", "d1") if d not in stopped):
+            if time.monotonic() > until:
+                raise Violation("a peer that is there does not rejoin")
+            self.pump(0.01)
+
+    def tell(self, name: str, *order: Any) -> None:
+        """An order for one process; lost if it has died meanwhile."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            try:
+                peer.pipe.send(order)
+            except (BrokenPipeError, ConnectionResetError):
+                self._gone(name)
+
+    def trip(self, holder: str, point: str, count: int, victim: str, number: int) -> None:
+        """When `holder` meets a point for the `count`-th time, the victim is signalled."""
+        if number == signal.SIGKILL:
+            self.mortal.add(victim)
+        self.tripped = None
+        pid = 0 if victim == holder else self.peers[victim].pid
+        self.tell(holder, "trip", point, count, pid, number)
+
+    def ask(self, name: str, question: str) -> Any:
+        """What a process answers to a question without arguments."""
+        self.answers.pop((name, question), None)
+        self.tell(name, question)
+        self.until(lambda: (name, question) in self.answers or name not in self.peers, PATIENCE)
+        return self.answers.pop((name, question), None)
+
+    def order(
+        self,
+        link: str,
+        sinks: Sequence[str],
+        course: Course,
+        name: str | None = None,
+        offered: bool = True,
+    ) -> Room:
+        """One request over a link; unless `offered`, prefill is not asked for it."""
+        self._numbers += 1
+        number = self._numbers
+        sources = self.shape.links()[link] if offered else []
+        room = Room(number, name or f"r{number}", link, list(sources), list(sinks), course)
+        self.rooms[number] = room
+        for who in room.who:
+            if who not in self.peers:
+                room.back[who] = time.monotonic()
+            self.tell(who, "order", Order(number, room.name, course, link))
+        return room
+
+    def signal(self, name: str, number: int) -> None:
+        """Signals a process."""
+        if number == signal.SIGKILL:
+            self.mortal.add(name)
+        os.kill(self.peers[name].pid, number)
+
+    def bury(self, name: str) -> None:
+        """Takes note that a process was killed, once it is dead and has said its last."""
+        until = time.monotonic() + PATIENCE
+        while name in self.peers:
+            if time.monotonic() > until:
+                raise Violation(f"{name} does not die")
+            self.pump(0.01)
+
+    def pump(self, seconds: float) -> None:
+        """Hears what is said, for `seconds` at most."""
+        pipes = {peer.pipe: name for name, peer in self.peers.items()}
+        for pipe in wait(list(pipes), seconds):
+            name = pipes[pipe]
+            try:
+                while pipe.poll():
+                    self._hear(name, *pipe.recv())
+            except (EOFError, OSError):
+                self._gone(name)
+
+    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Hears what is said until a condition holds; whether it does."""
+        end = time.monotonic() + seconds
+        while not condition():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self.pump(min(left, 0.05))
+        return True
+
+    def close(self) -> None:
+        """All are told to close, and must do so well."""
+        self.mortal.update(self.peers)
+        for name, peer in list(self.peers.items()):
+            said = self.ask(name, "close")
+            if said is None:
+                raise Violation(f"{name} does not close")
+            if said["problems"] and self._expected is None:
+                raise Violation(f"{name}: {said['problems']}")
+            peer.process.join(PATIENCE)
+            if peer.process.exitcode != 0:
+                raise Violation(f"{name} ended with {peer.process.exitcode}")
+        shutil.rmtree(self.logs)
+
+    def kill(self) -> None:
+        """Ends whoever is left."""
+        for peer in self.peers.values():
+            peer.process.kill()
+            peer.process.join()
+
+    def _start(self, name: str) -> None:
+        which, shape = int(name[1]), self.shape
+        options: dict[str, Any] = {"peer_timeout": self._peer_timeout}
+        bind = None
+        if name[0] == "p":
+            bind = self._ports.setdefault(name, f"tcp://127.0.0.1:{_port()}")
+            options["lease"] = self._lease
+        else:
+            options["read_timeout"], options["ranks"] = READ_TIMEOUT, shape.readers
+            options["verify"] = "checksum" if which == 0 else None
+        setup = Setup(
+            shape.engine,
+            (shape.prefill if bind else shape.decode)[which],
+            PREFILL_SALTS if bind else DECODE_SALTS,
+            options,
+            bind,
+            parts(shape.engine)[which],
+            shape.environment,
+            f"{self.logs}/{name}",
+            self._engines.get(name),
+        )
+        here, there = FORKS.Pipe()
+        process = FORKS.Process(target=main, args=(there, setup), daemon=True)
+        process.start()
+        there.close()
+        self.peers[name] = Peer(process, here)
+
+    def _settled(self, decode: str) -> bool:
+        lives = {n: [self.peers[p].generation for p in ps] for n, ps in self.shape.links().items()}
+        return bool(self.ask(decode, "settled") == lives)
+
+    def _gone(self, name: str) -> None:
+        for room in self.rooms.values():
+            if name in room.who:
+                room.back.setdefault(name, time.monotonic())
+        peer = self.peers.pop(name)
+        peer.process.join(PATIENCE)
+        peer.pipe.close()
+        if name not in self.mortal:
+            raise Violation(f"{name} has died of itself, exit code {peer.process.exitcode}")
+        self.mortal.remove(name)
+
+    def _hear(self, name: str, at: float, event: str, *given: Any) -> None:
+        if event == "up":
+            self.peers[name].generation = given[0]
+        elif event == "tripped":
+            self.tripped = at
+        elif event == "problem":
+            if self._expected is None or self._expected not in given[0]:
+                raise Violation(f"{name}: {given[0]}")
+        elif event in ("settled", "audit", "untrip", "closed"):
+            self.answers[name, "close" if event == "closed" else event] = given[0]
+        elif (room := self.rooms.get(given[0])) is not None:
+            self._hear_of(room, name, at, event, *given[1:])
+
+    def _hear_of(self, room: Room, name: str, at: float, event: str, *given: Any) -> None:
+        if event == "begun":
+            room.begun[name] = at
+        elif event == "back":
+            room.back[name] = at
+        elif event == "done":
+            room.done[name] = given[0]
+        else:
+            state, reason, count = given
+            room.ended[name] = at, state, reason
+            if count:
+                raise Violation(f"{name}: {room} succeeded with {count} wrong bytes")
+            if state is KVPoll.Failed and not reason:
+                raise Violation(f"{name}: {room} failed without a reason")
+
+
+def parts(engine: str) -> tuple[int, int]:
+    """Most bytes of one part of a read on either decode: few, so that reads take long."""
+    return (8192, 16384) if engine == "mooncake" else (512, 1024)
+
+
+def _port() -> int:
+    """A free port below those that the kernel gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as trial:
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port

@@ -1,0 +1,54 @@
+"""Metadata of engine `nixl`, which NIXL and UCX read: a peer, a refusal, or the end of the process.
+
+Hence this target runs only where it is asked for by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from disagg.engines.base import TransferError, create_engine
+from kvpool.layout import Slab
+
+_memory = np.zeros((2, 1 << 16), dtype=np.uint8)
+
+
+@lru_cache
+def _engine(number: int) -> Any:
+    engine = create_engine("nixl")
+    engine.register([Slab(_memory[number].ctypes.data, _memory[number].size)])
+    return engine
+
+
+def run(data: bytes) -> str:
+    """Connects, and lets go."""
+    try:
+        peer = _engine(0).connect(data)
+    except (TransferError, ValueError):
+        return "refused"
+    _engine(0).fence(peer)
+    return "connected"
+
+
+def seeds() -> Iterator[bytes]:
+    """What a real agent tells."""
+    yield _engine(1).metadata()
+
+
+def mutate(data: bytes, source: random.Random, most: int) -> bytes:
+    """Bits turned, and lengths of eight bytes that are none: NIXL has a format of its own."""
+    made = bytearray(data)
+    for _ in range(source.choice((1, 1, 2, 4))):
+        at = source.randrange(max(1, len(made)))
+        if source.getrandbits(1):
+            made[at : at + 1] = bytes([(made[at] if made else 0) ^ 1 << source.randrange(8)])
+        else:
+            made[at : at + 8] = source.choice((0, 1 << 31, 1 << 40, (1 << 64) - 1)).to_bytes(
+                8, "big"
+            )
+    return bytes(made[:most])

@@ -1,0 +1,156 @@
+"""A peer's layouts and address against one's own: no run of a batch leaves either's memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+
+import msgspec
+
+from disagg import wire
+from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
+from disagg.plan_cache import PlanCache
+from kvpool.layout import LayoutError, PoolLayout, RequestAddress
+from tests.fuzz import build, edits, samples
+from tests.fuzz.guard import Finding
+from tests.fuzz.stretch import stretched
+
+MAX_PEERS = 3
+_cache = PlanCache(8)
+
+
+class Offer(msgspec.Struct, array_like=True):
+    """An input: which layout is one's own, and what the peers send."""
+
+    own: int
+    layouts: list[bytes]
+    readies: list[bytes]
+
+
+def run(data: bytes) -> str:
+    """Plans and binds as decode does."""
+    try:
+        offer = msgspec.msgpack.decode(data, type=Offer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "no input"
+    own = samples.CASES[offer.own % len(samples.CASES)].own
+    try:
+        peers = [PoolLayout.from_msgpack(each) for each in offer.layouts[:MAX_PEERS]]
+        hits = _cache.hits
+        made = _cache.plan(peers, own)
+        fresh = plan(peers, own) if _cache.hits > hits else made
+    except LayoutError:
+        return "no layout"
+    except (IncompatibleLayouts, TypeError):  # TypeError: no layout at all
+        return "not planned"
+    dest = samples.address(own)
+    outcome = "planned"
+    for source, data in enumerate(offer.readies[: len(peers)]):
+        try:
+            ready = wire.decode(data)
+            if not isinstance(ready, wire.Ready):
+                continue
+            address = ready.address()
+            batch = made.bind(source, address, dest, tokens=range(ready.start, ready.stop))
+        except (IncompleteTransfer, ValueError):
+            continue
+        outcome = "bound" if batch.runs else outcome
+        check(batch, peers[source], address, own, dest)
+        if fresh is not made:
+            again = fresh.bind(source, address, dest, tokens=range(ready.start, ready.stop))
+            if sorted(zip(*batch)) != sorted(zip(*again)):
+                raise Finding("a plan from the cache moves other bytes than a new one.")
+    return outcome
+
+
+def check(
+    batch: CopyBatch,
+    theirs: PoolLayout,
+    source: RequestAddress,
+    own: PoolLayout,
+    dest: RequestAddress,
+) -> None:
+    """Raises Finding where a run leaves the request's items on either side, or two runs meet."""
+    runs = list(zip(*(column.tolist() for column in batch)))
+    _inside([(src, src + size) for src, _, size in runs], items(theirs, source), "the source's")
+    _inside([(dst, dst + size) for _, dst, size in runs], items(own, dest), "the destination's")
+    ordered = sorted((dst, dst + size) for _, dst, size in runs)
+    if any(one[1] > two[0] for one, two in pairwise(ordered)):
+        raise Finding("a byte of the destination is written twice.")
+
+
+def items(layout: PoolLayout, address: RequestAddress) -> list[tuple[int, int]]:
+    """The request's items in every buffer, from and to which address, joined where they touch."""
+    spans: Mapping[str, list[int]] = {n: span.ids.tolist() for n, span in address.spans.items()}
+    found = sorted(
+        (buffer.base + item * buffer.item_stride, item, buffer.item_bytes)
+        for buffer in layout.buffers
+        for item in spans.get(layout.space_by_name[buffer.space].id_list, ())
+        if item < buffer.items
+    )
+    joined: list[tuple[int, int]] = []
+    for start, _, size in found:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], start + size)
+        else:
+            joined.append((start, start + size))
+    return joined
+
+
+def _inside(runs: Iterable[tuple[int, int]], allowed: list[tuple[int, int]], whose: str) -> None:
+    at = 0
+    for start, stop in sorted(runs):
+        while at < len(allowed) and allowed[at][1] < stop:
+            at += 1
+        if start >= stop or at == len(allowed) or start < allowed[at][0]:
+            raise Finding(f"bytes {start:#x} to {stop:#x} are not in {whose} items.")
+
+
+def seeds() -> Iterator[bytes]:
+    """Every case with every peer, whole and in part."""
+    for number, case in enumerate(samples.CASES):
+        for peers in case.peers:
+            for start, stop in ((0, samples.TOKENS), (5, samples.TOKENS), (0, 9)):
+                yield build.packed(
+                    [
+                        number,
+                        [peer.to_msgpack() for peer in peers],
+                        [ready(peer, start, stop) for peer in peers],
+                    ]
+                )
+
+
+def ready(
+    peer: PoolLayout, start: int, stop: int, about: Mapping[str, object] = MappingProxyType({})
+) -> bytes:
+    """What a peer sends with positions `start` to `stop`; `about` says of which room."""
+    address = samples.address(peer)
+    last = stop == samples.TOKENS
+    fields = {
+        "start": start,
+        "stop": stop,
+        "last": last,
+        "num_tokens": address.num_tokens,
+        "spans": wire.spans_of(address),
+        "aux": wire.pack_aux({}),
+    }
+    return build.packed(build.message(wire.Ready, build.Seeded(0), **{**fields, **about}))
+
+
+def mutate(data: bytes, source: random.Random, most: int) -> bytes:
+    """Edits of what the peers send, the frame around it left whole."""
+    try:
+        offer = msgspec.msgpack.decode(data, type=Offer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return edits.mutate(data, source, most)
+    parts = source.choice((offer.layouts, offer.layouts, offer.readies))
+    if parts:
+        at = source.randrange(len(parts))
+        if parts is offer.layouts and source.random() < 0.3:
+            held = source.choice(source.choice(samples.CASES[offer.own % len(samples.CASES)].peers))
+            parts[at] = stretched(held, build.Seeded(source.getrandbits(32)))
+        else:
+            parts[at] = edits.mutate(parts[at], source, most // 2)
+    return build.packed(offer)[:most]

@@ -1,0 +1,132 @@
+"""Layouts of one's own, and of peers that fit them: what hostile layouts are mutations of.
+
+Nothing is allocated: bases are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
+from kvpool.layout import VERSION, Buffer, PoolLayout, RequestAddress, Space, Span
+
+TOKENS = 21
+Part = tuple[int, str, int, Template]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of one's own, and lists of peers' layouts from which it can be filled."""
+
+    own: PoolLayout
+    peers: Sequence[Sequence[PoolLayout]]
+
+
+def laid_out(
+    parts: Sequence[Part], spaces: Sequence[Space], base: int, *, side_by_side: bool = False
+) -> PoolLayout:
+    """A buffer for each (layer, space, items, template): one after another, or item by item."""
+    buffers, regions = [], []
+    total = sum(item_bytes(template) for *_, template in parts)
+    for number, (layer, space, items, template) in enumerate(parts):
+        size = item_bytes(template)
+        stride = total if side_by_side else size
+        buffers.append(Buffer(f"b{number}", space, base, stride, size, items))
+        regions.extend(item_regions(template, owner="target", layer=layer, buffer=f"b{number}"))
+        base += size if side_by_side else stride * items + 64
+    return PoolLayout(VERSION, tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "life")
+
+
+def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:
+    """Latent and rope in one row, three layers."""
+    row = Repeat("entry", page, Seq(Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")))
+    parts = [(layer, "kv", 12, row) for layer in range(3)]
+    return laid_out(parts, [Space("kv", "paged", page)], base, side_by_side=side_by_side)
+
+
+def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> PoolLayout:
+    """Keys and values of a shard of 8 heads: in one row, or each for itself."""
+    cells = [Cell("k", 4, "bf16"), Cell("v", 4, "bf16")]
+    each = [Repeat("head", size, cell, start, 8) for cell in cells]
+    spaces = [Space("kv", "paged", page)]
+    if order == "one row":
+        return laid_out([(0, "kv", 12, Repeat("entry", page, Seq(*each)))], spaces, base)
+    if order == "nhd":
+        items = [Repeat("entry", page, one) for one in each]
+    else:
+        items = [Repeat("head", size, Repeat("entry", page, cell), start, 8) for cell in cells]
+    return laid_out([(0, "kv", 12, item) for item in items], spaces, base)
+
+
+def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
+    """A window, compressed entries that share the pages' ids, a ring, and a slot with a grid."""
+    spaces = [
+        Space("kv", "paged", page),
+        Space("c4", "paged", page // 4, 4, ids="kv"),
+        Space("swa", "paged", page // 2, window=window),
+        Space("ring", "ring", ring, window=4, reserved=0),
+        Space("state", "slot"),
+    ]
+    conv = Repeat("tap", 3, Seq(Repeat("dim", 2, Cell("conv.q", 2, "f32")), Skip(8)))
+    parts: list[Part] = [
+        (0, "kv", 12, Repeat("entry", page, Cell("latent", 4, "bf16"))),
+        (0, "c4", 12, Repeat("entry", page // 4, Cell("c4.latent", 4, "bf16"))),
+        (1, "swa", 16, Repeat("entry", page // 2, Cell("swa.latent", 4, "bf16"))),
+        (0, "ring", 3, Repeat("entry", ring, Cell("c4.state", 2, "f32"))),
+        (1, "state", 3, conv),
+    ]
+    return laid_out(parts, spaces, base)
+
+
+def padded(page: int, base: int, multiple: int = 64) -> PoolLayout:
+    """Rows with scales behind them, pages rounded up."""
+    row = Repeat("entry", page, Seq(Cell("latent", 7, "e4m3"), Cell("rope", 2, "bf16"), Skip(1)))
+    scales = Repeat("entry", page, Seq(Cell("latent.scale", 3, "ue8m0"), Skip(1)))
+    item = Pad(multiple, Seq(row, scales))
+    parts = [(layer, "kv", 12, item) for layer in range(2)]
+    return laid_out(parts, [Space("kv", "paged", page)], base, side_by_side=True)
+
+
+HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
+CASES = (
+    Case(
+        rows(4, HERE),
+        [[rows(4, THERE)], [rows(8, THERE)], [rows(2, FAR, True), rows(2, THERE)]],
+    ),
+    Case(rows(4, HERE, True), [[rows(4, THERE, True)], [rows(8, FAR)]]),
+    Case(
+        heads(4, HERE, 2, 4, "one row"),
+        [
+            [heads(4, THERE, 0, 8)],
+            [heads(4, THERE, 0, 4, "one row"), heads(4, FAR, 4, 4, "one row")],
+            [heads(8, THERE, 0, 8, "hnd")],
+        ],
+    ),
+    Case(heads(8, HERE, 4, 4), [[heads(8, THERE, 4, 4)], [heads(2, THERE, 0, 8, "hnd")]]),
+    Case(states(8, 8, 6, HERE), [[states(8, 8, 6, THERE)], [states(16, 16, 8, FAR)]]),
+    Case(padded(4, HERE), [[padded(4, THERE)], [padded(8, FAR, 128)]]),
+)
+LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for layout in peers]
+
+
+def moved(layout: PoolLayout, by: int) -> PoolLayout:
+    """The same layout at other addresses."""
+    buffers = tuple(replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
+    return replace(layout, buffers=buffers)
+
+
+def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
+    """Where `tokens` tokens lie: every other item, from the last one down."""
+    spans = {}
+    for space in layout.spaces:
+        if space.ids is None:
+            items = min(
+                buffer.items
+                for buffer in layout.buffers
+                if layout.space_by_name[buffer.space].id_list == space.name
+            )
+            count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
+            usable = [*range(items - 1, space.reserved - 1, -2), *range(items - 2, 0, -2)]
+            spans[space.name] = Span(usable[:count])  # type: ignore[arg-type]
+    return RequestAddress(tokens, spans)

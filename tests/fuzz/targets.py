@@ -1,0 +1,186 @@
+"""Everything that decodes bytes of a peer, and what must hold whatever they are."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from disagg import wire
+from disagg.engines.mooncake import MooncakeEngine
+from disagg.engines.nixl import NixlEngine
+from kvpool.layout import LayoutError, PoolLayout
+from tests.fuzz import build, digesting, edits, local, machines, planning, samples
+from tests.fuzz.guard import Finding
+from tests.fuzz.stretch import stretched
+
+Mutator = Callable[[bytes, random.Random, int], bytes]
+
+
+class Provided:
+    """Choices of Atheris' data provider."""
+
+    def __init__(self, data: bytes) -> None:
+        import atheris
+
+        self._provider = atheris.FuzzedDataProvider(data)
+
+    def number(self, low: int, high: int) -> int:
+        """One of `low` to `high`."""
+        return int(self._provider.ConsumeIntInRange(low, high))
+
+    def data(self, most: int) -> bytes:
+        """At most `most` bytes."""
+        return bytes(self._provider.ConsumeBytes(self.number(0, most)))
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` takes an input and says in a word what it came to; it raises on what may never be.
+
+    `seeds` are inputs to begin with, `mutate` makes others of them; without one the input is no
+    document, but a stretch of choices. `share` is its part of all inputs; without one it is run
+    where it is asked for by name.
+    """
+
+    run: Callable[[bytes], str]
+    seeds: Callable[[], Iterator[bytes]]
+    share: int
+    mutate: Mutator | None = edits.mutate
+
+
+def run_wire(data: bytes) -> str:
+    """A message or a WireError; what was read can be sent on, and says of itself what it means."""
+    try:
+        message = wire.decode(data)
+    except wire.WireError:
+        return "refused"
+    again = wire.encode(message)
+    if wire.encode(wire.decode(again)) != again:
+        raise Finding(f"{message} does not survive a round trip.")
+    for name, part in vars(type(message)).items():
+        if callable(part) and not name.startswith("_"):
+            _allow(ValueError, getattr(message, name))
+    if isinstance(message, wire.Hello):
+        _allow(LayoutError, lambda: PoolLayout.from_msgpack(message.layout))
+    if isinstance(message, wire.Ready):
+        _allow(wire.WireError, lambda: wire.unpack_aux(message.aux))
+    return type(message).__name__
+
+
+def messages() -> Iterator[bytes]:
+    """Several messages of every type; of hellos, most with a layout."""
+    for kind in build.message_types().values():
+        yield build.packed(build.message(kind, build.Seeded(0)))
+        for seed, layout in zip(range(1, 8), samples.LAYOUTS):
+            fields = {"protocol": wire.PROTOCOL, "layout": layout.to_msgpack()}
+            yield build.packed(build.message(kind, build.Seeded(seed), **fields))
+
+
+def run_aux(data: bytes) -> str:
+    """A map of names or a WireError; what came in can be sent on."""
+    try:
+        values = wire.unpack_aux(data)
+    except wire.WireError:
+        return "refused"
+    again = wire.pack_aux(values)
+    if wire.pack_aux(wire.unpack_aux(again)) != again:
+        raise Finding(f"{values} do not survive a round trip.")
+    return "read"
+
+
+def auxes() -> Iterator[bytes]:
+    """Maps of all that msgpack has."""
+    yield build.packed({"token": 7, "logprob": -0.5, "text": "x", "hidden": b"\0" * 32})
+    yield build.packed({"nested": [[1, [2]], {"a": {"b": None}}], "yes": True})
+    yield build.packed({})
+
+
+def run_layout(data: bytes) -> str:
+    """A layout or a LayoutError; what was read survives a round trip and a fingerprint."""
+    return _layout(data, PoolLayout.from_msgpack)
+
+
+def run_json(data: bytes) -> str:
+    """The same, of JSON."""
+    return _layout(data, PoolLayout.from_json)
+
+
+def _layout(data: bytes, read: Callable[[bytes], PoolLayout]) -> str:
+    try:
+        layout = read(data)
+    except LayoutError:
+        return "refused"
+    if PoolLayout.from_msgpack(layout.to_msgpack()) != layout:
+        raise Finding(f"{layout} does not survive a round trip.")
+    if PoolLayout.from_json(layout.to_json()) != layout:
+        raise Finding(f"{layout} does not survive a round trip as JSON.")
+    layout.fingerprint()
+    layout.slabs()
+    layout.live_bytes(1 << 40)
+    return "read"
+
+
+def layouts() -> Iterator[bytes]:
+    """Layouts of every kind of state."""
+    for layout in samples.LAYOUTS:
+        yield layout.to_msgpack()
+
+
+def texts() -> Iterator[bytes]:
+    """The same as JSON."""
+    for layout in samples.LAYOUTS:
+        yield layout.to_json().encode()
+
+
+def mutate_layout(data: bytes, source: random.Random, most: int) -> bytes:
+    """An edit, or a layout of no sensible size."""
+    if source.random() < 0.7:
+        return edits.mutate(data, source, most)
+    return stretched(source.choice(samples.LAYOUTS), build.Seeded(source.getrandbits(32)))[:most]
+
+
+def mutate_json(data: bytes, source: random.Random, most: int) -> bytes:
+    """An edit of the document, where it is one that JSON can say."""
+    try:
+        edited = edits.mutate(build.packed(json.loads(data)), source, most)
+        return msgspec.json.encode(msgspec.msgpack.decode(edited))[:most]
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        kind, place, value = (source.getrandbits(32) for _ in range(3))
+        return edits.edit(data, kind % 4, place, value)[:most]
+
+
+def mutate_behind(data: bytes, source: random.Random, most: int) -> bytes:
+    """An edit of the document behind the first byte."""
+    return data[:1] + edits.mutate(data[1:], source, most - 1)
+
+
+def _allow(error: type[Exception], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except error:
+        return
+
+
+TARGETS = {
+    "wire": Target(run_wire, messages, 32),
+    "aux": Target(run_aux, auxes, 8),
+    "layout": Target(run_layout, layouts, 13, mutate_layout),
+    "json": Target(run_json, texts, 5, mutate_json),
+    "plan": Target(planning.run, planning.seeds, 8, planning.mutate),
+    "local": Target(local.run, local.seeds, 10),
+    "digest": Target(digesting.run, digesting.seeds, 8, mutate_behind),
+    "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, 8, None),
+    "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, 4, None),
+}
+if MooncakeEngine.availability() is None:
+    from tests.fuzz import mooncake
+
+    TARGETS["mooncake"] = Target(mooncake.run, mooncake.seeds, 4)
+if NixlEngine.availability() is None:
+    from tests.fuzz import nixl
+
+    TARGETS["nixl"] = Target(nixl.run, nixl.seeds, 0, nixl.mutate)

@@ -1,0 +1,124 @@
+"""What the fuzzing would see, and what it begins with: a search that cannot fail shows nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg import wire
+from disagg.bind import CopyBatch
+from tests.fuzz import build, guard, planning, samples
+from tests.fuzz.edits import NUMBERS, tokens
+from tests.fuzz.guard import Finding, Tally, guarded
+from tests.fuzz.targets import TARGETS
+
+KINDS = build.message_types()
+DOCUMENTS = [name for name, target in TARGETS.items() if target.mutate and target.share]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_message_is_fuzzed_from_valid_ones(name):
+    for seed in range(20):
+        data = build.packed(build.message(KINDS[name], build.Seeded(seed)))
+        assert isinstance(wire.decode(data), KINDS[name])
+        assert TARGETS["wire"].run(data) == name
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_target_begins_with_inputs_that_are_taken(name):
+    taken = {"read", "connected", "bound", "digested", *KINDS}
+    assert any(TARGETS[name].run(data) in taken for data in TARGETS[name].seeds())
+
+
+def test_the_guard_sees_an_allocation_and_lets_a_proportionate_one_pass():
+    assert guarded(lambda: bytes(guard.BASE_BYTES // 2) and "read", 0) == "read"
+    assert guarded(lambda: bytes(guard.BASE_BYTES * 2) and "read", 1 << 20) == "read"
+    with pytest.raises(Finding, match="32 MiB for an input of 100 bytes"):
+        guarded(lambda: bytes(guard.BASE_BYTES * 2) and "read", 100)
+
+
+def test_the_guard_sees_time_spent_and_not_time_waited(monkeypatch):
+    def work():
+        began = time.thread_time()
+        while time.thread_time() < began + 0.05:
+            pass
+        return "read"
+
+    tally = Tally()
+    monkeypatch.setattr(guard, "BASE_SECONDS", 0.04)
+    with pytest.raises(Finding, match="s for an input of 0 bytes"):
+        guarded(work, 0, tally)
+    assert tally.seconds > 0.04
+    assert guarded(lambda: time.sleep(0.05) or "waited", 0) == "waited"
+
+
+def test_an_error_that_is_not_documented_goes_through_the_guard():
+    with pytest.raises(KeyError):
+        guarded(lambda: {}["what nobody expects"], 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "by", "sentence"),
+    [
+        (0, 1 << 20, "not in the source's items"),
+        (0, -1, "not in the source's items"),
+        (1, 1 << 20, "not in the destination's items"),
+        (1, -64, "not in the destination's items"),
+        (2, 1 << 30, "not in the source's items"),
+        (2, -(1 << 30), "not in the source's items"),
+    ],
+)
+def test_a_run_that_leaves_the_requests_items_is_seen(column, by, sentence):
+    case = samples.CASES[0]
+    (peer,) = case.peers[0]
+    ends = samples.address(peer), samples.address(case.own)
+    batch = planning.plan([peer], case.own).bind(0, *ends)
+    planning.check(batch, peer, ends[0], case.own, ends[1])
+    columns = [np.array(each) for each in batch]
+    columns[column][0] += by
+    with pytest.raises(Finding, match=sentence):
+        planning.check(CopyBatch(*columns), peer, ends[0], case.own, ends[1])
+    twice = CopyBatch(*(np.append(each, each[:1]) for each in batch))
+    with pytest.raises(Finding, match="written twice"):
+        planning.check(twice, peer, ends[0], case.own, ends[1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [msgspec.msgpack.decode(number) for number in NUMBERS],
+        [kind * size for kind in (b"x", "x") for size in (0, 31, 32, 255, 256, 65535, 65536)],
+        [[None] * size for size in (0, 15, 16, 600)],
+        [{str(n): n for n in range(size)} for size in (0, 15, 16, 300)],
+        {"a": [True, {"b": {"c": [1.5, None, "x", b"y"]}}], "d": [[[]]], "e": 7},
+        [msgspec.msgpack.Ext(5, bytes(size)) for size in (0, 1, 2, 3, 4, 8, 16, 255, 256, 65536)],
+    ],
+    ids=["numbers", "text and bytes", "lists", "maps", "nested", "extensions"],
+)
+def test_edits_find_every_value_of_a_document(value):
+    data = build.packed(value)
+    found = tokens(data)
+    assert len(found) == _count(value)
+    assert found[0].stop == len(data)
+    again = [msgspec.msgpack.decode(data[token.start : token.stop]) for token in found]
+    assert again[0] == msgspec.msgpack.decode(data)
+
+
+def _count(value):
+    if isinstance(value, dict):
+        return 1 + sum(1 + _count(each) for each in value.values())
+    return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def test_edits_are_bounded_and_repeatable():
+    data = samples.LAYOUTS[0].to_msgpack()
+    for name in DOCUMENTS:
+        edited = [TARGETS[name].mutate(data, random.Random(seed), 3000) for seed in range(20)]
+        assert edited == [
+            TARGETS[name].mutate(data, random.Random(seed), 3000) for seed in range(20)
+        ]
+        assert max(map(len, edited)) <= 3000
