@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -55,6 +55,8 @@ MAX_UNSENT = 1 << 16
 """Open rooms of which nothing was sent yet."""
 KEPT_STRAYS = 10_000
 """Rooms that were wanted and have failed before anything was sent: the latest are kept."""
+KEPT_ATTEMPTS = 10_000
+"""Attempts of rooms that have ended: the latest are kept."""
 
 
 class PrefillRooms:
@@ -82,6 +84,7 @@ class PrefillRooms:
         self._open: set[Room] = set()
         self._unsent: set[Room] = set()
         self._strays: deque[tuple[Room, PrefillRoom]] = deque()
+        self._spent: OrderedDict[tuple[Peer, str], None] = OrderedDict()
         self._next_look = 0.0
         self.totals = Totals()
 
@@ -263,8 +266,8 @@ class PrefillRooms:
     def _want(self, peer: Peer, want: Want, decode: Decode) -> None:
         known = self._rooms.get(want.room)
         problem = None
-        if known is not None and known.wants.get(peer) == want:
-            return  # a duplicate
+        if (peer, want.attempt) in self._spent or (known and known.wants.get(peer) == want):
+            return  # a duplicate; pages of now must not vouch for those that were read then
         if len(decode.rooms) >= MAX_WANTED:
             problem = f"one decode may want {MAX_WANTED} rooms at once."
         elif known is None and len(self._unsent) >= MAX_UNSENT:
@@ -307,7 +310,7 @@ class PrefillRooms:
         if room is not None and room.failure is None and room.closed:
             leased = True
             room.done.add(peer)
-            if room.complete:
+            if room.complete and done.room in self._open:
                 self._close(done.room, room)
         self._post(peer, Released(done.generation, done.room, done.attempt, leased))
 
@@ -316,7 +319,7 @@ class PrefillRooms:
         self._silence.forget(peer)
         for name in list(decode.rooms) if decode else ():
             room = self._rooms.get(name)
-            if room is not None and name in self._open and peer in room.wants:
+            if room is not None and name in self._open and peer in room.wants.keys() - room.done:
                 self._fail(name, room, failure, but=peer)
 
     def _fail(
@@ -352,7 +355,10 @@ class PrefillRooms:
                 seconds=seconds,
             )
             log.log(logging.INFO if room.failure.kind == "abort" else logging.WARNING, "%s", line)
-        for peer in room.wants:
+        for peer, want in room.wants.items():
+            self._spent[peer, want.attempt] = None
+            if len(self._spent) > KEPT_ATTEMPTS:
+                self._spent.popitem(last=False)
             if peer in self._peers:
                 self._peers[peer].rooms.discard(name)
 

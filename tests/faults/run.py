@@ -157,10 +157,9 @@ class Run:
             for who, since in room.begun.items():
                 since = max(self.at, since)
                 at, state, reason = room.ended.get(who, (0.0, None, ""))
-                # the victim may be the one of two readers that had not asked yet
-                unwanted = len(room.sinks) == 2 and "not every reader was done" in reason
-                if who == self.victim or at < since or unwanted:
-                    continue
+                ended = state is KVPoll.Failed and "not every reader was done" not in reason
+                if who == self.victim or at < since or not (ended or len(room.sinks) == 1):
+                    continue  # the victim may be the one of two readers that had not asked yet
                 if at - since > BOUND:
                     raise Late(f"{who} has noticed after {at - since:.1f} s: {room}")
                 if state is KVPoll.Failed:
