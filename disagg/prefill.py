@@ -55,7 +55,7 @@ MAX_UNSENT = 1 << 16
 """Open rooms of which nothing was sent yet."""
 KEPT_STRAYS = 10_000
 """Rooms that were wanted and have failed before anything was sent: the latest are kept."""
-KEPT_ATTEMPTS = 10_000
+KEPT_ATTEMPTS = 1000
 """Attempts of rooms that have ended: the latest are kept."""
 
 

@@ -10,7 +10,8 @@ from tests.disagg.protocol_model import READ_TIMEOUT, Decode, Node, Prefill, Wor
 # why a room may fail, and what must have been done to one who had to do with it: see `caused`
 REASONS = {
     r"rank .* (was silent for more|has not answered)": "mute prefill, cut",
-    "decode was silent": "mute decode, mute prefill, cut, unread, disconnect",
+    # a hello that comes once more makes prefill wait for a decode that has hung up
+    "decode was silent": "mute decode, mute prefill, cut, unread, disconnect, repeat",
     "does not know this decode": "cut, mute decode, mute prefill",
     "has left .* unread": "unread",
     "has disconnected": "disconnect",
@@ -110,7 +111,7 @@ def may_wait(node: Node, name) -> bool:
     """Whether a room is open because somebody who lives has not done his part."""
     room = node.rooms._rooms[name]
     if isinstance(node, Prefill):
-        conns = [node.peers.get(peer) for peer in room.wants]
+        conns = [node.peers.get(peer) for peer in room.wants.keys() - room.done]
         leased = room.chunks and node.world.lease is not None
         return not leased and all(conn is not None and conn.decode.alive for conn in conns)
     ranks = [node.world.prefills[address] for address in room.link.addresses]

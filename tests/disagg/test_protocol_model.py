@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from disagg.engines.base import TransferError
 from disagg.room import KVPoll
+from disagg.wire import decode as decoded
 from kvpool import OutOfPages
 from kvpool.shard import Shard
 from tests.disagg.protocol_model import Decode, Node, Prefill, World
@@ -280,9 +281,8 @@ class Protocol(RuleBasedStateMachine):
         elif what == "abort":
             rooms = [(node, name) for node in nodes for name in node.rooms.open_rooms()]
             if rooms:
-                node, name = sorted(rooms, key=lambda room: (room[0].life, str(room[1])))[
-                    pick % len(rooms)
-                ]
+                rooms.sort(key=lambda room: (room[0].life, str(room[1])))
+                node, name = rooms[pick % len(rooms)]
                 node.abort(name)
         else:
             self.trouble(what, decodes[pick % len(decodes)], pick)
@@ -380,7 +380,7 @@ def one_or_all(nodes, who: int) -> list:
 
 
 def case(machine, examples: int):
-    kind = machine.TestCase
+    kind = type(machine.__name__, (machine,), {}).TestCase
     kind.settings = settings(max_examples=examples, stateful_step_count=60)
     return kind
 
@@ -388,3 +388,85 @@ def case(machine, examples: int):
 TestInOrder = case(Protocol, 60)
 TestRepeated = case(Repeating, 30)
 TestOutOfOrder = case(Reordering, 30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestInOrderAtLength(case(Protocol, 2000)):
+    pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestRepeatedAtLength(case(Repeating, 1500)):
+    pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestOutOfOrderAtLength(case(Reordering, 1500)):
+    pass
+
+
+@pytest.fixture
+def begin():
+    """Makes machines, whose worlds must settle in the end."""
+    begun = []
+
+    def made(topology: str, machine=Protocol) -> Protocol:
+        begun.append(machine())
+        begun[-1].begin(topology)
+        return begun[-1]
+
+    yield made
+    for state in begun:
+        state.teardown()
+
+
+def sent_by(decode: Decode, prefill: Prefill) -> tuple:
+    """The connection between two, and what came on it, by type: the first of each."""
+    (conn,) = (c for c in decode.conns.values() if c.address == prefill.address)
+    return conn, {type(decoded(m)).__name__: m for m in reversed(conn.past["up"])}
+
+
+def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_given_up(begin):
+    state = begin("two ranks to one")
+    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
+    for call in ("prepare", "fence"):
+        state.trouble(call, decode, 0)
+    prefill.send(0, 5, 5)
+    decode.want(0, 1, 5, 0)
+    world.live(5)
+    for node in (decode, prefill):
+        assert "prepare goes wrong" in node.rooms.failure(0).reason
+    assert not decode.rooms.reading(0)
+
+
+def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):
+    state = begin("replicas, two readers")
+    world, (first, second), (prefill,) = state.world, state.world.decodes, state.world.ranks(1)
+    second.engine.fate = "stick"
+    prefill.send(0, 5, 5)
+    for decode in (first, second):
+        decode.want(0, 1, 5, 0)
+    world.live(30)
+    assert (first.rooms.poll(0), second.rooms.poll(0)) == (KVPoll.Success, KVPoll.Transferring)
+    conn, _ = sent_by(first, prefill)
+    state.cross("rubbish up", conn, 0)
+    world.live(2)
+    second.engine.transfers[0].fate = ""
+    world.live(30)
+    for node in (second, prefill):
+        assert node.rooms.poll(0) is KVPoll.Success
+
+
+def test_a_done_that_comes_twice_ends_a_room_once(begin):
+    state = begin("two ranks to one", Repeating)
+    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
+    prefill.send(0, 5, 5)
+    decode.want(0, 1, 5, 0)
+    world.live(30)
+    conn, past = sent_by(decode, prefill)
+    conn.put("up", past["Done"])
+    world.live(3)
+    assert prefill.rooms.totals.rooms == {"success": 1, "failed": 0}
