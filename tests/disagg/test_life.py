@@ -189,6 +189,7 @@ def test_a_dead_decode_fails_its_rooms_on_prefill_and_no_others():
         other.receive("lives", place)
         prefill.send("dead", RequestAddress(16, given.spans), last=False)
         until(prefill, lambda: prefill.poll("lives") is KVPoll.WaitingForInput)
+        until(prefill, lambda: prefill.poll("dead") is KVPoll.Transferring)
         with decode._lock:  # its thread is stopped: not a word
             assert prefill.wait("dead", 20) is KVPoll.Failed
         assert str(prefill.failure("dead")) == "prefill: decode was silent for more than 0.6 s."
