@@ -87,8 +87,8 @@ def test_rooms_that_were_wanted_and_given_up_are_forgotten(monkeypatch):
     def messages():
         yield b"a", hello
         for number in range(5000):
-            yield b"a", wire.Want("life", number, "a", 0, 5, 1)
-            yield b"a", wire.Abort("life", number, "a", "never mind")
+            yield b"a", wire.Want("life", number, f"{number}", 0, 5, 1)
+            yield b"a", wire.Abort("life", number, f"{number}", "never mind")
 
     rooms = flood(messages())
     assert not rooms.open_rooms()
@@ -266,7 +266,7 @@ def test_reasons_that_a_peer_gives_are_kept_in_short():
     def messages():
         for number in range(200):
             yield b"a", hello
-            yield b"a", wire.Want("life", number, "a", 0, 5, 1)
+            yield b"a", wire.Want("life", number, f"{number}", 0, 5, 1)
             yield b"a", wire.Abort("life", number, "a", "y" * (wire.MAX_TEXT - 3) + str(number))
             yield b"a", wire.Refuse(["z" * (wire.MAX_TEXT - 3) + str(number)] * 4)
 
