@@ -7,22 +7,20 @@ every rank has answered that its pages stayed leased until then.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
 
-from disagg.checking import Verification, differences
+from disagg.checking import Verification
+from disagg.compare import Comparisons
 from disagg.decode_room import DecodeRoom, Link, Read
-from disagg.digest import pieces
 from disagg.lease import Leases, items
 from disagg.links import Links
-from disagg.metrics import RoomMetrics, Totals, failure_line
+from disagg.metrics import RoomMetrics, Totals, log_failure
 from disagg.room import Failure, KVPoll
 from disagg.wire import (
     Abort,
     Aux,
-    Check,
     Digests,
     Done,
     Hello,
@@ -34,8 +32,6 @@ from disagg.wire import (
     reason_text,
 )
 from kvpool.layout import PoolLayout, RequestAddress
-
-log = logging.getLogger("disagg")
 
 
 class DecodeRooms:
@@ -52,11 +48,12 @@ class DecodeRooms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hello, self.readers, self.verify = hello, readers, verify
-        self._layout, self._clock = layout, clock
+        self._clock = clock
         self.totals = Totals()
         self.links = Links(hello, layout, self._link_ready, self._link_failed, clock)
         self.reads: list[Read] = []
-        self.checks: list[Verification] = []
+        self._comparisons = Comparisons(self.links, layout, self._advance, self._fail, clock)
+        self.checks = self._comparisons.checks
         self._rooms: dict[Room, DecodeRoom] = {}
         self._open: set[Room] = set()
 
@@ -86,17 +83,17 @@ class DecodeRooms:
         room.offered = [0] * len(link.addresses)
         room.closed = [False] * len(link.addresses)
         if link.refusal is not None:
-            self._fail(name, room, Failure("decode", link.refusal, "refused"))
+            self._fail(name, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
-            self._fail(name, room, Failure("prefill", link.lost, "lost"))
+            self._fail(name, Failure("prefill", link.lost, "lost"))
         elif link.plan is not None:
             self._ask(name, room)
 
     def abort(self, name: Room, reason: str) -> None:
         """Ends a room that has not ended. Its pages stay leased while `reading(name)`."""
-        room = self._known(name)
+        self._known(name)
         if name in self._open:
-            self._fail(name, room, Failure("decode", reason, "abort"))
+            self._fail(name, Failure("decode", reason, "abort"))
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
@@ -175,12 +172,12 @@ class DecodeRooms:
         elif isinstance(message, Ready):
             self._ready(room, source, message)
         elif isinstance(message, Digests):
-            self._digested(room, source, message)
+            self._comparisons.answered(room, source, message)
         elif isinstance(message, Released):
             self._released(message.room, room, source, message)
         else:
             failure = Failure("prefill", reason_text(message.reason), "abort")
-            self._fail(message.room, room, failure, but=source)
+            self._fail(message.room, failure, but=source)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank cannot be reached any more: the rooms of its link fail."""
@@ -200,25 +197,21 @@ class DecodeRooms:
         if not self.wanted(read):
             return
         if problem is not None:
-            self._fail(read.room, room, Failure("decode", problem, "read"))
+            self._fail(read.room, Failure("decode", problem, "read"))
         else:
-            self._advance(read.room, room)
+            self._advance(read.room)
 
     def read_failed(self, read: Read, problem: str) -> None:
         """A read has failed, and its bytes may still land: it will be said when it has ended."""
         if self.wanted(read):
-            self._fail(read.room, self._known(read.room), Failure("decode", problem, "read"))
+            self._fail(read.room, Failure("decode", problem, "read"))
 
     def checked(self, check: Verification, values: bytes | None, problem: str = "") -> None:
         """Own digests of a check that was handed out, or why there are none."""
         room = self._rooms.get(check.room)
         if room is None or check.room not in self._open or room.attempt != check.attempt:
             return
-        if values is None:
-            self._fail(check.room, room, Failure("decode", problem, "digest"))
-            return
-        check.own = values
-        self._compare(room, check)
+        self._comparisons.digested(room, check, values, problem)
 
     def _link_ready(self, link: Link) -> None:
         for name in self._open:
@@ -229,7 +222,7 @@ class DecodeRooms:
         """All of its rooms fail; after a refusal (`but` is None) all ranks know."""
         for name in [name for name in self._open if self._rooms[name].link is link]:
             told = link.refusal is None
-            self._fail(name, self._rooms[name], failure, but, told)
+            self._fail(name, failure, but, told)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.asked = True
@@ -243,7 +236,7 @@ class DecodeRooms:
             address = room.take(source, ready)
         except ValueError as error:
             problem = f"{link.name(source)}: {error}"
-            self._fail(ready.room, room, Failure("decode", problem, "protocol"))
+            self._fail(ready.room, Failure("decode", problem, "protocol"))
             return
         if address is None:
             return  # a duplicate
@@ -254,7 +247,7 @@ class DecodeRooms:
         needed = tokens or (ready.last and room.start == total)
         plan, hello = link.plan, link.hellos[source]
         if plan is None or hello is None or source not in plan.contributors() or not needed:
-            self._advance(ready.room, room)
+            self._advance(ready.room)
             return
         room.reading += 1
         self.reads.append(
@@ -271,84 +264,40 @@ class DecodeRooms:
             )
         )
 
-    def _advance(self, name: Room, room: DecodeRoom) -> None:
+    def _advance(self, name: Room) -> None:
         """Says done once every rank has closed the room, every read has ended and is verified."""
+        room = self._rooms[name]
         if room.reading or room.announced or not all(room.closed):
             return
         missing = sorted(room.expected - room.aux.keys())
         if missing:
             sent = ", ".join(sorted(room.aux)) or "none"
             reason = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
-            self._fail(name, room, Failure("decode", reason, "aux"))
+            self._fail(name, Failure("decode", reason, "aux"))
             return
-        plan, total = room.link.plan, room.address.num_tokens
+        plan = room.link.plan
         if self.verify and room.checks is None and plan is not None:
-            room.checks = {}
-            mine = self._layout, room.address
-            for source in plan.contributors():
-                given = pieces(plan, source, range(room.start, total), total)
-                now = self._clock()
-                self._check(room, Verification(name, room.attempt, source, *mine, given, now))
+            self._comparisons.begin(name, room, plan)
         if not room.checks:
             room.announced = True
             self._tell(room, lambda generation: Done(generation, name, room.attempt))
-
-    def _check(self, room: DecodeRoom, check: Verification) -> None:
-        """Asks both sides for digests."""
-        hello = room.link.hellos[check.source]
-        if not check.pieces or room.checks is None or hello is None:
-            return
-        room.checks[check.source] = check
-        self.checks.append(check)
-        asked = Check(hello.generation, check.room, check.attempt, check.each, check.wire())
-        self.links.post(room.link, check.source, asked)
-
-    def _digested(self, room: DecodeRoom, source: int, message: Digests) -> None:
-        check = room.checks.get(source) if room.checks else None
-        if check is None or check.each != message.each or check.theirs is not None:
-            return  # a duplicate
-        if message.problem:
-            reason = f"{room.link.name(source)} gives no digests: {message.problem}"
-            self._fail(message.room, room, Failure("prefill", reason, "digest"))
-            return
-        check.theirs = message.values
-        self._compare(room, check)
-
-    def _compare(self, room: DecodeRoom, check: Verification) -> None:
-        """Once both sides' digests are there: equal, or asked again entry by entry, or named."""
-        if check.own is None or check.theirs is None or room.checks is None:
-            return
-        if check.own == check.theirs:
-            del room.checks[check.source]
-            room.metrics.verify_seconds += self._clock() - check.begun
-            self._advance(check.room, room)
-            return
-        finer, sentence = differences(check, room.link.name(check.source))
-        if finer is not None:
-            self._check(room, finer)
-        else:
-            self._fail(check.room, room, Failure("decode", sentence, "digest"))
 
     def _released(self, name: Room, room: DecodeRoom, source: int, message: Released) -> None:
         if source in room.released:
             return  # the answer to a duplicate
         if not message.leased or not room.announced:
             reason = f"{room.link.name(source)} gave its pages away before they were read."
-            self._fail(name, room, Failure("prefill", reason, "lease"))
+            self._fail(name, Failure("prefill", reason, "lease"))
             return
         room.released.add(source)
         if room.complete:
             self._end(name, room)
 
     def _fail(
-        self,
-        name: Room,
-        room: DecodeRoom,
-        failure: Failure,
-        but: int | None = None,
-        told: bool = True,
+        self, name: Room, failure: Failure, but: int | None = None, told: bool = True
     ) -> None:
         """Ends a room; all ranks but `but` are told, unless they know from elsewhere."""
+        room = self._rooms[name]
         room.failure = failure
         self._end(name, room)
         kept = [read for read in self.reads if read.room != name]
@@ -364,7 +313,7 @@ class DecodeRooms:
         self.totals.add(room.metrics, room.failure)
         if room.failure is not None:
             hellos = [hello.generation if hello else "" for hello in room.link.hellos]
-            line = failure_line(
+            log_failure(
                 room.failure,
                 room=name,
                 peer=", ".join(room.link.addresses),
@@ -374,7 +323,6 @@ class DecodeRooms:
                 bytes_moved=room.metrics.bytes_moved,
                 seconds=room.metrics.total_seconds,
             )
-            log.log(logging.INFO if room.failure.kind == "abort" else logging.WARNING, "%s", line)
 
     def _tell(
         self, room: DecodeRoom, message: Callable[[str], Message], but: int | None = None

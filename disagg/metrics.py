@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from typing import NamedTuple
 from disagg.bind import CopyBatch
 from disagg.lease import Leases
 from disagg.room import Failure
+
+log = logging.getLogger("disagg")
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
 MAX_REASON = 4096
@@ -142,7 +145,7 @@ class Snapshot:
     plans: Mapping[str, int] = field(default_factory=dict)
 
 
-def failure_line(
+def log_failure(
     failure: Failure,
     *,
     room: int | str,
@@ -152,11 +155,11 @@ def failure_line(
     tokens: int,
     bytes_moved: int,
     seconds: float,
-) -> str:
-    """What there is to say of a failed room, as one line of JSON; `start` and `tokens` are
-    positions.
+) -> None:
+    """Logs what there is to say of a failed room as one line of JSON, an abort as information, all
+    else as a warning; `start` and `tokens` are positions.
     """
-    return json.dumps(
+    line = json.dumps(
         {
             "event": "room failed",
             "room": room,
@@ -171,3 +174,4 @@ def failure_line(
             "seconds": round(seconds, 6),
         }
     )
+    log.log(logging.INFO if failure.kind == "abort" else logging.WARNING, "%s", line)

@@ -7,7 +7,6 @@ reader dies, or the lease runs out; what comes after that is answered with no.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import OrderedDict, deque
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from disagg.lease import LOOKS, Leases, Silence, items
-from disagg.metrics import RoomMetrics, Totals, failure_line
+from disagg.metrics import RoomMetrics, Totals, log_failure
 from disagg.prefill_room import Decode, Peer, PrefillRoom
 from disagg.room import Failure, Kind, KVPoll
 from disagg.wire import (
@@ -44,8 +43,6 @@ from disagg.wire import (
     spans_of,
 )
 from kvpool.layout import RequestAddress
-
-log = logging.getLogger("disagg")
 
 KEPT_REFUSALS = 100
 MAX_PEERS = 1024
@@ -95,21 +92,11 @@ class PrefillRooms:
 
         Chunks of a room that has failed go nowhere.
         """
-        room = self._rooms.get(name, PrefillRoom())
-        if room.closed:
-            raise ValueError(f"room {name!r}: its last chunk was sent already.")
-        if tokens.step != 1 or tokens.start != room.computed or tokens.stop < tokens.start:
-            raise ValueError(
-                f"room {name!r}: positions up to {room.computed} were sent, "
-                f"the next chunk starts there, got {tokens}."
-            )
-        end = address.num_tokens
-        if tokens.stop > end or (last and tokens.stop != end):
-            raise ValueError(
-                f"room {name!r}: the address holds {end} tokens, got {tokens} with last={last}."
-            )
+        problem = self._rooms.get(name, PrefillRoom()).misfit(address, tokens, last)
         if aux and not last:
-            raise ValueError(f"room {name!r}: aux values travel with the last chunk.")
+            problem = "aux values travel with the last chunk."
+        if problem is not None:
+            raise ValueError(f"room {name!r}: {problem}")
         ready = Ready(
             self.hello.generation,
             name,
@@ -117,7 +104,7 @@ class PrefillRooms:
             tokens.start,
             tokens.stop,
             last,
-            end,
+            address.num_tokens,
             spans_of(address),
             pack_aux(aux),
         )
@@ -273,7 +260,7 @@ class PrefillRooms:
         elif known is None and len(self._unsent) >= MAX_UNSENT:
             problem = f"{MAX_UNSENT} rooms are wanted already that nobody has computed."
         elif known is not None:
-            problem = self._unwanted(known, peer, want)
+            problem = known.unwanted(peer, want)
         if problem is not None:
             self._post(peer, Abort(want.generation, want.room, want.attempt, reason_text(problem)))
             return
@@ -285,18 +272,6 @@ class PrefillRooms:
             self._renew(room)
         for chunk in room.chunks:
             self._post(peer, replace(chunk, attempt=want.attempt))
-
-    def _unwanted(self, room: PrefillRoom, peer: Peer, want: Want) -> str | None:
-        """Why a room that is known cannot be wanted by this peer."""
-        if room.failure is not None:
-            return room.failure.reason
-        if peer in room.wants:
-            return "wanted twice by one reader."
-        if any(known.readers != want.readers for known in room.wants.values()):
-            return f"its readers disagree on how many they are ({want.readers})."
-        if len(room.wants) == want.readers:
-            return f"{want.readers} readers want it already."
-        return None
 
     def _check(self, peer: Peer, check: Check, room: PrefillRoom | None) -> None:
         if room is None or room.failure is not None or not room.closed or peer in room.done:
@@ -344,7 +319,7 @@ class PrefillRooms:
         seconds = self._clock() - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
-            line = failure_line(
+            log_failure(
                 room.failure,
                 room=name,
                 peer=", ".join(room.lives),
@@ -354,7 +329,6 @@ class PrefillRooms:
                 bytes_moved=0,
                 seconds=seconds,
             )
-            log.log(logging.INFO if room.failure.kind == "abort" else logging.WARNING, "%s", line)
         for peer, want in room.wants.items():
             self._spent[peer, want.attempt] = None
             if len(self._spent) > KEPT_ATTEMPTS:

@@ -50,3 +50,29 @@ class PrefillRoom:
         """Whether every reader is done."""
         readers = next(iter(self.wants.values())).readers if self.wants else 0
         return self.closed and 0 < readers == len(self.done)
+
+    def misfit(self, address: RequestAddress, tokens: range, last: bool) -> str | None:
+        """Why positions `tokens` cannot be offered next."""
+        end = address.num_tokens
+        if self.closed:
+            return "its last chunk was sent already."
+        if tokens.step != 1 or tokens.start != self.computed or tokens.stop < tokens.start:
+            return (
+                f"positions up to {self.computed} were sent, "
+                f"the next chunk starts there, got {tokens}."
+            )
+        if tokens.stop > end or (last and tokens.stop != end):
+            return f"the address holds {end} tokens, got {tokens} with last={last}."
+        return None
+
+    def unwanted(self, peer: Peer, want: Want) -> str | None:
+        """Why this peer cannot want it."""
+        if self.failure is not None:
+            return self.failure.reason
+        if peer in self.wants:
+            return "wanted twice by one reader."
+        if any(known.readers != want.readers for known in self.wants.values()):
+            return f"its readers disagree on how many they are ({want.readers})."
+        if len(self.wants) == want.readers:
+            return f"{want.readers} readers want it already."
+        return None

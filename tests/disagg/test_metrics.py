@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import sys
 import urllib.request
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.exporter import export
 from disagg.lease import Leases
-from disagg.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, failure_line
+from disagg.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
 from disagg.plan import plan
 from disagg.room import Failure
 from kvpool import RequestAddress, Span
@@ -266,16 +268,19 @@ def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
 
 @given(st.text(), st.text(), st.one_of(st.integers(0, 2**63 - 1), st.text()))
 def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
-    line = failure_line(
-        Failure("decode", reason, "read"),
-        room=name,
-        peer=peer,
-        generation="abc",
-        start=3,
-        tokens=29,
-        bytes_moved=1 << 40,
-        seconds=0.12345678,
-    )
+    with mock.patch.object(logging.getLogger("disagg"), "log") as said:
+        log_failure(
+            Failure("decode", reason, "read"),
+            room=name,
+            peer=peer,
+            generation="abc",
+            start=3,
+            tokens=29,
+            bytes_moved=1 << 40,
+            seconds=0.12345678,
+        )
+    (level, form, line), _ = said.call_args
+    assert (level, form) == (logging.WARNING, "%s")
     assert line.isascii() and len(line.splitlines()) == 1
     assert json.loads(line) == {
         "event": "room failed",

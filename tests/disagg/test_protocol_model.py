@@ -470,3 +470,20 @@ def test_a_done_that_comes_twice_ends_a_room_once(begin):
     conn.put("up", past["Done"])
     world.live(3)
     assert prefill.rooms.totals.rooms == {"success": 1, "failed": 0}
+
+
+def test_a_want_that_comes_again_does_not_subscribe_to_the_next_room_of_that_name(begin):
+    state = begin("two ranks to one", Repeating)
+    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
+    decode.engine.fate = "stick"
+    prefill.send(0, 5, 5)
+    decode.want(0, 1, 5, 0)
+    world.live(5)
+    conn, past = sent_by(decode, prefill)
+    prefill.abort(0)
+    prefill.forget(0)
+    prefill.send(0, 5, 5)
+    for message in ("Hello", "Want"):
+        conn.put("up", past[message])
+    world.live(3)
+    assert prefill.rooms.poll(0) is KVPoll.Bootstrapping
