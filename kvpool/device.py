@@ -1,141 +1,117 @@
-"""Where memory comes from, and how values are stored in it and loaded from it.
+"""The protocol that every device keeps, and the registry through which one is asked for by name.
 
-`cpu` and `meta` live here; other devices join by entry point `kvpool.devices` and are imported
-only when one is asked for.
+`cpu` and `meta` lie in `kvpool.host`; other devices join by entry point `kvpool.devices` and are
+imported only when one is asked for. `docs/add-a-device.md` adds one.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
+from collections.abc import Sequence
 from functools import lru_cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol
 
 import torch
+
+from kvpool.grid import Ints
+from kvpool.torch_ops import Row
 
 
 class DeviceUnavailable(RuntimeError):
     """The device that was asked for is not there; the message says what is missing."""
 
 
+class Mark(Protocol):
+    """A point in a device's work; torch's events are such marks."""
+
+    def query(self) -> bool:
+        """Whether all work up to it has ended."""
+
+    def synchronize(self) -> None:
+        """Waits, on the host, until it has."""
+
+
 class Device(Protocol):
-    """What a pool needs of a device. Tensors are torch tensors on that device."""
+    """What a pool needs of a device. Tensors are torch tensors on it; views are strided and typed,
+    `[item, entry, ...]`; locations are int64 `[N]`, `item * entries + entry`, and not checked.
 
-    name: str
-    alignment: int
-
-    def availability(self) -> str | None:
-        """None if the device can be used, else the reason why not."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A zeroed uint8 tensor `[nbytes]`, its base aligned to `alignment` bytes."""
-
-    def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes `values` `[N, ...]` to `locations` `[N]` of `view` `[item, entry, ...]`."""
-
-    def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-        """Reads entries `locations` `[N]` of `view` `[item, entry, ...]` into a new tensor `[N,
-        ...]`.
-        """
-
-    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copies items `src` `[N]` of `view` uint8 `[item, byte]` to items `dst` `[N]`."""
-
-
-class CPUDevice:
-    """Host memory that another process of the same user can map (a sealed memfd), where the system
-    has it.
+    Work is queued in the order of the calls, on the device's current stream if it has streams.
     """
 
-    alignment = 64
-
-    def __init__(self, name: str = "cpu") -> None:
-        self.name = name
-
-    def availability(self) -> str | None:
-        """Always there."""
-        return None
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A zeroed uint8 tensor in a mapping of its own, unmapped when its last view is gone."""
-        if sys.platform != "linux":  # private memory, which `local` refuses across processes
-            return torch.zeros(nbytes, dtype=torch.uint8)
-        import fcntl
-
-        handle = os.memfd_create("kvpool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(handle, nbytes)
-            # of a size that cannot change: no reader can be made to touch bytes past the end
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-            # all pages now, not one by one in the first transfer
-            memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(
-                f"{nbytes:,} bytes of shared memory cannot be had: {error}."
-            ) from None
-        finally:
-            os.close(handle)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes by index."""
-        entries = view.shape[1]
-        _bits(view)[locations // entries, locations % entries] = _bits(values)
-
-    def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-        """Reads by index."""
-        entries = view.shape[1]
-        return _bits(view)[locations // entries, locations % entries].view(view.dtype)
-
-    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copies by index; sources are read before anything is written."""
-        view[dst] = view[src]
-
-
-class MetaDevice:
-    """Sizes and strides without memory, for budgets and offline checks."""
-
-    alignment = 64
-
-    def __init__(self, name: str = "meta") -> None:
-        self.name = name
+    name: str
+    """As it was asked for: `cuda:0`."""
+    memory_kind: str
+    """What layouts call its memory, without a number: `cuda`."""
+    alignment: int
+    """Bytes; bases are multiples of it."""
+    registration_limit: int | None
+    """How many stretches of memory an engine may register at once, where that is bounded."""
 
     def availability(self) -> str | None:
-        """Always there."""
-        return None
+        """None if the device can be used, else what is missing."""
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor without memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
+        """A zeroed uint8 tensor `[nbytes]`, its base at a multiple of `alignment` bytes (default:
+        the device's).
+        """
 
     def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Refused: there is no memory."""
-        raise DeviceUnavailable(
-            "a pool on the meta device has no memory to write to. Build it with device='cpu'."
-        )
+        """Writes `values` `[N, ...]` of the view's dtype."""
 
     def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-        """Refused: there is no memory."""
-        raise DeviceUnavailable(
-            "a pool on the meta device has no memory to read from. Build it with device='cpu'."
-        )
+        """Reads entries into a new tensor `[N, ...]`."""
 
-    def copy_items(self, view: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Refused: there is no memory."""
-        raise DeviceUnavailable(
-            "a pool on the meta device has no memory to copy. Build it with device='cpu'."
-        )
+    def quantize_store(
+        self,
+        view: torch.Tensor,
+        scales: torch.Tensor,
+        locations: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Writes floats `[N, ..., D]` as e4m3 to `view`, and to `scales` `[item, entry, ..., S]`
+        what they are to be multiplied with, one for each of S blocks: the bytes that
+        `kvpool.quant.quantise` makes.
+        """
+
+    def dequantize_load(
+        self,
+        view: torch.Tensor,
+        scales: torch.Tensor,
+        locations: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Reads what `quantize_store` wrote, as floats of `dtype`."""
+
+    def store_rows(self, rows: Sequence[Row], locations: torch.Tensor) -> None:
+        """Writes all that one write gives: in one launch, where the device can."""
+
+    def copy_items(
+        self,
+        views: Sequence[torch.Tensor],
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        disjoint: bool = False,
+    ) -> None:
+        """Copies items `src` `[N]` of each of `views`, uint8 `[item, byte]`, to items `dst` `[N]`.
+
+        Sources are read before anything is written; `disjoint` says that no item is both.
+        """
+
+    def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
+        """Copies `nbytes` bytes from each address `src` to each address `dst`, `[N]`, all of them
+        this device's. No run may overlap what another writes.
+        """
+
+    def record(self) -> Mark:
+        """A mark after all work that was queued so far."""
+
+    def wait(self, mark: Mark) -> None:
+        """Work queued from now on waits for the mark; the host does not, where it need not."""
 
 
-# dtypes that torch cannot index, as some of their size that it can
-_INDEXABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INDEXABLE[tensor.element_size()])
+def device_entries() -> dict[str, EntryPoint]:
+    """Devices that some installed package offers, by kind; none is imported."""
+    return {entry.name: entry for entry in entry_points(group="kvpool.devices")}
 
 
 @lru_cache
@@ -144,15 +120,14 @@ def get_device(name: str) -> Device:
     the reason.
     """
     kind = name.partition(":")[0]
-    found = entry_points(group="kvpool.devices", name=kind)
-    if not found:
-        known = ", ".join(sorted(entry.name for entry in entry_points(group="kvpool.devices")))
+    known = device_entries()
+    if kind not in known:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{known or 'none'}). "
+            f"{', '.join(sorted(known)) or 'none'}). "
             "A device joins by an entry point of the group kvpool.devices."
         )
-    device: Device = next(iter(found)).load()(name)
+    device: Device = known[kind].load()(name)
     reason = device.availability()
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")

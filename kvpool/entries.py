@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 from kvpool.device import Device
 from kvpool.dtypes import ITEMSIZE
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
-from kvpool.quant import PACKINGS, dequantise, quantise, scale_role
+from kvpool.quant import PACKINGS, scale_role
+from kvpool.torch_ops import Row
 
 
 class Entries:
@@ -53,9 +54,8 @@ class Entries:
         Roles that have scales are quantised. Widening is exact; nothing else is rounded, unless the
         pool's packing is a quantised one. Raises ValueError where shape or dtype do not fit.
         """
-        rows: dict[str, torch.Tensor] = {}
+        where, rows = self._locations(values, layer, locations), []
         for role, given in values.items():
-            rows.update(self._packed(role, layer, given))
             scales = scale_role(role)
             scaled = (self.owner, layer, scales) in self.layout.region_by_key
             if scaled and given.element_size() == 1 and scales not in values:
@@ -63,57 +63,64 @@ class Entries:
                     f"{self.owner} layer {layer} {role}: {given.dtype} without {scales}, which "
                     "would be those of other values. Give floats, or the scales too."
                 )
-        self.scatter(layer, locations, rows)
+            view = self._entries(role, layer)
+            if scaled and given.is_floating_point() and given.element_size() > 1:
+                held = self._entries(scales, layer)
+                rows.append(self._row(role, layer, where, given, held))
+            else:
+                rows.append(self._row(role, layer, where, self._widened(view, given)))
+        self.device.store_rows(rows, where)
 
     def read(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         """Reads flat locations `[N]` into a new tensor `[N, ...]`; what has scales becomes floats
         of the pool's dtype.
         """
-        held = self.gather(role, layer, locations)
-        if (self.owner, layer, scale_role(role)) not in self.layout.region_by_key:
-            return held
-        scales = self.gather(scale_role(role), layer, locations)
-        return dequantise(held, scales, getattr(torch, self.dtype))
+        scales = scale_role(role)
+        if (self.owner, layer, scales) not in self.layout.region_by_key:
+            return self.gather(role, layer, locations)
+        where = self._locations((role, scales), layer, locations)
+        views = self._entries(role, layer), self._entries(scales, layer)
+        return self.device.dequantize_load(*views, where, getattr(torch, self.dtype))
 
     def scatter(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
         """Writes stored values `[N, ...]` by role to flat locations `[N]`, all roles or none.
 
         Raises ValueError where shape or dtype are not the pool's: nothing is broadcast or rounded.
         """
-        rows = []
-        for role, given in values.items():
-            view, where = self._entries(role, layer), self._locations(role, layer, locations)
-            shape = (where.numel(), *view.shape[2:])
-            if (tuple(given.shape), given.dtype) != (shape, view.dtype):
-                raise ValueError(
-                    f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
-                    f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
-                    "first."
-                )
-            rows.append((view, where, given.detach()))
-        for row in rows:
-            self.device.store(*row)
+        where = self._locations(values, layer, locations)
+        rows = [self._row(role, layer, where, given) for role, given in values.items()]
+        self.device.store_rows(rows, where)
 
     def gather(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
-        where = self._locations(role, layer, locations)
+        where = self._locations((role,), layer, locations)
         return self.device.load(self._entries(role, layer), where)
 
-    def _packed(self, role: str, layer: int, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        view = self.view(role, layer)
-        scales = self.layout.region_by_key.get((self.owner, layer, scale_role(role)))
-        if not given.is_floating_point() or given.element_size() == 1:
-            return {role: given}
-        if scales is not None:
-            if given.shape[-1:] != view.shape[-1:]:
-                return {role: given}
-            count = scales.width // ITEMSIZE[scales.dtype]
-            packed = quantise(given, count, getattr(torch, scales.dtype))
-            return dict(zip((role, scale_role(role)), packed))
-        if not view.is_floating_point() or view.element_size() == 1:
-            return {role: given}
+    def _row(
+        self,
+        role: str,
+        layer: int,
+        where: torch.Tensor,
+        given: torch.Tensor,
+        scales: torch.Tensor | None = None,
+    ) -> Row:
+        view = self._entries(role, layer)
+        shape = (where.numel(), *view.shape[2:])
+        if tuple(given.shape) != shape or (scales is None and given.dtype != view.dtype):
+            raise ValueError(
+                f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
+                f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
+                "first."
+            )
+        return Row(view, given.detach(), scales)
+
+    def _widened(self, view: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Floats as the view's dtype, where that loses nothing or the pool may round."""
+        both = given.is_floating_point() and view.is_floating_point()
+        if not both or 1 in (given.element_size(), view.element_size()):
+            return given
         wider = torch.promote_types(given.dtype, view.dtype) is view.dtype
-        return {role: given.to(view.dtype) if wider or self.packing in PACKINGS else given}
+        return given.to(view.dtype) if wider or self.packing in PACKINGS else given
 
     def _entries(self, role: str, layer: int) -> torch.Tensor:
         """`[item, entry, axes..., element]`; a slot is one entry."""
@@ -121,10 +128,11 @@ class Entries:
         region = self.layout.region_by_key[self.owner, layer, role]
         return view if region.axis("entry") else view.unsqueeze(1)
 
-    def _locations(self, role: str, layer: int, locations: Any) -> torch.Tensor:
-        view = self._entries(role, layer)
-        where = f"layer {layer} {role}: location"
-        return self._ids(where, locations, view.shape[0] * view.shape[1])
+    def _locations(self, roles: Iterable[str], layer: int, locations: Any) -> torch.Tensor:
+        """Locations that all of `roles` have."""
+        views = ((role, self._entries(role, layer)) for role in roles)
+        role, end = min(((r, v.shape[0] * v.shape[1]) for r, v in views), key=lambda each: each[1])
+        return self._ids(f"layer {layer} {role}: location", locations, end)
 
     def _ids(self, what: str, given: Any, end: int) -> torch.Tensor:
         """Whole numbers `[N]` from 0 to `end` - 1, on the pool's device."""

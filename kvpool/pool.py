@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import index
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -213,12 +214,12 @@ class KVPool(Entries):
         if not held and space not in {s.id_list for s in self.layout.spaces}:
             known = sorted({s.id_list for s in self.layout.spaces})
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {known}.")
-        for buffer in held:
-            view = self.item_bytes_view(buffer)
-            from_, to = (self._ids(f"item of {space}", ids, buffer.items) for ids in (src, dst))
-            if from_.numel() != to.numel():
-                raise ValueError(f"space {space}: {from_.numel()} items to {to.numel()} items.")
-            self.device.copy_items(view, from_, to)
+        items = min((buffer.items for buffer in held), default=0)
+        from_, to = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
+        if from_.numel() != to.numel():
+            raise ValueError(f"space {space}: {from_.numel()} items to {to.numel()} items.")
+        views = [self.item_bytes_view(buffer) for buffer in held]
+        self.device.copy_items(views, from_, to, disjoint=_disjoint(src, dst))
 
     def save(self, address: RequestAddress) -> Saved:
         """Copies what is alive of a request to host memory, whole items of every space."""
@@ -283,6 +284,13 @@ class KVPool(Entries):
             )
         by_name = self.layout.buffer_by_name
         return [(by_name[buffer_name(self.owner, part.name, n)], n) for n in part.layers]
+
+
+def _disjoint(src: Any, dst: Any) -> bool:
+    """Whether ids have none in common. Of those on a device it is not known."""
+    if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
+        return False
+    return not np.isin(np.asarray(src), np.asarray(dst)).any()
 
 
 def _columns(rows: list[tuple[Buffer, int]]) -> BufInfos:

@@ -22,8 +22,8 @@ import numpy as np
 
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
-from disagg.engines.host_copy import copy_runs
 from disagg.route import Ints
+from kvpool.host_copy import copy_runs
 from kvpool.parts import MAX_INT, Slab
 
 MAX_SEGMENTS = 1 << 16

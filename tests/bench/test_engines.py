@@ -10,7 +10,7 @@ import pytest
 
 from disagg.bind import CopyBatch
 from disagg.engines.base import create_engine
-from kvpool.device import CPUDevice
+from kvpool.host import CPUDevice
 from kvpool.layout import Slab
 from tests.disagg.peers import ENGINES
 

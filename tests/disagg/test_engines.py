@@ -20,9 +20,9 @@ from disagg.engines.base import (
     engine_class,
     engine_names,
 )
-from disagg.engines.host_copy import LARGE, copy_runs
 from disagg.engines.local import LocalEngine
-from kvpool.device import CPUDevice
+from kvpool.host import CPUDevice
+from kvpool.host_copy import LARGE, copy_runs
 from kvpool.layout import Slab
 from tests.disagg.peers import ENGINES
 from tests.processes import FORKS

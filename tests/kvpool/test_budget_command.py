@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvpool.models
 from kvpool.budget_command import budget
-from kvpool.device import CPUDevice, MetaDevice
+from kvpool.host import CPUDevice, MetaDevice
 from kvpool.model_budget import DoesNotFit, figures, parse_memory, split
 from kvpool.models import declare, declare_draft, shipped
 from kvpool.shard import Shard

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.route import Ints
+from kvpool.grid import Ints
 
 LARGE = 16 << 10
 """From this length on, a call per run is cheaper than a second pass through the cache."""
