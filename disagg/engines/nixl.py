@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.nixl_agent import BY_PROGRESS, COUNTS, Agent, backend_options, nixl_api
 from disagg.engines.nixl_link import Link
+from disagg.engines.nixl_memory import Told, common, memory_of, told
 from kvpool.layout import Slab
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ PAUSE = 0.001
 class Peer:
     """Whom we read. `open` are transfers of which a byte may still land."""
 
-    metadata: bytes
+    told: Told
     link: Link | None = None
     plan: TransferPlan | None = None
     open: list[Transfer] = field(default_factory=list)
@@ -71,6 +74,7 @@ class NixlEngine(Engine):
         self._backend, self._patience = backend, patience
         self._options = backend_options(backend, options, transports)
         self._lay_aside = transports in BY_PROGRESS
+        self._memory = ""
         self._slabs: list[tuple[int, int, int, str]] = []
         self._peers: list[Peer] = []
         self._ending: list[Agent] = []
@@ -89,24 +93,21 @@ class NixlEngine(Engine):
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Registers host slabs."""
-        for slab in slabs:
-            if slab.memory != "cpu":
-                raise TransferError(
-                    f"slab of {slab.nbytes} bytes on {slab.memory}: this version's NIXL engine "
-                    "moves host memory only. Build the pool with device='cpu'."
-                )
-        rows = [(slab.base, slab.nbytes, 0, "") for slab in slabs]
-        self._current().register(rows)
+        """Registers slabs of one memory: the host's, or one CUDA device's."""
+        name = common(slabs, self._memory)
+        memory = memory_of(name or "cpu")
+        rows = [(slab.base, slab.nbytes, memory.device, "") for slab in slabs]
+        self._current().register(rows, memory)
+        self._memory = name
         self._slabs.extend(rows)
 
     def metadata(self) -> bytes:
-        """The agent's metadata."""
-        return self._current().metadata()
+        """Where the memory lies, and the agent's metadata."""
+        return msgspec.msgpack.encode(Told(self._memory or "cpu", self._current().metadata()))
 
     def connect(self, metadata: bytes) -> Peer:
         """Loads the peer's metadata."""
-        peer = Peer(metadata)
+        peer = Peer(told(metadata))
         self._link(peer)
         self._peers.append(peer)
         return peer
@@ -179,7 +180,7 @@ class NixlEngine(Engine):
         if self._agent is None:
             agent = Agent(self._backend, self._options, self._counts)
             if self._slabs:
-                agent.register(self._slabs)
+                agent.register(self._slabs, memory_of(self._memory))
             self._agent = agent
         return self._agent
 
@@ -187,7 +188,7 @@ class NixlEngine(Engine):
         if peer.given_up is not None:
             raise TransferError("the peer was given up. Connect again.")
         if peer.link is None or peer.link.agent in self._ending:
-            peer.link = Link(self._current(), peer.metadata)
+            peer.link = Link(self._current(), memory_of(self._memory or "cpu"), peer.told)
         return peer.link
 
     def _quiet(self, peer: Peer) -> bool:

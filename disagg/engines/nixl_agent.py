@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from disagg.engines.base import TransferError
 from disagg.engines.nixl_lists import Numbers
+from disagg.engines.nixl_memory import Memory
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 HERE = "NIXL_INIT_AGENT"
@@ -38,7 +39,7 @@ Rows = npt.NDArray[np.uint64]
 
 
 class Agent:
-    """An agent with one backend, for host memory. Every method raises TransferError with NIXL's
+    """An agent with one backend. Every method raises TransferError with NIXL's
     reason. `counts` gathers what NIXL says of reads that have ended, by the names of COUNTS.
     """
 
@@ -59,9 +60,10 @@ class Agent:
         self._peers: Counter[str] = Counter()
         self._call(f"backend {backend} with {options}", "create_backend", backend, dict(options))
 
-    def register(self, slabs: list[tuple[int, int, int, str]]) -> None:
-        """Registers (address, length, 0, "") rows of host memory."""
-        self._call(f"registration of {len(slabs)} slabs", "register_memory", slabs, "DRAM")
+    def register(self, slabs: list[tuple[int, int, int, str]], memory: Memory) -> None:
+        """Registers (address, length, device, "") rows."""
+        what = f"registration of {len(slabs)} slabs on {memory.name}"
+        self._call(what, "register_memory", slabs, memory.segment)
 
     def metadata(self) -> bytes:
         """What a peer's agent must know."""
@@ -83,11 +85,12 @@ class Agent:
             with suppress(TransferError):  # NIXL itself forgets a peer that is gone
                 self._call("disconnection", "remove_remote_agent", name)
 
-    def prepare(self, name: str, rows: Rows) -> int:
+    def prepare(self, name: str, rows: Rows, memory: Memory) -> int:
         """A list of a peer's strided rows `[R, 5]`, or of those HERE; refused outside of what is
-        registered.
+        registered. Sets their device.
         """
-        return self._hold(self._call("list", "prep_xfer_dlist", name, rows, "DRAM"))
+        rows[:, 2] = memory.device
+        return self._hold(self._call("list", "prep_xfer_dlist", name, rows, memory.segment))
 
     def numbered(self, src: int, src_numbers: Numbers, dst: int, dst_numbers: Numbers) -> int:
         """A read of numbered places of one prepared list into those of another."""
@@ -103,10 +106,14 @@ class Agent:
         )
         return self._hold(made)
 
-    def described(self, name: str, src: Rows, dst: Rows) -> int:
-        """A read of a peer's rows `[N, 3]` (address, length, 0) into rows of one's own."""
-        there, here = (self._call("rows", "get_xfer_descs", rows, "DRAM") for rows in (src, dst))
-        what = f"read of {len(src)} runs"
+    def described(self, name: str, src: tuple[Rows, Memory], dst: tuple[Rows, Memory]) -> int:
+        """A read of a peer's rows `[N, 3]` (address, length, device) into rows of one's own. Sets
+        their devices.
+        """
+        for rows, memory in (src, dst):
+            rows[:, 2] = memory.device
+        there, here = (self._call("rows", "get_xfer_descs", r, m.segment) for r, m in (src, dst))
+        what = f"read of {len(src[0])} runs"
         return self._hold(self._call(what, "initialize_xfer", "READ", here, there, name))
 
     def post(self, read: int) -> bool:

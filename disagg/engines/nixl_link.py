@@ -10,6 +10,7 @@ from disagg.bind import CopyBatch
 from disagg.engines.base import TransferError
 from disagg.engines.nixl_agent import HERE, Agent, Rows
 from disagg.engines.nixl_lists import Places
+from disagg.engines.nixl_memory import Memory, Told, memory_of
 
 if TYPE_CHECKING:
     from disagg.plan import TransferPlan
@@ -21,9 +22,9 @@ WORTH = 8192
 class Link:
     """One connection, and the lists that were prepared for it."""
 
-    def __init__(self, agent: Agent, metadata: bytes) -> None:
-        self.agent = agent
-        self._name = agent.connect(metadata)
+    def __init__(self, agent: Agent, here: Memory, peer: Told) -> None:
+        self.agent, self._here, self._there = agent, here, memory_of(peer.memory)
+        self._name = agent.connect(peer.agent)
         self._places: Places | None = None
         self._lists: list[int] = []
 
@@ -64,8 +65,9 @@ class Link:
             routes = [route for route in plan.routes if route.source == source]
             places = Places(routes, plan.sources[source], plan.dest)
             if places.src_rows.size:
-                self._lists.append(self.agent.prepare(self._name, places.src_rows))
-                self._lists.append(self.agent.prepare(HERE, places.dst_rows))
+                theirs = self.agent.prepare(self._name, places.src_rows, self._there)
+                self._lists.append(theirs)
+                self._lists.append(self.agent.prepare(HERE, places.dst_rows, self._here))
             self._places = places
         return self._places
 
@@ -74,4 +76,4 @@ class Link:
         rows: Rows = np.zeros((2, src.size, 3), dtype=np.uint64)
         rows[0, :, 0], rows[1, :, 0] = src, dst
         rows[:, :, 1] = nbytes
-        return self.agent.described(self._name, rows[0], rows[1])
+        return self.agent.described(self._name, (rows[0], self._there), (rows[1], self._here))

@@ -138,7 +138,7 @@ def test_rubbish_for_metadata_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_device_memory_is_refused_by_name(name):
+def test_memory_of_a_device_that_is_not_there_is_refused_by_name(name):
     with pytest.raises(TransferError, match="cuda:0"):
         create_engine(name).register([Slab(1 << 20, SIZE, "cuda:0")])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import time
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.bind import CopyBatch
-from disagg.engines import nixl_link
+from disagg.engines import nixl_link, nixl_memory
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.nixl_lists import Places
 from disagg.plan import plan
@@ -458,3 +459,16 @@ def test_transports_that_would_not_be_used_are_refused(given, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "posix")
     with pytest.raises(ValueError, match="UCX_TLS"):
         create_engine("nixl", transports=given)
+
+
+def test_memories_are_named_as_layouts_name_them():
+    assert nixl_memory.memory_of("cpu") == ("cpu", "DRAM", 0)
+    assert nixl_memory.memory_of("cuda:3") == ("cuda:3", "VRAM", 3)
+    for other in ("npu:0", "meta", "cpu:0", "cuda:x", "cuda:-1", f"cuda:{1 << 16}", "cuda:²"):
+        with pytest.raises(TransferError, match=re.escape(repr(other))):
+            nixl_memory.memory_of(other)
+
+
+def test_slabs_of_two_memories_are_refused():
+    with pytest.raises(TransferError, match=r"on cuda:0, others on cpu: .* serves one memory"):
+        create_engine("nixl").register([Slab(4096, 4096), Slab(1 << 20, 4096, "cuda:0")])
