@@ -24,6 +24,7 @@ from disagg.engines.mooncake_link import (
     Transfer,
     choose,
     hasten,
+    moves_cuda,
     package,
     register,
     start,
@@ -58,7 +59,8 @@ class Peer:
 
 
 class MooncakeEngine(Engine):
-    """Host memory over `protocol` "tcp" or "rdma" (then `device` names NICs, all by default).
+    """Memory of the host, and of CUDA devices with Mooncake's CUDA build, over `protocol` "tcp" or
+    "rdma" (then `device` names NICs, all by default).
 
     `hostname` is what peers reach this host by. Slabs are registered in pieces of at most `chunk`
     bytes. Each peer is read through a `TransferEngine` of its own; with `shared` all are through
@@ -214,11 +216,16 @@ class MooncakeEngine(Engine):
                 self._engine = None
 
     def _check(self, slabs: Sequence[Slab]) -> None:
+        """Mooncake finds out itself where an address lies; its non-CUDA build takes any for the
+        host's.
+        """
+        moves = ("cpu", "cuda") if moves_cuda() else ("cpu",)
         for slab in slabs:
-            if slab.memory != "cpu":
+            if slab.memory.partition(":")[0] not in moves:
                 raise TransferError(
-                    f"slab of {slab.nbytes} bytes on {slab.memory}: engine mooncake moves host "
-                    "memory only. Build the pool with device='cpu'."
+                    f"slab of {slab.nbytes} bytes on {slab.memory}: this build of Mooncake moves "
+                    f"{' and '.join(moves)} memory. Install kvpool[mooncake] for CUDA, or build "
+                    "the pool with device='cpu'."
                 )
 
     def _pieces(self, slab: Slab) -> Iterator[tuple[int, int]]:

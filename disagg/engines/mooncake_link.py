@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def choose(protocol: str) -> None:
             )
     if protocol in SWITCHES:
         os.environ.setdefault(SWITCHES[protocol], "1")
+
+
+def moves_cuda() -> bool:
+    """Whether Mooncake's CUDA build is the one that is installed."""
+    try:
+        distribution("mooncake-transfer-engine")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def start(protocol: str, hostname: str, device: str) -> Any:
