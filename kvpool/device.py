@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -107,6 +107,36 @@ class Device(Protocol):
 
     def wait(self, mark: Mark) -> None:
         """Work queued from now on waits for the mark; the host does not, where it need not."""
+
+
+class Mapping(Protocol):
+    """Another process's memory, as long as it is mapped here."""
+
+    base: int
+    """Address here."""
+    nbytes: int
+
+    def close(self) -> None:
+        """Unmaps it, once nothing uses it."""
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """What a device can do besides if its memory can be mapped by other processes of the host."""
+
+    def share(self, base: int, nbytes: int) -> bytes:
+        """What another process needs to map `nbytes` at address `base`, which live as long as their
+        tensor. Raises DeviceUnavailable with the reason.
+        """
+
+    def attach(self, told: bytes) -> Mapping:
+        """Maps what another process's `share` returned (untrusted). Raises DeviceUnavailable."""
+
+    def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
+        """See Device."""
+
+    def record(self) -> Mark:
+        """See Device."""
 
 
 def device_entries() -> dict[str, EntryPoint]:

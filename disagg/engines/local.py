@@ -1,52 +1,45 @@
 """Reads between processes of one host, with nothing to install.
 
-Memory that its owner shares (pools on the CPU device do) is mapped read-only and copied; other host
-memory is read by `process_vm_readv`, if the kernel lets us; what neither can reach is refused.
+Host memory that its owner shares (pools on the CPU device do) is mapped read-only and copied; other
+host memory is read by `process_vm_readv`, if the kernel lets us; device memory is mapped and copied
+by its device. What none of these can reach is refused.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import mmap
 import os
-import stat
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
+from disagg.engines.local_device import Attached, Shared, attach, share
+from disagg.engines.local_host import (
+    Files,
+    Segment,
+    map_segment,
+    read_process,
+    started,
+    this_host,
+)
 from disagg.route import Ints
 from kvpool.host_copy import copy_runs
 from kvpool.parts import MAX_INT, Slab
 
+if TYPE_CHECKING:
+    from kvpool.device import Mark
+
 MAX_SEGMENTS = 1 << 16
-IOV_MAX = 1024
-F_GET_SEALS = 1034
-F_SEAL_SHRINK = 0x2
-PRIVATE = -1
-
-_VECTOR = (ctypes.c_void_p, ctypes.c_ulong)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` at `base` of the owner: bytes from `offset` of his open file `fd`, or `PRIVATE`."""
-
-    base: int
-    nbytes: int
-    fd: int
-    offset: int
-    device: int
-    inode: int
+MAPPED, KERNEL, DEVICE = range(3)
+"""How a segment is read."""
+PAUSE = 0.0005
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,30 +49,32 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int
     started: str
     segments: list[Segment]
+    devices: list[Shared] = []
 
 
 @dataclass(eq=False)
 class Peer:
-    """Where a peer's segments lie here: `here = there + shift`. `remote` ones are read through the
-    kernel.
-    """
+    """Where a peer's segments lie here: `here = there + shift`, and in which way each is read."""
 
     pid: int
     bases: Ints
     ends: Ints
     shifts: Ints
-    remote: np.ndarray
+    ways: Ints
     mappings: list[object]
+    attached: Attached | None
 
 
 class LocalEngine(Engine):
-    """See the module. `read` copies at once; nothing is in flight when it has returned."""
+    """See the module. Host memory is copied by `read` itself, device memory by its device."""
 
     name = "local"
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._handles: dict[tuple[int, int], int] = {}
+        self._shared: list[Shared] = []
+        self._memory = ""
+        self._files = Files()
         self._peers: list[Peer] = []
 
     @classmethod
@@ -90,19 +85,23 @@ class LocalEngine(Engine):
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Finds the shared mappings in which the slabs lie."""
+        """Finds the shared mappings in which slabs of the host lie; a device shares its own."""
         for slab in slabs:
-            if slab.memory != "cpu":
+            if slab.memory == "cpu":
+                self._segments.extend(self._files.find(slab))
+            elif self._memory in ("", slab.memory):
+                self._shared.append(share(slab))
+                self._memory = slab.memory
+            else:
                 raise TransferError(
-                    f"slab of {slab.nbytes} bytes on {slab.memory}: engine local moves host "
-                    "memory. "
-                    "Use engine nixl for device memory."
+                    f"slab of {slab.nbytes} bytes on {slab.memory}, others on {self._memory}: an "
+                    "engine serves one device. Make an endpoint with an engine for each."
                 )
-            self._segments.extend(self._find(slab))
 
     def metadata(self) -> bytes:
-        """The process and its segments."""
-        own = Metadata(_host(), os.getpid(), _started(os.getpid()), self._segments)
+        """The process, its segments, and what its device shares."""
+        pid = os.getpid()
+        own = Metadata(this_host(), pid, started(pid), self._segments, self._shared)
         return msgspec.msgpack.encode(own)
 
     def connect(self, metadata: bytes) -> Peer:
@@ -111,36 +110,38 @@ class LocalEngine(Engine):
             owner = msgspec.msgpack.decode(metadata, type=Metadata)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"malformed metadata: {error}") from None
-        if owner.host != _host():
+        if owner.host != this_host():
             raise TransferError(
                 "the peer is on another host or in another process namespace. Use engine nixl."
             )
-        if not owner.started or _started(owner.pid) != owner.started:
+        if not owner.started or started(owner.pid) != owner.started:
             raise TransferError(f"the peer's process {owner.pid} is gone.")
-        segments = sorted(owner.segments, key=lambda segment: segment.base)
-        if len(segments) > MAX_SEGMENTS:
-            raise TransferError(f"{len(segments)} segments, at most {MAX_SEGMENTS} are supported.")
+        parts: list[Segment | Shared] = [*owner.segments, *owner.devices]
+        parts.sort(key=lambda part: part.base)
+        if len(parts) > MAX_SEGMENTS:
+            raise TransferError(f"{len(parts)} segments, at most {MAX_SEGMENTS} are supported.")
         end = 0
-        for segment in segments:
-            if segment.base < end or segment.nbytes < 1 or segment.base + segment.nbytes > MAX_INT:
-                raise TransferError(f"malformed metadata: {segment} overlaps or overflows.")
-            end = segment.base + segment.nbytes
-        mapped = [_map(owner.pid, segment) for segment in segments]
-        peer = Peer(
-            owner.pid,
-            np.array([segment.base for segment in segments], dtype=np.int64),
-            np.array([segment.base + segment.nbytes for segment in segments], dtype=np.int64),
-            np.array([shift for shift, _, _ in mapped], dtype=np.int64),
-            np.array([remote for _, remote, _ in mapped], dtype=bool),
-            [mapping for _, _, mapping in mapped],
-        )
+        for part in parts:
+            if part.base < end or part.nbytes < 1 or part.base + part.nbytes > MAX_INT:
+                raise TransferError(f"malformed metadata: {part} overlaps or overflows.")
+            end = part.base + part.nbytes
+        rows, mappings, attached = [], [], None
+        for segment in owner.segments:
+            shift, kernel, memory = map_segment(owner.pid, segment)
+            mappings.append(memory)
+            rows.append((segment.base, segment.nbytes, shift, KERNEL if kernel else MAPPED))
+        if owner.devices:
+            attached, shifts = attach(owner.devices, self._memory)
+            rows += [(d.base, d.nbytes, n, DEVICE) for d, n in zip(owner.devices, shifts)]
+        bases, sizes, moved, ways = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4).T
+        peer = Peer(owner.pid, bases, bases + sizes, moved, ways, mappings, attached)
         self._peers.append(peer)
         return peer
 
-    def read(self, peer: Peer, batch: CopyBatch) -> None:
-        """Copies now."""
+    def read(self, peer: Peer, batch: CopyBatch) -> Mark | None:
+        """Copies host memory now, and starts to copy a device's."""
         if not batch.runs:
-            return
+            return None
         if not peer.bases.size:
             raise TransferError("the peer registered no memory.")
         at = np.maximum(np.searchsorted(peer.bases, batch.src, side="right") - 1, 0)
@@ -149,24 +150,40 @@ class LocalEngine(Engine):
             first = int(np.flatnonzero(~inside)[0])
             raise TransferError(
                 f"{int(batch.nbytes[first])} bytes at {int(batch.src[first]):#x} do not lie in "
-                "memory "
-                "that the peer registered."
+                "memory that the peer registered."
             )
-        src = batch.src + peer.shifts[at]
-        remote = peer.remote[at]
-        if not remote.any():
-            copy_runs(src, batch.dst, batch.nbytes)
-            return
-        copy_runs(src[~remote], batch.dst[~remote], batch.nbytes[~remote])
-        _read_process(peer.pid, src[remote], batch.dst[remote], batch.nbytes[remote])
+        runs = batch.src + peer.shifts[at], batch.dst, batch.nbytes
+        ways = peer.ways[at]
+        if self._shared and ((ways == DEVICE) != self._on_device(batch.dst)).any():
+            raise TransferError(
+                f"a run between the host and {self._memory}: engine local copies from host to host "
+                "and from device to device. Use engine nixl."
+            )
+        mark = None
+        for way in np.unique(ways).tolist():
+            some = runs if (ways == way).all() else tuple(column[ways == way] for column in runs)
+            if way == MAPPED:
+                copy_runs(*some)
+            elif way == KERNEL:
+                read_process(peer.pid, *some)
+            elif peer.attached is not None:
+                mark = peer.attached.copy(*some)
+        return mark
 
-    def poll(self, transfer: None) -> bool:
-        """Always true: `read` returned."""
-        return True
+    def poll(self, transfer: Mark | None) -> bool:
+        """Whether the device has copied; host memory was when `read` returned."""
+        return transfer is None or transfer.query()
 
     def fence(self, peer: Peer, timeout: float | None = None) -> bool:
-        """Nothing is in flight; the mappings go with the peer."""
+        """Waits for the device's copies; the mappings go with the peer."""
+        stop = None if timeout is None else time.monotonic() + timeout
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
+        while peer.attached is not None and not peer.attached.quiet():
+            if stop is not None and time.monotonic() >= stop:
+                return False
+            time.sleep(PAUSE)
+        if peer.attached is not None:
+            peer.attached.close()
         peer.mappings.clear()
         if peer in self._peers:
             self._peers.remove(peer)
@@ -177,142 +194,11 @@ class LocalEngine(Engine):
         for peer in list(self._peers):
             self.fence(peer)
         self._segments.clear()
-        while self._handles:
-            os.close(self._handles.popitem()[1])
+        self._files.close()
 
-    def _find(self, slab: Slab) -> list[Segment]:
-        """The parts of a slab, each in one mapping of this process."""
-        found: list[Segment] = []
-        reached = slab.base
-        for low, high, shared, offset, device, inode in _mappings():
-            if high <= reached or low >= slab.end:
-                continue
-            if low > reached:
-                break
-            stop = min(high, slab.end)
-            handle = self._open(device, inode) if shared else PRIVATE
-            part = Segment(reached, stop - reached, handle, offset + reached - low, device, inode)
-            if found and _continues(found[-1], part):
-                whole = found[-1].nbytes + part.nbytes
-                found[-1] = msgspec.structs.replace(found[-1], nbytes=whole)
-            else:
-                found.append(part)
-            reached = stop
-        if reached < slab.end:
-            raise TransferError(
-                f"{slab.nbytes} bytes at {slab.base:#x} are not mapped here (only up to "
-                f"{reached:#x})."
-            )
+    def _on_device(self, addresses: Ints) -> npt.NDArray[np.bool_]:
+        """Which of one's own addresses are the device's."""
+        found = np.zeros(addresses.shape, dtype=bool)
+        for shared in self._shared:
+            found |= (addresses >= shared.base) & (addresses < shared.base + shared.nbytes)
         return found
-
-    def _open(self, device: int, inode: int) -> int:
-        """A handle of our own on a mapping's file, kept for peers; PRIVATE if there is none."""
-        if (device, inode) in self._handles:
-            return self._handles[device, inode]
-        for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed since it was listed
-                status = os.fstat(int(entry))
-                if (status.st_dev, status.st_ino) == (device, inode):
-                    return self._handles.setdefault((device, inode), os.dup(int(entry)))
-        return PRIVATE
-
-
-def _continues(one: Segment, other: Segment) -> bool:
-    """Whether a mapping that the kernel split goes on, so that a run may cross the border."""
-    if one.fd == other.fd == PRIVATE:
-        return True
-    same = (one.device, one.inode) == (other.device, other.inode)
-    return same and one.offset + one.nbytes == other.offset
-
-
-def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
-    """(start, end, shared, file offset, device, inode) of this process's mappings, by address."""
-    rows = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, offset, device, inode = line.split(maxsplit=5)[:5]
-        low, high = span.split("-")
-        major, minor = device.split(":")
-        number = os.makedev(int(major, 16), int(minor, 16))
-        rows.append(
-            (int(low, 16), int(high, 16), access[3] == "s", int(offset, 16), number, int(inode))
-        )
-    return rows
-
-
-def _map(pid: int, segment: Segment) -> tuple[int, bool, object]:
-    """How far a segment is shifted here, whether it is read by the kernel, and its mapping."""
-    if segment.fd == PRIVATE:
-        return 0, True, None
-    path = f"/proc/{pid}/fd/{segment.fd}"
-    try:
-        # looked at before it is opened: opening a pipe would wait for its other end
-        status = os.stat(path)
-        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
-            raise TransferError(f"the peer's file {segment.fd} is not the one that it registered.")
-        if not stat.S_ISREG(status.st_mode):
-            raise TransferError(f"the peer's file {segment.fd} is no memory.")
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise TransferError(
-            f"the peer's shared memory cannot be opened ({error.strerror}): both processes must "
-            "run as one user. Use engine nixl otherwise."
-        ) from None
-    try:
-        if not _sealed(handle):
-            return (
-                0,
-                True,
-                None,
-            )  # it could shrink under us, and a read beyond its end would kill us
-        size = os.fstat(handle).st_size
-        if segment.offset < 0 or segment.offset + segment.nbytes > size:
-            raise TransferError(f"{segment} lies outside a file of {size} bytes.")
-        start = segment.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = segment.offset - start + segment.nbytes
-        mapping = mmap.mmap(handle, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
-    except OSError as error:
-        raise TransferError(f"the peer's shared memory cannot be mapped: {error}.") from None
-    finally:
-        os.close(handle)
-    memory = np.frombuffer(mapping, dtype=np.uint8)
-    return memory.ctypes.data + segment.offset - start - segment.base, False, memory
-
-
-def _sealed(handle: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
-    except OSError:  # a file of a kind that knows no seals
-        return False
-
-
-def _read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """`process_vm_readv` in calls of at most IOV_MAX runs."""
-    readv = _libc.process_vm_readv
-    readv.restype = ctypes.c_ssize_t
-    readv.argtypes = (ctypes.c_int, *_VECTOR, *_VECTOR, ctypes.c_ulong)
-    here = np.stack([dst, nbytes], axis=1)
-    there = np.stack([src, nbytes], axis=1)
-    for start in range(0, src.size, IOV_MAX):
-        count = min(IOV_MAX, src.size - start)
-        wanted = int(nbytes[start : start + count].sum())
-        got = readv(pid, here[start:].ctypes.data, count, there[start:].ctypes.data, count, 0)
-        if got != wanted:
-            reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
-            raise TransferError(
-                f"process {pid} cannot be read ({reason}). Allocate the peer's pool on kvpool's "
-                "CPU device, which shares its memory, or use engine nixl."
-            )
-
-
-def _host() -> str:
-    """This boot of this host, and this namespace of process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _started(pid: int) -> str:
-    """When a process began, in clock ticks since boot; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

@@ -218,6 +218,6 @@ def test_copies_of_many_runs_equal_slices(data):
 def test_a_pool_is_mapped_and_not_read_through_the_kernel():
     with Owner("local", "shared") as other:
         peer = LocalEngine().connect(other.metadata)
-        assert not peer.remote.any()
+        assert not peer.ways.any()
         first = ctypes.c_ubyte.from_address(other.base + int(peer.shifts[0])).value
     assert first == pattern("private")[0]

@@ -1,0 +1,111 @@
+"""Device memory between processes of one host: its device says what another process needs to map
+it, and copies there and here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from disagg.engines.base import TransferError
+from disagg.route import Ints
+from kvpool.layout import Slab
+
+if TYPE_CHECKING:  # torch comes with it, which host memory has no need of
+    from kvpool.device import Mapping, Mark, Sharing
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`nbytes` at `base` of the owner's `memory`, and what its device tells other processes."""
+
+    base: int
+    nbytes: int
+    memory: str
+    told: bytes
+
+
+@dataclass(eq=False)
+class Attached:
+    """A peer's device memory that is mapped here, and the last copy out of it."""
+
+    device: Sharing
+    mappings: list[Mapping] = field(default_factory=list)
+    mark: Mark | None = None
+
+    def add(self, shared: Shared) -> int:
+        """Maps what a peer shares; by how much it is shifted here."""
+        from kvpool.device import DeviceUnavailable
+
+        try:
+            mapping = self.device.attach(shared.told)
+        except DeviceUnavailable as reason:
+            raise TransferError(f"the peer's memory on {shared.memory[:100]}: {reason}") from None
+        self.mappings.append(mapping)
+        if mapping.nbytes != shared.nbytes:
+            raise TransferError(
+                f"malformed metadata: {shared.nbytes} bytes, mapped are {mapping.nbytes}."
+            )
+        return mapping.base - shared.base
+
+    def copy(self, src: Ints, dst: Ints, nbytes: Ints) -> Mark:
+        """Starts to copy runs; addresses are this process's."""
+        self.device.copy_runs(src, dst, nbytes)
+        self.mark = self.device.record()
+        return self.mark
+
+    def quiet(self) -> bool:
+        """Whether no copy is in flight."""
+        return self.mark is None or self.mark.query()
+
+    def close(self) -> None:
+        """Unmaps what was mapped."""
+        while self.mappings:
+            self.mappings.pop().close()
+
+
+def share(slab: Slab) -> Shared:
+    """What peers are told of a slab of device memory."""
+    from kvpool.device import DeviceUnavailable
+
+    try:
+        told = _sharing(slab.memory).share(slab.base, slab.nbytes)
+    except DeviceUnavailable as reason:
+        raise TransferError(f"slab of {slab.nbytes} bytes on {slab.memory}: {reason}") from None
+    return Shared(slab.base, slab.nbytes, slab.memory, told)
+
+
+def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
+    """Maps all that a peer shares (untrusted) for the device of one's own `memory`, and by how much
+    each is shifted here.
+    """
+    kind = memory.partition(":")[0]
+    for part in shared:
+        if part.memory.partition(":")[0] != kind:
+            raise TransferError(
+                f"the peer's memory is on {part.memory[:100]}, ours on {memory or 'cpu'}: engine "
+                "local moves between devices of one kind. Use engine nixl or mooncake."
+            )
+    attached = Attached(_sharing(memory))
+    try:
+        return attached, [attached.add(part) for part in shared]
+    except TransferError:
+        attached.close()
+        raise
+
+
+def _sharing(memory: str) -> Sharing:
+    from kvpool.device import DeviceUnavailable, Sharing, get_device
+
+    try:
+        device = get_device(memory)
+    except DeviceUnavailable as reason:
+        raise TransferError(str(reason)) from None
+    if not isinstance(device, Sharing):
+        raise TransferError(
+            f"device {memory!r} shares no memory between processes, so that engine local cannot "
+            "move it. Use engine nixl or mooncake."
+        )
+    return device
