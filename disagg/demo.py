@@ -56,6 +56,9 @@ def demo(
     packing: Annotated[
         str, typer.Option(help="How the pool stores: a dtype, fp8 or mxfp8; as the model's dtype.")
     ] = "",
+    device: Annotated[
+        str, typer.Option(help="Where models and pools are: cpu, cuda:0, npu:0.")
+    ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> None:
     """Prefill in one process, decode in another, and compare with a run in a single process.
@@ -86,6 +89,7 @@ def demo(
         max(1, (multiprocessing.cpu_count() or 2) // 2),
         prefill_page,
         decode_page,
+        device,
     )
     console = Console()
     try:
@@ -99,6 +103,9 @@ def demo(
 
 def run(settings: Settings, new_tokens: int, console: Console) -> bool:
     """The whole demo; whether everything was equal."""
+    from kvpool.device import get_device
+
+    get_device(settings.device)
     reason = engine_class(settings.engine).availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")

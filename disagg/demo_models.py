@@ -108,6 +108,7 @@ class Settings:
     threads: int
     prefill_page: int
     decode_page: int
+    device: str = "cpu"
 
     @property
     def exact(self) -> bool:
@@ -124,6 +125,8 @@ class Settings:
         import torch
         import transformers
 
+        from kvpool.device import get_device
+
         torch.set_num_threads(self.threads)
         torch.manual_seed(self.seed)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -134,7 +137,8 @@ class Settings:
         make: Any = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, self.dtype))
         prompt = torch.randint(0, model.config.vocab_size, (1, max(self.prompts)))
-        return model.eval(), prompt
+        where = get_device(self.device).allocate(1).device
+        return model.eval().to(where), prompt.to(where)
 
     def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
         """A pool for one request of the longest prompt and `new_tokens`, and three pages more."""
@@ -149,4 +153,4 @@ class Settings:
         probe = pool_for(model.config, **common, **few, device="meta")
         fixed = fixed_items(probe.layout, requests=2, chunk_tokens=self.chunk_tokens)
         pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
-        return pool_for(model.config, **common, num_pages=pages, **fixed)
+        return pool_for(model.config, **common, num_pages=pages, **fixed, device=self.device)

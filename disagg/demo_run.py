@@ -44,7 +44,8 @@ def offer(pipe: Connection, settings: Settings) -> None:
                     last = chunk.stop == tokens
                     first = prefill(model, prompt, cache, [chunk])
                     aux = {"first_token": first} if last else {}
-                    endpoint.send(room, request.address(), last=last, aux=aux)
+                    after = pool.device.record()
+                    endpoint.send(room, request.address(), last=last, aux=aux, after=after)
             if endpoint.wait(room, PATIENCE) is not KVPoll.Success:
                 raise RuntimeError(f"the hand-off failed: {endpoint.failure(room)}")
             allocator.free(request)
@@ -69,7 +70,8 @@ def decode(
     tokens, found = [], []
     for step in range(steps):
         token = token if given is None else given[step]
-        logits = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits
+        ids = torch.tensor([[token]], device=model.device)
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
         token = int(logits[0, -1].argmax())
         tokens.append(token)
         found.append(logits[0, -1].clone())

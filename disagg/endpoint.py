@@ -25,6 +25,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -40,6 +41,9 @@ from disagg.reader import Reader
 from disagg.room import KVPoll
 from disagg.wire import MAX_MESSAGE, Aux, Check, Message, Room, room_name
 from kvpool.layout import PoolLayout, RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.device import Mark
 
 PEER_TIMEOUT = 10.0
 LEASE = 300.0
@@ -96,18 +100,21 @@ class PrefillEndpoint(Driver):
         tokens: range | None = None,
         last: bool = True,
         aux: Aux | None = None,
+        after: Mark | None = None,
     ) -> None:
         """Offers positions `tokens` (default: all not yet sent) of a request to who wants `room`.
 
-        As many chunks as one likes, in order; `aux` travels with the last. From the first chunk on
-        the pages are leased: reuse none before `poll(room)` says Success or Failed.
+        As many chunks as one likes, in order; `aux` travels with the last. Where a device computes
+        them, `after=pool.device.record()` offers them once its work has ended; without, it must
+        have. From the first chunk on the pages are leased: reuse none before `poll(room)` says
+        Success or Failed.
         Raises ValueError where the chunk does not follow the one before.
         """
         with self._calling():
             name = room_name(room)
             start = self._rooms.computed(name)
             reach = range(start, address.num_tokens) if tokens is None else tokens
-            self._rooms.send(name, address, reach, last, aux or {})
+            self._rooms.send(name, address, reach, last, aux or {}, after)
 
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -43,6 +44,9 @@ from disagg.wire import (
     spans_of,
 )
 from kvpool.layout import RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.device import Mark
 
 KEPT_REFUSALS = 100
 MAX_PEERS = 1024
@@ -81,14 +85,22 @@ class PrefillRooms:
         self._open: set[Room] = set()
         self._unsent: set[Room] = set()
         self._strays: deque[tuple[Room, PrefillRoom]] = deque()
+        self._unshown: set[Room] = set()
         self._spent: OrderedDict[tuple[Peer, str], None] = OrderedDict()
         self._next_look = 0.0
         self.totals = Totals()
 
     def send(
-        self, name: Room, address: RequestAddress, tokens: range, last: bool, aux: Aux
+        self,
+        name: Room,
+        address: RequestAddress,
+        tokens: range,
+        last: bool,
+        aux: Aux,
+        after: Mark | None = None,
     ) -> None:
-        """Offers positions `tokens`; raises ValueError where they do not follow the last chunk.
+        """Offers positions `tokens`, once the work before `after` has ended; raises ValueError
+        where they do not follow the last chunk.
 
         Chunks of a room that has failed go nowhere.
         """
@@ -115,8 +127,8 @@ class PrefillRooms:
         room.addresses.append(address)
         if room.failure is None:
             self._renew(room)
-            for peer, want in room.wants.items():
-                self._post(peer, replace(ready, attempt=want.attempt))
+            room.marks.append(after)
+            self._show(name, room)
 
     def computed(self, name: Room) -> int:
         """Positions of a room that were offered so far."""
@@ -167,7 +179,11 @@ class PrefillRooms:
         return len(self._peers)
 
     def tick(self) -> None:
-        """Gives up peers that have been silent too long, and leases that have run out."""
+        """Shows chunks that are there now; gives up peers that have been silent too long, and
+        leases that have run out.
+        """
+        for name in list(self._unshown):
+            self._show(name, self._rooms[name])
         now = self._clock()
         if now < self._next_look:
             return
@@ -270,11 +286,11 @@ class PrefillRooms:
         decode.rooms.add(want.room)
         if room.chunks:
             self._renew(room)
-        for chunk in room.chunks:
+        for chunk in room.chunks[: room.shown]:
             self._post(peer, replace(chunk, attempt=want.attempt))
 
     def _check(self, peer: Peer, check: Check, room: PrefillRoom | None) -> None:
-        if room is None or room.failure is not None or not room.closed or peer in room.done:
+        if room is None or room.failure is not None or not room.whole or peer in room.done:
             self.checked(peer, check, b"", "the room's pages are not leased.")
         elif peer not in room.checking:  # else a duplicate
             room.checking.add(peer)
@@ -282,7 +298,7 @@ class PrefillRooms:
 
     def _done(self, peer: Peer, done: Done, room: PrefillRoom | None) -> None:
         leased = False
-        if room is not None and room.failure is None and room.closed:
+        if room is not None and room.failure is None and room.whole:
             leased = True
             room.done.add(peer)
             if room.complete and done.room in self._open:
@@ -316,6 +332,7 @@ class PrefillRooms:
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._open.discard(name)
         self._unsent.discard(name)
+        self._unshown.discard(name)
         seconds = self._clock() - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
@@ -335,6 +352,19 @@ class PrefillRooms:
                 self._spent.popitem(last=False)
             if peer in self._peers:
                 self._peers[peer].rooms.discard(name)
+
+    def _show(self, name: Room, room: PrefillRoom) -> None:
+        """Tells readers of the chunks that are there."""
+        try:
+            while room.marks and (room.marks[0] is None or room.marks[0].query()):
+                ready = room.chunks[room.shown]
+                room.marks.popleft()
+                for peer, want in room.wants.items():
+                    self._post(peer, replace(ready, attempt=want.attempt))
+        except RuntimeError as error:  # as torch says that the device's work has failed
+            self._fail(name, room, Failure("prefill", f"its device failed: {error}", "device"))
+        else:
+            (self._unshown.add if room.marks else self._unshown.discard)(name)
 
     def _renew(self, room: PrefillRoom) -> None:
         if self._lease is not None:

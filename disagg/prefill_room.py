@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from disagg.room import Failure
 from disagg.wire import Ready, Room, Want
 from kvpool.layout import RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.device import Mark
 
 Peer = bytes
 """A connection, as the socket names it."""
@@ -27,6 +32,9 @@ class PrefillRoom:
     chunks: list[Ready] = field(default_factory=list)
     addresses: list[RequestAddress] = field(default_factory=list)
     wants: dict[Peer, Want] = field(default_factory=dict)
+    marks: deque[Mark | None] = field(default_factory=deque)
+    """Of the chunks that readers may not know of yet: after what work of the device they are there.
+    """
     lives: list[str] = field(default_factory=list)
     """Generations of those who want it."""
     checking: set[Peer] = field(default_factory=set)
@@ -44,6 +52,16 @@ class PrefillRoom:
     def closed(self) -> bool:
         """Whether the last chunk was sent."""
         return bool(self.chunks) and self.chunks[-1].last
+
+    @property
+    def shown(self) -> int:
+        """Chunks that readers may know of."""
+        return len(self.chunks) - len(self.marks)
+
+    @property
+    def whole(self) -> bool:
+        """Whether readers may know of all of it."""
+        return self.closed and not self.marks
 
     @property
     def complete(self) -> bool:

@@ -25,7 +25,7 @@ class KVPoll(IntEnum):
         return self in (KVPoll.Failed, KVPoll.Success)
 
 
-Kind = Literal["abort", "aux", "digest", "lease", "lost", "protocol", "read", "refused"]
+Kind = Literal["abort", "aux", "device", "digest", "lease", "lost", "protocol", "read", "refused"]
 
 
 @dataclass(frozen=True, slots=True)

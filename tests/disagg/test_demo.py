@@ -273,3 +273,9 @@ def test_bad_options_are_refused_by_a_sentence(option, value, sentence):
     done = kvpool("demo", option, value)
     assert done.returncode == 2
     assert sentence in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_built():
+    done = kvpool("demo", "--device", "gpu")
+    assert done.returncode == 1
+    assert "FAIL device 'gpu': no installed package offers 'gpu'" in done.stdout

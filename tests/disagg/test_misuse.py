@@ -281,6 +281,66 @@ def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one()
     assert there.poll("r") is KVPoll.WaitingForInput
 
 
+class Work:
+    """A mark of work that is told when it ends."""
+
+    over = False
+
+    def query(self):
+        if isinstance(self.over, Exception):
+            raise self.over
+        return self.over
+
+
+def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order():
+    here, there, link, pump, address = machines()
+    first, second = Work(), Work()
+    there.send("r", address, range(16), False, {}, first)
+    here.want("r", address, 0, link)
+    pump()
+    there.send("r", address, range(16, 30), True, {"token": 7}, second)
+    second.over = True  # the first has not ended, so that the second is not looked at
+    there.tick()
+    pump()
+    assert not here.reads
+    assert (there.poll("r"), there.computed("r")) == (KVPoll.Transferring, 30)
+    first.over = True
+    there.tick()
+    pump()
+    assert [read.tokens for read in here.reads] == [range(16), range(16, 30)]
+    for read in here.reads:
+        here.read_ended(read, None)
+    pump()
+    assert here.poll("r") is there.poll("r") is KVPoll.Success
+
+
+def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no():
+    _, there, _, _, address = machines()
+    there.send("r", address, range(30), True, {}, Work())
+    there.receive(b"d", wire.Want("p", "r", "a", 0, 30, 1))
+    there.receive(b"d", wire.Done("p", "r", "a"))
+    ((_, data),) = there.outbox
+    assert wire.decode(data) == wire.Released("p", "r", "a", False)
+
+
+def test_a_room_whose_device_fails_fails_by_name():
+    here, there, link, pump, address = machines()
+    work = Work()
+    here.want("r", address, 0, link)
+    there.send("r", address, range(30), True, {}, work)
+    pump()
+    work.over = RuntimeError("an illegal memory access")
+    there.tick()
+    pump()
+    assert str(there.failure("r")) == "prefill: its device failed: an illegal memory access"
+    assert (here.failure("r").reason, there.failure("r").kind) == (
+        there.failure("r").reason,
+        "device",
+    )
+    there.forget("r")
+    there.tick()
+
+
 def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back():
     here, there, link, pump, address = machines()
     here.want("r", address, 0, link)

@@ -100,3 +100,4 @@ def seeds() -> Iterator[bytes]:
         ):
             told = {"host": host, "pid": pid, "started": start, "segments": segments}
             yield build.packed(told)
+            yield build.packed({**told, "devices": [[1 << 43, 4096, "cuda:0", b"handle"]]})
