@@ -7,12 +7,17 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # of Mooncake's two builds the one for this machine: the name of an extra of kvpool, or nothing
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
+# read by tests of the NPU's operators, never imported
+TORCH_NPU ?= torch-npu==2.13.0
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 DEMO ?= --model llama --engine local
 TESTS ?=
+BENCH ?= --device cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NPU_FILES := $(abspath $(VENV)/torch-npu)
+SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n auto
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
 .PHONY: help venv demo test lint bench long clean
@@ -48,11 +53,15 @@ mooncake:
 		$(BIN)/python -m pip uninstall -q -y mooncake-transfer-engine mooncake-transfer-engine-non-cuda; \
 		echo "Without engine mooncake. On Debian: apt-get install $(LIBRARIES), then make mooncake"; }
 
+# in a folder of its own: torch tries to load what it finds beside it, and fails without CANN
+$(NPU_FILES): | $(STAMP)
+	-$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@ $(TORCH_NPU) || rm -rf $@
+
 demo: venv  ## a real model prefills in one process and decodes in another
 	$(BIN)/kvpool demo $(DEMO)
 
-test: venv lint  ## the whole suite
-	$(BIN)/python -m pytest -n auto $(TESTS)
+test: venv lint $(NPU_FILES)  ## the whole suite
+	$(SUITE) $(TESTS)
 
 lint: venv  ## style and types
 	$(BIN)/ruff check .
@@ -60,10 +69,10 @@ lint: venv  ## style and types
 	$(BIN)/mypy
 
 bench: venv  ## every benchmark, as ratios
-	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-columns=median,min,max,rounds
+	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
 
-long: venv  ## the suite with its long runs
-	$(BIN)/python -m pytest -n auto --long $(TESTS)
+long: venv $(NPU_FILES)  ## the suite with its long runs
+	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -105,6 +105,11 @@ class Entries:
         scales: torch.Tensor | None = None,
     ) -> Row:
         view = self._entries(role, layer)
+        if scales is not None and view.dtype is not torch.float8_e4m3fn:
+            raise ValueError(
+                f"{self.owner} layer {layer} {role}: floats for {view.dtype} with scales. What is "
+                "quantised here is float8_e4m3fn: give values and scales as they are stored."
+            )
         shape = (where.numel(), *view.shape[2:])
         if tuple(given.shape) != shape or (scales is None and given.dtype != view.dtype):
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Where a pool's buffers lie in its memory: a buffer per layer, or all layers of a page side by
-side.
+"""Where a pool's buffers lie in its memory: a buffer per layer, all layers of a page side by side,
+or all layers of a kind one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvpool.bufinfos import StateType
 from kvpool.item import Template, alignment, item_bytes, item_regions
 from kvpool.parts import Buffer, Space
 
-PLACEMENTS = ("layer", "page")
+PLACEMENTS = ("layer", "page", "stack")
 COUNTS = ("num_pages", "num_window_pages", "num_slots")
 
 
@@ -67,17 +67,19 @@ def place(
 ) -> tuple[list[Buffer], int]:
     """Buffers of `items[space]` items with bases counted from 0, and the bytes that hold them all.
 
-    Runs of items begin at multiples of `step` bytes.
+    Runs of items begin at multiples of `step` bytes; of a stack, that of its first layer does.
     """
     buffers: list[Buffer] = []
     top = 0
     for space, count in items.items():
         rows = [(d, layer) for d in declared if d.space == space for layer in d.layers]
-        if placement == "layer":
+        if placement != "page":
             for part, layer in rows:
                 name, size = buffer_name(owner, part.name, layer), part.item_bytes
                 buffers.append(Buffer(name, space, top, size, size, count))
-                top = _up(top + count * size, step)
+                top += count * size
+                if placement == "layer" or layer == part.layers[-1]:
+                    top = _up(top, step)
             continue
         # largest alignment first keeps every item aligned without gaps
         rows.sort(key=lambda row: -alignment(row[0].item))

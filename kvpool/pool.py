@@ -53,8 +53,9 @@ class KVPool(Entries):
     pages of tokens, `num_window_pages` those of sliding windows, `num_slots` the slots and rings,
     one a request; item 0 of each is reserved for padding. `dtype` is that of values written and
     read; `packing` is how they are stored: a float dtype (then it is `dtype` too) or `"fp8"`,
-    `"mxfp8"`. `placement="page"` puts all layers of a page side by side. `own_spaces` names spaces
-    after the owner, so that a draft that cannot share the target's ids has its own.
+    `"mxfp8"`. `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a
+    kind of buffer one after the other. `own_spaces` names spaces after the owner, so that a draft
+    that cannot share the target's ids has its own.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class KVPool(Entries):
         )
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
-        self._base = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
+        start = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
+        # views count from the start of a storage, of which an aligned slab may be a later part
+        self._base = start - int(self._slab.storage_offset())
         memory = str(self._slab.device)
         self.layout = PoolLayout(
             version=VERSION,
-            buffers=tuple(replace(b, base=self._base + b.base, memory=memory) for b in buffers),
+            buffers=tuple(replace(b, base=start + b.base, memory=memory) for b in buffers),
             regions=tuple(
                 region
                 for part in self._declared
@@ -239,6 +242,22 @@ class KVPool(Entries):
             return self._slab.as_strided(
                 [buffer.items, buffer.item_bytes], [buffer.item_stride, 1], buffer.base - self._base
             )
+
+    def stacked(self, role: str) -> torch.Tensor:
+        """All layers of a role as one typed tensor `[layer, item, entry, axes..., element]`, layers
+        in rising order. Raises ValueError unless `placement="stack"` put them so.
+        """
+        views = [self.view(role, r.layer) for r in self.layout.regions if r.role == role]
+        step = views[0].shape[0] * views[0].stride(0) if views else 0
+        starts = [view.storage_offset() for view in views]
+        even = all(start == starts[0] + n * step for n, start in enumerate(starts))
+        if not views or not even or self.placement != "stack":
+            raise ValueError(
+                f"{self.owner} {role}: {len(views)} layers, placement {self.placement!r}. A role "
+                "that is held is one tensor in a pool with placement='stack'."
+            )
+        with torch.inference_mode(False):
+            return views[0].as_strided([len(views), *views[0].shape], [step, *views[0].stride()])
 
     def check_integrity(self) -> None:
         """Describes every view back and compares it with the layout; raises LayoutError where they

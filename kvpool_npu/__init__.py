@@ -1,5 +1,34 @@
-"""The Ascend device and its pools. They are not built yet: `device="npu:0"` raises
-DeviceUnavailable.
+"""The Ascend device and its pools. `torch_npu` is imported where an NPU is used, and nowhere else.
 
-NPU tensors that an engine owns can be described (`kvpool.describe`) without it.
+Names load on first use; `docs/npu.md` says what is where, and how far it was tested.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool_npu.device import NPUDevice as NPUDevice
+    from kvpool_npu.pools import NPUMHAPool as NPUMHAPool
+    from kvpool_npu.pools import NPUMLAPool as NPUMLAPool
+    from kvpool_npu.states import NPUMLA as NPUMLA
+    from kvpool_npu.states import NPUIndexKey as NPUIndexKey
+    from kvpool_npu.states import npu_order as npu_order
+
+_HOME = {
+    "NPUDevice": "device",
+    "NPUIndexKey": "states",
+    "NPUMHAPool": "pools",
+    "NPUMLA": "states",
+    "NPUMLAPool": "pools",
+    "npu_order": "states",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvpool_npu' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvpool_npu.{_HOME[name]}"), name)

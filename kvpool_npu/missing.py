@@ -1,0 +1,60 @@
+"""What a machine lacks to use an NPU. torch_npu is imported only where all else is there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+
+def missing(name: str) -> str | None:
+    """None where NPU `name` (`npu`, `npu:3`) can be used, else all that is missing."""
+    number = name.partition(":")[2] or "0"
+    if not number.isdecimal():
+        return "an NPU is asked for by its number, as npu:0."
+    absent = [
+        what
+        for what, there in (
+            ("an NPU with its driver (/dev/davinci_manager)", _driver()),
+            ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
+            ("torch_npu (install kvpool[npu])", _package()),
+        )
+        if not there
+    ]
+    theirs, ours = _version(), torch.__version__
+    if theirs and theirs.split(".")[:2] != ours.split(".")[:2]:
+        absent.append(f"the torch-npu of torch {ours} ({theirs} is installed)")
+    if absent:
+        return f"missing: {'; '.join(absent)}."
+    try:
+        count = importlib.import_module("torch_npu").npu.device_count()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch_npu cannot be imported: {error}"
+    return None if int(number) < count else f"{count} NPUs are visible here, numbered from 0."
+
+
+def _driver() -> bool:
+    return Path("/dev/davinci_manager").exists()
+
+
+def _cann() -> bool:
+    home = os.environ.get("ASCEND_HOME_PATH")
+    return home is not None and (Path(home) / "lib64" / "libascendcl.so").exists()
+
+
+def _package() -> bool:
+    try:
+        return find_spec("torch_npu") is not None
+    except ImportError:  # an import hook forbids it
+        return False
+
+
+def _version() -> str | None:
+    try:
+        return version("torch-npu")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,88 @@
+"""Pools as engines on Ascend lay them out: a tensor per role, stacked over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import Unpack
+
+from kvpool.pool import Common
+from kvpool.quant import scale_role
+from kvpool.states import MHA, At, Kind
+from kvpool.union import UnionPool
+from kvpool_npu.device import NPUDevice
+from kvpool_npu.operators import Operators, Reference
+from kvpool_npu.states import NPUMLA, NPUIndexKey
+
+HALVES = (torch.float16, torch.bfloat16)  # what npu_dynamic_quant takes
+
+
+class NPUMHAPool(UnionPool):
+    """`k` and `v` `[layer, item, entry, head, dim]`: `num_kv_heads` heads in the model, of which
+    this rank's shard is held.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        self.attention = MHA(num_kv_heads, head_dim, v_head_dim)
+        common.setdefault("placement", "stack")
+        super().__init__(**common)
+
+    def parts(self) -> Iterator[tuple[Kind, At]]:
+        """All K, then all V."""
+        yield self.attention, self.at()
+
+
+class NPUMLAPool(UnionPool):
+    """`latent` and `rope`, and with `index_head_dim` the keys of a sparse indexer on `index_layers`
+    (default: all), each `[layer, item, entry, dim]`: 2 kinds of buffers, or 3, or 4 with scales.
+
+    `index_packing`: a float dtype (default: the pool's), `fp8` or `int8` (`NPUIndexKey`).
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+        index_head_dim: int | None = None,
+        index_layers: Iterable[int] | None = None,
+        index_packing: Any = None,
+        **common: Unpack[Common],
+    ) -> None:
+        self.attention = NPUMLA(kv_lora_rank, qk_rope_head_dim)
+        self.index = None if index_head_dim is None else NPUIndexKey(index_head_dim)
+        self.index_layers = None if index_layers is None else tuple(index_layers)
+        self.index_packing = index_packing
+        common.setdefault("placement", "stack")
+        super().__init__(**common)
+
+    def parts(self) -> Iterator[tuple[Kind, At]]:
+        """Latents and rope keys, then index keys; all are listed with the main cache."""
+        yield self.attention, self.at()
+        if self.index is not None:
+            packing = self.index_packing or self.packing
+            yield self.index, self.at(self.index_layers, packing=packing)
+
+    def write(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
+        """As every pool's; what is stored as int8 is quantised by `npu_dynamic_quant`."""
+        given = dict(values)
+        for role, floats in values.items():
+            held = self.layout.region_by_key.get((self.owner, layer, role))
+            if held and held.dtype == "int8" and floats.is_floating_point():
+                half = floats if floats.dtype in HALVES else floats.to(torch.bfloat16)
+                keys, scales = self._operators.npu_dynamic_quant(half, dst_type=torch.int8)
+                given[role], given[scale_role(role)] = keys, scales[..., None].to(torch.float16)
+        super().write(layer, locations, given)
+
+    @property
+    def _operators(self) -> Operators:
+        return self.device.operators if isinstance(self.device, NPUDevice) else Reference()

@@ -1,0 +1,57 @@
+"""Kinds of state as Ascend's attention operators take them: each role in a tensor of its own.
+
+Roles, axes and dtypes are those of `kvpool.states`, so that pools of GPUs and of NPUs pair up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvpool.item import Cell, Repeat
+from kvpool.placement import Declared
+from kvpool.quant import scaled
+from kvpool.states import MLA, At, IndexKey, LinearState
+
+
+@dataclass(frozen=True, slots=True)
+class NPUMLA(MLA):
+    """Multi-head latent attention, latent and rope apart: `[item, entry, 512]` and `[.., 64]`.
+
+    Source: SGLang's `NPUMLATokenToKVPool` (hardware_backend/npu/memory_pool_npu.py), which keeps an
+    axis of one head before the last; so do vllm-ascend's caches.
+    """
+
+    def declare(self, at: At) -> Iterator[Declared]:
+        """The latents, then the rope keys."""
+        at.takes(self)
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim
+        for role, size in zip(self.inputs, sizes):
+            yield at.buffer(role, Repeat("entry", at.entries, Cell(role, size, at.packing)))
+
+
+@dataclass(frozen=True, slots=True)
+class NPUIndexKey(IndexKey):
+    """Keys of a sparse-attention indexer, and their scales apart: `[item, entry, 128]`, `[.., 1]`.
+
+    Packings: any float dtype, without scales; `fp8`, e4m3 and a float32 scale per token (SGLang's
+    `enable_npu_quant_lightning_indexer`; vllm-ascend's indexer with `fp8`, on A5); `int8` and a
+    float16 scale per token (vllm-ascend's "C8" indexer on A2 and A3, `c8_k_cache_dtype` and
+    `c8_k_scale_cache_dtype` of its MLA cache specification).
+    """
+
+    def declare(self, at: At) -> Iterator[Declared]:
+        """The keys, then the scales if they have any."""
+        if at.packing == "int8":
+            cells = [Cell("index_key", self.head_dim, "int8"), Cell("index_key.scale", 1, "f16")]
+        elif at.takes(self, "fp8"):
+            cells = [*scaled("index_key", self.head_dim, self.head_dim)]
+        else:
+            cells = [Cell("index_key", self.head_dim, at.packing)]
+        for cell in cells:
+            yield at.buffer(cell.role, Repeat("entry", at.entries, cell))
+
+
+def npu_order(linear: LinearState) -> LinearState:
+    """The same state with its convolution as NPU operators take it: `[tap, channels]`."""
+    return replace(linear, taps_are="first")

@@ -1,0 +1,200 @@
+"""The NPU device over plain torch: memory, moves, what it refuses, and what it says is missing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvpool import DeviceUnavailable
+from kvpool.device import get_device
+from kvpool.host import CPUDevice
+from kvpool_npu import NPUDevice, missing
+from kvpool_npu.device import reference
+from kvpool_npu.operators import TorchNPU
+from tests.kvpool_npu.pools import NPU, npu_hybrid_nsa, npu_mha
+from tests.kvpool_npu.written import same_bytes, write_everything
+from tests.pools import PACKED
+
+TWO_MIB = 2 << 20
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, TWO_MIB, TWO_MIB + 1])
+@pytest.mark.parametrize("alignment", [None, 64, TWO_MIB, 4 * TWO_MIB])
+def test_memory_is_zeroed_and_aligned(nbytes, alignment):
+    slab = reference("npu-reference").allocate(nbytes, alignment)
+    assert slab.data_ptr() % (alignment or TWO_MIB) == 0
+    assert (slab.dtype, slab.numel()) == (torch.uint8, nbytes)
+    assert not slab.any()
+
+
+@pytest.mark.parametrize("name", NPU)
+def test_pools_by_name_leave_the_bytes_that_a_cpu_leaves(name):
+    same_bytes(NPU[name](device="npu-reference"), NPU[name](), write_everything)
+
+
+@pytest.mark.parametrize("placement", ["layer", "page", "stack"])
+@pytest.mark.parametrize("name", [name for name in PACKED if "fp8" in name])
+def test_pools_of_a_gpu_leave_the_bytes_that_a_cpu_leaves(name, placement):
+    build = PACKED[name].but(placement=placement)
+    same_bytes(build(device="npu-reference"), build(), write_everything)
+
+
+def test_the_reference_is_the_cpus_memory_under_another_name():
+    device = get_device("npu-reference")
+    assert (device.name, device.memory_kind) == ("npu-reference", "cpu")
+    assert (device.alignment, device.registration_limit) == (TWO_MIB, 256)
+    assert NPUDevice("npu:3").memory_kind == "npu"
+    mark = device.record()
+    device.wait(mark)
+    assert mark.query()
+
+
+def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
+    device = reference("npu-reference")
+    one, other = device.allocate(4096), device.allocate(4096)
+    one.copy_(torch.arange(4096) % 251)
+    src = np.array([one.data_ptr() + 3, one.data_ptr() + 4000, other.data_ptr() + 8])
+    dst = np.array([other.data_ptr() + 100, other.data_ptr(), one.data_ptr()])
+    other[8:13] = 255
+    device.copy_runs(src[:2], dst[:2], np.array([1000, 8]))
+    assert torch.equal(other[100:1100], one[3:1003]) and torch.equal(other[:8], one[4000:4008])
+    device.copy_runs(src[2:], dst[2:], np.array([5]))
+    assert one[:6].tolist() == [255] * 5 + [5]
+    with pytest.raises(ValueError, match=r"97 bytes at .*: not in memory"):
+        device.copy_runs(src[1:2], dst[:1], np.array([97]))
+    del other
+    gc.collect()
+    with pytest.raises(ValueError, match="not in memory that this device allocated"):
+        device.copy_runs(src[2:], dst[2:], np.array([5]))
+
+
+def test_nothing_is_written_where_there_are_no_locations():
+    pool = npu_mha(device="npu-reference")
+    none = torch.zeros(0, 4, 8, dtype=torch.bfloat16)
+    pool.set_kv_buffer(0, [], none, none)
+    assert [part.shape for part in pool.get_kv_buffer(0, [])] == [none.shape] * 2
+    pool.copy_items("kv", [], [])
+    assert not pool._slab.any()
+
+
+def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
+    monkeypatch.setattr("kvpool_npu.device.MAX_SLOT", 9 * 4 - 1)
+    pool, calls = npu_mha(device="npu-reference"), []
+    operators = pool.device.operators
+    for name in ("_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"):
+        monkeypatch.setattr(operators, name, lambda *_, name=name, **__: calls.append(name))
+    values = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+    pool.set_kv_buffer(0, [35], values, values)
+    assert calls == ["npu_scatter_pa_kv_cache"]
+
+
+def test_what_is_stored_as_int8_is_not_quantised_as_e4m3():
+    pool = npu_hybrid_nsa(index_packing="int8", device="npu-reference")
+    with pytest.raises(ValueError, match=r"layer 3 index_key: floats for torch.int8 with sc"):
+        pool.set_index_key(3, [4], torch.ones(1, 16, dtype=torch.bfloat16))
+    assert not pool._slab.any()
+
+
+# TorchNPU's events
+
+
+def test_a_mark_of_an_npu_is_waited_for_by_its_stream_and_any_other_by_the_host():
+    class Event:
+        def record(self, stream):
+            self.stream = stream
+
+    class Mark:
+        waited = False
+
+        def synchronize(self):
+            self.waited = True
+
+    class Stream(list):
+        wait_event = list.append
+
+    stream = Stream()
+    npu = SimpleNamespace(Event=Event, current_stream={2: stream}.get)
+    operators = TorchNPU(SimpleNamespace(npu=npu), 2)
+    mark = operators.record()
+    assert mark.stream is stream
+    operators.wait(mark)
+    assert stream == [mark]
+    operators.wait(other := Mark())
+    assert other.waited and stream == [mark]
+
+
+# what is missing
+
+PARTS = {
+    "_driver": (False, "an NPU with its driver (/dev/davinci_manager)"),
+    "_cann": (False, "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)"),
+    "_package": (False, "torch_npu (install kvpool[npu])"),
+    "_version": ("2.1.0", f"the torch-npu of torch {torch.__version__} (2.1.0 is installed)"),
+}
+
+
+@pytest.fixture
+def complete(monkeypatch):
+    """A machine that has everything, and two NPUs."""
+    found = {"_driver": True, "_cann": True, "_package": True, "_version": torch.__version__}
+    for name, value in found.items():
+        monkeypatch.setattr(f"kvpool_npu.missing.{name}", lambda value=value: value)
+    npu = SimpleNamespace(device_count=lambda: 2)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
+
+
+@pytest.mark.parametrize("absent", [(name,) for name in PARTS] + [tuple(PARTS)])
+def test_all_that_is_missing_is_one_sentence(complete, monkeypatch, absent):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would be an error
+    for name in absent:
+        monkeypatch.setattr(f"kvpool_npu.missing.{name}", lambda value=PARTS[name][0]: value)
+    said = NPUDevice("npu:0").availability()
+    assert said == f"missing: {'; '.join(PARTS[name][1] for name in absent)}."
+
+
+@pytest.mark.parametrize("name", ["npu", "npu:0", "npu:1"])
+def test_an_npu_that_is_there_is_available(complete, name):
+    assert NPUDevice(name).availability() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("npu:2", "2 NPUs are visible here, numbered from 0."),
+        ("npu:9", "2 NPUs are visible here, numbered from 0."),
+        ("npu:x", "an NPU is asked for by its number, as npu:0."),
+        ("npu:-1", "an NPU is asked for by its number, as npu:0."),
+    ],
+)
+def test_an_npu_that_is_not_there_is_refused_with_the_count(complete, name, says):
+    assert NPUDevice(name).availability() == says
+    with pytest.raises(DeviceUnavailable, match=f"device '{name}': "):
+        get_device(name)
+
+
+def test_a_package_that_cannot_be_imported_says_why(complete, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    assert NPUDevice("npu:0").availability().startswith("torch_npu cannot be imported: ")
+
+
+def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert not missing._cann()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert not missing._cann()
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    assert missing._cann()
+
+
+def test_without_an_npu_a_pool_on_one_is_refused_before_anything_is_allocated(monkeypatch):
+    if NPUDevice("npu:0").availability() is None:
+        return  # an NPU is here
+    with pytest.raises(DeviceUnavailable, match="device 'npu:7': missing: an NPU with its driver"):
+        npu_mha(device="npu:7")
+    assert isinstance(get_device("cpu"), CPUDevice)

@@ -1,0 +1,75 @@
+"""What is imported, and what is said, on machines that lack this or that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kvpool_npu import wheel
+
+FORBIDDEN = """
+import sys
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch_npu", "acl"}:
+            raise ImportError(name + " is not there")
+sys.meta_path.insert(0, Forbidden())
+"""
+ALL_OF_IT = """
+import kvpool, disagg, kvpool_npu, kvpool_cuda, sys
+assert not {"torch", "torch_npu", "kvpool_npu.device"} & set(sys.modules)
+from kvpool import DeviceUnavailable, MLAPool
+from kvpool.device import device_entries, get_device
+assert {"cpu", "meta", "npu", "npu-reference"} <= set(device_entries())
+kvpool_npu.NPUMLAPool(layers=[0], page_size=4, num_pages=3, packing="bf16").check_integrity()
+kvpool_npu.NPUMHAPool(
+    layers=[0], page_size=4, num_pages=3, packing="bf16", num_kv_heads=2, head_dim=8, device="meta"
+).check_integrity()
+for ask in (get_device, lambda name: MLAPool(layers=[0], page_size=4, num_pages=3, dtype="bf16",
+            device=name)):
+    try:
+        ask("npu:0")
+        raise SystemExit("npu:0 was had")
+    except DeviceUnavailable as error:
+        said = str(error)
+assert said.startswith("device 'npu:0': missing: "), said
+assert "torch_npu" not in sys.modules
+print(said)
+"""
+
+
+def said(code: str, *paths: Path, **environment: str) -> str:
+    """What a fresh interpreter prints, with `paths` first in its search path."""
+    search = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
+    clean = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**clean, "PYTHONPATH": os.pathsep.join(filter(None, search)), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_everything_works_where_torch_npu_cannot_be_imported():
+    found = said(FORBIDDEN + ALL_OF_IT)
+    assert "/dev/davinci_manager" in found and "CANN" in found and "install kvpool[npu]" in found
+
+
+if wheel.folder():
+
+    def test_torch_npu_without_cann_is_not_imported():
+        """`import torch` itself would fail, were torch left to load it: hence the variable."""
+        place = wheel.folder().parent
+        found = said(ALL_OF_IT, place, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        assert "CANN" in found and "/dev/davinci_manager" in found
+        assert "install kvpool[npu]" not in found and "is installed" not in found
+
+    def test_torch_does_not_load_it_without_cann():
+        """Why it lies in a folder of its own: where torch finds it, `import torch` fails."""
+        code = "try:\n    import torch\nexcept RuntimeError as e:\n    print(e)\n"
+        assert "torch_npu" in said(code, wheel.folder().parent)

@@ -1,0 +1,227 @@
+"""Every call that the NPU device makes of torch_npu, against what the torch-npu package says of it.
+
+The package's schemas are defined in torch under another namespace, with `Reference` behind them:
+so torch's own dispatcher takes each call, as it does on an NPU, or refuses it.
+"""
+
+from __future__ import annotations
+
+import ast
+from contextlib import nullcontext
+from inspect import Parameter, signature
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpool_npu.device import PAIRED, STAND_IN, TAKEN, UNEQUAL, NPUDevice
+from kvpool_npu.operators import Operators, Reference, TorchNPU
+from tests.kvpool_npu import wheel
+from tests.kvpool_npu.pools import NPU, npu_mha, npu_nsa
+from tests.kvpool_npu.written import same_bytes, write_everything
+from tests.pools import CLASSES, PACKED
+
+NAMES = [
+    "npu_scatter_nd_update_",
+    "_npu_reshape_and_cache",
+    "npu_scatter_pa_kv_cache",
+    "npu_dynamic_quant",
+]
+CONTIGUOUS = {"_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"}
+
+
+class Wired(TorchNPU):
+    """TorchNPU over schemas that are the package's and operators that are plain torch's."""
+
+    memory_kind = "cpu"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._reference = Reference()
+        self._library = torch.library.Library("kvpool_npu_tests", "FRAGMENT")
+        module = SimpleNamespace(npu=SimpleNamespace(device=nullcontext))
+        for name in NAMES:
+            self._library.define(wheel.schemas()[name])
+            self._library.impl(name, self._body(name), "CPU")
+            setattr(module, name, getattr(torch.ops.kvpool_npu_tests, name))
+        super().__init__(module, 0)
+        self.zeros, self.record = self._reference.zeros, self._reference.record
+
+    def _body(self, name):
+        def body(*args, **kwargs):
+            self.calls.append(name)
+            check(name, args, kwargs)
+            if name == "npu_dynamic_quant":
+                assert kwargs == {"dst_type": 1}  # torch's number of int8
+                return self._reference.npu_dynamic_quant(*args, dst_type=torch.int8)
+            if name == "_npu_reshape_and_cache":  # keywords on our side of the seam
+                words = "key", "value", "key_cache", "value_cache", "slot_indices"
+                args, kwargs = (), dict(zip(words, args))
+            getattr(self._reference, name)(*args, **kwargs)
+            return args[0] if name.endswith("_") else None
+
+        return body
+
+    def end(self):
+        self._library._destroy()
+
+
+def check(name, args, kwargs):
+    """What the package's documents, or for ATB the calls of released engines, demand."""
+    if name in CONTIGUOUS:
+        assert all(tensor.is_contiguous() for tensor in args)
+        key, value, key_cache, value_cache, slots = args
+        assert key.shape[1:] == key_cache.shape[2:] and value.shape[1:] == value_cache.shape[2:]
+        assert key_cache.shape[:3] == value_cache.shape[:3] and slots.shape == key.shape[:1]
+        assert len({tensor.dtype for tensor in args[:4]}) == 1
+    if name == "npu_scatter_nd_update_":
+        rows, indices, updates = args
+        assert rows.dtype == updates.dtype and rows.dtype in wheel.dtypes(name, "input")
+        assert indices.dtype in wheel.dtypes(name, "indices")
+        assert 1 <= indices.shape[-1] <= rows.dim() and indices.dim() == 2
+        assert updates.shape == (*indices.shape[:-1], *rows.shape[indices.shape[-1] :])
+        assert rows.is_contiguous()  # else a copy of the whole cache would be taken and put back
+    elif name == "_npu_reshape_and_cache":
+        assert key_cache.shape == value_cache.shape and slots.dtype is torch.int32
+        assert key_cache[0, 0].nbytes % 32 == 0 and key_cache.dtype in PAIRED
+    elif name == "npu_scatter_pa_kv_cache":
+        assert key.dtype in wheel.dtypes(name, "key") and kwargs == {"cache_mode": "Norm"}
+        assert slots.dtype in wheel.dtypes(name, "slot_mapping")
+    elif name == "npu_dynamic_quant":
+        assert args[0].dim() > 1 and args[0].dtype in wheel.dtypes(name, "x")
+
+
+@pytest.fixture
+def wired(monkeypatch):
+    """A device over the package's schemas, for every pool that is built."""
+    operators = Wired()
+    device = NPUDevice("npu:0", operators)
+    monkeypatch.setattr("kvpool.pool.get_device", lambda name: device)
+    yield operators
+    operators.end()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_package_has_every_operator_with_the_parameters_that_the_seam_names(name):
+    theirs = torch._C.parse_schema(wheel.schemas()[name]).arguments
+    ours = list(signature(getattr(Operators, name)).parameters.values())[1:]
+    if name == "npu_scatter_nd_update_":  # documented as input; given by position
+        ours[0] = ours[0].replace(name="self")
+    places = [each.name for each in ours if each.kind is not Parameter.KEYWORD_ONLY]
+    assert places == [argument.name for argument in theirs[: len(places)]]
+    named = {each.name for each in ours}
+    assert named <= {argument.name for argument in theirs}
+    assert all(each.name in named or each.has_default_value() for each in theirs)
+
+
+def test_a_call_that_the_package_would_not_take_is_seen(wired):
+    cache, rows = torch.zeros(3, 4, 2, 8), torch.zeros(1, 2, 8)
+    slots = torch.tensor([5], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="cache_modes"):
+        torch.ops.kvpool_npu_tests.npu_scatter_pa_kv_cache(
+            rows, rows, cache, cache, slots, cache_modes="Norm"
+        )
+    with pytest.raises(AssertionError):  # float32, which ATB does not take
+        wired._npu_reshape_and_cache(
+            key=rows, value=rows, key_cache=cache, value_cache=cache, slot_indices=slots
+        )
+
+
+def test_what_the_operators_write_is_what_their_schemas_say_they_write():
+    written = {
+        "npu_scatter_nd_update_": ["self"],
+        "_npu_reshape_and_cache": ["key_cache", "value_cache"],
+        "npu_scatter_pa_kv_cache": ["key_cache", "value_cache"],
+        "npu_dynamic_quant": [],
+    }
+    for name in NAMES:
+        schema = torch._C.parse_schema(wheel.schemas()[name])
+        changed = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        assert changed == written[name]
+
+
+def test_dtypes_that_are_given_to_operators_are_documented():
+    name = "npu_scatter_nd_update_"
+    assert set(TAKEN) == wheel.dtypes(name, "input") == wheel.dtypes(name, "updates")
+    assert set(STAND_IN.values()) <= set(TAKEN)
+    assert all(dtype.itemsize == size for size, dtype in STAND_IN.items())
+    assert set(UNEQUAL) <= wheel.dtypes("npu_scatter_pa_kv_cache", "key")
+
+
+def test_the_package_holds_the_operator_of_atb_under_the_declared_signature():
+    library = (wheel.folder() / "lib" / "libop_plugin_atb.so").read_bytes()
+    assert b"_ZN3atb22_npu_reshape_and_cacheERKN2at6TensorES3_RS1_S4_S3_\0" in library
+
+
+def test_events_and_streams_are_called_as_the_package_defines_them():
+    classes = {
+        node.name: {f.name: [a.arg for a in f.args.args] for f in node.body if hasattr(f, "args")}
+        for node in ast.parse(wheel.text("npu/streams.py")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert classes["Event"]["record"] == ["self", "stream"]
+    assert classes["Stream"]["wait_event"] == ["self", "event"]
+    assert {"query", "synchronize"} <= set(classes["Event"])
+    utils = ast.parse(wheel.text("npu/utils.py")).body
+    (current,) = [f for f in utils if getattr(f, "name", "") == "current_stream"]
+    assert [argument.arg for argument in current.args.args] == ["device"]
+    exported = wheel.text("npu/__init__.py")
+    used = "Event", "current_stream", "device", "device_count"
+    assert all(f'"{name}"' in exported for name in used)
+
+
+@pytest.mark.parametrize("name", NPU)
+def test_pools_of_an_npu_write_through_operators_what_a_cpu_writes(name, wired, monkeypatch):
+    through = NPU[name]()
+    monkeypatch.undo()
+    same_bytes(through, NPU[name](device="cpu"), write_everything)
+    assert "npu_scatter_nd_update_" in wired.calls
+
+
+@pytest.mark.parametrize("placement", ["layer", "page", "stack"])
+@pytest.mark.parametrize("name", [*CLASSES, *(n for n in PACKED if "fp8" in n)])
+def test_pools_of_a_gpu_are_written_right_by_an_npu(name, placement, wired, monkeypatch):
+    through = PACKED.get(name, CLASSES.get(name))(placement=placement)
+    monkeypatch.undo()
+    plain = PACKED.get(name, CLASSES.get(name))(placement=placement, device="cpu")
+    same_bytes(through, plain, write_everything)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (npu_mha, ["_npu_reshape_and_cache"]),
+        (npu_mha.but(packing="f32"), ["npu_scatter_pa_kv_cache"]),
+        (npu_mha.but(v_head_dim=16), ["npu_scatter_pa_kv_cache"]),
+        (npu_mha.but(packing="e4m3"), ["_npu_reshape_and_cache"]),  # as int8
+        (npu_mha.but(packing="e4m3", head_dim=6), ["npu_scatter_pa_kv_cache"]),  # rows of 24 bytes
+        (npu_mha.but(packing="f64"), ["npu_scatter_nd_update_"] * 2),  # as int64
+        (npu_mha.but(packing="fp8"), ["_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"]),
+        (npu_nsa, ["npu_scatter_nd_update_"] * 2),
+    ],
+)
+def test_k_and_v_are_one_launch_where_an_operator_takes_both(build, expected, wired):
+    pool = build()
+    first, second = (
+        torch.zeros(3, *pool.view(role, 1).shape[2:], dtype=getattr(torch, pool.dtype))
+        for role in pool.kinds[0][0].inputs
+    )
+    pool.set_kv_buffer(1, [4, 9, 6], first, second)
+    assert wired.calls == expected
+
+
+@pytest.mark.parametrize(
+    ("packing", "expected"),
+    [
+        (None, ["npu_scatter_nd_update_"]),
+        ("fp8", ["npu_scatter_nd_update_"] * 2),
+        ("int8", ["npu_dynamic_quant", *["npu_scatter_nd_update_"] * 2]),
+    ],
+)
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
+def test_index_keys_are_quantised_by_the_operator_whose_result_is_stored(
+    packing, expected, given, wired
+):
+    pool = npu_nsa(index_packing=packing, packing=given)
+    pool.set_index_key(3, [4, 9, 6], torch.randn(3, 16, dtype=given))
+    assert wired.calls == expected

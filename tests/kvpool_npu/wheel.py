@@ -1,0 +1,80 @@
+"""What the torch-npu package says of its operators, read from its files: it is never imported."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+ARGUMENT = re.compile(r"(const )?(at::Tensor&|bool|int64_t|double) ?(\w+)")
+TYPES = {"bool": "bool", "int64_t": "int", "double": "float"}
+
+
+@cache
+def folder() -> Path | None:
+    """The package's folder: in the one that KVPOOL_TORCH_NPU names, else where it is installed."""
+    if named := os.environ.get("KVPOOL_TORCH_NPU"):
+        found = Path(named) / "torch_npu"
+        if not found.is_dir():
+            raise FileNotFoundError(f"KVPOOL_TORCH_NPU={named}: torch_npu does not lie there.")
+        return found
+    spec = find_spec("torch_npu")
+    places = spec.submodule_search_locations if spec else None
+    return Path(places[0]) if places else None
+
+
+def text(path: str) -> str:
+    """One of the package's files."""
+    return (folder() / path).read_text(encoding="utf-8")
+
+
+@cache
+def schemas() -> dict[str, str]:
+    """Operators that the package exposes as `torch_npu.NAME`, by name."""
+    listed = text("csrc/aten/npu_native_functions_by_codegen.yaml")
+    entries = re.findall(r"^- exposed: true\n  func: ((\w+)\(.*)$", listed, re.MULTILINE)
+    return {name: schema for schema, name in entries} | _atb()
+
+
+def _atb() -> dict[str, str]:
+    """Operators of ATB: the package declares them in C++, and lists those of `torch_npu` itself."""
+    header = text("include/third_party/op-plugin/op_plugin/include/AtbOpsInterface.h")
+    listed = re.search(r"^API_LIST = \[(.*?)\]", text("op_plugin/atb/_atb_ops.py"), re.M | re.S)
+    found = {}
+    for name in re.findall(r"'(\w+)'", listed[1]):
+        declared = re.search(rf"void {name}\((.*?)\);", header)
+        if declared is None:
+            continue
+        written, arguments = iter("abcdef"), []
+        for const, kind, argument in ARGUMENT.findall(declared[1]):
+            tensor = "Tensor" if const else f"Tensor({next(written, '')}!)"
+            arguments.append(f"{TYPES.get(kind, tensor)} {argument}")
+        found[name] = f"{name}({', '.join(arguments)}) -> ()"
+    return found
+
+
+@cache
+def documented(name: str) -> str:
+    """What the package documents of an operator."""
+    found = re.search(
+        rf'_add_torch_npu_docstr\(\s*"{name}",\s*"""(.*?)"""', text("_op_plugin_docs.py"), re.S
+    )
+    return found[1]
+
+
+def dtypes(name: str, parameter: str) -> set[torch.dtype]:
+    """All that the package documents for a parameter, whatever the product, as far as torch has
+    them.
+    """
+    listed = documented(name).partition("参数说明")[2]
+    paragraph = re.search(
+        rf"^-? *{parameter}\b(.*?)(?=^-? *\w+ ?[:：（]|^输出)", listed, re.M | re.S
+    )
+    words = re.findall(r"数据类型支持([\w.、]+)", paragraph[1])
+    names = [word.removeprefix("torch.") for each in words for word in re.split("[、和]", each)]
+    found = (getattr(torch, "float32" if name == "float" else name, None) for name in names)
+    return {dtype for dtype in found if isinstance(dtype, torch.dtype)}

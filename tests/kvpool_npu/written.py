@@ -1,0 +1,57 @@
+"""The same work on two pools, and whether it left the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvpool.torch_ops import bits
+
+
+def write_everything(pool) -> list[torch.Tensor]:
+    """Stored bits to every role of every layer, floats to those that have scales, moves of items;
+    returns what is read.
+    """
+    random, read = np.random.default_rng(5), []
+    regions = pool.layout.region_by_key
+    for layer in pool.layers:
+        spaces: dict[str, dict[str, torch.Tensor]] = {}
+        floats: dict[str, dict[str, torch.Tensor]] = {}
+        where: dict[str, np.ndarray] = {}
+        for (_, at, role), region in regions.items():
+            if at != layer:
+                continue
+            space = pool.layout.space_of(region)
+            view = pool._entries(role, layer)
+            slots = where.setdefault(
+                space.name, random.permutation(view.shape[0] * view.shape[1])[:5]
+            )
+            size = (len(slots), *view.shape[2:-1], view.shape[-1] * view.element_size())
+            stored = torch.from_numpy(random.integers(0, 255, size, dtype=np.uint8))
+            spaces.setdefault(space.name, {})[role] = stored.view(view.dtype)
+            if ("target", layer, f"{role}.scale") in regions:
+                given = torch.from_numpy(random.standard_normal((len(slots), *view.shape[2:])))
+                floats.setdefault(space.name, {})[role] = given.to(getattr(torch, pool.dtype))
+        for space, values in spaces.items():
+            pool.scatter(layer, where[space], values)
+            read += [pool.gather(role, layer, where[space]) for role in values]
+        for space, values in floats.items():
+            pool.write(layer, where[space], values)
+            read += [pool.read(role, layer, where[space]) for role in values]
+    for space in pool.layout.spaces:
+        if space.ids is None:
+            pool.copy_items(space.name, [1, 2], [3, 1])
+    return read
+
+
+def same_bytes(one, other, work) -> None:
+    """Does `work` on both; what it returns and all bytes of both pools' items must be equal."""
+    for mine, theirs in zip(work(one), work(other), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(bits(mine), bits(theirs))
+    buffers = one.layout.buffer_by_name, other.layout.buffer_by_name
+    assert buffers[0].keys() == buffers[1].keys()
+    for name in buffers[0]:
+        pair = one.item_bytes_view(buffers[0][name]), other.item_bytes_view(buffers[1][name])
+        assert torch.equal(*pair), name
+    # and no byte outside of items
+    assert one._slab.count_nonzero() == other._slab.count_nonzero()
