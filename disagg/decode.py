@@ -46,11 +46,12 @@ class DecodeRooms:
         readers: int,
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        allow_missing: Collection[str] = (),
     ) -> None:
         self.hello, self.readers, self.verify = hello, readers, verify
         self._clock = clock
         self.totals = Totals()
-        self.links = Links(hello, layout, self._link_ready, self._link_failed, clock)
+        self.links = Links(hello, layout, self._link_ready, self._link_failed, clock, allow_missing)
         self.reads: list[Read] = []
         self._comparisons = Comparisons(self.links, layout, self._advance, self._fail, clock)
         self.checks = self._comparisons.checks

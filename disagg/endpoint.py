@@ -175,7 +175,8 @@ class DecodeEndpoint(Driver):
 
     `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
     read that takes longer than `read_timeout` seconds has failed. `verify="checksum"` compares
-    digests of everything that was read with prefill's before a room succeeds.
+    digests of everything that was read with prefill's before a room succeeds. `allow_missing` names
+    owners or roles that prefill may lack altogether (`"draft"`): their memory is left as it is.
     """
 
     _rooms: DecodeRooms
@@ -189,6 +190,7 @@ class DecodeEndpoint(Driver):
         peer_timeout: float = PEER_TIMEOUT,
         read_timeout: float = READ_TIMEOUT,
         verify: str | None = None,
+        allow_missing: Collection[str] = (),
         keys: str | os.PathLike[str] | None = None,
     ) -> None:
         if verify not in (None, "checksum"):
@@ -196,7 +198,13 @@ class DecodeEndpoint(Driver):
         if not read_timeout > 0:
             raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
         super().__init__(layout, engine, peer_timeout, keys, serves=False)
-        self._rooms = DecodeRooms(self._hello, self.layout, ranks, verify is not None)
+        self._rooms = DecodeRooms(
+            self._hello,
+            self.layout,
+            ranks,
+            verify is not None,
+            allow_missing=allow_missing,
+        )
         self._reader = Reader(engine, read_timeout, self._wanted, self._failed, self._ended)
         self._digester = Digester()
         self._dialled: dict[int, zmq.Socket[bytes]] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from disagg.decode_room import Link
 from disagg.lease import LOOKS, PINGS, Silence
@@ -47,13 +47,14 @@ class Links:
         ready: Callable[[Link], None],
         failed: Callable[[Link, Failure, int | None], None],
         clock: Callable[[], float] = time.monotonic,
+        allow_missing: Collection[str] = (),
     ) -> None:
         self.hello, self.layout = hello, layout
         self.outbox: list[tuple[int, bytes]] = []
         self.dials: list[int] = []
         self.partings: list[tuple[Link, int]] = []
         self.links: list[Link] = []
-        self.plans = PlanCache()
+        self.plans = PlanCache(allow_missing)
         self.plan_seconds = 0.0
         self._ready, self._failed, self._clock = ready, failed, clock
         self._at: dict[int, tuple[Link, int]] = {}

@@ -5,7 +5,7 @@ other addresses only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +18,12 @@ Shape = tuple[str, frozenset[tuple[tuple[str, int], ...]]]
 
 
 class PlanCache:
-    """The plans that were asked for last, at most `most`. Use it under one lock."""
+    """The plans that were asked for last, at most `most`, all with one `allow_missing`. Use it
+    under one lock.
+    """
 
-    def __init__(self, most: int = 64) -> None:
-        self.most = most
+    def __init__(self, allow_missing: Collection[str] = (), most: int = 64) -> None:
+        self.allow_missing, self.most = frozenset(allow_missing), most
         self.hits = 0
         self.misses = 0
         self._plans: OrderedDict[tuple[Shape, ...], TransferPlan] = OrderedDict()
@@ -35,7 +37,7 @@ class PlanCache:
         known = self._plans.get(key)
         if known is None:
             self.misses += 1
-            self._plans[key] = made = plan(sources, dest)
+            self._plans[key] = made = plan(sources, dest, allow_missing=self.allow_missing)
             if len(self._plans) > self.most:
                 self._plans.popitem(last=False)
             return made

@@ -358,7 +358,7 @@ class PrefillRooms:
         try:
             while room.marks and (room.marks[0] is None or room.marks[0].query()):
                 ready = room.chunks[room.shown]
-                room.marks.popleft()
+                room.marks.pop(0)
                 for peer, want in room.wants.items():
                     self._post(peer, replace(ready, attempt=want.attempt))
         except RuntimeError as error:  # as torch says that the device's work has failed

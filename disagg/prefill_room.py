@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ class PrefillRoom:
     chunks: list[Ready] = field(default_factory=list)
     addresses: list[RequestAddress] = field(default_factory=list)
     wants: dict[Peer, Want] = field(default_factory=dict)
-    marks: deque[Mark | None] = field(default_factory=deque)
+    marks: list[Mark | None] = field(default_factory=list)
     """Of the chunks that readers may not know of yet: after what work of the device they are there.
     """
     lives: list[str] = field(default_factory=list)

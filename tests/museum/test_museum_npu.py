@@ -8,6 +8,7 @@ import pytest
 
 from disagg.endpoint import DecodeEndpoint, KVPoll
 from disagg.engines.base import create_engine
+from disagg.plan import IncompatibleLayouts
 from tests import oracle
 from tests.disagg.farm import Farm
 from tests.disagg.peers import ENGINES
@@ -37,12 +38,15 @@ def farm():
     found.end()
 
 
-def hand_off(farm, engine, ranks, dest):
-    """Reads what `ranks` offer into `dest` and compares every byte of its memory."""
+def hand_off(farm, engine, ranks, dest, layout=None, **options):
+    """Reads what `ranks` offer into `dest` and compares every byte of its memory; `layout` is the
+    endpoint's, if it is another one.
+    """
     with farm.case(engine, ranks, TOKENS) as (addresses, prefill):
         oracle.blank(dest)
-        with DecodeEndpoint(dest.layout, create_engine(engine)) as decode:
-            decode.connect(addresses)
+        layout = layout or dest.layout
+        with DecodeEndpoint(layout, create_engine(engine), **options) as decode:
+            decode.connect(addresses, timeout=60)
             decode.receive("r", address := oracle.place(dest, TOKENS))
             for chunk in CHUNKS:
                 prefill("send", "r", chunk)
@@ -87,6 +91,19 @@ def test_a_draft_beside_the_last_stage_lands_in_decodes(farm, kind, engine):
     first, last = stages(NPU[kind])
     dest = oracle.merged(NPU[kind](layers=range(LAYERS)), draft())
     hand_off(farm, engine, [first, (*last, draft)], dest)
+
+
+@kinds
+def test_a_draft_that_prefill_lacks_is_left_as_it_is_where_that_is_allowed(farm, kind):
+    draft = NPU[kind].but(owner="draft", layers=[LAYERS], total_kv_layers=1)
+    target = NPU[kind](layers=range(LAYERS))
+    both = oracle.merged(target, draft())
+    views = {key: view for key, view in both.views.items() if key[0] == "target"}
+    dest = oracle.State(target.layout, both.memory, views)
+    ranks = stages(NPU[kind])
+    with pytest.raises(IncompatibleLayouts, match=r"allow_missing=\{'draft'\}"):
+        hand_off(farm, "local", ranks, dest, both.layout)
+    hand_off(farm, "local", ranks, dest, both.layout, allow_missing={"draft"})
 
 
 @engines
