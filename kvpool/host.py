@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from kvpool import torch_ops
@@ -72,8 +74,23 @@ class CPUDevice:
     quantize_store = staticmethod(torch_ops.quantize_store)
     dequantize_load = staticmethod(torch_ops.dequantize_load)
     store_rows = staticmethod(torch_ops.store_rows)
-    copy_items = staticmethod(torch_ops.copy_items)
     copy_runs = staticmethod(copy_runs)
+
+    def copy_items(
+        self,
+        views: Sequence[torch.Tensor],
+        src: torch.Tensor,
+        dst: torch.Tensor,
+        disjoint: bool = False,
+    ) -> None:
+        """See Device.copy_items."""
+        if not disjoint:
+            torch_ops.copy_items(views, src, dst)
+            return
+        for view in views:
+            base, stride, nbytes = view.data_ptr(), view.stride(0), view.shape[1]
+            start, to = (base + ids.numpy() * stride for ids in (src, dst))
+            copy_runs(start, to, np.full(start.size, nbytes, dtype=np.int64))
 
     def record(self) -> Mark:
         """All work has ended."""

@@ -76,4 +76,11 @@ def copy_items(
 ) -> None:
     """See Device.copy_items."""
     for view in views:
-        view[dst] = view[src]
+        rows = _words(view)
+        rows.index_copy_(0, dst, rows.index_select(0, src))
+
+
+def _words(view: torch.Tensor) -> torch.Tensor:
+    """The same bytes `[item, byte]` as words of eight, which are moved faster, where they are."""
+    where = view.storage_offset(), view.stride(0), view.shape[1]
+    return view if any(number % 8 for number in where) else view.view(torch.int64)

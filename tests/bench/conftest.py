@@ -1,24 +1,78 @@
-"""Every figure is a ratio: each round runs the reference first, then ours, in one process."""
+"""Every figure is a ratio: each round runs the reference first, then ours, in one process.
+
+Options, where this folder is named on the command line: `--device NAME`, `--json FILE`. Without
+`--benchmark-enable` each case runs once, as small as can be.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from statistics import median
 
 import pytest
+from rich.console import Console
 
-ROWS: list[tuple[str, float, float]] = []
+from disagg.bench.case import QUICK, sizes_for
+from disagg.bench.cases import all_cases, measurable, place_on
+from disagg.bench.machine import machine, now, packages
+from disagg.bench.measure import Row
+from disagg.bench.report import Report
+from disagg.bench.transfers import transfer_cases
+from disagg.engines.base import engine_class, engine_names
+from kvpool.device import DeviceUnavailable
+
+PAIRS: list[tuple[str, float, float]] = []
+ROWS: list[Row] = []
+WHERE: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bench", "benchmarks of a device")
+    group.addoption("--device", default="cpu", help="device to time (default: cpu)")
+    group.addoption("--json", type=Path, help="write what `kvpool bench --json` would")
+
+
+def device_of(config: pytest.Config):
+    """The device that was asked for; `cpu` where the option is not known."""
+    try:
+        return measurable(config.getoption("--device", "cpu") or "cpu")
+    except DeviceUnavailable as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def sizes_of(config: pytest.Config):
+    """Small ones where nothing is timed."""
+    return sizes_for(device_of(config), quick=not config.getoption("benchmark_enable"))
+
+
+def engines() -> dict[str, str | None]:
+    """Every engine that is known, and why it does not work here."""
+    return {name: engine_class(name).availability() for name in engine_names()}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        working = [name for name, reason in engines().items() if reason is None]
+        cases = all_cases(sizes_of(metafunc.config), working)
+        metafunc.parametrize("case", cases, ids=[f"{case.group}: {case.name}" for case in cases])
+
+
+@pytest.fixture(scope="session")
+def place(pytestconfig):
+    """Where cases run."""
+    device = device_of(pytestconfig)
+    WHERE.update(machine(device))
+    with place_on(device, sizes_of(pytestconfig)) as made:
+        yield made
 
 
 @pytest.fixture
 def paired(benchmark, request):
-    """Call `paired(ours, reference)`: times both in turn, and keeps the ratio of medians.
+    """Call `paired(ours, reference)`: times both in turn, and keeps the ratio of medians."""
 
-    The reference leaves the caches full of its own. With `calls`, a round times so many calls of
-    ours, as in sustained use, and counts one.
-    """
-
-    def run(ours, reference, rounds=20, calls=1):
+    def run(ours, reference, rounds=20):
         taken = []
 
         def before():
@@ -26,22 +80,34 @@ def paired(benchmark, request):
             reference()
             taken.append(time.perf_counter() - began)
 
-        def many():
-            for _ in range(calls):
-                ours()
-
-        benchmark.pedantic(many, setup=before, rounds=rounds, warmup_rounds=2)
+        benchmark.pedantic(ours, setup=before, rounds=rounds, warmup_rounds=2)
         if benchmark.stats is not None:
-            mine, theirs = benchmark.stats.stats.median / calls, median(taken[2:])
+            mine, theirs = benchmark.stats.stats.median, median(taken[2:])
             benchmark.extra_info.update(reference_seconds=theirs, ratio=theirs / mine)
-            ROWS.append((request.node.name, mine, theirs))
+            PAIRS.append((request.node.name, mine, theirs))
 
     return run
 
 
-def pytest_terminal_summary(terminalreporter):
-    if ROWS:
+def pytest_terminal_summary(terminalreporter, config):
+    if PAIRS:
         terminalreporter.section("medians, and the reference's in the same rounds")
-        for name, mine, theirs in ROWS:
+        for name, mine, theirs in PAIRS:
             times = f"{1e3 * mine:>9.3f} ms {1e3 * theirs:>9.3f} ms {theirs / mine:>8.2f} x"
             terminalreporter.write_line(f"{name:<58} {times}")
+    if not ROWS:
+        return
+    sizes = sizes_of(config)
+    for name, reason in engines().items():
+        if reason is not None:
+            ROWS.extend(Row(case, reason=reason) for case in transfer_cases(sizes, [name]))
+    report = Report(WHERE, packages(), now(), sizes is QUICK, ROWS)
+    terminalreporter.section("rates, and those of the copies that bound them")
+    console = Console(width=100)
+    with console.capture() as text:
+        console.print(report.table())
+    for line in (report.header(), text.get(), *report.left_out()):
+        terminalreporter.write_line(line)
+    path = config.getoption("--json", None)
+    if path:
+        path.write_text(json.dumps(report.as_dict(), indent=1) + "\n")

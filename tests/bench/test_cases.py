@@ -1,0 +1,33 @@
+"""The cases of `kvpool bench`: each does what it says, and is timed if benchmarks are enabled."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.bench.measure import UNABLE, Row, batch, effort, one_thread, opened, row_of
+from tests.bench.conftest import ROWS, sizes_of
+
+
+def test_case(case, place, benchmark, pytestconfig):
+    with one_thread():
+        try:
+            work = opened(case, place)
+        except UNABLE as reason:
+            ROWS.append(Row(case, reason=str(reason)))
+            pytest.skip(str(reason))
+        if benchmark.disabled:
+            benchmark.pedantic(work.ours)
+            return
+        made, theirs = effort(case, work, place.device, sizes_of(pytestconfig)), []
+
+        def before():
+            theirs.append(batch(work.reference, made.reference_calls, place.device))
+
+        def ours():
+            batch(work.ours, made.calls, place.device)
+
+        benchmark.pedantic(ours, setup=before, rounds=made.rounds)
+    mine = [seconds / made.calls for seconds in benchmark.stats.stats.data]
+    row = row_of(case, list(zip(mine, theirs)))
+    benchmark.extra_info.update(bytes=case.nbytes, calls=made.calls, ratio=row.ratio)
+    ROWS.append(row)
