@@ -102,6 +102,15 @@ def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(play, model):
     assert len(errors) == 2 and all(0 < float(error) < 10 for error in errors)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_npus_code_over_reference_operators_equals_one_process(play, model):
+    good, said = play(
+        Settings(model, "local", (70,), 50, "bfloat16", "bfloat16", 0, 1, 0, 0, "npu-reference")
+    )
+    assert good, said
+    assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_command_runs_both_processes_and_prints_the_verdict(engine):
     done = kvpool(
