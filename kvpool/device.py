@@ -157,7 +157,10 @@ def get_device(name: str) -> Device:
             f"{', '.join(sorted(known)) or 'none'}). "
             "A device joins by an entry point of the group kvpool.devices."
         )
-    device: Device = known[kind].load()(name)
+    try:
+        device: Device = known[kind].load()(name)
+    except ImportError as error:
+        raise DeviceUnavailable(f"device {name!r}: its package cannot be loaded: {error}") from None
     reason = device.availability()
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")

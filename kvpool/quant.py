@@ -98,5 +98,5 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     else:
         factor = scales.float()
     blocks = values.float().reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
-    most = torch.finfo(dtype).max
+    most = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return (blocks * factor[..., None]).clamp(-most, most).reshape(values.shape).to(dtype)

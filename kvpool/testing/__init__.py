@@ -1,0 +1,39 @@
+"""The conformance kit: what every device and every pool must pass.
+
+`pytest --pyargs kvpool.testing --device NAME` runs all of it; `check_device` and `check_pool` are
+the same checks without pytest. Expected bytes are computed here, in numpy, from the layout's
+formula and the formats' definitions: never by the device under test, nor by `kvpool.quant`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.testing.case import Build as Build
+    from kvpool.testing.case import Case as Case
+    from kvpool.testing.case import ConformanceError as ConformanceError
+    from kvpool.testing.case import Inapplicable as Inapplicable
+    from kvpool.testing.pools import POOLS as POOLS
+    from kvpool.testing.run import check_device as check_device
+    from kvpool.testing.run import check_pool as check_pool
+
+# pytest loads the plugin beside this in every run, and that may not cost torch
+_HOME = {
+    "Build": "case",
+    "Case": "case",
+    "ConformanceError": "case",
+    "Inapplicable": "case",
+    "POOLS": "pools",
+    "check_device": "run",
+    "check_pool": "run",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvpool.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvpool.testing.{_HOME[name]}"), name)

@@ -1,0 +1,77 @@
+"""What a check is given, and what it says when it fails."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kvpool.device import Device
+from kvpool.pool import KVPool
+
+Build = Callable[..., KVPool]
+
+
+class ConformanceError(AssertionError):
+    """A check failed. `device`, `pool` (empty where none is involved) and `check` are its names;
+    the text has them too, with layer, role and both values.
+    """
+
+    def __init__(self, device: str, pool: str, check: str, sentence: str) -> None:
+        self.device, self.pool, self.check = device, pool, check
+        of = f", pool {pool}" if pool else ""
+        super().__init__(f"device {device}{of}, check {check}: {sentence}")
+
+
+class Inapplicable(Exception):
+    """A check has nothing to check here; the message says why."""
+
+
+class Finding(Exception):
+    """What a check found wrong, as a sentence; who runs the check adds the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pool on a device. `others` are arguments of pools that must be able to exchange state with
+    it: other page sizes, placements, shards.
+    """
+
+    device: Device
+    pool: str
+    build: Build
+    others: Sequence[Mapping[str, Any]] = ()
+
+    def make(self, **more: Any) -> KVPool:
+        """The pool, on the device unless `more` says otherwise."""
+        return self.build(**{"device": self.device.name, **more})
+
+
+def fail(sentence: str) -> NoReturn:
+    """Ends a check."""
+    raise Finding(sentence)
+
+
+def equal(what: str, found: object, expected: object) -> None:
+    """Ends a check unless both are equal."""
+    if found != expected:
+        fail(f"{what}: {found!r} where {expected!r} is expected.")
+
+
+def raises(kind: type[Exception], what: str, call: Callable[[], object]) -> str:
+    """The message with which `call` raises `kind`; ends the check if it does not."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    except Exception as error:
+        fail(f"{what}: {type(error).__name__} ({error}) where {kind.__name__} is expected.")
+    fail(f"{what}: accepted where {kind.__name__} is expected.")
+
+
+def random_of(*names: object) -> np.random.Generator:
+    """Random numbers that are the same in every run."""
+    return np.random.default_rng(zlib.crc32(repr(names).encode()))

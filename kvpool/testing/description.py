@@ -1,0 +1,143 @@
+"""Checks of what a pool says of its memory: its views, its layout and the lists for connectors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from kvpool.layout import Buffer
+from kvpool.pool import KVPool
+from kvpool.testing.case import Case, equal, fail, raises, random_of
+from kvpool.testing.memory import Memory, every, off
+
+
+def a_new_pool_is_zero_and_aligned(case: Case) -> None:
+    """Memory of the device's kind, each slab at a multiple of its alignment."""
+    pool = case.make()
+    memory = Memory(pool)
+    memory.check(np.zeros(memory.nbytes, dtype=np.uint8))
+    for buffer in pool.layout.buffers:
+        kind = buffer.memory.partition(":")[0]
+        equal(f"buffer {buffer.name}: memory", kind, case.device.memory_kind)
+    for slab in pool.layout.slabs():
+        step = case.device.alignment
+        if slab.base % step:
+            fail(f"slab at {slab.base:#x}: {slab.base % step} bytes past a multiple of {step}.")
+    if pool.nbytes < sum(buffer.items * buffer.item_bytes for buffer in pool.layout.buffers):
+        fail(f"nbytes: {pool.nbytes:,} are fewer than its buffers have.")
+
+
+def two_pools_share_no_byte(case: Case) -> None:
+    """What is written to one is not in the other."""
+    pools = case.make(), case.make()
+    memories = [Memory(pool) for pool in pools]
+    held = [memory.fill(random_of(case.pool, n)) for n, memory in enumerate(memories)]
+    for memory, expected in zip(memories, held):
+        memory.check(expected)
+
+
+def views_described_back_are_the_layout(case: Case) -> None:
+    """Pointer, strides and dtype of every view."""
+    case.make().check_integrity()
+
+
+def views_show_the_bytes_of_the_layout(case: Case) -> None:
+    """Every byte of every region, through its view and by the formula."""
+    pool = case.make()
+    memory = Memory(pool)
+    held = memory.fill(random_of(case.pool))
+    for region in pool.layout.regions:
+        items = pool.layout.buffer_of(region).items
+        at = every(items, pool.layout.space_of(region).entries_per_item)
+        raw = off(case.device, pool.view(region.role, region.layer))
+        if region.axis("entry") is not None:
+            raw = raw.reshape(-1, *raw.shape[2:])
+        wrong = np.argwhere(raw != held[memory.cells(region, *at)])
+        if wrong.size:
+            fail(
+                f"{region}: the view shows another byte than the layout's formula at location "
+                f"{wrong[0][0]} ({len(wrong):,} bytes of {raw.size:,} differ)."
+            )
+
+
+def contiguous_lists_agree_with_the_layout(case: Case) -> None:
+    """Pointers, lengths, item lengths and layers; each buffer in one list, once."""
+    pool = case.make()
+    if pool.placement == "page":
+        raises(ValueError, "lists of pages of all layers", pool.get_contiguous_buf_infos)
+        return
+    main, states = pool.get_contiguous_buf_infos(), pool.get_state_buf_infos()
+    listed = _listed(pool, "contiguous", *main)
+    kinds = len(_runs(main.layer_ids))
+    # neighbouring kinds of which one begins behind the other's last layer look like one
+    if not kinds <= pool.kv_buf_groups <= len(main.layer_ids):
+        fail(f"kv_buf_groups: {pool.kv_buf_groups}, but the list has {kinds} runs of layers.")
+    for number, state in enumerate(states):
+        what = f"state {number} ({state.state_type.value})"
+        listed += _listed(pool, what, *state[1:5])
+        equal(f"{what}: sizes", len(state.dim_per_tensor), len(state.data_ptrs))
+    equal("buffers listed", sorted(b.name for b in listed), sorted(pool.layout.buffer_by_name))
+
+
+def layers_are_the_models(case: Case) -> None:
+    """First, last and total, against the layout."""
+    pool = case.make()
+    layers = {region.layer for region in pool.layout.regions}
+    equal("start_layer", pool.start_layer, pool.layers[0])
+    equal("end_layer", pool.end_layer, pool.layers[-1] + 1)
+    equal("total_kv_layers of the layout", pool.layout.total_kv_layers, pool.total_kv_layers)
+    if not layers <= set(pool.layers):
+        fail(f"layers: the pool holds {pool.layers}, its regions are of {sorted(layers)}.")
+    equal("owners", {region.owner for region in pool.layout.regions}, {pool.owner})
+
+
+def sizes_without_memory_are_the_same(case: Case) -> None:
+    """The pool on the meta device."""
+    here, there = case.make().layout, case.build(device="meta").layout
+    equal("regions on meta", there.regions, here.regions)
+    equal("spaces on meta", there.spaces, here.spaces)
+    for one, other in zip(there.buffers, here.buffers):
+        same = replace(one, base=other.base, memory=other.memory)
+        equal(f"buffer {one.name} on meta", same, other)
+
+
+CHECKS = (
+    a_new_pool_is_zero_and_aligned,
+    two_pools_share_no_byte,
+    views_described_back_are_the_layout,
+    views_show_the_bytes_of_the_layout,
+    contiguous_lists_agree_with_the_layout,
+    layers_are_the_models,
+    sizes_without_memory_are_the_same,
+)
+
+
+def _listed(
+    pool: KVPool, what: str, ptrs: list[int], lens: list[int], items: list[int], layers: list[int]
+) -> list[Buffer]:
+    """Buffers of a list, each compared with the layout's."""
+    held = {(buffer.base, buffer.end): buffer for buffer in pool.layout.buffers}
+    of_layer = {(region.buffer, region.layer) for region in pool.layout.regions}
+    equal(f"{what}: lengths of its columns", {len(lens), len(items), len(layers)}, {len(ptrs)})
+    found = []
+    for ptr, length, item, layer in zip(ptrs, lens, items, layers):
+        buffer = held.get((ptr, ptr + length))
+        if buffer is None:
+            fail(
+                f"{what}, layer {layer}: {length:,} bytes at {ptr:#x} are no buffer of the layout."
+            )
+        equal(f"{what}, layer {layer}: item length", item, buffer.item_bytes)
+        if (buffer.name, layer) not in of_layer:
+            fail(f"{what}: buffer {buffer.name} is listed for layer {layer}, of which it is not.")
+        found.append(buffer)
+    return found
+
+
+def _runs(layers: list[int]) -> list[list[int]]:
+    """Ascending runs of layers."""
+    drops = [0]
+    for before, after in pairwise(layers):
+        drops.append(drops[-1] + (after <= before))
+    return [[layer for _, layer in run] for _, run in groupby(zip(drops, layers), lambda x: x[0])]

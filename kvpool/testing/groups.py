@@ -1,0 +1,97 @@
+"""What one call may write: regions of one layer in one space, and locations in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.dtypes import ITEMSIZE
+from kvpool.layout import Region, Space
+from kvpool.pool import KVPool
+from kvpool.quant import scale_role
+from kvpool.testing.case import Case, equal, fail
+from kvpool.testing.memory import Ints, off
+from kvpool.testing.values import Bytes
+
+SCALES = ("float32", "float8_e8m0fnu")
+MOST = 23
+"""Locations that a check writes at once."""
+
+
+class Group(NamedTuple):
+    """What one call may write: regions of a layer in one space, of so many locations."""
+
+    layer: int
+    space: Space
+    regions: tuple[Region, ...]
+    locations: int
+
+    def split(self, where: Ints) -> tuple[Ints, Ints]:
+        """Items and entries of flat locations."""
+        return np.divmod(where, self.space.entries_per_item)
+
+    def pick(self, random: np.random.Generator) -> Ints:
+        """Locations `[N]`, all of them different."""
+        return random.permutation(self.locations)[:MOST].astype(np.int64)
+
+    def inputs(self) -> Iterator[tuple[Region, Region | None]]:
+        """Regions that a write gives values of, with those of their scales where floats become
+        e4m3. What is packed otherwise is given as it is stored.
+        """
+        by_role = {region.role: region for region in self.regions}
+        packed = {
+            role: by_role[scale_role(role)]
+            for role, region in by_role.items()
+            if scale_role(role) in by_role
+            and region.dtype == "float8_e4m3fn"
+            and by_role[scale_role(role)].dtype in SCALES
+        }
+        scales = {region.role for region in packed.values()}
+        for role, region in by_role.items():
+            if role not in scales:
+                yield region, packed.get(role)
+
+
+def groups(pool: KVPool) -> list[Group]:
+    """Every region once."""
+    found: dict[tuple[int, str], list[Region]] = {}
+    for region in pool.layout.regions:
+        key = region.layer, pool.layout.space_of(region).name
+        found.setdefault(key, []).append(region)
+    made = []
+    for (layer, name), regions in found.items():
+        space = pool.layout.space_by_name[name]
+        items = min(pool.layout.buffer_of(region).items for region in regions)
+        made.append(Group(layer, space, tuple(regions), items * space.entries_per_item))
+    return made
+
+
+def shape(region: Region, count: int) -> tuple[int, ...]:
+    """`[N, axes..., byte]`"""
+    return count, *(a.size for a in region.axes if a.name != "entry"), region.width
+
+
+def blocks(scales: Region) -> int:
+    """Scales of a cell."""
+    return scales.width // ITEMSIZE[scales.dtype]
+
+
+def device_of(pool: KVPool) -> torch.device:
+    """Where its tensors are."""
+    return pool.item_bytes_view(pool.layout.buffers[0]).device
+
+
+def same(case: Case, region: Region, found: torch.Tensor, expected: Bytes, more: str = "") -> None:
+    """Ends the check unless a tensor that was read has these bytes."""
+    raw = off(case.device, found)
+    equal(f"{region}{more}: bytes", raw.shape, expected.shape)
+    wrong = np.argwhere(raw != expected)
+    if wrong.size:
+        at = tuple(wrong[0])
+        fail(
+            f"{region}{more}: {int(raw[at]):#04x} read, {int(expected[at]):#04x} expected, of "
+            f"value {at[0]}, byte {at[-1]} ({len(wrong):,} bytes of {raw.size:,} differ)."
+        )

@@ -1,0 +1,142 @@
+"""Checks of whole items: moves within a pool, and the way to the host and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpool.layout import PoolLayout, RequestAddress, Span
+from kvpool.pool import KVPool
+from kvpool.testing.case import Case, equal, random_of
+from kvpool.testing.memory import Ints, Memory, ids_on
+from kvpool.testing.values import Bytes
+
+
+def copied_items_arrive_whole(case: Case) -> None:
+    """Items of every id list, to items of their own: padding too, and nothing else."""
+    _copies(case, chains=False)
+
+
+def chained_copies_read_before_they_write(case: Case) -> None:
+    """Items that are source and destination at once: chains and swaps."""
+    _copies(case, chains=True)
+
+
+def saved_items_come_back_elsewhere(case: Case) -> None:
+    """A request's items in host memory, and from there in other items of a pool that has been
+    overwritten.
+    """
+    pool, random = case.make(), random_of(case.pool)
+    memory = Memory(pool)
+    held = memory.fill(random)
+    for tokens in sorted({1, capacity(pool.layout) // 2 + 1, capacity(pool.layout)}):
+        before, after = (place(pool.layout, tokens, random) for _ in range(2))
+        saved = pool.save(before)
+        expected = memory.fill(random)
+        pool.load(after, saved)
+        for buffer in pool.layout.buffers:
+            space = pool.layout.space_by_name[buffer.space]
+            alive = space.alive(tokens)
+            if not alive:
+                continue
+            numbers = [0]
+            if not space.private:
+                size = space.entries_per_item
+                numbers = [*range(alive.start // size, (alive.stop - 1) // size + 1)]
+            there, here = (a.spans[space.id_list].ids[numbers] for a in (before, after))
+            rows = held[memory.items(buffer, there)]
+            expected[memory.items(buffer, here)] = rows
+            found = saved.items[buffer.name]
+            equal(f"buffer {buffer.name}: where saved items are", found.device.type, "cpu")
+            equal(f"buffer {buffer.name}: saved bytes", found.numpy().tobytes(), rows.tobytes())
+        memory.check(expected)
+        held = memory.fill(random)
+
+
+CHECKS = (
+    copied_items_arrive_whole,
+    chained_copies_read_before_they_write,
+    saved_items_come_back_elsewhere,
+)
+
+
+def capacity(layout: PoolLayout) -> int:
+    """Tokens of the longest request that `place` finds items for."""
+    usable, most = usable_items(layout), 1 << 20
+    for space in layout.spaces:
+        if space.ids is None and space.kind == "paged":
+            most = min(most, usable[space.name].size * space.tokens_per_item)
+    return most if most < 1 << 20 else 9
+
+
+def usable_items(layout: PoolLayout) -> dict[str, Ints]:
+    """Ids that requests may have, by id list."""
+    found: dict[str, Ints] = {}
+    for name, items in layout.items_by_space.items():
+        lender = layout.space_by_name[layout.space_by_name[name].id_list]
+        ids = np.arange(lender.reserved, items, dtype=np.int64)
+        found[lender.name] = min(found.get(lender.name, ids), ids, key=len)
+    return found
+
+
+def place(layout: PoolLayout, tokens: int, random: np.random.Generator) -> RequestAddress:
+    """Where a request of `tokens` tokens lies, its items in no order."""
+    spans = {}
+    for name, ids in usable_items(layout).items():
+        space = layout.space_by_name[name]
+        count = 1 if space.private else -(-tokens // space.tokens_per_item)
+        spans[name] = Span(random.permutation(ids)[:count])
+    return RequestAddress(tokens, spans)
+
+
+def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
+    """Sources and destinations of a move of every item to the place of another, in no order."""
+    order = random.permutation(ids.size)
+    return ids[order], np.roll(ids, 1)[order]
+
+
+def _copies(case: Case, chains: bool) -> None:
+    pool, random = case.make(), random_of(case.pool, chains)
+    memory = Memory(pool)
+    expected = memory.fill(random)
+    for id_list, ids in _all_items(pool.layout).items():
+        for on_device in (False, True):
+            mixed = random.permutation(ids)
+            half = mixed.size // 2
+            src, dst = mixed[:half], mixed[half : 2 * half]
+            if chains:  # a ring of all items, in no order; and below it a swap
+                src, dst = chain(random, mixed)
+            _move(pool, id_list, (src, dst), on_device)
+            _expect(memory, expected, id_list, src, dst)
+        if chains and ids.size > 1:
+            src, dst = ids[:2], ids[1::-1]
+            _move(pool, id_list, (src, dst), False)
+            _expect(memory, expected, id_list, src, dst)
+        _move(pool, id_list, (ids[:0], ids[:0]), False)
+    memory.check(expected)
+
+
+def _move(pool: KVPool, id_list: str, pair: tuple[Ints, Ints], on_device: bool) -> None:
+    given: list[Any] = [ids.tolist() for ids in pair]
+    if on_device:
+        device: torch.device = pool.item_bytes_view(pool.layout.buffers[0]).device
+        given = [ids_on(device, ids) for ids in pair]
+    pool.copy_items(id_list, *given)
+
+
+def _expect(memory: Memory, expected: Bytes, id_list: str, src: Ints, dst: Ints) -> None:
+    for buffer in memory.layout.buffers:
+        if memory.layout.space_by_name[buffer.space].id_list == id_list:
+            expected[memory.items(buffer, dst)] = expected[memory.items(buffer, src)].copy()
+
+
+def _all_items(layout: PoolLayout) -> dict[str, Ints]:
+    """All ids of each id list, reserved ones too."""
+    found: dict[str, Ints] = {}
+    for buffer in layout.buffers:
+        name = layout.space_by_name[buffer.space].id_list
+        items = min(buffer.items, found[name].size if name in found else buffer.items)
+        found[name] = np.arange(items, dtype=np.int64)
+    return found

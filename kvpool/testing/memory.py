@@ -1,0 +1,185 @@
+"""All bytes of a pool, as numpy sees them, and where the layout's formula puts each value.
+
+Device memory is read and written through tensors, never by pointer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpool.device import Device
+from kvpool.dtypes import ITEMSIZE
+from kvpool.layout import Buffer, Region
+from kvpool.memory_map import where
+from kvpool.pool import KVPool
+from kvpool.testing.case import fail
+from kvpool.testing.values import Bytes, decode
+
+Ints = npt.NDArray[np.int64]
+
+
+GAP = 4096
+"""Bytes between buffers that are looked at too; of longer gaps, so many behind each buffer."""
+
+
+class Memory:
+    """A pool's buffers, padding and what lies between them, as one array."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.layout, self._device = pool.layout, pool.device
+        # [first address, first address after, bytes on the device, number of the first byte here]
+        self._parts: list[tuple[int, int, torch.Tensor, int]] = []
+        held: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
+        for buffer in pool.layout.buffers:
+            storage = pool.item_bytes_view(buffer).untyped_storage()
+            held.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
+        self.nbytes = 0
+        for start, (storage, buffers) in held.items():
+            for low, high in _stretches(buffers):
+                if not start <= low < high <= start + storage.nbytes():
+                    fail(
+                        f"buffers of {pool.owner} from {low:#x} to {high:#x}: the memory of their "
+                        f"views is from {start:#x} to {start + storage.nbytes():#x}."
+                    )
+                flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                flat.set_(storage, low - start, (high - low,), (1,))
+                self._parts.append((low, high, flat, self.nbytes))
+                self.nbytes += high - low
+
+    def read(self) -> Bytes:
+        """Every byte, once all queued work has ended."""
+        settle(self._device)
+        return np.concatenate([flat.cpu().numpy() for _, _, flat, _ in self._parts])
+
+    def put(self, array: Bytes) -> None:
+        """Sets every byte."""
+        settle(self._device)
+        for low, high, flat, at in self._parts:
+            flat.copy_(torch.from_numpy(array[at : at + high - low].copy()))
+
+    def fill(self, random: np.random.Generator) -> Bytes:
+        """Sets every byte at random, and says to what."""
+        array = random.integers(0, 256, self.nbytes, dtype=np.uint8)
+        self.put(array)
+        return array
+
+    def number(self, addresses: Ints) -> Ints:
+        """Numbers of bytes in the array, of their addresses; ends the check where there is none."""
+        low, high = addresses.min(initial=1 << 62), addresses.max(initial=0)
+        numbers = np.full(addresses.shape, -1, dtype=np.int64)
+        for first, after, _, at in self._parts:
+            if first <= low and high < after:  # all in one: no masks
+                return addresses - first + at
+            inside = (addresses >= first) & (addresses < after)
+            numbers[inside] = addresses[inside] - first + at
+        if (numbers < 0).any():
+            fail(f"address {int(addresses[numbers < 0][0]):#x} is outside the pool's memory.")
+        return numbers
+
+    def cells(self, region: Region, items: Ints, entries: Ints | int = 0) -> Ints:
+        """Numbers of bytes of a region at items `[N]` and entries `[N]`: `[N, axes..., width]`, by
+        the formula of kvpool.layout.
+        """
+        buffer = self.layout.buffer_of(region)
+        at = buffer.base + np.asarray(items, dtype=np.int64) * buffer.item_stride + region.offset
+        for axis in region.axes:
+            if axis.name == "entry":
+                at = at + np.asarray(entries).reshape(-1, *[1] * (at.ndim - 1)) * axis.stride
+            else:
+                at = at[..., None] + np.arange(axis.size) * axis.stride
+        return self.number(at[..., None] + np.arange(region.width))
+
+    def items(self, buffer: Buffer, ids: Ints) -> Ints:
+        """Numbers of bytes of whole items `[N]`: `[N, item_bytes]`."""
+        at = buffer.base + np.asarray(ids, dtype=np.int64) * buffer.item_stride
+        return self.number(at[:, None] + np.arange(buffer.item_bytes))
+
+    def check(self, expected: Bytes, free: npt.NDArray[np.bool_] | None = None) -> None:
+        """Ends the check with the first byte that is not as expected; `free` ones may be anything.
+
+        Of what is quantised, one NaN is as good as another.
+        """
+        actual = self.read()
+        wrong = actual != expected
+        if free is not None:
+            wrong &= ~free
+        if wrong.any():
+            wrong &= ~self._nans(actual, expected)
+        if not wrong.any():
+            return
+        first = int(np.flatnonzero(wrong)[0])
+        fail(
+            f"{self._name(first)}: {int(actual[first]):#04x} found, {int(expected[first]):#04x} "
+            f"expected ({int(wrong.sum()):,} bytes of {self.nbytes:,} differ)."
+        )
+
+    def _nans(self, actual: Bytes, expected: Bytes) -> npt.NDArray[np.bool_]:
+        both = np.zeros(self.nbytes, dtype=bool)
+        for region in self.layout.regions:
+            if region.dtype != "float8_e4m3fn" and not region.role.endswith(".scale"):
+                continue
+            items = self.layout.buffer_of(region).items
+            at = self.cells(region, *every(items, self.layout.space_of(region).entries_per_item))
+            one, other = (np.isnan(decode(a[at], region.dtype)) for a in (actual, expected))
+            both[at] = np.repeat(one & other, ITEMSIZE[region.dtype], axis=-1)
+        return both
+
+    def _name(self, number: int) -> str:
+        low, _, _, at = next(p for p in self._parts if p[3] <= number < p[3] + p[1] - p[0])
+        address = low + number - at
+        for buffer in self.layout.buffers:
+            item, byte = divmod(address - buffer.base, buffer.item_stride)
+            if 0 <= item < buffer.items and byte < buffer.item_bytes:
+                place = where(self.layout, buffer.name, byte)
+                if place is None:
+                    return f"padding, byte {byte} of item {item} of buffer {buffer.name}"
+                steps = str(place).removeprefix(f"{place.region.role}, ")
+                return f"{place.region}: item {item}, {steps}"
+        return f"address {address:#x}, between buffers"
+
+
+def _stretches(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
+    """First address, and first address after, of buffers that lie close."""
+    ordered = sorted(buffers, key=lambda buffer: buffer.base)
+    low, high = ordered[0].base, ordered[0].end
+    for buffer in ordered[1:]:
+        if buffer.base > high + GAP:
+            yield low, high + GAP
+            low = buffer.base
+        high = max(high, buffer.end)
+    yield low, high
+
+
+def every(items: int, entries: int) -> tuple[Ints, Ints]:
+    """Items and entries of all locations, `[N]` each."""
+    item, entry = np.divmod(np.arange(items * entries, dtype=np.int64), entries)
+    return item, entry
+
+
+def settle(device: Device) -> None:
+    """Waits until all work that was queued has ended."""
+    device.record().synchronize()
+
+
+def on(device: torch.device, raw: Bytes, dtype: str) -> torch.Tensor:
+    """Bytes `[..., n * size]` as a tensor `[..., n]` of `dtype`."""
+    made = torch.empty(
+        *raw.shape[:-1], raw.shape[-1] // ITEMSIZE[dtype], dtype=getattr(torch, dtype)
+    )
+    made.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
+    return made.to(device)
+
+
+def off(device: Device, tensor: torch.Tensor) -> Bytes:
+    """A tensor's bytes, `[..., n * size]`."""
+    settle(device)
+    return tensor.contiguous().view(torch.uint8).cpu().numpy()
+
+
+def ids_on(device: torch.device, ids: Sequence[int] | Ints) -> torch.Tensor:
+    """Numbers as int64 `[N]` on a device."""
+    return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)

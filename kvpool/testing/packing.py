@@ -1,0 +1,153 @@
+"""Checks of packings: what becomes of floats that are written, and of bytes that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvpool.dtypes import ITEMSIZE
+from kvpool.layout import Region
+from kvpool.pool import KVPool
+from kvpool.quant import PACKINGS, scale_role
+from kvpool.testing.case import Case, equal, random_of
+from kvpool.testing.groups import blocks, device_of, groups, same, shape
+from kvpool.testing.memory import Memory, on
+from kvpool.testing.values import (
+    Floats,
+    decode,
+    dequantise,
+    encode,
+    odd_floats,
+    plain_floats,
+    quantise,
+)
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def write_packs_as_the_formats_say(case: Case) -> None:
+    """Floats of every dtype: quantised where the pool has scales, else as they are."""
+    for dtype in FLOATS:
+        _write(case, dtype, plain_floats)
+
+
+def write_packs_extremes(case: Case) -> None:
+    """Ties, zeros of both signs, tiny and huge numbers, infinities and NaNs, where the pool has
+    scales.
+    """
+    for dtype in ("float32", "bfloat16"):
+        _write(case, dtype, odd_floats)
+
+
+def read_unpacks_as_the_formats_say(case: Case) -> None:
+    """Floats of what was put there byte by byte."""
+    pool, random = case.make(), random_of(case.pool)
+    memory = Memory(pool)
+    held, placed = memory.fill(random), []
+    for group in groups(pool):
+        where = group.pick(random)
+        for region, scales in group.inputs():
+            at = memory.cells(region, *group.split(where))
+            if scales is None:
+                if not _has_scales(pool, region):
+                    placed.append((region, group, where, held[at], region.dtype))
+                continue
+            size = shape(region, where.size)
+            raw, factors = quantise(
+                plain_floats(random, size, "float32"), blocks(scales), scales.dtype
+            )
+            held[at] = raw
+            held[memory.cells(scales, *group.split(where))] = factors
+            meant = dequantise(raw, factors, scales.dtype, pool.dtype)
+            placed.append((region, group, where, meant, pool.dtype))
+    memory.put(held)
+    for region, group, where, meant, dtype in placed:
+        found = pool.read(region.role, group.layer, where)
+        equal(f"{region}: dtype", found.dtype, getattr(torch, dtype))
+        same(case, region, found, meant)
+    memory.check(held)
+
+
+def values_may_lie_anyhow(case: Case) -> None:
+    """Slices of wider tensors, elements that do not lie side by side, one row for all."""
+    for name, lay in _LAYS.items():
+        _write(case, "bfloat16", plain_floats, name, lay)
+
+
+CHECKS = (
+    write_packs_as_the_formats_say,
+    write_packs_extremes,
+    read_unpacks_as_the_formats_say,
+    values_may_lie_anyhow,
+)
+
+
+def _write(
+    case: Case,
+    dtype: str,
+    floats: Callable[..., Floats],
+    how: str = "",
+    lay: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> None:
+    """Writes floats of `dtype`, and where they are not taken what is stored, laid out by `lay`."""
+    pool, random = case.make(), random_of(case.pool, dtype, how)
+    memory = Memory(pool)
+    expected = memory.fill(random)
+    for group in groups(pool):
+        where, values = group.pick(random), {}
+        for region, scales in group.inputs():
+            size, stored = shape(region, where.size), region.dtype
+            given = dtype if scales is not None or _converts(pool, dtype, region) else stored
+            if given == stored:
+                raw = random.integers(0, 256, size, dtype=np.uint8)
+            else:
+                size = (*size[:-1], size[-1] // ITEMSIZE[stored])
+                numbers = (plain_floats if scales is None else floats)(random, size, given)
+                raw = encode(numbers, given)
+            if how == "one row for all":
+                raw = np.broadcast_to(raw[:1], raw.shape)
+            values[region.role] = lay(on(device_of(pool), raw, given))
+            cells = memory.cells(region, *group.split(where))
+            if scales is not None:
+                expected[cells], factors = quantise(
+                    decode(raw, given), blocks(scales), scales.dtype
+                )
+                expected[memory.cells(scales, *group.split(where))] = factors
+            else:
+                expected[cells] = raw if given == stored else encode(decode(raw, given), stored)
+        pool.write(group.layer, where, values)
+    memory.check(expected)
+
+
+def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
+    """Whether a write takes another dtype than is stored: to widen it, or to round it where the
+    pool rounds anyway.
+    """
+    if region.dtype not in FLOATS or dtype == region.dtype:
+        return False
+    return region.dtype == "float32" or pool.packing in PACKINGS
+
+
+def _has_scales(pool: KVPool, region: Region) -> bool:
+    return (region.owner, region.layer, scale_role(region.role)) in pool.layout.region_by_key
+
+
+def _spaced(values: torch.Tensor) -> torch.Tensor:
+    """The same values, no two elements side by side."""
+    wide = values.unsqueeze(-1)
+    return torch.cat([wide, wide], dim=-1)[..., 0]
+
+
+def _sliced(values: torch.Tensor) -> torch.Tensor:
+    """The same values, as the second half of rows twice as long."""
+    return torch.cat([values, values], dim=-1)[..., values.shape[-1] :]
+
+
+_LAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sliced": _sliced,
+    "spaced": _spaced,
+    "locations last": lambda values: values.movedim(0, -1).contiguous().movedim(-1, 0),
+    "one row for all": lambda values: values[:1].expand(values.shape),
+}

@@ -1,0 +1,103 @@
+"""pytest's `--device` and `--pool`, in runs of the kit only.
+
+pytest loads this in every run where kvpool is installed: without the kit among its arguments it
+does nothing, so that other projects may have options of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).parent
+DEVICE, POOLS = "kvpool_device", "kvpool_pools"
+_ASKED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, None, None]:
+    """Adds the options, if the kit is asked for; behind a project's conftest, whose options stay
+    its own.
+    """
+    yield
+    early_config.stash[_ASKED] = any(map(_is_kit, args))
+    if not early_config.stash[_ASKED]:
+        return
+    group = parser.getgroup("kvpool", "conformance kit of kvpool")
+    if not _has(parser, "--device"):
+        group.addoption(
+            "--device", dest=DEVICE, metavar="NAME", help="device to check (default: cpu)"
+        )
+    if not _has(parser, "--pool"):
+        group.addoption(
+            "--pool",
+            dest=POOLS,
+            metavar="NAME",
+            action="append",
+            help="only the pool of this name (or 'mla *'); may be repeated",
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses a device that is not there before anything runs."""
+    if config.stash.get(_ASKED, False):
+        from kvpool.device import DeviceUnavailable, get_device
+        from kvpool.testing.run import cases
+
+        try:
+            cases(get_device(device_name(config)), pool_names(config))
+        except (DeviceUnavailable, ValueError) as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """What is being checked."""
+    if not config.stash.get(_ASKED, False):
+        return None
+    from kvpool.device import get_device
+
+    device = get_device(device_name(config))
+    limit = device.registration_limit
+    return (
+        f"kvpool: device {device.name}, memory {device.memory_kind}, alignment "
+        f"{device.alignment:,} bytes, {'any number' if limit is None else limit} of registrations"
+    )
+
+
+def device_name(config: pytest.Config) -> str:
+    """The device to check: of our option, else of a project's own of that name."""
+    given = config.getoption(DEVICE, default=None) or config.getoption("device", default=None)
+    return str(given or "cpu")
+
+
+def pool_names(config: pytest.Config) -> list[str]:
+    """Names of the pools to check, or patterns."""
+    return config.getoption(POOLS, default=None) or ["*"]
+
+
+def _has(parser: pytest.Parser, option: str) -> bool:
+    """Whether a project has an option of that name."""
+    try:
+        return bool(parser.parse_known_and_unknown_args([f"{option}=x"])[1] == [])
+    except pytest.UsageError:  # it has, and takes no such value
+        return True
+
+
+def _is_kit(argument: str) -> bool:
+    """Whether an argument names this package or what lies in it."""
+    name = argument.partition("::")[0]
+    if name.startswith("-") or "\n" in name:
+        return False
+    module = name.removesuffix(".py")
+    if module == __package__ or module.startswith(f"{__package__}."):
+        return True
+    try:
+        path = Path(name).resolve()
+    except (OSError, ValueError):
+        return False
+    return path == KIT or KIT in path.parents

@@ -1,0 +1,161 @@
+"""Pools on which a device is checked: small ones of every class and packing, and rows of the
+formats' own sizes.
+
+Each has numbers of its own, so that hardly two sizes are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvpool.placement import COUNTS
+from kvpool.pool import KVPool
+from kvpool.pools.dsv4 import DSv4Pool
+from kvpool.pools.hybrid_linear import HybridLinearPool
+from kvpool.pools.mha import MHAPool
+from kvpool.pools.mla import MLAPool
+from kvpool.pools.nsa import NSAPool
+from kvpool.pools.swa import SWAPool
+from kvpool.shard import Shard
+from kvpool.states import MHA, MLA, IndexKey, gated_delta_net, kda, mamba2
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A class and its arguments. `resized` are those of a pool of other pages that state of this
+    one must be able to go to.
+    """
+
+    kind: type[KVPool]
+    arguments: Mapping[str, Any]
+    resized: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, **more: Any) -> KVPool:
+        build: Any = self.kind
+        made: KVPool = build(**{**self.arguments, **more})
+        return made
+
+    def but(self, **more: Any) -> Example:
+        """The same with other arguments."""
+        return replace(self, arguments={**self.arguments, **more})
+
+    def from_budget(self, nbytes: int, **more: Any) -> KVPool:
+        """A pool of as many pages as fit into `nbytes`."""
+        sizes = {name: value for name, value in self.arguments.items() if name not in COUNTS}
+        return self.kind.from_budget(nbytes, **{**sizes, **more})
+
+    @property
+    def others(self) -> list[Mapping[str, Any]]:
+        """What state of this pool must be able to go to, and come from."""
+        pages = {"placement": "page", **self.resized}
+        return [pages, {"placement": "stack", "shard": Shard(1, 2)}]
+
+
+COMMON: Mapping[str, Any] = {
+    "num_pages": 9,
+    "num_window_pages": 11,
+    "num_slots": 5,
+    "layers": range(4),
+    "page_size": 4,
+    "packing": "bf16",
+}
+_HALF_PAGES = {"page_size": 2, "num_pages": 17}
+ROW, INDEX = MLA(16, 8), IndexKey(16)
+
+
+def small(kind: type[KVPool], **arguments: Any) -> Example:
+    """A pool of four layers, in bf16 and pages of four tokens unless said otherwise."""
+    return Example(kind, {**COMMON, **arguments}, _HALF_PAGES)
+
+
+mha = small(MHAPool, num_kv_heads=4, head_dim=8, v_head_dim=16)
+mla = small(MLAPool, kv_lora_rank=16, qk_rope_head_dim=8)
+nsa = small(NSAPool, kv_lora_rank=16, qk_rope_head_dim=8, index_head_dim=16, index_layers=(1, 3))
+swa = replace(
+    small(SWAPool, full=MHA(4, 8, 16), swa=ROW, window_layers=(0, 2), window=6, window_page_size=2),
+    resized={**_HALF_PAGES, "window_page_size": 3},
+)
+hybrid = small(
+    HybridLinearPool,
+    full=MHA(4, 8, 16),
+    linear=gated_delta_net(k_heads=2, v_heads=4, k_dim=3, v_dim=5, kernel=4),
+    linear_layers=(0, 1, 2),
+)
+hybrid_mla = hybrid.but(full=ROW, linear=kda(heads=4, dim=3, kernel=4))
+hybrid_nsa = hybrid.but(
+    full=ROW,
+    linear=mamba2(heads=4, head_dim=3, groups=2, state_size=5, kernel=4),
+    linear_layers=(0, 2),
+    index=INDEX,
+    index_layers=[3],
+)
+dsv4 = Example(
+    DSv4Pool,
+    {
+        **COMMON,
+        "compress_ratios": (0, 2, 8, 2),
+        "overlap_ratio": 2,
+        "page_size": 8,
+        "window": 6,
+        "window_page_size": 4,
+        "latent_dim": 8,
+        "qk_rope_head_dim": 4,
+        "index_head_dim": 8,
+    },
+    {"page_size": 16, "num_pages": 5, "window_page_size": 2, "num_window_pages": 21},
+)
+
+CLASSES = {
+    "mha": mha,
+    "mha hnd": mha.but(order="hnd"),
+    "mla": mla,
+    "nsa": nsa,
+    "swa": swa,
+    "hybrid": hybrid,
+    "hybrid mla": hybrid_mla,
+    "hybrid nsa": hybrid_nsa,
+    "dsv4": dsv4,
+    "dsv4 speculating": dsv4.but(speculation=True),
+}
+WIDE = MHA(4, 64, 32)
+# rows as released models have them: several blocks a row, numbers of blocks that are no power of 2
+_REAL = {"layers": (0, 1), "num_pages": 3, "page_size": 64, "packing": "fp8"}
+
+POOLS: dict[str, Example] = {
+    **{
+        f"{name} {packing}": build.but(packing=packing)
+        for name, build in CLASSES.items()
+        for packing in ("bf16", "fp8")
+    },
+    "mha f32": mha.but(packing="f32"),
+    "mla f32": mla.but(packing="f32"),
+    "mha f16": mha.but(packing="f16"),
+    "mha mxfp8": mha.but(packing="mxfp8", head_dim=64, v_head_dim=32),
+    "mha hnd mxfp8": mha.but(packing="mxfp8", head_dim=64, v_head_dim=32, order="hnd"),
+    "swa mxfp8": swa.but(packing="mxfp8", full=WIDE, swa=MHA(2, 32)),
+    "hybrid mxfp8": hybrid.but(packing="mxfp8", full=WIDE),
+    "mha bf16 by page": mha.but(placement="page"),
+    "mha bf16 stacked": mha.but(placement="stack"),
+    "mla fp8 stacked": mla.but(packing="fp8", placement="stack"),
+    "hybrid nsa fp8 by page": hybrid_nsa.but(packing="fp8", placement="page"),
+    "dsv4 fp8 by page": dsv4.but(packing="fp8", placement="page"),
+    "mha fp8, one head": mha.but(packing="fp8", num_kv_heads=1),
+    "mla fp8, rows of 656": Example(MLAPool, _REAL, {"page_size": 16, "num_pages": 9}),
+    "nsa fp8, keys of 132": Example(
+        NSAPool, {**_REAL, "packing": "bf16"}, {"page_size": 16, "num_pages": 9}
+    ),
+    "dsv4 fp8, rows of 584": Example(
+        DSv4Pool,
+        {
+            **_REAL,
+            "layers": (1, 2),
+            "compress_ratios": (0, 4, 128),
+            "page_size": 256,
+            "num_window_pages": 6,
+            "num_slots": 2,
+        },
+        {"page_size": 128, "num_pages": 5, "window_page_size": 64, "num_window_pages": 12},
+    ),
+}

@@ -1,0 +1,52 @@
+"""The kit as pytest runs it: a test for each check, and for each pool and check of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool.device import Device, get_device
+from kvpool.testing.case import Case, Inapplicable
+from kvpool.testing.plugin import device_name, pool_names
+from kvpool.testing.run import (
+    DeviceCheck,
+    PoolCheck,
+    cases,
+    device_checks,
+    joined_device_checks,
+    pool_checks,
+    run,
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Checks of the device that was asked for."""
+    device = get_device(device_name(metafunc.config))
+    if "case" in metafunc.fixturenames:
+        found = cases(device, pool_names(metafunc.config))
+        metafunc.parametrize("case", found, ids=[case.pool for case in found])
+        _parametrize(metafunc, pool_checks(device))
+    else:
+        metafunc.parametrize("device", [device], ids=[device.name])
+        _parametrize(metafunc, [*device_checks(device), *joined_device_checks(device)])
+
+
+def _parametrize(metafunc: pytest.Metafunc, checks: Sequence[DeviceCheck | PoolCheck]) -> None:
+    metafunc.parametrize("check", checks, ids=[check.__name__ for check in checks])
+
+
+def test_device(device: Device, check: DeviceCheck) -> None:
+    """A device by itself."""
+    try:
+        run(check, device, device.name, "")
+    except Inapplicable as why:
+        pytest.skip(str(why))
+
+
+def test_pool(case: Case, check: PoolCheck) -> None:
+    """A pool on it."""
+    try:
+        run(check, case, case.device.name, case.pool)
+    except Inapplicable as why:
+        pytest.skip(str(why))

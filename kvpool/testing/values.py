@@ -1,0 +1,144 @@
+"""Formats by their definition, in numpy: what numbers mean as bytes, and the reverse.
+
+Arrays of bytes are uint8 `[..., n * size]`, little-endian; arrays of numbers float32 or float64
+`[..., n]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[Any]
+
+LARGEST = np.float32(448)  # of e4m3
+SMALLEST_SCALE = np.float32(2.0**-126)
+MOST = {
+    "float16": 65504.0,
+    "bfloat16": float.fromhex("0x1.fep127"),
+    "float32": float.fromhex("0x1.fffffep127"),
+    "float64": np.inf,  # float32 numbers all fit
+}
+
+
+def _e4m3_table() -> npt.NDArray[np.float64]:
+    """OCP 8-bit floating point: 4 bits of exponent of bias 7, 3 of fraction, no infinities."""
+    byte = np.arange(256)
+    exponent, fraction = (byte >> 3) & 15, byte & 7
+    normal = np.ldexp((8 + fraction).astype(float), exponent - 10)
+    size = np.where(exponent == 0, np.ldexp(fraction.astype(float), -9), normal)
+    size[byte & 0x7F == 0x7F] = np.nan
+    signed: npt.NDArray[np.float64] = np.where(byte & 0x80, -size, size)
+    return signed
+
+
+E4M3 = _e4m3_table()
+_STEPS = E4M3[:127]  # from 0 to 448
+_TIES = (_STEPS[1:] + _STEPS[:-1]) / 2
+
+
+def to_e4m3(numbers: Floats) -> Bytes:
+    """The nearest of the format, ties to even; numbers are at most 464 or NaN."""
+    size = np.abs(numbers).astype(np.float64)
+    low = np.searchsorted(_TIES, size, side="left")
+    # exactly between two steps: the one whose last bit is 0
+    tie = (low < _TIES.size) & (size == _TIES[np.minimum(low, _TIES.size - 1)])
+    byte = np.where(tie & (low % 2 == 1), low + 1, low)
+    byte = np.where(np.isnan(size), 0x7F, byte)
+    byte |= np.signbit(numbers) << 7
+    return np.array(byte, dtype=np.uint8)
+
+
+def encode(numbers: Floats, dtype: str) -> Bytes:
+    """Numbers as bytes of a dtype of torch, rounded to the nearest, ties to even."""
+    if dtype == "float8_e4m3fn":
+        return to_e4m3(numbers)
+    if dtype == "bfloat16":
+        whole = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
+        rounded = whole + 0x7FFF + ((whole >> 16) & 1)
+        rounded = np.where(np.isnan(numbers), np.uint32(0x7FC00000), rounded)
+        return (rounded >> 16).astype("<u2").view(np.uint8)
+    return np.ascontiguousarray(numbers, dtype=_NUMPY[dtype]).view(np.uint8)
+
+
+def decode(raw: Bytes, dtype: str) -> Floats:
+    """The numbers that bytes of a dtype of torch mean."""
+    raw = np.ascontiguousarray(raw)
+    if dtype == "float8_e4m3fn":
+        return E4M3[raw].astype(np.float32)
+    if dtype == "float8_e8m0fnu":
+        exponent = np.where(raw == 255, 0, raw.astype(np.int32) - 127)
+        power = np.ldexp(np.float32(1), exponent)
+        power[raw == 255] = np.nan
+        return np.asarray(power)
+    if dtype == "bfloat16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view(_NUMPY[dtype])
+
+
+_NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+
+
+def quantise(numbers: Floats, blocks: int, scale: str) -> tuple[Bytes, Bytes]:
+    """e4m3 bytes `[..., D]` and scale bytes of float32 numbers `[..., D]`, one scale a block.
+
+    A scale is the block's largest magnitude over 448, at least 2**-126: as float32, or as the
+    next power of two (ue8m0: exponent + 127). A block with an infinity or a NaN is NaN.
+    """
+    cut = numbers.astype(np.float32).reshape(*numbers.shape[:-1], blocks, -1)
+    with np.errstate(all="ignore"):
+        largest = np.abs(cut).max(axis=-1, initial=0)
+        factor = np.maximum(largest / LARGEST, SMALLEST_SCALE)
+        bad = ~np.isfinite(largest)
+        if scale == "float8_e8m0fnu":
+            bits = np.where(bad, np.float32(1), factor).astype(np.float32).view(np.uint32)
+            byte = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # biased by 127 in both formats
+            factor = np.ldexp(np.float32(1), byte.astype(np.int32) - 127)
+            stored = np.where(bad, 255, byte).astype(np.uint8)
+        factor = np.where(bad, np.float32(np.nan), factor).astype(np.float32)
+        if scale != "float8_e8m0fnu":
+            stored = encode(factor, scale)
+        held = to_e4m3(cut / factor[..., None])
+    return held.reshape(numbers.shape), stored
+
+
+def dequantise(held: Bytes, stored: Bytes, scale: str, dtype: str) -> Bytes:
+    """Bytes of `dtype` of what `quantise` stored: products in float32, at most the largest."""
+    factor = decode(stored, scale)
+    cut = decode(held, "float8_e4m3fn").reshape(*factor.shape, -1)
+    with np.errstate(all="ignore"):
+        product = (cut * factor[..., None]).astype(np.float32)
+        product = np.clip(product, -MOST[dtype], MOST[dtype]).astype(product.dtype)
+    return encode(product.reshape(held.shape), dtype)
+
+
+def plain_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:
+    """Numbers of many magnitudes that `dtype` holds exactly, as float32."""
+    spread = random.uniform(-10, 10, (*shape[:-1], 1))
+    return decode(encode(random.standard_normal(shape) * 2.0**spread, dtype), dtype).astype("f4")
+
+
+def odd_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:
+    """Rows of what goes wrong: ties, zeros of both signs, tiny and huge numbers, no numbers."""
+    ties = np.resize(np.concatenate([_TIES, -_TIES, [448.0]]), shape[-1])
+    most = np.finfo(np.float16).max if dtype == "float16" else 2.0**118
+    rows = [
+        ties,
+        ties * 2.0**-8,
+        np.resize([0.0, -0.0], shape[-1]),
+        np.resize([448.0, -448.0, 1.0, 2.0**-9, 2.0**-10, 3 * 2.0**-11], shape[-1]),
+        np.resize([448 * (1 + 2.0**-7), 1.0], shape[-1]),
+        random.standard_normal(shape[-1]) * 2.0**-120,
+        np.resize([most, -most, 1.0], shape[-1]),
+        np.where(np.arange(shape[-1]) == shape[-1] // 2, np.inf, ties),
+        np.where(np.arange(shape[-1]) == 0, np.nan, ties),
+    ]
+    picked = random.integers(0, len(rows), shape[:-1])
+    if picked.size >= len(rows):
+        picked.flat[: len(rows)] = np.arange(len(rows))
+    found = np.stack(rows)[picked]
+    with np.errstate(all="ignore"):
+        return decode(encode(found, dtype), dtype).astype(np.float32)
