@@ -81,12 +81,12 @@ def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
     """Maps all that a peer shares (untrusted) for the device of one's own `memory`, and by how much
     each is shifted here.
     """
-    kind = memory.partition(":")[0]
+    here = memory or "cpu"
     for part in shared:
-        if part.memory.partition(":")[0] != kind:
+        if not memory or part.memory.partition(":")[0] != here.partition(":")[0]:
             raise TransferError(
-                f"the peer's memory is on {part.memory[:100]}, ours on {memory or 'cpu'}: engine "
-                "local moves between devices of one kind. Use engine nixl or mooncake."
+                f"the peer's memory is on {part.memory[:100]}, ours on {here}: engine local moves "
+                "between devices of one kind. Use engine nixl or mooncake."
             )
     attached = Attached(_sharing(memory))
     try:

@@ -115,9 +115,12 @@ def test_bytes_beside_what_the_device_shares_are_refused(other, here):
     assert not memory.any()
 
 
-def test_the_host_reads_no_device(other):
-    with pytest.raises(TransferError, match=r"memory is on shm:0, ours on cpu: .* of one kind"):
-        create_engine("local").connect(other[0])
+@pytest.mark.parametrize("memory", ["shm:0", "cpu", ""])
+def test_the_host_reads_no_device(other, memory):
+    told = msgspec.msgpack.decode(other[0])
+    told["devices"][0][2] = memory
+    with pytest.raises(TransferError, match=rf"memory is on {memory}, ours on cpu: .* of one kind"):
+        create_engine("local").connect(msgspec.msgpack.encode(told))
 
 
 @pytest.mark.parametrize(
