@@ -16,6 +16,8 @@ PACKAGES = (
     "torch",
     "numpy",
     "pyzmq",
+    "triton",
+    "torch-npu",
     "nixl-cu12",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",

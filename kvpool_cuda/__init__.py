@@ -1,4 +1,5 @@
-"""The CUDA device. It is not built yet: `device="cuda:0"` raises DeviceUnavailable.
+"""The CUDA device: Triton kernels, memory and IPC. See docs/cuda.md.
 
-CUDA tensors that an engine owns can be described (`kvpool.describe`) without it.
+Importing this package imports neither triton nor a CUDA library: devices `cuda` and `interpret`
+are loaded when one is asked for.
 """

@@ -1,0 +1,148 @@
+"""The few functions of the CUDA driver that sharing memory between processes takes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from kvpool.device import DeviceUnavailable
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+_DEVICE_ORDINAL = 9  # of CUpointer_attribute
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+Context = ctypes.c_void_p
+
+
+class DriverError(DeviceUnavailable):
+    """A call that the CUDA driver refused; `name` is the driver's: `CUDA_ERROR_INVALID_VALUE`."""
+
+    def __init__(self, call: str, name: str, text: str) -> None:
+        super().__init__(f"{call}: {name} ({text}).")
+        self.name = name
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+@lru_cache
+def _library() -> Any:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise DeviceUnavailable(
+            f"the CUDA driver cannot be loaded ({error}). Install NVIDIA's driver, in a container "
+            "give it the GPUs."
+        ) from None
+    library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
+    _checked(library, "cuInit", 0)
+    return library
+
+
+def _call(name: str, *arguments: Any) -> None:
+    _checked(_library(), name, *arguments)
+
+
+def _checked(library: Any, name: str, *arguments: Any) -> None:
+    code = getattr(library, name)(*arguments)
+    if code:
+        what, why = ctypes.c_char_p(), ctypes.c_char_p()
+        library.cuGetErrorName(code, ctypes.byref(what))
+        library.cuGetErrorString(code, ctypes.byref(why))
+        texts = (found.value or str(code).encode() for found in (what, why))
+        raise DriverError(name, *(text.decode() for text in texts))
+
+
+def _device(ordinal: int) -> ctypes.c_int:
+    device = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ordinal)
+    return device
+
+
+def _address(value: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(value)
+
+
+def ordinal_of(address: int) -> int:
+    """The device whose memory lies at an address."""
+    found = ctypes.c_int()
+    _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_ORDINAL, _address(address))
+    return found.value
+
+
+def can_be_shared(address: int) -> bool:
+    """Whether memory is of a kind that `share_allocation` takes."""
+    found = ctypes.c_int()
+    attribute = _IS_LEGACY_CUDA_IPC_CAPABLE
+    _call("cuPointerGetAttribute", ctypes.byref(found), attribute, _address(address))
+    return bool(found.value)
+
+
+def uuid_of(ordinal: int) -> bytes:
+    """What names a GPU in every process."""
+    found = (ctypes.c_ubyte * UUID_BYTES)()
+    _call("cuDeviceGetUuid_v2", ctypes.byref(found), _device(ordinal))
+    return bytes(found)
+
+
+def device_count() -> int:
+    """How many GPUs this process sees."""
+    found = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(found))
+    return found.value
+
+
+def retain(ordinal: int) -> Context:
+    """The context that the process shares on a device; it lives until it is released."""
+    context = Context()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(ordinal))
+    return context
+
+
+def release(ordinal: int) -> None:
+    """Gives back what `retain` gave."""
+    _call("cuDevicePrimaryCtxRelease_v2", _device(ordinal))
+
+
+@contextmanager
+def current(context: Context) -> Iterator[None]:
+    """Calls inside are made in a context."""
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def allocation_of(address: int) -> tuple[int, int]:
+    """Base and bytes of the allocation in which an address lies."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _address(address))
+    return base.value, size.value
+
+
+def share_allocation(base: int) -> bytes:
+    """A handle of the allocation that begins at `base`."""
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), _address(base))
+    return bytes(handle.bytes)
+
+
+def open_allocation(handle: bytes) -> int:
+    """Maps another process's allocation; returns its base here."""
+    base = ctypes.c_uint64()
+    given = _Handle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, _LAZY_ENABLE_PEER_ACCESS)
+    return base.value
+
+
+def close_allocation(base: int) -> None:
+    """Ends what `open_allocation` began."""
+    _call("cuIpcCloseMemHandle", _address(base))

@@ -1,0 +1,155 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""Moves of whole items in all buffers at once.
+
+Items are cut into pieces; a table on the device says of each piece where it lies in item 0, how far
+apart items are, and how long it is. One launch moves every piece of every item.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvpool_cuda.geometry import WIDEST
+from kvpool_cuda.launch import checked, on, upload_for_all
+from kvpool_cuda.words import copy_bytes, words_at
+
+PIECE = 16 << 10
+"""Bytes that a program of eight warps moves: four accesses of 16 bytes a lane."""
+STAGE_BYTES = 64 << 20
+"""How much of the items is copied aside at once where an item may be both source and destination,
+unless one piece of every item is more.
+"""
+
+Geometry = tuple[tuple[int, int, int], ...]
+"""Of each buffer its base, the bytes from item to item, and those of an item."""
+
+
+class Table(NamedTuple):
+    """`rows` int64 `[piece, 4]` on the device: address in item 0, bytes from item to item, length,
+    and offset in a staged item. `offsets` `[piece + 1]` on the host: the last ones, and their end.
+    """
+
+    rows: torch.Tensor
+    offsets: list[int]
+
+
+# never freed: any stream, and any CUDA graph, may still read one
+_tables: dict[Geometry, Table] = {}
+
+
+def copy_items(
+    views: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
+) -> None:
+    """See Device.copy_items."""
+    count = src.numel()
+    if not views or not count:
+        return
+    device = src.device
+    checked("ids to copy from", views[0], src, (count,), torch.int64)
+    checked("ids to copy to", views[0], dst, (count,), torch.int64)
+    for view in views:
+        bytes_of_items = view.dim() == 2 and view.element_size() == 1 and view.stride(1) == 1
+        if not bytes_of_items or view.device != device:
+            raise ValueError(
+                f"items of {list(view.shape)} {view.dtype} on {view.device}: needed are bytes "
+                f"[item, byte] on {device}."
+            )
+    geometry = tuple((view.data_ptr(), view.stride(0), view.shape[1]) for view in views)
+    src, dst = src.contiguous(), dst.contiguous()
+    with on(device):
+        table = _tables.get(geometry)
+        if table is None:
+            table = _tables[geometry] = _table(geometry, device)
+        if disjoint:
+            _launch(table, slice(0, len(table.offsets) - 1), src, dst, None)
+            return
+        groups = list(_groups(table.offsets, count))
+        room = max(table.offsets[g.stop] - table.offsets[g.start] for g in groups)
+        stage = torch.empty(count * room, dtype=torch.uint8, device=device)
+        for group in groups:
+            _launch(table, group, src, None, stage)
+            _launch(table, group, None, dst, stage)
+
+
+def _table(geometry: Geometry, device: torch.device) -> Table:
+    base, stride, length = np.array(geometry, dtype=np.int64).T
+    pieces = -(-length // PIECE)
+    buffer = np.repeat(np.arange(length.size), pieces)
+    start = (np.arange(buffer.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE
+    nbytes = np.minimum(PIECE, length[buffer] - start)
+    # staged pieces begin at multiples of 16 bytes
+    offsets = np.concatenate([[0], np.cumsum(-(-nbytes // WIDEST) * WIDEST)])
+    rows = np.stack([base[buffer] + start, stride[buffer], nbytes, offsets[:-1]], axis=1)
+    return Table(upload_for_all(rows, device), offsets.tolist())
+
+
+def _groups(offsets: list[int], count: int) -> Iterator[slice]:
+    """Pieces, neighbours together, of which `count` items fit aside."""
+    first = 0
+    while first < len(offsets) - 1:
+        last = bisect_right(offsets, offsets[first] + STAGE_BYTES // count) - 1
+        last = max(last, first + 1)
+        yield slice(first, last)
+        first = last
+
+
+def _launch(
+    table: Table,
+    pieces: slice,
+    src: torch.Tensor | None,
+    dst: torch.Tensor | None,
+    stage: torch.Tensor | None,
+) -> None:
+    """Copies pieces of items `src` to those of items `dst`; the stage is in the place of either."""
+    ids = src if src is not None else dst
+    count = 0 if ids is None else ids.numel()
+    number = pieces.stop - pieces.start
+    _move[(number * count,)](
+        table.rows[pieces].data_ptr(),
+        number,
+        0 if src is None else src.data_ptr(),
+        0 if dst is None else dst.data_ptr(),
+        0 if stage is None else stage.data_ptr() - table.offsets[pieces.start],
+        table.offsets[pieces.stop] - table.offsets[pieces.start],
+        FROM_STAGE=src is None,
+        TO_STAGE=dst is None,
+        WORDS=PIECE // 8,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["pieces", "src", "dst", "stage", "room"])
+def _move(
+    table,
+    pieces,
+    src,
+    dst,
+    stage,
+    room,
+    FROM_STAGE: tl.constexpr,
+    TO_STAGE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    number = (program // pieces).to(tl.int64)
+    row = words_at(table, 8, 8) + (program % pieces) * 4
+    base = tl.load(row)
+    stride = tl.load(row + 1)
+    nbytes = tl.load(row + 2)
+    staged = stage + number * room + tl.load(row + 3)
+    if FROM_STAGE:
+        from_ = staged
+    else:
+        from_ = base + tl.load(words_at(src, 8, 8) + number) * stride
+    if TO_STAGE:
+        to = staged
+    else:
+        to = base + tl.load(words_at(dst, 8, 8) + number) * stride
+    copy_bytes(from_, to, nbytes, WORDS)

@@ -1,0 +1,110 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+"""Rows of bytes between a tensor `[N, ...]` and the entries of a view, as they are.
+
+A program moves a tile of rows and of units of a row; what depends on a row (its location, its item)
+is computed once for all of its units.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpool_cuda.geometry import TILE, WIDEST, Axis, columns, walk
+from kvpool_cuda.words import words_at
+
+
+class Part(NamedTuple):
+    """A part of a launch: a kernel's constants, its arguments, and how many programs it takes."""
+
+    constants: tuple[int, ...]
+    arguments: tuple[int, ...]
+    programs: int
+
+
+def plain(view: torch.Tensor, values: torch.Tensor) -> Part:
+    """Bytes of `values` `[N, ...]` to or from `view` `[item, entry, ...]`, of one dtype."""
+    addresses = values.data_ptr(), view.data_ptr()
+    constants, strides = _geometry(
+        tuple(view.shape),
+        values.stride(),
+        view.stride(),
+        view.element_size(),
+        (addresses[0] | addresses[1]) % WIDEST,
+    )
+    rows, pieces = constants[1], constants[3]
+    return Part(constants, addresses + strides, -(-values.shape[0] // rows) * pieces)
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    shape: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    view_strides: tuple[int, ...],
+    itemsize: int,
+    low: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    value, held = ([s * itemsize for s in strides] for strides in (value_strides, view_strides))
+    axes = [Axis(*each) for each in zip(shape[2:], zip(value[1:], held[2:]))]
+    axes = axes or [Axis(1, (itemsize, itemsize))]  # an entry is one element
+    path = walk(axes, itemsize, (low, value[0], held[0], held[1]))
+    word = min(path.unit, 8)
+    lanes = path.unit // word
+    cols = columns(path.units, TILE // lanes)
+    rows = TILE // (cols * lanes)
+    pieces = -(-path.units // cols)
+    # `at` of the kernel, behind the addresses: strides of rows, items and entries, and of the axes
+    # in each tensor; PART, in which 0 says that it is one of plain bytes
+    strides = (value[0] // path.unit, held[0] // path.unit, held[1] // path.unit)
+    constants = (0, rows, cols, pieces, path.unit, word, shape[1], path.units, *path.sizes)
+    return constants, (*strides, *path.strides[0], *path.strides[1])
+
+
+@triton.jit
+def plain_programs(count, PART: tl.constexpr):
+    """How many programs a part of `count` rows takes."""
+    return tl.cdiv(count, PART[1]) * PART[3]
+
+
+@triton.jit
+def move_part(program, at, locations, count, PART: tl.constexpr, LOADS: tl.constexpr):
+    """One program's rows, to the view or (`LOADS`) from it."""
+    ROWS: tl.constexpr = PART[1]
+    COLS: tl.constexpr = PART[2]
+    PIECES: tl.constexpr = PART[3]
+    UNIT: tl.constexpr = PART[4]
+    WORD: tl.constexpr = PART[5]
+    ENTRIES: tl.constexpr = PART[6]
+    UNITS: tl.constexpr = PART[7]
+    AXES: tl.constexpr = len(PART) - 8
+    LANES: tl.constexpr = UNIT // WORD
+    row = (program // PIECES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < count
+    location = tl.load(words_at(locations, 8, 8) + row, mask=there, other=0)
+    word = tl.arange(0, COLS * LANES)
+    unit = (program % PIECES) * COLS + word // LANES
+    left = unit
+    value_unit = tl.zeros_like(unit).to(tl.int64)
+    held_unit = tl.zeros_like(unit).to(tl.int64)
+    for axis in tl.static_range(AXES):
+        step = (left % PART[8 + axis]).to(tl.int64)
+        left = left // PART[8 + axis]
+        value_unit += step * at[5 + axis]
+        held_unit += step * at[5 + AXES + axis]
+    held_row = (location // ENTRIES) * at[3] + (location % ENTRIES) * at[4]
+    lane = (word % LANES)[None, :]
+    value = words_at(at[0], WORD, UNIT) + (
+        (row * at[2] * LANES)[:, None] + (value_unit * LANES)[None, :] + lane
+    )
+    held = words_at(at[1], WORD, UNIT) + (
+        (held_row * LANES)[:, None] + (held_unit * LANES)[None, :] + lane
+    )
+    mask = there[:, None] & (unit < UNITS)[None, :]
+    if LOADS:
+        tl.store(value, tl.load(held, mask=mask), mask=mask)
+    else:
+        tl.store(held, tl.load(value, mask=mask), mask=mask)

@@ -1,0 +1,88 @@
+"""Another process maps device memory and reads what is there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvpool.device import DeviceUnavailable, get_device
+from kvpool_cuda import driver, ipc
+from tests.pools import PACKED
+
+
+def reads(shared, nbytes, answers):
+    """A peer: what it finds in memory that was shared."""
+    device = get_device("cuda:0")
+    first, second = device.attach(shared), device.attach(shared)
+    found = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
+    first.close()
+    first.close()
+    device.copy_runs(np.array([second.base]), np.array([found.data_ptr()]), np.array([nbytes]))
+    torch.cuda.synchronize()
+    second.close()
+    answers.put(found.cpu().numpy().tobytes())
+
+
+def test_another_process_reads_a_pool_s_memory():
+    pool = PACKED["mla fp8"](device="cuda:0")
+    pool._slab.copy_(torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8))
+    torch.cuda.synchronize()
+    start = pool._base + 256
+    shared = pool.device.share(start, pool.nbytes - 256)
+    processes = multiprocessing.get_context("spawn")
+    answers = processes.Queue()
+    peer = processes.Process(target=reads, args=(shared, pool.nbytes - 256, answers))
+    peer.start()
+    found = answers.get(timeout=120)
+    peer.join(60)
+    assert peer.exitcode == 0
+    assert found == pool._slab[256:].cpu().numpy().tobytes()
+
+
+def test_bytes_beyond_an_allocation_are_not_shared():
+    memory = get_device("cuda:0").allocate(4096)
+    with pytest.raises(DeviceUnavailable, match="Share allocations one by one"):
+        ipc.share(memory.data_ptr(), 1 << 40)
+
+
+def test_memory_of_the_host_is_refused_in_the_driver_s_words():
+    host = torch.zeros(64)
+    with pytest.raises(driver.DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        ipc.share(host.data_ptr(), 64)
+
+
+def test_memory_of_one_s_own_and_memory_that_is_gone_are_refused_in_the_driver_s_words():
+    memory = get_device("cuda:0").allocate(4096)
+    shared = ipc.share(memory.data_ptr(), 4096)
+    with pytest.raises(driver.DriverError):
+        ipc.attach(shared, 0)
+    given = ipc.decode(shared)
+    gone = ipc.Shared(bytes(64), given.offset, given.nbytes, given.uuid)
+    with pytest.raises(driver.DriverError):
+        ipc.attach(msgspec.msgpack.encode(gone), 0)
+    unseen = ipc.Shared(bytes(64), given.offset, given.nbytes, bytes(16))
+    with pytest.raises(DeviceUnavailable, match="CUDA_VISIBLE_DEVICES"):
+        ipc.attach(msgspec.msgpack.encode(unseen), 0)
+
+
+def test_expandable_segments_are_refused_with_what_to_change():
+    code = """
+from kvpool.device import DeviceUnavailable, get_device
+device = get_device("cuda:0")
+try:
+    device.share(device.allocate(4 << 20).data_ptr(), 4096)
+except DeviceUnavailable as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert "expandable_segments:True" in done.stdout, done.stderr

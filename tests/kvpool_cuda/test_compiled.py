@@ -1,0 +1,58 @@
+"""What the compiler makes of the kernels: the interpreter takes more than it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WIDE = {"v2.b64", "v4.b32", "v4.u32", "v2.u64"}
+
+
+@pytest.fixture(scope="module")
+def accesses(tmp_path_factory):
+    environment = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kvpool_cuda.compiling"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=Path(__file__).parents[2],
+        env={
+            **environment,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def widths(accesses, kind):
+    """How bytes are read (`ld`) or written (`st`) by a launch."""
+    start = f"{kind}.global."
+    return {each.removeprefix(start) for each in accesses if each.startswith(start)}
+
+
+@pytest.mark.parametrize("launch", ["k and v, nhd", "k and v, hnd", "load", "mla", "runs of 656"])
+def test_rows_move_16_bytes_a_lane(accesses, launch):
+    assert widths(accesses[launch], "st") <= WIDE
+    assert widths(accesses[launch], "ld") & WIDE
+
+
+@pytest.mark.parametrize("launch", ["mla fp8", "dsv4 fp8"])
+def test_floats_are_quantised_16_bytes_a_lane_and_divided_as_ieee_says(accesses, launch):
+    assert widths(accesses[launch], "ld") & WIDE
+    assert widths(accesses[launch], "st") & WIDE
+    divisions = {each for each in accesses[launch] if each.startswith("div")}
+    assert divisions == {"div.rn.f32"}
+
+
+def test_every_other_launch_compiles_for_an_h200(accesses):
+    others = {"mla fp8 load", "move", "staged move", "runs of 132", "runs of 131", "gather"}
+    assert others < accesses.keys()
+    assert widths(accesses["move"], "st") >= {"v2.b64", "b32", "b8"}

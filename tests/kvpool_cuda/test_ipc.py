@@ -1,0 +1,63 @@
+"""Handles of device memory: what is on the wire, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvpool.device import DeviceUnavailable
+from kvpool_cuda import driver, ipc
+from kvpool_cuda.device import CUDADevice
+
+GIVEN = ipc.Shared(bytes(range(64)), 4096, 1 << 30, b"u" * 16)
+
+
+def test_what_is_shared_survives_the_wire():
+    assert ipc.decode(msgspec.msgpack.encode(GIVEN)) == GIVEN
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"handle": bytes(63)},
+        {"handle": bytes(65)},
+        {"uuid": b""},
+        {"offset": -1},
+        {"nbytes": -1},
+        {"nbytes": 1 << 63},
+        {"offset": "0"},
+    ],
+)
+def test_what_does_not_fit_is_refused(change):
+    fields = {name: getattr(GIVEN, name) for name in GIVEN.__struct_fields__}
+    raw = msgspec.msgpack.encode(["kvpool-cuda-ipc-1", *{**fields, **change}.values()])
+    with pytest.raises(DeviceUnavailable, match="not what shares CUDA memory"):
+        CUDADevice("cuda:0").attach(raw)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 20, 60, -1])
+def test_truncated_and_foreign_bytes_are_refused(keep):
+    whole = msgspec.msgpack.encode(GIVEN)
+    for raw in (whole[:keep], b"\x80" + whole, whole.replace(b"ipc-1", b"ipc-2")):
+        with pytest.raises(DeviceUnavailable, match="not what shares CUDA memory"):
+            ipc.attach(raw, 0)
+
+
+def test_a_missing_driver_is_named(monkeypatch):
+    monkeypatch.setattr(driver, "LIBRARY", "libcuda-that-is-not-there.so.1")
+    driver._library.cache_clear()
+    try:
+        for call in (
+            lambda: ipc.share(4096, 16),
+            lambda: ipc.attach(msgspec.msgpack.encode(GIVEN), 0),
+        ):
+            with pytest.raises(DeviceUnavailable, match=r"driver cannot be loaded .*not-there"):
+                call()
+    finally:
+        driver._library.cache_clear()
+
+
+def test_an_error_carries_the_driver_s_own_name_and_words():
+    error = driver.DriverError("cuIpcOpenMemHandle_v2", "CUDA_ERROR_MAP_FAILED", "mapping failed")
+    assert str(error) == "cuIpcOpenMemHandle_v2: CUDA_ERROR_MAP_FAILED (mapping failed)."
+    assert error.name == "CUDA_ERROR_MAP_FAILED"

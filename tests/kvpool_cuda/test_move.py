@@ -1,0 +1,86 @@
+"""Items of all buffers are moved at once, sources before anything is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool_cuda import move
+from tests.kvpool_cuda.devices import MEMORY, device
+
+ITEMS = 6
+
+
+def buffers(memory, shapes):
+    """Buffers of (bytes of an item, bytes between items) behind one another, 3 bytes apart."""
+    at, views = 0, []
+    for width, gap in shapes:
+        views.append(memory.as_strided([ITEMS, width], [width + gap, 1], at))
+        at += ITEMS * (width + gap) + gap % 4
+    return views
+
+
+def moved(shapes, src, dst, disjoint):
+    room = sum(ITEMS * (width + gap) + 4 for width, gap in shapes)
+    held = device().allocate(room)
+    random = torch.Generator().manual_seed(0)
+    held.copy_(torch.randint(0, 256, (room,), dtype=torch.uint8, generator=random))
+    wanted = held.cpu().clone()
+    for view in buffers(wanted, shapes):
+        view[dst] = view[src]
+    ids = (torch.tensor(each, device=MEMORY) for each in (src, dst))
+    device().copy_items(buffers(held, shapes), *ids, disjoint=disjoint)
+    assert torch.equal(held.cpu(), wanted)
+
+
+SHAPES = st.lists(
+    st.tuples(st.sampled_from([1, 4, 7, 48, 132, 576, 700]), st.sampled_from([0, 1, 4, 16])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=25)
+@given(SHAPES, st.permutations(range(ITEMS)), st.integers(1, 5), st.booleans())
+def test_items_move_in_buffers_of_any_size_and_alignment(shapes, order, count, staged):
+    count = min(count, ITEMS // 2)
+    moved(shapes, order[:count], order[count : 2 * count], disjoint=not staged)
+
+
+@settings(max_examples=25)
+@given(SHAPES, st.lists(st.integers(0, 5), min_size=1, max_size=5), st.permutations(range(ITEMS)))
+def test_a_chain_of_items_moves_as_if_all_were_read_first(shapes, src, order):
+    moved(shapes, src, order[: len(src)], disjoint=False)
+
+
+def test_items_longer_than_a_piece_and_a_stage_that_holds_little(monkeypatch):
+    shapes = [(3 * move.PIECE + 52, 12), (40, 8), (2 * move.PIECE, 0)]
+    for room in (1, 3 * move.PIECE, move.STAGE_BYTES):
+        monkeypatch.setattr(move, "STAGE_BYTES", room)
+        moved(shapes, [1, 2], [2, 1], disjoint=False)
+    moved(shapes, [1], [2], disjoint=True)
+
+
+def test_a_table_is_made_once_for_buffers_that_lie_alike():
+    before = len(move._tables)
+    kept = []
+    for shapes in ([(64, 0)], [(64, 0)], [(64, 0), (48, 16)]):
+        memory = torch.zeros(4096, dtype=torch.uint8, device=MEMORY)
+        kept.append(memory)  # so that the next lies elsewhere
+        ids = torch.tensor([1], device=MEMORY)
+        for _ in range(2):
+            device().copy_items(buffers(memory, shapes), ids, ids + 1)
+        before += 1
+    assert len(move._tables) == before
+
+
+def test_what_is_no_bytes_of_items_is_refused():
+    ids = torch.tensor([1], device=MEMORY)
+    for wrong in (torch.zeros(4, 8), torch.zeros(8, 4, dtype=torch.uint8).T):
+        with pytest.raises(ValueError, match="needed are bytes"):
+            device().copy_items([wrong.to(MEMORY)], ids, ids)
+    with pytest.raises(ValueError, match=r"ids to copy to: \[1\] torch\.int32"):
+        held = torch.zeros(4, 8, dtype=torch.uint8, device=MEMORY)
+        device().copy_items([held], ids, ids.int())

@@ -1,0 +1,84 @@
+"""Runs of bytes between addresses, and to and from one contiguous buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool_cuda import runs
+from tests.kvpool_cuda.devices import MEMORY, device
+
+
+@st.composite
+def runs_of_bytes(draw):
+    """Lengths, and where runs begin in a source and a destination, in which they lie in other
+    orders and with gaps.
+    """
+    unit = draw(st.sampled_from([1, 2, 4, 16, 16]))
+    lengths = st.sampled_from([0, 1, 2, 3, 32, 33, 40, 500])
+    if draw(st.booleans()):
+        lengths = st.just(draw(lengths))
+    nbytes = np.array(draw(st.lists(lengths, min_size=1, max_size=30)), dtype=np.int64) * unit
+    if draw(st.booleans()):
+        nbytes += np.array([draw(st.sampled_from([0, 0, 0, 1, 4])) for _ in nbytes]) * (nbytes > 0)
+    places = []
+    for _ in range(2):
+        order = np.array(draw(st.permutations(range(nbytes.size))), dtype=np.int64)
+        gap = draw(st.sampled_from([0, unit, 3 * unit]))
+        starts = np.empty_like(nbytes)
+        starts[order] = np.cumsum(nbytes[order] + gap) - nbytes[order]
+        places.append(starts)
+    return nbytes, *places
+
+
+@settings(max_examples=60)
+@given(runs_of_bytes())
+def test_any_runs_are_copied_gathered_and_scattered(given_runs):
+    nbytes, src, dst = given_runs
+    room = int(max((src + nbytes).max(), (dst + nbytes).max(), 1))
+    source, copied, back = (device().allocate(room) for _ in range(3))
+    random = torch.Generator().manual_seed(0)
+    source.copy_(torch.randint(0, 256, (room,), dtype=torch.uint8, generator=random))
+    held, wanted = source.cpu(), torch.zeros(room, dtype=torch.uint8)
+    for start, at, size in zip(src, dst, nbytes):
+        wanted[at : at + size] = held[start : start + size]
+
+    device().copy_runs(source.data_ptr() + src, copied.data_ptr() + dst, nbytes)
+    assert torch.equal(copied.cpu(), wanted)
+    packed = torch.full((int(nbytes.sum()) + 1,), 77, dtype=torch.uint8, device=MEMORY)
+    runs.gather(source.data_ptr() + src, nbytes, packed)
+    pieces = [held[start : start + size] for start, size in zip(src, nbytes)]
+    assert torch.equal(packed.cpu(), torch.cat([*pieces, torch.tensor([77], dtype=torch.uint8)]))
+    runs.scatter(packed, back.data_ptr() + dst, nbytes)
+    assert torch.equal(back.cpu(), wanted)
+
+
+def test_one_run_of_a_megabyte_among_small_ones_is_cut():
+    nbytes = np.array([16, 1 << 20, 48, 7], dtype=np.int64)
+    dst = np.cumsum(nbytes) - nbytes
+    src = np.array([1 << 20, 0, (1 << 20) + 16, (1 << 20) + 64], dtype=np.int64)
+    source = device().allocate(int(nbytes.sum()) + 64)
+    source.copy_(torch.arange(source.numel()) * 7919 % 251)
+    out = device().allocate(int(nbytes.sum()))
+    device().copy_runs(source.data_ptr() + src, out.data_ptr() + dst, nbytes)
+    held = source.cpu()
+    wanted = torch.cat([held[start : start + size] for start, size in zip(src, nbytes)])
+    assert torch.equal(out.cpu(), wanted)
+
+
+def test_no_runs_are_nothing_to_do():
+    none = np.zeros(0, dtype=np.int64)
+    device().copy_runs(none, none, none)
+    runs.gather(none, none, torch.zeros(4, dtype=torch.uint8, device=MEMORY))
+
+
+def test_a_buffer_that_is_too_small_or_not_contiguous_is_refused():
+    addresses, nbytes = np.array([4096, 8192]), np.array([8, 9])
+    for buffer in (torch.zeros(16, dtype=torch.uint8), torch.zeros(9, 9, dtype=torch.uint8).T):
+        with pytest.raises(ValueError, match="runs of 17 bytes together"):
+            runs.gather(addresses, nbytes, buffer)
+        with pytest.raises(ValueError, match="runs of 17 bytes together"):
+            runs.scatter(buffer, addresses, nbytes)
