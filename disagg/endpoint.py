@@ -119,23 +119,23 @@ class PrefillEndpoint(Driver):
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""
         with self._lock:
-            return list(self._rooms.refusals)
+            return list(self._rooms.decodes.refusals)
 
     def snapshot(self) -> Snapshot:
         """Numbers of now, and since the endpoint was made, for `disagg.exporter`."""
         with self._lock:
             rooms, engine = self._rooms, self.engine.name
-            now = len(rooms.open_rooms()), rooms.peers(), rooms.leases()
+            now = len(rooms.open_rooms()), len(rooms.decodes.alive), rooms.leases()
             return Snapshot(rooms.totals.copy(), *now, engine, self._telemetry)
 
     def _take(self, socket: zmq.Socket[bytes], frames: list[bytes], message: Message) -> None:
         self._rooms.receive(frames[0], message)
 
     def _refuse(self, socket: zmq.Socket[bytes], frames: list[bytes], reason: str) -> None:
-        self._rooms.refuse(frames[0], reason)
+        self._rooms.decodes.refuse(frames[0], reason)
 
     def _farewell(self) -> None:
-        self._rooms.farewell()
+        self._rooms.decodes.farewell()
 
     def _patience(self) -> float:
         return self.engine.progress_seconds
@@ -145,7 +145,7 @@ class PrefillEndpoint(Driver):
         for peer, data in outbox:
             problem = self._send(self._router, [peer, data])
             if problem is not None:
-                self._rooms.lost(peer, f"decode: {problem}")
+                self._rooms.decodes.lost(peer, f"decode: {problem}")
         checks, self._rooms.checks = self._rooms.checks, []
         for peer, check, address in checks:
             self._check(peer, check, address)
@@ -158,7 +158,7 @@ class PrefillEndpoint(Driver):
         try:
             pieces = from_wire(check.pieces)
         except ValueError as error:
-            self._rooms.refuse(peer, str(error))
+            self._rooms.decodes.refuse(peer, str(error))
             return
         if check.each and 16 * sum(len(piece.entries) for piece in pieces) > MAX_MESSAGE:
             answer(None, "so many digests are not sent at once.")

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from disagg.lease import LOOKS, Leases, Silence, items
+from disagg.decodes import Decodes
+from disagg.lease import LOOKS, Leases, items
 from disagg.metrics import RoomMetrics, Totals, log_failure
 from disagg.prefill_room import Decode, Peer, PrefillRoom
-from disagg.room import Failure, Kind, KVPoll
+from disagg.room import Failure, KVPoll
 from disagg.wire import (
-    MAX_TEXT,
     Abort,
     Aux,
     Check,
@@ -28,17 +28,11 @@ from disagg.wire import (
     Done,
     Hello,
     Message,
-    Ping,
-    Pong,
     Ready,
-    Refuse,
     Released,
     Room,
-    Unknown,
     Want,
     encode,
-    greeting_problems,
-    joined,
     pack_aux,
     reason_text,
     spans_of,
@@ -48,8 +42,6 @@ from kvpool.layout import RequestAddress
 if TYPE_CHECKING:
     from kvpool.device import Mark
 
-KEPT_REFUSALS = 100
-MAX_PEERS = 1024
 MAX_WANTED = 1 << 14
 """Rooms that one peer may want at once."""
 MAX_UNSENT = 1 << 16
@@ -77,10 +69,8 @@ class PrefillRooms:
         self.hello = hello
         self.outbox: list[tuple[Peer, bytes]] = []
         self.checks: list[tuple[Peer, Check, RequestAddress]] = []
-        self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
+        self.decodes = Decodes(hello, self._post, self._gone, clock)
         self._lease, self._clock = lease, clock
-        self._peers: dict[Peer, Decode] = {}
-        self._silence: Silence[Peer] = Silence(hello.timeout, clock())
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
         self._unsent: set[Room] = set()
@@ -174,10 +164,6 @@ class PrefillRooms:
         rooms = (self._rooms[name] for name in self._open)
         return Leases(items(room.addresses[-1] for room in rooms if room.addresses))
 
-    def peers(self) -> int:
-        """Decodes that have said hello and live."""
-        return len(self._peers)
-
     def tick(self) -> None:
         """Shows chunks that are there now; gives up peers that have been silent too long, and
         leases that have run out.
@@ -188,8 +174,7 @@ class PrefillRooms:
         if now < self._next_look:
             return
         self._next_look = now + min(self.hello.timeout, self._lease or math.inf) / LOOKS
-        for peer in self._silence.dead(now):
-            self.lost(peer, f"decode was silent for more than {self.hello.timeout:g} s.")
+        self.decodes.look(now)
         over = [
             (name, room)
             for name in self._open
@@ -202,33 +187,23 @@ class PrefillRooms:
 
     def receive(self, peer: Peer, message: Message) -> None:
         """Takes one message of a peer."""
-        decode = self._peers.get(peer)
-        if decode is not None:
-            self._silence.heard(peer, self._clock())
-        if isinstance(message, Hello):
-            self._greet(peer, message)
-        elif isinstance(message, Refuse):
-            self.refusals.append(joined(message.reasons))
-            self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
-        elif not isinstance(message, (Ping, Want, Check, Done, Abort)):
-            self.refuse(peer, f"{type(message).__name__} is not prefill's.")
-        elif decode is None or message.generation != self.hello.generation:
-            self._post(peer, Unknown(message.generation))
-        elif isinstance(message, Ping):
-            self._post(peer, Pong(message.generation))
-        elif isinstance(message, Want):
-            self._want(peer, message, decode)
+        served = self.decodes.receive(peer, message)
+        if served is None:
+            return
+        decode, told = served
+        if isinstance(told, Want):
+            self._want(peer, told, decode)
         else:
-            room = self._rooms.get(message.room)
+            room = self._rooms.get(told.room)
             want = room.wants.get(peer) if room else None
-            mine = room if want is not None and want.attempt == message.attempt else None
-            if isinstance(message, Done):
-                self._done(peer, message, mine)
-            elif isinstance(message, Check):
-                self._check(peer, message, mine)
-            elif mine is not None and message.room in self._open:
-                failure = Failure("decode", reason_text(message.reason), "abort")
-                self._fail(message.room, mine, failure, but=peer)
+            mine = room if want is not None and want.attempt == told.attempt else None
+            if isinstance(told, Done):
+                self._done(peer, told, mine)
+            elif isinstance(told, Check):
+                self._check(peer, told, mine)
+            elif mine is not None and told.room in self._open:
+                failure = Failure("decode", reason_text(told.reason), "abort")
+                self._fail(told.room, mine, failure, but=peer)
 
     def checked(self, peer: Peer, check: Check, values: bytes, problem: str = "") -> None:
         """Answers a check."""
@@ -239,32 +214,6 @@ class PrefillRooms:
             check.generation, check.room, check.attempt, check.each, values, reason_text(problem)
         )
         self._post(peer, answer)
-
-    def refuse(self, peer: Peer, reason: str) -> None:
-        """Drops a peer that does not keep the protocol, and tells it why."""
-        self._post(peer, Refuse([reason_text(reason, MAX_TEXT)]))
-        self.lost(peer, f"decode was refused: {reason}", "refused")
-
-    def farewell(self) -> None:
-        """Tells all decodes that this life is over, so that none waits for a time-out."""
-        for peer in self._peers:
-            self._post(peer, Unknown(self.hello.generation))
-
-    def lost(self, peer: Peer, reason: str, kind: Kind = "lost") -> None:
-        """A peer cannot be reached any more: the rooms that it wanted fail."""
-        if peer in self._peers:
-            self._drop(peer, Failure("prefill", reason, kind))
-
-    def _greet(self, peer: Peer, hello: Hello) -> None:
-        reasons = greeting_problems(self.hello, hello)
-        if peer not in self._peers and len(self._peers) >= MAX_PEERS:
-            reasons = [f"{MAX_PEERS} decodes are connected already."]
-        if reasons:
-            self._post(peer, Refuse(reasons))
-            return
-        self._peers.setdefault(peer, Decode(hello.generation))
-        self._silence.heard(peer, self._clock())
-        self._post(peer, self.hello)
 
     def _want(self, peer: Peer, want: Want, decode: Decode) -> None:
         known = self._rooms.get(want.room)
@@ -305,10 +254,9 @@ class PrefillRooms:
                 self._close(done.room, room)
         self._post(peer, Released(done.generation, done.room, done.attempt, leased))
 
-    def _drop(self, peer: Peer, failure: Failure) -> None:
-        decode = self._peers.pop(peer, None)
-        self._silence.forget(peer)
-        for name in list(decode.rooms) if decode else ():
+    def _gone(self, peer: Peer, names: set[Room], failure: Failure) -> None:
+        """The rooms that a peer wanted and has not done with fail."""
+        for name in list(names):
             room = self._rooms.get(name)
             if room is not None and name in self._open and peer in room.wants.keys() - room.done:
                 self._fail(name, room, failure, but=peer)
@@ -350,8 +298,8 @@ class PrefillRooms:
             self._spent[peer, want.attempt] = None
             if len(self._spent) > KEPT_ATTEMPTS:
                 self._spent.popitem(last=False)
-            if peer in self._peers:
-                self._peers[peer].rooms.discard(name)
+            if peer in self.decodes.alive:
+                self.decodes.alive[peer].rooms.discard(name)
 
     def _show(self, name: Room, room: PrefillRoom) -> None:
         """Tells readers of the chunks that are there."""

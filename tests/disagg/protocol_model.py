@@ -352,7 +352,7 @@ class Prefill(Node):
         """One message of a peer; None is rubbish."""
         before = len(self.rooms.outbox)
         if message is None:
-            self.rooms.refuse(peer, "it sent what cannot be served.")
+            self.rooms.decodes.refuse(peer, "it sent what cannot be served.")
         else:
             self.rooms.receive(peer, message)
         if isinstance(message, Done):
@@ -378,7 +378,7 @@ class Prefill(Node):
             if conn is not None:
                 conn.put("down", data)
             elif peer not in self.peers:
-                self.rooms.lost(peer, "decode: it cannot be reached.")
+                self.rooms.decodes.lost(peer, "decode: it cannot be reached.")
         checks, self.rooms.checks = self.rooms.checks, []
         for peer, check, address in checks:
             then = partial(self._checked, peer, check)

@@ -143,7 +143,7 @@ def left_behind(node: Node) -> list[str]:
     """What a node that has nothing to do any more still keeps, and should not."""
     rooms = node.rooms
     if isinstance(node, Prefill):
-        peers = rooms._peers
+        peers = rooms.decodes.alive
         kept = {
             "rooms": rooms._rooms,
             "open rooms": rooms._open,
@@ -152,7 +152,7 @@ def left_behind(node: Node) -> list[str]:
             "digests": node.digester._jobs,
             "wants": [name for peer in peers.values() for name in peer.rooms],
             "peers": [peer for peer in peers if node.peers.get(peer) is None],
-            "silences": rooms._silence._heard.keys() ^ peers.keys(),
+            "silences": rooms.decodes._silence._heard.keys() ^ peers.keys(),
         }
     else:
         links, reader = rooms.links, node.reader

@@ -295,7 +295,7 @@ class Protocol(RuleBasedStateMachine):
             for name in list(node.rooms.open_rooms()):
                 node.abort(name)
             if isinstance(node, Prefill):
-                node.rooms.farewell()
+                node.rooms.decodes.farewell()
             node.turn()
         self.world.kill(node, 99 if what == "close" else pick % 4, what != "kill unseen")
 
