@@ -103,7 +103,7 @@ class Links:
             hello = link.hellos[source]
             if hello is not None and hello.generation == message.generation:
                 reason = "it does not know this decode any more: it has restarted, or given it up."
-                self.lose(link, source, reason)
+                self.lose(link, source, reason, logging.INFO)  # it has said so itself
         else:
             return isinstance(message, Pong)
         return True
@@ -126,14 +126,14 @@ class Links:
                     link.pinged[source] = now
                     self.post(link, source, Ping(hello.generation))
 
-    def lose(self, link: Link, source: int, reason: str) -> None:
+    def lose(self, link: Link, source: int, reason: str, level: int = logging.WARNING) -> None:
         """A rank is gone: the link's rooms fail, and the rank is greeted anew."""
         if link.refusal is not None:
             return
         rank, known = link.first + source, link.lost is not None
         link.plan, link.hellos[source] = None, None
         link.lost = f"{link.name(source)} is lost: {reason}"
-        (log.debug if known else log.warning)("%s", link.lost)
+        log.log(logging.DEBUG if known else level, "%s", link.lost)
         self._failed(link, Failure("prefill", link.lost, "lost"), source)
         self.outbox = [(to, data) for to, data in self.outbox if to != rank]
         self.dials.append(rank)
