@@ -86,7 +86,7 @@ def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
         if not memory or part.memory.partition(":")[0] != here.partition(":")[0]:
             raise TransferError(
                 f"the peer's memory is on {part.memory[:100]}, ours on {here}: engine local moves "
-                "between devices of one kind. Use engine nixl or mooncake."
+                "between devices of one kind. Use engine nixl or mooncake, of an NPU ascend."
             )
     attached = Attached(_sharing(memory))
     try:
@@ -106,6 +106,6 @@ def _sharing(memory: str) -> Sharing:
     if not isinstance(device, Sharing):
         raise TransferError(
             f"device {memory!r} shares no memory between processes, so that engine local cannot "
-            "move it. Use engine nixl or mooncake."
+            "move it. Use engine nixl or mooncake, of an NPU ascend."
         )
     return device

@@ -224,8 +224,8 @@ class MooncakeEngine(Engine):
             if slab.memory.partition(":")[0] not in moves:
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes on {slab.memory}: this build of Mooncake moves "
-                    f"{' and '.join(moves)} memory. Install kvpool[mooncake] for CUDA, or build "
-                    "the pool with device='cpu'."
+                    f"{' and '.join(moves)} memory. Install kvpool[mooncake] for CUDA, use engine "
+                    "ascend for an NPU, or build the pool with device='cpu'."
                 )
 
     def _pieces(self, slab: Slab) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,8 @@ def memory_of(name: str) -> Memory:
     whole = number.isascii() and number.isdigit() and int(number[:9]) < MAX_DEVICE
     if kind not in SEGMENTS or (number and (not whole or kind == "cpu")):
         raise TransferError(
-            f"memory {name[:100]!r}: engine nixl moves {' and '.join(SEGMENTS)} memory."
+            f"memory {name[:100]!r}: engine nixl moves {' and '.join(SEGMENTS)} memory. Use engine "
+            "ascend for an NPU's."
         )
     return Memory(name, SEGMENTS[kind], int(number or 0))
 
