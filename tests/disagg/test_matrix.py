@@ -16,13 +16,18 @@ from kvpool import Shard
 from tests import oracle
 from tests.disagg.farm import Farm
 from tests.disagg.peers import ENGINES
+from tests.kvpool_npu.pools import NPU
 from tests.pools import CLASSES, PACKED, nsa
 
 TOKENS = 21  # pages of 4, of 8 and of 12 end in a partial one
 CHUNKS = (range(7), range(7, 16), range(16, TOKENS))
 MANY = {"num_pages": 12, "num_window_pages": 16}
 # every class, and some packings; all others are in the long runs
-USUAL = {**CLASSES, **{name: PACKED[name] for name in ("mha mxfp8", "hybrid nsa fp8", "dsv4 fp8")}}
+USUAL = {
+    **CLASSES,
+    **{name: PACKED[name] for name in ("mha mxfp8", "hybrid nsa fp8", "dsv4 fp8")},
+    **{f"npu {name}": NPU[name].but(device="npu-reference") for name in ("mha", "nsa fp8")},
+}
 OTHER = {name: build for name, build in PACKED.items() if name not in USUAL and "bf16" not in name}
 
 
