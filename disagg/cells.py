@@ -7,10 +7,10 @@ same hash.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from disagg.route import Box, Ints
 from kvpool.layout import Axis, Key
 
 Hashes = npt.NDArray[np.uint64]
+Read = Callable[[Ints, int], npt.NDArray[np.void]]
+"""Bytes at offsets `[E, C]` of some memory, so many each, `[E, C]`."""
 
 CELL = 4096
 LEAST = 64
@@ -72,14 +74,12 @@ def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
     return tuple(found)
 
 
-def sums(memory: Any, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
+def sums(read: Read, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
     """For each entry, the sum of its cells' hashes mod 2**64.
 
-    `starts`: first bytes of the entries in `memory`, a buffer of bytes; `entries`: their numbers.
+    `starts`: first bytes of the entries in the memory that is `read`; `entries`: their numbers.
     """
-    shape = (len(memory) - cells.width + 1,)
-    rows: Any = np.ndarray(shape, f"V{cells.width}", memory, strides=(1,))
-    hashes = _multilinear(rows[starts[:, None] + cells.offsets])
+    hashes = _multilinear(read(starts[:, None] + cells.offsets, cells.width))
     hashes += cells.numbers
     hashes += (entries.astype(np.uint64) * _ENTRY + _seed(key))[:, None]
     return np.asarray(_mix(hashes).sum(axis=1), dtype=np.uint64)

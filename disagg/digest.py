@@ -7,16 +7,16 @@ pieces add up.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from disagg.cells import CELL, Hashes, cells_of, sums
+from disagg.cells import CELL, Hashes, Read, cells_of, sums
+from disagg.fetch import reader
 from disagg.plan import TransferPlan
 from disagg.route import Box, Ints
 from disagg.walk import End, needed_entries
@@ -66,15 +66,15 @@ def digests(
 
     They come in parts, as they are made: there are about `STEP_BYTES` of work before each, and None
     where no piece has ended since. Pieces may be anybody's: raises ValueError, naming owner, layer
-    and role, for what lies outside the layout, outside what the address keeps alive, or in memory
-    that is not the host's, and where together they are more than all that is alive.
+    and role, for what lies outside the layout, outside what the address keeps alive, or on a device
+    that is not there, and where together they are more than all that is alive.
     """
     left = layout.live_bytes(address.num_tokens)
     ready: list[Hashes] = []
     work = 0
     for piece in pieces:
         region = _region(layout, piece)
-        memory, starts = _rows(layout, address, region, piece.entries)
+        read, starts = _rows(layout, address, region, piece.entries)
         left -= starts.size * _volume(piece.box) * region.width
         if left < 0:
             raise ValueError(f"{region}: the pieces up to this one are more than what is alive.")
@@ -86,7 +86,7 @@ def digests(
                 if work >= STEP_BYTES:
                     yield np.concatenate(ready) if ready else None
                     ready, work = [], 0
-                found[some] += sums(memory, starts[some], part, region.key, numbers[some])
+                found[some] += sums(read, starts[some], part, region.key, numbers[some])
                 work += part.work * (some.stop - some.start)
         ready.append(found if each else found.sum(keepdims=True))
     if ready:
@@ -210,12 +210,6 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
     if region is None:
         owner, layer, role = piece.key
         raise ValueError(f"{owner!r} layer {layer} {role!r}: there is no such region here.")
-    memory = layout.buffer_of(region).memory
-    if memory != "cpu":
-        raise ValueError(
-            f"{region}: its bytes lie in {memory}, digests are made of host memory (cpu) only. "
-            "Verify pools on the CPU device, or none."
-        )
     axes = [axis for axis in region.axes if axis.name != "entry"]
     names = [name for name, _, _ in piece.box], [axis.name for axis in axes]
     if names[0] != names[1]:
@@ -233,8 +227,8 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
 
 def _rows(
     layout: PoolLayout, address: RequestAddress, region: Region, entries: range
-) -> tuple[Any, Ints]:
-    """The memory of a region's buffer, and where in it each of some entries starts that the address
+) -> tuple[Read, Ints]:
+    """What reads a region's buffer, and where in it each of some entries starts that the address
     keeps alive.
     """
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
@@ -249,7 +243,7 @@ def _rows(
     items, steps = np.divmod(numbers, space.entries_per_item)
     ids = End(space, layout, address).item(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
-    return (ctypes.c_ubyte * (buffer.end - buffer.base)).from_address(buffer.base), starts
+    return reader(buffer), starts
 
 
 def _volume(box: Box) -> int:

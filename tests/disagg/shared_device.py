@@ -14,6 +14,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import torch
 
 from kvpool import device as registry
 from kvpool.device import DeviceUnavailable
@@ -65,6 +66,8 @@ class Mapped:
 class SharedDevice:
     """`held` keeps copies from beginning while it is locked."""
 
+    alignment = 4096
+
     def __init__(self, name):
         self.name, self.held, self.attached = name, threading.Lock(), []
         self._files, self._last = {}, None
@@ -75,8 +78,8 @@ class SharedDevice:
     def allocate(self, nbytes):
         handle = os.memfd_create("device")
         os.ftruncate(handle, nbytes)
-        memory = np.frombuffer(mmap.mmap(handle, nbytes), dtype=np.uint8)
-        self._files[memory.ctypes.data] = handle
+        memory = torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
+        self._files[memory.data_ptr()] = handle
         return memory
 
     def share(self, base, nbytes):

@@ -434,10 +434,10 @@ def test_entries_that_have_left_a_window_are_refused():
         values(this.dest, this.here, [early])
 
 
-def test_memory_of_a_device_is_refused():
+def test_memory_of_a_device_that_cannot_be_read_is_refused_by_name():
     (this,) = case_of("mla: equal")
     pool = mla(device="meta", **ROOM)
-    with pytest.raises(ValueError, match="target layer 0 latent: its bytes lie in meta, digests"):
+    with pytest.raises(ValueError, match=r"buffer target.kv.0 on meta: .* has no memory"):
         values(pool, this.here, this.pieces(0))
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
 
 from disagg.bind import CopyBatch
+from disagg.digest import digests, pieces
+from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
+from disagg.plan import plan
 from kvpool.device import get_device
 from kvpool.host import CPUDevice
 from kvpool.layout import Slab
+from tests import oracle
 from tests.disagg.shared_device import installed
+from tests.pools import CLASSES, mla
 from tests.processes import FORKS
 
+TOKENS = 21
 SIZE = 1 << 18
 
 
@@ -25,7 +33,7 @@ def owner(pipe):
     """A process with memory of the device and of the host."""
     with installed():
         device, engine = get_device("shm:0"), create_engine("local")
-        memories = [device.allocate(SIZE), CPUDevice().allocate(SIZE).numpy()]
+        memories = [each.allocate(SIZE).numpy() for each in (device, CPUDevice())]
         for memory, name in zip(memories, ("shm:0", "cpu")):
             memory[:] = pattern() if name == "cpu" else ~pattern()
             engine.register([Slab(memory.ctypes.data, SIZE, name)])
@@ -51,7 +59,7 @@ def here():
     """The device, its memory, and an engine that reads into it."""
     with installed():
         device, engine = get_device("shm:1"), create_engine("local")
-        memory = device.allocate(SIZE)
+        memory = device.allocate(SIZE).numpy()
         engine.register([Slab(memory.ctypes.data, SIZE, "shm:1")])
         yield device, memory, engine
         engine.close()
@@ -160,3 +168,50 @@ def test_memory_that_a_device_cannot_share_is_refused_by_name(here):
 def test_a_device_that_shares_nothing_is_refused_by_name():
     with pytest.raises(TransferError, match="'meta' shares no memory between processes"):
         create_engine("local").register([Slab(1 << 20, 64, "meta")])
+
+
+# digests of what lies on a device
+
+
+def there(layout, memory):
+    """The layout, as that of a pool on a device."""
+    return replace(layout, buffers=tuple(replace(b, memory=memory) for b in layout.buffers))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_bytes_on_a_device_have_the_digests_of_the_same_bytes_on_the_host(name):
+    pool = CLASSES[name].but(num_pages=12, num_window_pages=16)()
+    address = oracle.place(pool, TOKENS)
+    oracle.fill(pool, address)
+    given = pieces(plan([pool.layout], pool.layout), 0, range(TOKENS), TOKENS)
+    assert given
+    with installed():
+        for each in (False, True):
+            host, device = (
+                [part.tolist() for part in digests(layout, address, given, each)]
+                for layout in (pool.layout, there(pool.layout, "shm:0"))
+            )
+            assert host == device
+        oracle.write(pool, address, range(TOKENS), salt=1)
+        made = digests(there(pool.layout, "shm:0"), address, given, True)
+        assert not {*np.concatenate([*made])} & {*np.concatenate(device)}
+
+
+def test_a_hand_off_between_devices_is_verified():
+    with installed():
+        pools = [mla.but(num_pages=12)(device=f"shm:{number}") for number in range(2)]
+        source, dest = pools
+        layouts = [there(pool.layout, f"shm:{number}") for number, pool in enumerate(pools)]
+        given, address = (oracle.place(pool, TOKENS, seed) for seed, pool in enumerate(pools))
+        oracle.fill(source, given)
+        oracle.blank(dest)
+        with (
+            PrefillEndpoint(layouts[0], create_engine("local")) as prefill,
+            DecodeEndpoint(layouts[1], create_engine("local"), verify="checksum") as decode,
+        ):
+            decode.connect([prefill.address], timeout=20)
+            decode.receive("good", address)
+            prefill.send("good", given)
+            assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+            oracle.assert_holds(dest, address)
+            assert decode.metrics("good").verify_seconds > 0
