@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
-from disagg.engines.local_device import Attached, Shared, attach, share
+from disagg.engines.local_device import Attached, Shared, attach, share, withdraw
 from disagg.engines.local_host import (
     Files,
     Segment,
@@ -193,7 +193,9 @@ class LocalEngine(Engine):
         """Gives up all peers, and closes what `register` opened."""
         for peer in list(self._peers):
             self.fence(peer)
+        withdraw(self._shared)
         self._segments.clear()
+        self._shared.clear()
         self._files.close()
 
     def _on_device(self, addresses: Ints) -> npt.NDArray[np.bool_]:

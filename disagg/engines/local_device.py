@@ -4,6 +4,7 @@ it, and copies there and here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,10 +28,26 @@ class Shared(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     told: bytes
 
 
+@dataclass
+class Own:
+    """Memory of this process, which needs no mapping."""
+
+    base: int
+    nbytes: int
+
+    def close(self) -> None:
+        """Nothing was mapped."""
+
+
+offered: Counter[Shared] = Counter()
+"""What engines of this process offer."""
+
+
 @dataclass(eq=False)
 class Attached:
     """A peer's device memory that is mapped here, and the last copy out of it."""
 
+    memory: str
     device: Sharing
     mappings: list[Mapping] = field(default_factory=list)
     mark: Mark | None = None
@@ -39,10 +56,14 @@ class Attached:
         """Maps what a peer shares; by how much it is shifted here."""
         from kvpool.device import DeviceUnavailable
 
-        try:
-            mapping = self.device.attach(shared.told)
-        except DeviceUnavailable as reason:
-            raise TransferError(f"the peer's memory on {shared.memory[:100]}: {reason}") from None
+        mapping: Mapping = Own(shared.base, shared.nbytes)
+        # a driver may map no memory of the process's own
+        if not offered[shared] or shared.memory != self.memory:
+            try:
+                mapping = self.device.attach(shared.told)
+            except DeviceUnavailable as reason:
+                where = shared.memory[:100]
+                raise TransferError(f"the peer's memory on {where}: {reason}") from None
         self.mappings.append(mapping)
         if mapping.nbytes != shared.nbytes:
             raise TransferError(
@@ -74,7 +95,17 @@ def share(slab: Slab) -> Shared:
         told = _sharing(slab.memory).share(slab.base, slab.nbytes)
     except DeviceUnavailable as reason:
         raise TransferError(f"slab of {slab.nbytes} bytes on {slab.memory}: {reason}") from None
-    return Shared(slab.base, slab.nbytes, slab.memory, told)
+    shared = Shared(slab.base, slab.nbytes, slab.memory, told)
+    offered[shared] += 1
+    return shared
+
+
+def withdraw(shared: Sequence[Shared]) -> None:
+    """Takes `share` back."""
+    for part in shared:
+        offered[part] -= 1
+        if not offered[part]:
+            del offered[part]
 
 
 def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
@@ -88,7 +119,7 @@ def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
                 f"the peer's memory is on {part.memory[:100]}, ours on {here}: engine local moves "
                 "between devices of one kind. Use engine nixl or mooncake, of an NPU ascend."
             )
-    attached = Attached(_sharing(memory))
+    attached = Attached(memory, _sharing(memory))
     try:
         return attached, [attached.add(part) for part in shared]
     except TransferError:

@@ -12,6 +12,7 @@ from disagg.bind import CopyBatch
 from disagg.digest import digests, pieces
 from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
+from disagg.engines.local_device import offered
 from disagg.plan import plan
 from kvpool.device import get_device
 from kvpool.host import CPUDevice
@@ -87,6 +88,25 @@ def test_memory_of_a_device_and_of_the_host_arrive_in_one_read(other, here):
     expected[0, 64:164], expected[0, 1024:1032] = ~truth[7:107], ~truth[:8]
     expected[1, 512:562] = truth[9:59]
     assert np.array_equal([memory, own], expected)
+
+
+def test_memory_of_the_process_itself_needs_no_mapping(here):
+    device, memory, engine = here
+    source, other = device.allocate(SIZE).numpy(), create_engine("local")
+    source[:] = pattern()
+    slab = Slab(source.ctypes.data, SIZE, "shm:1")
+    other.register([slab])
+    metadata = other.metadata()
+    transfer = engine.read(
+        engine.connect(metadata), batch_of((slab.base + 3, memory.ctypes.data, 64))
+    )
+    while not engine.poll(transfer):
+        pass
+    assert np.array_equal(memory[:64], pattern()[3:67]) and not device.attached
+    other.close()  # it offers nothing any more, so that what it said is a peer's word
+    engine.connect(metadata)
+    assert len(device.attached) == 1
+    assert [shared.base for shared in offered] == [memory.ctypes.data]
 
 
 def test_runs_between_the_host_and_a_device_are_refused(other, here):
