@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ DRIVERS = {
     "cuda": Path("/proc/driver/nvidia/version"),
     "npu": Path("/usr/local/Ascend/driver/version.info"),
 }
-COMPILERS = ("triton", "torch-npu")
 
 
 def machine(device: Device) -> dict[str, str]:
@@ -40,13 +38,7 @@ def machine(device: Device) -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """Versions of what is installed of all that matters here."""
-    found = versions()
-    for name in COMPILERS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {name: number for name, number in found.items() if number != "-"}
+    return {name: number for name, number in versions().items() if number != "-"}
 
 
 def now() -> str:

@@ -150,8 +150,7 @@ def serve(pipe: Connection, device: str, nbytes: int) -> None:
         there.record().synchronize()
         pipe.send(memory.data_ptr())
         while True:
-            if not pipe.poll(None if engine is None else engine.progress_seconds):
-                assert engine is not None
+            if engine is not None and not pipe.poll(engine.progress_seconds):
                 engine.progress()
                 continue
             name = pipe.recv()
