@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpool.lazy import loader
 
 if TYPE_CHECKING:
     from disagg.bind import CopyBatch as CopyBatch
@@ -39,8 +40,4 @@ _HOME = {
 
 __all__ = [*_HOME]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'disagg' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"disagg.{_HOME[name]}"), name)
+__getattr__ = loader(__name__, _HOME)

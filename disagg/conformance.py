@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from disagg.bind import CopyBatch
+from disagg.digest import digests, pieces
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from kvpool.device import Device, get_device
@@ -114,6 +115,25 @@ def the_device_copies_the_runs_of_a_plan(case: Case) -> None:
         _transfer([case.make()], case.make(**more), by_device)
 
 
+def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
+    """Of the same values on the device and on the host, in other pages, placements and shards."""
+    for more in case.others:
+        pools = case.make(), case.build(**{**more, "device": "cpu"})
+        here, there = (pool.layout for pool in pools)
+        tokens = max(1, min(map(capacity, (here, there))) - 1)
+        asked = pieces(plan([here], there), 0, range(tokens), tokens)
+        found = []
+        for number, pool in enumerate(pools):
+            side = Side(pool, tokens, f"side {number}")
+            side.write()
+            parts = digests(pool.layout, side.address, asked)
+            found.append([value for part in parts if part is not None for value in part.tolist()])
+        wrong = [piece.key for piece, one, other in zip(asked, *found, strict=True) if one != other]
+        if wrong:
+            owner, layer, role = wrong[0]
+            fail(f"{owner} layer {layer} {role}: digests of the same values differ.")
+
+
 def engine_local_reads_another_process(device: Device) -> None:
     """Runs of every length, out of memory of this device that another process has filled."""
     code = f"from disagg.conformance import own; own({device.name!r})"
@@ -195,6 +215,7 @@ POOL_CHECKS = (
     plans_lead_to_the_host,
     plans_lead_from_the_host,
     the_device_copies_the_runs_of_a_plan,
+    digests_do_not_depend_on_where_bytes_lie,
 )
 DEVICE_CHECKS = (engine_local_reads_another_process,)
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpool.lazy import loader
 
 if TYPE_CHECKING:
     from kvpool.allocator import Allocator as Allocator
@@ -75,8 +76,4 @@ _HOME = {
 
 __all__ = [*_HOME]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvpool.{_HOME[name]}"), name)
+__getattr__ = loader(__name__, _HOME)

@@ -68,6 +68,7 @@ class _Column(NamedTuple):
 
     @property
     def address(self) -> int:
+        """Of the list; 0 where there is none."""
         return 0 if self.listed is None else self.listed.data_ptr()
 
 

@@ -5,8 +5,9 @@ Names load on first use; `docs/npu.md` says what is where, and how far it was te
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpool.lazy import loader
 
 if TYPE_CHECKING:
     from kvpool_npu.device import NPUDevice as NPUDevice
@@ -27,8 +28,4 @@ _HOME = {
 
 __all__ = [*_HOME]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvpool_npu' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvpool_npu.{_HOME[name]}"), name)
+__getattr__ = loader(__name__, _HOME)

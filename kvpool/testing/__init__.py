@@ -7,8 +7,9 @@ formula and the formats' definitions: never by the device under test, nor by `kv
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvpool.lazy import loader
 
 if TYPE_CHECKING:
     from kvpool.testing.case import Build as Build
@@ -32,8 +33,4 @@ _HOME = {
 
 __all__ = [*_HOME]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvpool.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvpool.testing.{_HOME[name]}"), name)
+__getattr__ = loader(__name__, _HOME)
