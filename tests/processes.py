@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "disagg.endpoint", "tests.oracle", "tests.pools"])
+
+
+def stopped(pid: int) -> bool:
+    """Whether every thread of a process is stopped by a signal; see proc(5)."""
+    try:
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,6 +20,7 @@ from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.mooncake_link import CALL_RUNS, choose, fetch, hasten, start
 from kvpool.layout import Slab
 from tests.disagg.peers import ENGINES
+from tests.processes import stopped
 
 __test__ = "mooncake" in ENGINES  # collected where the package is installed
 
@@ -54,10 +54,6 @@ def until(condition, seconds=30):
         time.sleep(0.005)
 
 
-def state(task):
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
-
-
 class Owner:
     """A process with `SIZE` registered bytes."""
 
@@ -80,8 +76,7 @@ class Owner:
     def stop(self):
         """Stops every thread, and returns once they stand still."""
         os.kill(self.process.pid, signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        until(lambda: all(state(task) == "T" for task in tasks.iterdir()))
+        until(lambda: stopped(self.process.pid))
 
     def go_on(self):
         os.kill(self.process.pid, signal.SIGCONT)

@@ -122,6 +122,15 @@ class Child:
 
         self.hooks.trip = Trip(point, count, ordered)
 
+    def do_trip_abort(self, count: int, number: int, reason: str) -> None:
+        """Once the `count`-th read was posted, an order is aborted, before there is another."""
+
+        def aborted() -> None:
+            self.say("tripped")
+            self.do_abort(number, reason)
+
+        self.hooks.trip = Trip("read after", count, aborted)
+
     def do_untrip(self) -> None:
         """Forgets what was to happen; tells whether it still was."""
         pending, self.hooks.trip, self.hooks.doubled = self.hooks.trip, None, 0.0
@@ -208,7 +217,7 @@ class Child:
                 self.endpoint.receive(order.room, order.address, start=start, link=link)
                 attempt = self.endpoint._rooms._rooms[order.room].attempt
                 self._attempts[attempt] = order
-            order.asked = True
+                order.asked = True
             self.say("begun", order.number)
         state = self.endpoint.poll(order.room)
         if state.ended and not order.ended:

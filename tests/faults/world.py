@@ -16,10 +16,10 @@ from typing import Any
 
 from disagg.engines.base import Engine
 from disagg.room import KVPoll
-from tests.disagg.farm import FORKS
 from tests.faults.child import main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
+from tests.processes import FORKS, stopped
 
 PATIENCE = 60.0
 """Seconds after which a process that does not answer is stuck."""
@@ -179,10 +179,13 @@ class World:
         return room
 
     def signal(self, name: str, number: int) -> None:
-        """Signals a process."""
+        """Signals a process; one that is to go on, once it has stopped."""
+        pid = self.peers[name].pid
         if number == signal.SIGKILL:
             self.mortal.add(name)
-        os.kill(self.peers[name].pid, number)
+        elif number == signal.SIGCONT and not self.until(lambda: stopped(pid), PATIENCE):
+            raise Violation(f"{name} does not stop")
+        os.kill(pid, number)
 
     def bury(self, name: str) -> None:
         """Takes note that a process was killed, once it is dead and has said its last."""

@@ -85,8 +85,7 @@ def assert_whole(world):
 def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(begin):
     """Museum 26: sglang#24527, #30233."""
     with begin() as (world, room):
-        order = "abort", room.number, "no longer needed"
-        world.tell("d1", "trip_order", "read after", 5, *order)
+        world.tell("d1", "trip_abort", 5, room.number, "no longer needed")
         struck(world)
         ends = ended(world, room)
         assert {state for state, _ in ends.values()} == {KVPoll.Failed}
