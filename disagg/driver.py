@@ -313,7 +313,8 @@ class Driver(ABC):
                 try:
                     message = decode(frames[-1])
                     with self._lock:
-                        self._take(socket, frames, message)
+                        if not self._closing:  # who has said goodbye greets nobody
+                            self._take(socket, frames, message)
                 except Exception as error:  # one peer's fault must not end what serves them all
                     log.warning(
                         "%s: a peer sent what cannot be served: %s",

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from urllib.request import urlopen
 
 import pytest
+import zmq
 
+from disagg import wire
 from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
+from disagg.wire import Hello, Unknown, encode
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.peers import ENGINES, prefills
@@ -220,6 +223,33 @@ def test_a_prefill_that_closes_says_so_and_nobody_waits_for_a_time_out():
         until(decode, lambda: link.lost is not None)
         decode.receive("s", address)
         assert "does not know this decode any more" in str(decode.failure("s"))
+
+
+def test_who_has_said_goodbye_greets_nobody():
+    """A hello that comes in between would be answered by a life that is over."""
+    with (
+        prefill_side() as (prefill, _),
+        decode_side() as (decode, _, _),
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.linger = 0
+        dealer.connect(prefill.address)
+        dealer.send(encode(decode._hello))
+        assert dealer.poll(20_000) and isinstance(wire.decode(dealer.recv()), Hello)
+        farewell = prefill._farewell
+
+        def late():
+            farewell()
+            dealer.send(encode(decode._hello))
+            time.sleep(0.3)  # it lies in the socket when the last turn begins
+
+        prefill._farewell = late
+        prefill.close()
+        heard = []
+        while dealer.poll(300):
+            heard.append(type(wire.decode(dealer.recv())))
+        assert heard == [Unknown]
 
 
 def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
