@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +37,7 @@ from disagg.wire import (
     decode,
     room_name,
 )
-from kvpool.layout import PoolLayout
+from kvpool.layout import PoolLayout, Slab
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -100,6 +100,7 @@ class Driver(ABC):
         peer_timeout: float,
         keys: str | os.PathLike[str] | None,
         serves: bool,
+        more: Sequence[Slab] = (),
     ) -> None:
         if not LEAST_TIMEOUT <= peer_timeout <= MOST_TIMEOUT:
             raise ValueError(
@@ -108,7 +109,7 @@ class Driver(ABC):
         self._keys = None if keys is None else read_keys(keys)
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
-        engine.register(self.layout.slabs())
+        engine.register([*self.layout.slabs(), *more])
         self._hello = Hello(
             PROTOCOL,
             self.layout.generation,

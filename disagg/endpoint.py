@@ -39,6 +39,7 @@ from disagg.metrics import RoomMetrics, Snapshot
 from disagg.prefill import PrefillRooms
 from disagg.reader import Reader
 from disagg.room import KVPoll
+from disagg.staging import LEAST_STAGING, stage_for
 from disagg.wire import MAX_MESSAGE, Aux, Check, Message, Room, room_name
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 PEER_TIMEOUT = 10.0
 LEASE = 300.0
 READ_TIMEOUT = 30.0
+STAGING = 16 << 20
 
 __all__ = ["DecodeEndpoint", "HandshakeRefused", "KVPoll", "PrefillEndpoint"]
 
@@ -177,6 +179,8 @@ class DecodeEndpoint(Driver):
     read that takes longer than `read_timeout` seconds has failed. `verify="checksum"` compares
     digests of everything that was read with prefill's before a room succeeds. `allow_missing` names
     owners or roles that prefill may lack altogether (`"draft"`): their memory is left as it is.
+    `staging` bytes (0: none) are for runs that are small, and close together at prefill's: they are
+    read as long ones and scattered from there (docs/engines.md).
     """
 
     _rooms: DecodeRooms
@@ -191,13 +195,19 @@ class DecodeEndpoint(Driver):
         read_timeout: float = READ_TIMEOUT,
         verify: str | None = None,
         allow_missing: Collection[str] = (),
+        staging: int = STAGING,
         keys: str | os.PathLike[str] | None = None,
     ) -> None:
         if verify not in (None, "checksum"):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:
             raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
-        super().__init__(layout, engine, peer_timeout, keys, serves=False)
+        if staging and not staging >= LEAST_STAGING:
+            raise ValueError(
+                f"staging={staging!r}: {LEAST_STAGING:,} bytes or more, or 0 for none."
+            )
+        stage = stage_for(layout, engine, staging)
+        super().__init__(layout, engine, peer_timeout, keys, serves=False, more=stage.slabs)
         self._rooms = DecodeRooms(
             self._hello,
             self.layout,
@@ -205,7 +215,8 @@ class DecodeEndpoint(Driver):
             verify is not None,
             allow_missing=allow_missing,
         )
-        self._reader = Reader(engine, read_timeout, self._wanted, self._failed, self._ended)
+        ends = self._wanted, self._failed, self._ended
+        self._reader = Reader(engine, read_timeout, *ends, stage=stage)
         self._digester = Digester()
         self._dialled: dict[int, zmq.Socket[bytes]] = {}
         self._leaving: deque[tuple[float, zmq.Socket[bytes]]] = deque()

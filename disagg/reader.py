@@ -8,14 +8,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from disagg.bind import Columns, CopyBatch
+from disagg.bind import Columns
 from disagg.decode_room import Link, Read
 from disagg.engines.base import Engine, TransferError
 from disagg.metrics import RoomMetrics
 from disagg.plan import TransferPlan
+from disagg.staging import Part, Stage
+
+if TYPE_CHECKING:
+    from kvpool.device import Mark
 
 log = logging.getLogger("disagg")
 
@@ -26,12 +30,19 @@ SPIN_SECONDS = 1.0
 
 
 @dataclass(eq=False, slots=True)
-class _Part:
-    """A part of a read that is in flight."""
+class _InFlight:
+    """A part of a read that was posted; with a buffer, until it was scattered from there."""
 
     transfer: Any
-    nbytes: int
+    part: Part
     posted: float
+    buffer: int | None
+    arrived: bool = False
+    mark: Mark | None = None
+
+    def copying(self) -> bool:
+        """Whether a device still copies out of the buffer."""
+        return self.mark is not None and not self.mark.query()
 
 
 @dataclass(eq=False, slots=True)
@@ -39,10 +50,12 @@ class _Active:
     """A read that has begun: the parts still to be posted, and those in flight."""
 
     read: Read
-    parts: Iterator[CopyBatch]
+    parts: Iterator[Part]
     metrics: RoomMetrics
     left: bool = True
-    in_flight: deque[_Part] = field(default_factory=deque)
+    next: Part | None = None
+    in_flight: deque[_InFlight] = field(default_factory=deque)
+    buffers: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +75,7 @@ class _Fence:
     """A peer that is given up, and the read of which bytes may land until that is done."""
 
     peer: Any
-    read: Read | None
+    active: _Active | None
     problem: str | None
     hopeless: bool = False
 
@@ -84,8 +97,10 @@ class Reader:
         failed: Callable[[Read, str], None],
         ended: Callable[[Read, str | None], None],
         clock: Callable[[], float] = time.monotonic,
+        stage: Stage | None = None,
     ) -> None:
         self._engine, self._timeout, self._clock = engine, timeout, clock
+        self._stage = stage or Stage()
         self._wanted, self._failed, self._ended = wanted, failed, ended
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         self._fences: list[_Fence] = []
@@ -107,7 +122,7 @@ class Reader:
                 self._ended(active.read, None)
                 active = None
             if lane.connected:
-                self._fences.append(_Fence(lane.peer, active.read if active else None, None))
+                self._fences.append(_Fence(lane.peer, active, None))
 
     def step(self) -> bool:
         """One step of every rank; whether the next should follow at once."""
@@ -127,8 +142,8 @@ class Reader:
             for read in lane.queue:
                 self._ended(read, "the endpoint was closed.")
         for fence in self._fences:
-            if fence.read is not None:
-                self._ended(fence.read, fence.problem)
+            if fence.active is not None:
+                self._ended(fence.active.read, fence.problem)
         self._lanes.clear()
         self._fences.clear()
 
@@ -167,14 +182,14 @@ class Reader:
             columns=lane.columns,
         )
         metrics.bound(batch, time.perf_counter() - began)
-        parts = batch.split(self._engine.max_bytes, self._engine.max_runs)
-        lane.active = _Active(read, parts, metrics)
+        source = read.plan.sources[read.source]
+        lane.active = _Active(read, self._stage.parts(batch, source, self._engine), metrics)
 
     def _go_on(self, lane: _Lane, active: _Active) -> bool:
         moved = False
-        while active.in_flight and self._engine.poll(active.in_flight[0].transfer):
+        while active.in_flight and self._landed(active, active.in_flight[0]):
             part = active.in_flight.popleft()
-            active.metrics.moved(part.nbytes, self._clock() - part.posted)
+            active.metrics.moved(part.part.wanted, self._clock() - part.posted)
             moved = True
         if active.in_flight:
             spent = self._clock() - active.in_flight[0].posted
@@ -183,44 +198,79 @@ class Reader:
         if active.left and not self._wanted(active.read):
             active.left = False
         if active.left and len(active.in_flight) < DEPTH:
-            batch = next(active.parts, None)
-            if batch is None:
-                active.left = False
-            else:
-                posted = self._clock()
-                transfer = self._engine.read(lane.peer, batch)
-                active.in_flight.append(_Part(transfer, batch.total, posted))
-                moved = True
+            moved = self._post(lane, active) or moved
         if not active.left and not active.in_flight:
             lane.active = None
             self._ended(active.read, None)
             moved = True
         return moved
 
+    def _post(self, lane: _Lane, active: _Active) -> bool:
+        """Posts the next part; False while it waits for a buffer."""
+        part = active.next or next(active.parts, None)
+        if part is None:
+            active.left = False
+            return True
+        read, buffer = part.read, None
+        if part.scatter is not None:
+            buffer = self._stage.take()
+            active.next = part if buffer is None else None
+            if buffer is None:
+                return False
+            active.buffers.add(buffer)
+            read = replace(read, dst=read.dst + buffer)
+        posted = self._clock()
+        transfer = self._engine.read(lane.peer, read)
+        active.in_flight.append(_InFlight(transfer, part, posted, buffer))
+        return True
+
+    def _landed(self, active: _Active, flight: _InFlight) -> bool:
+        """Whether a part has arrived where it belongs."""
+        if not flight.arrived:
+            flight.arrived = self._engine.poll(flight.transfer)
+            if not flight.arrived:
+                return False
+            if flight.part.scatter is not None and flight.buffer is not None:
+                flight.mark = self._stage.scatter(flight.part.scatter, flight.buffer)
+        if flight.copying():
+            return False
+        if flight.buffer is not None:
+            active.buffers.remove(flight.buffer)
+            self._stage.give(flight.buffer)
+        return True
+
     def _give_up(self, lane: _Lane, read: Read, error: Exception) -> None:
         """Its room fails now, its pages come back once nothing can land; the next reconnects."""
         problem = f"read from {read.link.name(read.source)}: {error}"
-        touched, lane.active = lane.active is not None, None
-        if touched:
+        active, lane.active = lane.active, None
+        if active is not None:
             self._failed(read, problem)
         else:  # nothing of it was posted
             self._ended(read, problem)
         if not lane.connected:
             return
-        fence = _Fence(lane.peer, read if touched else None, problem)
+        fence = _Fence(lane.peer, active, problem)
         lane.peer, lane.connected = None, False
         if not self._fenced(fence):
             self._fences.append(fence)
 
     def _fenced(self, fence: _Fence) -> bool:
-        """Whether a peer is given up. Where that can never be known, pages stay in quarantine."""
+        """Whether a peer is given up. Where that can never be known, pages and buffers stay in
+        quarantine.
+        """
+        active = fence.active
+        if active is not None and any(part.copying() for part in active.in_flight):
+            return False
         try:
             if fence.hopeless or not self._engine.fence(fence.peer, 0):
                 return False
         except Exception as error:
             log.error("pages stay in quarantine, a peer cannot be fenced: %s", error)
             fence.hopeless = True
+            if active is not None:
+                self._stage.lose(len(active.buffers))
             return False
-        if fence.read is not None:
-            self._ended(fence.read, fence.problem)
+        if active is not None:
+            self._stage.give(*active.buffers)
+            self._ended(active.read, fence.problem)
         return True

@@ -35,6 +35,10 @@ class Engine(ABC):
     """Most bytes that one `read` should carry, so that control messages are served in between."""
     max_runs: ClassVar[int] = 16384
     """Most runs that one `read` may carry."""
+    run_bytes: ClassVar[int] = 0
+    """What a run costs beside its bytes: as many as could be moved in that time. Where it is not 0,
+    small runs go by way of `disagg.staging`.
+    """
     progress_seconds: ClassVar[float] = 0.001
     """How often `progress` is to be called where a peer may be reading."""
 

@@ -68,6 +68,7 @@ class MooncakeEngine(Engine):
     """
 
     name = "mooncake"
+    run_bytes = 48 << 10
     progress_seconds = 0.05  # its own threads answer peers
     token_bytes: ClassVar[int] = 16
     max_regions: ClassVar[int] = MAX_RANGES

@@ -61,6 +61,7 @@ class NixlEngine(Engine):
     """
 
     name = "nixl"
+    run_bytes = 8 << 10
     progress_seconds = 0.0002  # over TCP and shared memory this is what the rate depends on
 
     def __init__(

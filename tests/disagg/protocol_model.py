@@ -25,7 +25,7 @@ from disagg.room import KVPoll
 from disagg.wire import PROTOCOL, Done, Hello, Released, WireError, decode
 from kvpool import Allocator
 from tests import oracle
-from tests.disagg.slow_engine import ALL, SlowEngine
+from tests.disagg.slow_engine import ALL, SlowEngine, WatchedStage
 
 KEPT = 20
 """Messages of each direction of a connection that may come once more."""
@@ -404,6 +404,8 @@ class Decode(Node):
         self.links: dict[int, Link] = {}
         self.conns: dict[int, Conn] = {}
         self.rooms = DecodeRooms(self.hello, self.layout, readers, verify, world.clock)
+        if self.life % 2:
+            self.engine.stage = WatchedStage(self, 4 * self.engine.max_bytes)
         self.reader = Reader(
             self.engine,
             READ_TIMEOUT,
@@ -411,6 +413,7 @@ class Decode(Node):
             self.rooms.read_failed,
             self.rooms.read_ended,
             world.clock,
+            self.engine.stage,
         )
 
     def connect(self, service: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from disagg.room import KVPoll
+from disagg.staging import BUFFERS
 from tests.disagg.protocol_model import READ_TIMEOUT, Decode, Node, Prefill, World
 
 # why a room may fail, and what must have been done to one who had to do with it: see `caused`
@@ -82,7 +83,7 @@ def settle(world: World) -> None:
     go(world, 3)
     timeouts = (node.timeout for node in world.everybody())
     world.pass_time(max(timeouts) + (world.lease or 0) + READ_TIMEOUT + 3, True)
-    check(world)
+    go(world, 10)  # parts of a few bytes take a turn each
     for node in world.able():
         for name in list(node.rooms.open_rooms()):
             assert may_wait(node, name), f"{name!r} of {node.hello.generation} never ends"
@@ -158,9 +159,14 @@ def left_behind(node: Node) -> list[str]:
         links, reader = rooms.links, node.reader
         ranks = {each.first + n: h for each in links.links for n, h in enumerate(each.hellos)}
         hopeless = [fence for fence in reader._fences if fence.hopeless]
+        stage = node.engine.stage
         kept = {
-            "rooms": rooms._rooms.keys() ^ {fence.read.room for fence in hopeless if fence.read},
+            "rooms": rooms._rooms.keys()
+            ^ {fence.active.read.room for fence in hopeless if fence.active},
             "open rooms": rooms._open,
+            "buffers": stage.owners
+            if stage and len(stage.owners) != BUFFERS - stage._usable
+            else (),
             "reads": rooms.reads,
             "checks": rooms.checks,
             "digests": node.digester._jobs,

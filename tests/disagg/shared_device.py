@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from unittest import mock
 
@@ -30,6 +30,11 @@ def installed():
         registry.get_device.cache_clear()
         yield
     registry.get_device.cache_clear()
+
+
+def there(layout, memory):
+    """The layout, as that of a pool on a device."""
+    return replace(layout, buffers=tuple(replace(b, memory=memory) for b in layout.buffers))
 
 
 class Mark:

@@ -8,7 +8,13 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from disagg.bind import CopyBatch
 from disagg.engines.base import Engine, TransferError
+from disagg.staging import BUFFERS, Joined, Stage, cut, joined
+from kvpool.host_copy import copy_runs
+from kvpool.layout import Slab
 
 ALL = 99
 """So many runs are all."""
@@ -24,7 +30,8 @@ class Peer:
 
 @dataclass(eq=False)
 class Transfer:
-    """Runs `(src, dst, nbytes)` that have not landed, and whose their pages were when posted.
+    """Runs `(src, dst, nbytes)` that have not landed, and whose their pages or buffers were when
+    posted.
 
     `fate`: "fail" (it may land nevertheless), "stick", or none.
     """
@@ -33,6 +40,46 @@ class Transfer:
     runs: list[tuple[int, int, int]]
     owners: dict[int, object]
     fate: str = ""
+
+
+class WatchedStage(Stage):
+    """Buffers that belong, while they are taken, to who took them: by numbers below 0."""
+
+    def __init__(self, node, nbytes: int) -> None:
+        memory = np.zeros(BUFFERS * nbytes, dtype=np.uint8)
+        slab = Slab(memory.ctypes.data, memory.nbytes, "cpu")
+        super().__init__([slab], self._copy_out, memory)
+        self.begin, self.end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+        self.node = node
+        self.owners: dict[int, object] = {}
+
+    def number(self, address: int) -> int:
+        return -1 - (address - self.begin) // self.buffer_bytes
+
+    def parts(self, batch, source, engine):
+        if not self._usable:
+            return super().parts(batch, source, engine)
+        offsets = np.cumsum(batch.nbytes) - batch.nbytes
+        apart = Joined(
+            CopyBatch(batch.src, offsets, batch.nbytes), CopyBatch(offsets, batch.dst, batch.nbytes)
+        )
+        found = joined(batch, source, engine.run_bytes) or apart
+        return cut(found, self.buffer_bytes, engine.max_runs)
+
+    def take(self):
+        buffer = super().take()
+        if buffer is not None:
+            self.owners[self.number(buffer)] = object()
+        return buffer
+
+    def give(self, *buffers):
+        for buffer in buffers:
+            del self.owners[self.number(buffer)]
+        super().give(*buffers)
+
+    def _copy_out(self, src, dst, nbytes):
+        self.node.engine.check_scattered(dst, nbytes)
+        copy_runs(src, dst, nbytes)
 
 
 class SlowEngine(Engine):
@@ -46,6 +93,7 @@ class SlowEngine(Engine):
     name = "slow"
     max_bytes = 24
     max_runs = 3
+    run_bytes = 8
 
     def __init__(self, node, broken: list[str]) -> None:
         self.node, self.broken = node, broken
@@ -54,6 +102,7 @@ class SlowEngine(Engine):
         self.fate = ""
         self.meanwhile: Callable[[], None] | None = None
         self.eager = self.patient = False
+        self.stage: WatchedStage | None = None
 
     @classmethod
     def availability(cls) -> None:
@@ -76,7 +125,7 @@ class SlowEngine(Engine):
 
     def read(self, peer: Peer, batch) -> Transfer:
         runs = list(zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()))
-        owners = {page: self.node.owners.get(page) for run in runs for page in self._pages(run)}
+        owners = {page: self._owner(page) for run in runs for page in self._pages(run)}
         self._must(None not in owners.values(), "a read is posted into pages that are nobody's")
         self._must(not peer.fenced, "a peer that was given up is read from")
         transfer = Transfer(peer, runs, owners, self.fate)
@@ -120,7 +169,7 @@ class SlowEngine(Engine):
         for _ in range(min(runs, len(transfer.runs))):
             src, dst, nbytes = run = transfer.runs.pop(at % len(transfer.runs))
             for page in self._pages(run):
-                owner = self.node.owners.get(page)
+                owner = self._owner(page)
                 self._must(owner is transfer.owners[page], f"bytes land in page {page} of others")
             ctypes.memmove(dst, src, nbytes)
 
@@ -131,8 +180,23 @@ class SlowEngine(Engine):
             self.land(transfer, runs)
         self.transfers = [each for each in self.transfers if each.runs]
 
+    def check_scattered(self, dst, nbytes) -> None:
+        """Bytes come out of a buffer."""
+        for run in zip(dst.tolist(), dst.tolist(), nbytes.tolist()):
+            owned = all(self._owner(page) for page in self._pages(run))
+            self._must(owned, "bytes are scattered into pages that are nobody's")
+
+    def _owner(self, page: int) -> object:
+        owners = self.node.owners if page >= 0 or self.stage is None else self.stage.owners
+        return owners.get(page)
+
     def _pages(self, run: tuple[int, int, int]) -> range:
+        """Pages of a run, or the number of its buffer, below 0."""
         _, dst, nbytes = run
+        if self.stage is not None and self.stage.begin <= dst < self.stage.end:
+            first, last = (self.stage.number(at) for at in (dst, dst + nbytes - 1))
+            self._must(first == last, "a run leaves its buffer")
+            return range(first, first + 1)
         for buffer in self.node.layout.buffers:
             if buffer.base <= dst and dst + nbytes <= buffer.end:
                 last = (dst + nbytes - 1 - buffer.base) // buffer.item_stride

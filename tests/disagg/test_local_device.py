@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from kvpool.device import get_device
 from kvpool.host import CPUDevice
 from kvpool.layout import Slab
 from tests import oracle
-from tests.disagg.shared_device import installed
+from tests.disagg.shared_device import installed, there
 from tests.pools import CLASSES, mla
 from tests.processes import FORKS
 
@@ -191,11 +189,6 @@ def test_a_device_that_shares_nothing_is_refused_by_name():
 
 
 # digests of what lies on a device
-
-
-def there(layout, memory):
-    """The layout, as that of a pool on a device."""
-    return replace(layout, buffers=tuple(replace(b, memory=memory) for b in layout.buffers))
 
 
 @pytest.mark.parametrize("name", CLASSES)
