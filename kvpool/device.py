@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from kvpool.grid import Ints
-from kvpool.torch_ops import Row
+from kvpool.torch_ops import Held, Row
 
 
 class DeviceUnavailable(RuntimeError):
@@ -68,22 +68,18 @@ class Device(Protocol):
         locations: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Writes floats `[N, ..., D]` as e4m3 to `view`, and to `scales` `[item, entry, ..., S]`
-        what they are to be multiplied with, one for each of S blocks: the bytes that
-        `kvpool.quant.quantise` makes.
+        """Writes floats `[N, ..., D]` as e4m3 or int8 to `view`, and to `scales`
+        `[item, entry, ..., S]`, float32, float16 or ue8m0, what they are to be multiplied with, one
+        for each of S blocks: the bytes that `kvpool.quant.quantise` makes.
         """
-
-    def dequantize_load(
-        self,
-        view: torch.Tensor,
-        scales: torch.Tensor,
-        locations: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Reads what `quantize_store` wrote, as floats of `dtype`."""
 
     def store_rows(self, rows: Sequence[Row], locations: torch.Tensor) -> None:
         """Writes all that one write gives: in one launch, where the device can."""
+
+    def load_rows(self, rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
+        """Reads all that one read takes, each into a new tensor `[N, ...]`: in one launch, where
+        the device can. What `quantize_store` wrote becomes floats of the row's dtype.
+        """
 
     def copy_items(
         self,

@@ -11,8 +11,8 @@ import torch
 from kvpool.device import Device
 from kvpool.dtypes import ITEMSIZE
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
-from kvpool.quant import PACKINGS, scale_role
-from kvpool.torch_ops import Row
+from kvpool.quant import LARGEST, PACKINGS, SCALES, scale_role
+from kvpool.torch_ops import Held, Row
 
 
 class Entries:
@@ -75,12 +75,24 @@ class Entries:
         """Reads flat locations `[N]` into a new tensor `[N, ...]`; what has scales becomes floats
         of the pool's dtype.
         """
-        scales = scale_role(role)
-        if (self.owner, layer, scales) not in self.layout.region_by_key:
-            return self.gather(role, layer, locations)
-        where = self._locations((role, scales), layer, locations)
-        views = self._entries(role, layer), self._entries(scales, layer)
-        return self.device.dequantize_load(*views, where, getattr(torch, self.dtype))
+        (found,) = self.read_roles((role,), layer, locations)
+        return found
+
+    def read_roles(
+        self, roles: Iterable[str], layer: int, locations: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """The same of several roles at once, each into a tensor of its own."""
+        rows, needed = [], []
+        for role in roles:
+            needed.append(role)
+            scales, held = scale_role(role), Held(self._entries(role, layer))
+            if (self.owner, layer, scales) in self.layout.region_by_key:
+                needed.append(scales)
+                dtype = getattr(torch, self.dtype)
+                held = held._replace(scales=self._entries(scales, layer), dtype=dtype)
+            rows.append(held)
+        where = self._locations(needed, layer, locations)
+        return tuple(self.device.load_rows(rows, where))
 
     def scatter(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
         """Writes stored values `[N, ...]` by role to flat locations `[N]`, all roles or none.
@@ -105,10 +117,11 @@ class Entries:
         scales: torch.Tensor | None = None,
     ) -> Row:
         view = self._entries(role, layer)
-        if scales is not None and view.dtype is not torch.float8_e4m3fn:
+        if scales is not None and (view.dtype not in LARGEST or scales.dtype not in SCALES):
             raise ValueError(
-                f"{self.owner} layer {layer} {role}: floats for {view.dtype} with scales. What is "
-                "quantised here is float8_e4m3fn: give values and scales as they are stored."
+                f"{self.owner} layer {layer} {role}: floats for {view.dtype} with scales of "
+                f"{scales.dtype}. What is quantised here is float8_e4m3fn or int8, with scales of "
+                "float32, float16 or float8_e8m0fnu: give values and scales as they are stored."
             )
         shape = (where.numel(), *view.shape[2:])
         if tuple(given.shape) != shape or (scales is None and given.dtype != view.dtype):
@@ -135,9 +148,11 @@ class Entries:
 
     def _locations(self, roles: Iterable[str], layer: int, locations: Any) -> torch.Tensor:
         """Locations that all of `roles` have."""
-        views = ((role, self._entries(role, layer)) for role in roles)
-        role, end = min(((r, v.shape[0] * v.shape[1]) for r, v in views), key=lambda each: each[1])
-        return self._ids(f"layer {layer} {role}: location", locations, end)
+        ends = {role: self._entries(role, layer).shape[:2].numel() for role in roles}
+        if not ends:
+            raise ValueError(f"{self.owner} layer {layer}: no role is named. Name one or more.")
+        role = min(ends, key=ends.__getitem__)
+        return self._ids(f"layer {layer} {role}: location", locations, ends[role])
 
     def _ids(self, what: str, given: Any, end: int) -> torch.Tensor:
         """Whole numbers `[N]` from 0 to `end` - 1, on the pool's device."""

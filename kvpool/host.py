@@ -72,8 +72,8 @@ class CPUDevice:
     store = staticmethod(torch_ops.store)
     load = staticmethod(torch_ops.load)
     quantize_store = staticmethod(torch_ops.quantize_store)
-    dequantize_load = staticmethod(torch_ops.dequantize_load)
     store_rows = staticmethod(torch_ops.store_rows)
+    load_rows = staticmethod(torch_ops.load_rows)
     copy_runs = staticmethod(copy_runs)
 
     def copy_items(
@@ -125,8 +125,8 @@ class MetaDevice:
             "device='cpu'."
         )
 
-    store = load = quantize_store = dequantize_load = _refuse
-    store_rows = copy_items = copy_runs = _refuse
+    store = load = quantize_store = _refuse
+    store_rows = load_rows = copy_items = copy_runs = _refuse
 
     def record(self) -> Mark:
         """There is no work."""

@@ -1,9 +1,10 @@
-"""Block-scaled fp8: values and the scales that they are to be multiplied with.
+"""Block-scaled fp8 and int8: values and the scales that they are to be multiplied with.
 
 A region `x.scale` beside a region `x` is the whole statement: a cell of `x` is cut into as many
-blocks as a cell of `x.scale` has elements, and each block has one scale. float32 scales are exact
-(largest magnitude over 448); ue8m0 scales are the next power of two above that (the E8M0 of the OCP
-Microscaling formats).
+blocks as a cell of `x.scale` has elements, and each block has one scale. It is the largest
+magnitude over the largest stored value (448 of e4m3, 127 of int8) in float32: stored as that, or
+rounded to float16 after the values were divided by it; or the next power of two above it, as ue8m0
+(the E8M0 of the OCP Microscaling formats).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvpool.item import Cell
 
 PACKINGS = ("fp8", "mxfp8")
 READ_AS = ("bfloat16", "float16", "float32", "float64")
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SCALES = (torch.float32, torch.float16, torch.float8_e8m0fnu)
 SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
 BIAS = 127
 
@@ -63,31 +65,46 @@ def scaled(role: str, count: int, block: int, scale: str = "f32") -> tuple[Cell,
     return Cell(role, count, "e4m3"), Cell(scale_role(role), count // block, scale)
 
 
-def quantise(values: torch.Tensor, scales: int, scale: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """e4m3 values `[..., D]` and scales `[..., scales]` of floats `[..., D]`.
+def quantise(
+    values: torch.Tensor,
+    scales: int,
+    scale: torch.dtype,
+    held: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values `[..., D]` of dtype `held`, e4m3 or int8, and scales `[..., scales]` of floats
+    `[..., D]`.
 
-    Within a block the error is at most 2**-4 of a value, or 2**-10 of the scale where that is more.
-    A block that holds an infinity or a NaN becomes NaN as a whole.
+    Within a block the error is at most 2**-4 of a value, or 2**-10 of the scale where that is more;
+    of int8 half a scale. float16 scales add 2**-11 of a value, and more below 2**-14, down to 0. A
+    block is NaN as a whole where it holds an infinity or a NaN, or its scale is beyond float16.
     """
     blocks = values.detach().float().reshape(*values.shape[:-1], scales, values.shape[-1] // scales)
     largest = torch.linalg.vector_norm(blocks, torch.inf, dim=-1)
-    factor = (largest / LARGEST).clamp_min(SMALLEST_SCALE)
+    factor = (largest / LARGEST[held]).clamp_min(SMALLEST_SCALE)
     if scale is torch.float8_e8m0fnu:
         mantissa, exponent = torch.frexp(factor)  # factor = mantissa * 2**exponent, mantissa >= 1/2
         exponent = exponent - (mantissa == 0.5).int()
         factor = torch.ldexp(torch.ones_like(factor), exponent)
         stored = (exponent + BIAS).clamp(0, 2 * BIAS).to(torch.uint8)
         stored = stored.masked_fill(~largest.isfinite(), 255).view(scale)  # 255 is NaN
+    else:
+        stored = stored_scales(factor, scale)
     factor = factor.masked_fill(~largest.isfinite(), torch.nan)
-    if scale is not torch.float8_e8m0fnu:
-        stored = factor.to(scale)
     # what division leaves above the largest value is too little to round to the next
-    held = (blocks / factor[..., None]).to(torch.float8_e4m3fn)
-    return held.reshape(values.shape), stored
+    quotients = blocks / factor[..., None]
+    if held is torch.int8:  # which has no NaN: its scale is
+        quotients = quotients.nan_to_num(0.0).round()
+    return quotients.to(held).reshape(values.shape), stored
+
+
+def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 scales as float32 or float16; those that it cannot hold are NaN."""
+    stored = scales.to(dtype)
+    return stored.masked_fill(~stored.isfinite(), torch.nan)
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats `[..., D]` of e4m3 values `[..., D]` and scales `[..., S]`.
+    """Floats `[..., D]` of e4m3 or int8 values `[..., D]` and scales `[..., S]`.
 
     What was rounded up beyond the range of `dtype` is its largest number, not an infinity.
     """

@@ -78,10 +78,9 @@ class UnionPool(KVPool):
         self, layer: int, locations: Any, *, part: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads what `set_kv_buffer` wrote, in the pool's dtype."""
-        first, second = self.roles(layer, *ATTENTION, part=part)
-        dtype = getattr(torch, self.dtype)
-        read = (self.read(role, layer, locations).to(dtype) for role in (first, second))
-        return next(read), next(read)
+        roles, dtype = self.roles(layer, *ATTENTION, part=part), getattr(torch, self.dtype)
+        first, second = self.read_roles(roles, layer, locations)
+        return first.to(dtype), second.to(dtype)
 
     def set_index_key(self, layer: int, locations: Any, keys: torch.Tensor) -> None:
         """Writes a sparse indexer's keys `[N, dim]` to flat locations `[N]`."""

@@ -14,34 +14,33 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool_cuda.fp8 import (
-    INF,
-    KINDS,
+from kvpool_cuda.floats import INF, KINDS, largest_of, load_floats, store_floats
+from kvpool_cuda.geometry import WIDEST, Axis, divisor, fused, power_of_two
+from kvpool_cuda.quantised import (
+    CODES,
+    SCALES,
     decode,
     encode_block,
-    factor_of,
-    load_floats,
+    load_scales,
     poison,
-    store_floats,
+    store_scales,
 )
-from kvpool_cuda.geometry import WIDEST, Axis, divisor, fused, power_of_two
 from kvpool_cuda.rows import Part
 from kvpool_cuda.words import words_at
 
 TILE = 2048
 """Elements that a program of four warps quantises at once: two accesses of 16 bytes a lane."""
-SCALES = {torch.float32: 0, torch.float8_e8m0fnu: 1}
 
 
 def scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> Part:
-    """Floats `values` `[N, ..., D]` to or from e4m3 `view` `[item, entry, ..., D]` and its `scales`
-    `[item, entry, ..., S]`. Raises ValueError for other dtypes and shapes.
+    """Floats `values` `[N, ..., D]` to or from e4m3 or int8 `view` `[item, entry, ..., D]` and its
+    `scales` `[item, entry, ..., S]`. Raises ValueError for other dtypes and shapes.
     """
-    known = values.dtype in KINDS and scales.dtype in SCALES
-    if not known or view.dtype is not torch.float8_e4m3fn:
+    if values.dtype not in KINDS or scales.dtype not in SCALES or view.dtype not in CODES:
         raise ValueError(
             f"{values.dtype} as {view.dtype} with scales of {scales.dtype}: kernels know floats of "
-            "16 bits and more as float8_e4m3fn with scales of float32 or float8_e8m0fnu."
+            "16 bits and more as float8_e4m3fn or int8, with scales of float32, float16 or "
+            "float8_e8m0fnu."
         )
     blocks = scales.shape[-1]
     alike = scales.shape[1:-1] == view.shape[1:-1] and scales.device == view.device
@@ -56,7 +55,7 @@ def scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> Pa
         tuple(view.shape),
         blocks,
         (values.stride(), view.stride(), scales.stride()),
-        (values.element_size(), KINDS[values.dtype], SCALES[scales.dtype]),
+        (values.element_size(), KINDS[values.dtype], SCALES[scales.dtype], CODES[view.dtype]),
         (addresses[0] % WIDEST, addresses[1] % WIDEST),
     )
     programs = -(-values.shape[0] * constants[8] // constants[1])
@@ -68,11 +67,11 @@ def _geometry(
     shape: tuple[int, ...],
     scales: int,
     all_strides: tuple[tuple[int, ...], ...],
-    dtypes: tuple[int, int, int],
+    dtypes: tuple[int, int, int, int],
     low: tuple[int, int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     value, held, scale = all_strides
-    itemsize, kind, ue8m0 = dtypes
+    itemsize, kind, factor, code = dtypes
     block = shape[-1] // scales
     outer = zip(shape[2:-1], zip(value[1:-1], held[2:-1], scale[2:-1]))
     steps = block * value[-1], block * held[-1], scale[-1]
@@ -81,9 +80,9 @@ def _geometry(
     held_unit = divisor((low[1], held[0], held[1], *(axis.strides[1] for axis in axes)))
     padded = power_of_two(block)
     per_row = scales * prod(shape[2:-1])
-    # PART of the kernels; 1 says that it is one of blocks
+    # PART of the kernels; the first, of CODES, says that it is one of blocks
     constants = (
-        *(1, max(1, TILE // padded), block, padded, kind, ue8m0, value_unit, held_unit),
+        *(code, max(1, TILE // padded), block, padded, kind, factor, value_unit, held_unit),
         *(per_row, shape[1], itemsize, *(axis.size for axis in axes)),
     )
     # `at` of the kernels, behind the addresses: strides of rows, items and entries, of elements,
@@ -137,33 +136,29 @@ def _places(program, at, locations, count, PART: tl.constexpr):
 @triton.jit
 def quantise_part(program, at, locations, count, PART: tl.constexpr):
     """One program's blocks, into the view and its scales."""
-    UE8M0: tl.constexpr = PART[5]
+    CODE: tl.constexpr = PART[0]
     value, held, scale, inside, there = _places(program, at, locations, count, PART)
     floats = load_floats(at[0], value, inside, PART[4], PART[6])
-    codes, stored, largest = encode_block(floats, UE8M0)
+    codes, stored, largest = encode_block(floats, CODE, PART[5])
     if tl.max(largest, axis=0) >= INF:
         # seldom: they are loaded again, so that no register keeps them until here
         again = load_floats(at[0], value, inside, PART[4], PART[6])
-        codes = poison(codes, again, largest)
+        codes = poison(codes, again, largest, CODE)
     tl.store(words_at(at[1], 1, PART[7]) + held, codes.to(tl.uint8), mask=inside)
-    if UE8M0:
-        tl.store(words_at(at[2], 1, 1) + scale, stored.to(tl.uint8), mask=there)
-    else:
-        tl.store(words_at(at[2], 4, 4) + scale, stored, mask=there)
+    store_scales(at[2], scale, stored, there, PART[5])
 
 
 @triton.jit
-def dequantise_part(program, at, locations, count, largest, PART: tl.constexpr):
-    """One program's blocks, out of the view and its scales; at most `largest` in magnitude."""
-    UE8M0: tl.constexpr = PART[5]
+def dequantise_part(program, at, locations, count, PART: tl.constexpr):
+    """One program's blocks, out of the view and its scales; what is beyond the floats' range is
+    their largest number.
+    """
     value, held, scale, inside, there = _places(program, at, locations, count, PART)
     codes = tl.load(words_at(at[1], 1, PART[7]) + held, mask=inside, other=0).to(tl.int32)
-    if UE8M0:
-        stored = tl.load(words_at(at[2], 1, 1) + scale, mask=there, other=0).to(tl.int32)
-    else:
-        stored = tl.load(words_at(at[2], 4, 4) + scale, mask=there, other=0)
-    floats = decode(codes) * factor_of(stored, UE8M0)[:, None]
+    factors = load_scales(at[2], scale, there, PART[5])
+    floats = decode(codes, PART[0]) * factors[:, None]
     # comparisons with NaN are false: it stays
+    largest = largest_of(PART[4])
     floats = tl.where(floats > largest, largest, floats)
     floats = tl.where(floats < -largest, -largest, floats)
     store_floats(at[0], value, floats, inside, PART[4], PART[6])

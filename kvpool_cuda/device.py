@@ -15,8 +15,8 @@ from kvpool_cuda.availability import missing_cuda
 class CUDADevice:
     """One GPU: `cuda:3`; `cuda` is the current one.
 
-    Nothing waits on the host. Work goes to the current stream of this GPU, so it can be captured in
-    a CUDA graph where its ids are tensors of the GPU.
+    Work goes to the current stream of this GPU. Where ids are tensors of the GPU, nothing waits on
+    the host, and it can be captured in a CUDA graph.
     """
 
     memory_kind = "cuda"
@@ -47,8 +47,8 @@ class CUDADevice:
     store = staticmethod(operations.store)
     load = staticmethod(operations.load)
     quantize_store = staticmethod(operations.quantize_store)
-    dequantize_load = staticmethod(operations.dequantize_load)
     store_rows = staticmethod(operations.store_rows)
+    load_rows = staticmethod(operations.load_rows)
     copy_items = staticmethod(operations.copy_items)
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:

@@ -35,8 +35,8 @@ class InterpretedDevice:
     store = staticmethod(operations.store)
     load = staticmethod(operations.load)
     quantize_store = staticmethod(operations.quantize_store)
-    dequantize_load = staticmethod(operations.dequantize_load)
     store_rows = staticmethod(operations.store_rows)
+    load_rows = staticmethod(operations.load_rows)
     copy_items = staticmethod(operations.copy_items)
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:

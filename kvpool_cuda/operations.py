@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.grid import Ints
-from kvpool.torch_ops import Row
+from kvpool.torch_ops import Held, Row
 
 
 def store(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
@@ -19,9 +19,8 @@ def store(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> 
 
 def load(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
     """See Device.load."""
-    from kvpool_cuda.load import load as launch
-
-    return launch(view, locations)
+    (found,) = load_rows((Held(view),), locations)
+    return found
 
 
 def quantize_store(
@@ -31,20 +30,18 @@ def quantize_store(
     store_rows((Row(view, values, scales),), locations)
 
 
-def dequantize_load(
-    view: torch.Tensor, scales: torch.Tensor, locations: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """See Device.dequantize_load."""
-    from kvpool_cuda.load import dequantize_load as launch
-
-    return launch(view, scales, locations, dtype)
-
-
 def store_rows(rows: Sequence[Row], locations: torch.Tensor) -> None:
     """See Device.store_rows."""
-    from kvpool_cuda.store import store_rows as launch
+    from kvpool_cuda.entries import store_rows as launch
 
     launch(rows, locations)
+
+
+def load_rows(rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
+    """See Device.load_rows."""
+    from kvpool_cuda.entries import load_rows as launch
+
+    return launch(rows, locations)
 
 
 def copy_items(

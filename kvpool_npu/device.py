@@ -16,8 +16,8 @@ import torch
 from kvpool import torch_ops
 from kvpool.device import Mark
 from kvpool.grid import Ints
-from kvpool.quant import dequantise, quantise
-from kvpool.torch_ops import Row, bits
+from kvpool.quant import SMALLEST_SCALE, dequantise, quantise, stored_scales
+from kvpool.torch_ops import Held, Row, bits, slots
 from kvpool_npu.missing import missing
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 
@@ -27,8 +27,15 @@ TAKEN = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, 
 STAND_IN = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
 PAIRED = (torch.float16, torch.bfloat16, torch.int8)
 UNEQUAL = (*PAIRED, torch.float32)
-BLOCK = 32  # bytes: what ATB's operators want rows to be multiples of
-MAX_SLOT = (1 << 31) - 1
+# what npu_dynamic_quant makes: what is stored, of which floats, with which scales
+DYNAMIC = {
+    (torch.int8, given, scale)
+    for given in (torch.float16, torch.bfloat16)
+    for scale in (torch.float16, torch.float32)
+}
+BLOCK = 32  # bytes: what operators on two caches want rows to be multiples of
+LONGEST = 148 << 10  # bytes of a row that npu_gather_pa_kv_cache takes
+INT32_MAX = (1 << 31) - 1
 
 
 class NPUDevice:
@@ -69,7 +76,7 @@ class NPUDevice:
         """See Device.store."""
         if not locations.numel():
             return
-        flat = _flat(view)
+        flat = slots(view)
         if flat is None:
             torch_ops.store(view, locations, values)
         elif flat.is_contiguous():
@@ -81,7 +88,7 @@ class NPUDevice:
 
     def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
         """See Device.load."""
-        flat = _flat(view)
+        flat = slots(view)
         if flat is None:
             return torch_ops.load(view, locations)
         return _taken(flat).index_select(0, locations).view(view.dtype)
@@ -96,16 +103,6 @@ class NPUDevice:
         """See Device.quantize_store. e4m3 needs an NPU that has it (A5)."""
         self.store_rows([Row(view, values, scales)], locations)
 
-    def dequantize_load(
-        self,
-        view: torch.Tensor,
-        scales: torch.Tensor,
-        locations: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """See Device.dequantize_load."""
-        return dequantise(self.load(view, locations), self.load(scales, locations), dtype)
-
     def store_rows(self, rows: Sequence[Row], locations: torch.Tensor) -> None:
         """See Device.store_rows. Two caches of equal pages and heads, K and V, are one launch."""
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -113,7 +110,7 @@ class NPUDevice:
             if scales is None:
                 parts.append((view, values))
             else:
-                held, factors = quantise(values, scales.shape[-1], scales.dtype)
+                held, factors = self._quantised(view, scales, values)
                 parts += (view, held), (scales, factors)
         first: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
         for view, values in parts:
@@ -127,6 +124,15 @@ class NPUDevice:
         for view, values in first.values():
             self.store(view, locations, values)
 
+    def load_rows(self, rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
+        """See Device.load_rows. Every two tensors of as many slots are one launch."""
+        views = [each for row in rows for each in row[:2] if each is not None]
+        read = iter(self._gathered(views, locations))
+        return [
+            next(read) if scales is None else dequantise(next(read), next(read), dtype)
+            for _, scales, dtype in rows
+        ]
+
     def copy_items(
         self,
         views: Sequence[torch.Tensor],
@@ -135,8 +141,10 @@ class NPUDevice:
         disjoint: bool = False,
     ) -> None:
         """See Device.copy_items."""
-        for view in views:
-            self.store(view[:, None], dst, view.index_select(0, src))
+        for first in range(0, len(views), 2):
+            pair = [view[:, None] for view in views[first : first + 2]]
+            for view, items in zip(pair, self._gathered(pair, src)):
+                self.store(view, dst, items)
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         """See Device.copy_runs. Raises ValueError for a run outside what this device allocated."""
@@ -151,6 +159,18 @@ class NPUDevice:
     def wait(self, mark: Mark) -> None:
         """See Device.wait."""
         self.operators.wait(mark)
+
+    def _quantised(
+        self, view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kinds = view.dtype, values.dtype, scales.dtype
+        if kinds not in DYNAMIC or scales.shape[-1] > 1 or not values.numel():
+            return quantise(values, scales.shape[-1], scales.dtype, view.dtype)
+        held, factors = self.operators.npu_dynamic_quant(values, dst_type=view.dtype)
+        # of infinities and NaN no document tells
+        wrong = ~torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True).isfinite()
+        factors = factors[..., None].clamp_min(SMALLEST_SCALE).masked_fill(wrong, torch.nan)
+        return held.masked_fill(wrong, 0), stored_scales(factors, scales.dtype)
 
     def _store_pair(
         self,
@@ -169,7 +189,7 @@ class NPUDevice:
             dtype in PAIRED
             and key_cache.shape == value_cache.shape
             and row.numel() * row.element_size() % BLOCK == 0
-            and key_cache.shape[0] * key_cache.shape[1] <= MAX_SLOT
+            and key_cache.shape[0] * key_cache.shape[1] <= INT32_MAX
         ):
             self.operators._npu_reshape_and_cache(
                 key=given[0],
@@ -184,20 +204,51 @@ class NPUDevice:
             self.store(key_cache, locations, key)
             self.store(value_cache, locations, value)
 
+    def _gathered(
+        self, views: Sequence[torch.Tensor], locations: torch.Tensor
+    ) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        waiting: dict[int, int] = {}  # by slots
+        for number, view in enumerate(views):
+            size = view.shape[:2].numel()
+            if not _gathers(view, locations.numel()):
+                found[number] = self.load(view, locations)
+            elif size in waiting:
+                other = waiting.pop(size)
+                found[other], found[number] = self._load_pair(views[other], view, locations)
+            else:
+                waiting[size] = number
+        found |= {number: self.load(views[number], locations) for number in waiting.values()}
+        return [found[number] for number in range(len(views))]
+
+    def _load_pair(
+        self, key_cache: torch.Tensor, value_cache: torch.Tensor, locations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        caches, count = (key_cache, value_cache), locations.numel()
+        found = [torch.empty(count, *c.shape[2:], dtype=c.dtype, device=c.device) for c in caches]
+        word = torch.int8 if min(c.element_size() for c in caches) == 1 else torch.float16
+        # a page is an entry, and a sequence is one page
+        key_pages, value_pages = (c.view(-1, 1, 1, c[0, 0].numel()).view(word) for c in caches)
+        key, value = (rows.view(count, 1, -1).view(word) for rows in found)
+        table = locations.to(torch.int32)[:, None]
+        self.operators.npu_gather_pa_kv_cache(
+            key_pages, value_pages, table, torch.ones_like(table[:, 0]), key, value
+        )
+        return found[0], found[1]
+
 
 def reference(name: str) -> NPUDevice:
     """The same device over plain torch and host memory: what tests have for an NPU."""
     return NPUDevice(name, Reference())
 
 
-def _flat(view: torch.Tensor) -> torch.Tensor | None:
-    """Entries `[item * entry, ...]` of a view, where they lie at one distance from each other."""
-    items, entries = view.shape[:2]
-    if entries == 1:
-        return view[:, 0]
-    if items > 1 and view.stride(0) != entries * view.stride(1):
-        return None
-    return view.as_strided([items * entries, *view.shape[2:]], view.stride()[1:])
+def _gathers(view: torch.Tensor, count: int) -> bool:
+    """Whether npu_gather_pa_kv_cache reads `count` entries of it: its kernel for A2 and A3 counts
+    in 32 bits.
+    """
+    row = view[0, 0].nbytes
+    fits = 0 < row <= LONGEST and row % BLOCK == 0 and max(view.nbytes, count * row) <= INT32_MAX
+    return count > 0 and fits and view.is_contiguous()
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

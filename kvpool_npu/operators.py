@@ -54,6 +54,20 @@ class Operators(Protocol):
         and `[I, E, H, Dv]` in order "Norm". As above, and float32.
         """
 
+    def npu_gather_pa_kv_cache(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """The first entries of sequences, `seq_lens` `[B]`, int32, whose pages are `block_tables`
+        `[B, P]`, int32, of caches `[I, E, H, D]` and `[I, E, H, Dv]`, one sequence after another
+        into `key` `[N, H, D]` and `value` `[N, H, Dv]`. float16, bfloat16, int8.
+        """
+
     def npu_dynamic_quant(
         self, input: torch.Tensor, *, dst_type: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +130,20 @@ class TorchNPU:
         """See Operators."""
         self._module.npu_scatter_pa_kv_cache(
             key, value, key_cache, value_cache, slot_mapping, cache_mode=cache_mode
+        )
+
+    def npu_gather_pa_kv_cache(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """See Operators."""
+        self._module.npu_gather_pa_kv_cache(
+            key_cache, value_cache, block_tables, seq_lens, key, value
         )
 
     def npu_dynamic_quant(
@@ -185,6 +213,24 @@ class Reference:
         """See Operators."""
         for rows, cache in ((key, key_cache), (value, value_cache)):
             cache.view(-1, *cache.shape[2:])[slot_mapping] = rows
+
+    def npu_gather_pa_kv_cache(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """See Operators."""
+        sequence = torch.repeat_interleave(torch.arange(len(seq_lens)), seq_lens)
+        firsts = seq_lens.cumsum(0) - seq_lens
+        position = torch.arange(len(sequence)) - firsts[sequence]
+        size = key_cache.shape[1]
+        slots = block_tables[sequence, position // size] * size + position % size
+        for cache, rows in ((key_cache, key), (value_cache, value)):
+            rows.copy_(cache.flatten(0, 1)[slots])
 
     def npu_dynamic_quant(
         self, input: torch.Tensor, *, dst_type: torch.dtype

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from typing_extensions import Unpack
 
 from kvpool.pool import Common
-from kvpool.quant import scale_role
 from kvpool.states import MHA, At, Kind
 from kvpool.union import UnionPool
-from kvpool_npu.device import NPUDevice
-from kvpool_npu.operators import Operators, Reference
 from kvpool_npu.states import NPUMLA, NPUIndexKey
-
-HALVES = (torch.float16, torch.bfloat16)  # what npu_dynamic_quant takes
 
 
 class NPUMHAPool(UnionPool):
@@ -71,18 +65,3 @@ class NPUMLAPool(UnionPool):
         if self.index is not None:
             packing = self.index_packing or self.packing
             yield self.index, self.at(self.index_layers, packing=packing)
-
-    def write(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
-        """As every pool's; what is stored as int8 is quantised by `npu_dynamic_quant`."""
-        given = dict(values)
-        for role, floats in values.items():
-            held = self.layout.region_by_key.get((self.owner, layer, role))
-            if held and held.dtype == "int8" and floats.is_floating_point():
-                half = floats if floats.dtype in HALVES else floats.to(torch.bfloat16)
-                keys, scales = self._operators.npu_dynamic_quant(half, dst_type=torch.int8)
-                given[role], given[scale_role(role)] = keys, scales[..., None].to(torch.float16)
-        super().write(layer, locations, given)
-
-    @property
-    def _operators(self) -> Operators:
-        return self.device.operators if isinstance(self.device, NPUDevice) else Reference()

@@ -109,8 +109,7 @@ def open_load(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
     read: dict[str, torch.Tensor] = {}
 
     def ours() -> None:
-        for role in rows.roles:
-            read[role] = pool.read(role, 0, where)
+        read.update(zip(rows.roles, pool.read_roles(rows.roles, 0, where)))
 
     def check() -> None:
         for role in rows.roles:
@@ -146,8 +145,8 @@ def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch
     for role, given in values.items():
         scales = scale_role(role)
         if (pool.owner, 0, scales) in pool.layout.region_by_key:
-            view = pool.view(scales, 0)
-            found[role], found[scales] = quantise(given.cpu(), view.shape[-1], view.dtype)
+            kind, view = pool.view(role, 0).dtype, pool.view(scales, 0)
+            found[role], found[scales] = quantise(given.cpu(), view.shape[-1], view.dtype, kind)
         else:
             found[role] = given.cpu()
     return found

@@ -78,7 +78,7 @@ class Compressor:
         parts = torch.split(compressed.flatten(0, 1), sizes, dim=-1)
         new = located[:, first:].flatten()
         pool.write(self.layer, new, dict(zip(self.roles, parts)))
-        held = [pool.read(role, self.layer, located.flatten()) for role in self.roles]
+        held = pool.read_roles(self.roles, self.layer, located.flatten())
         rows = [part.to(compressed.dtype) for part in held]
         return torch.cat(rows, dim=-1).reshape(len(compressed), count, compressed.shape[-1])
 

@@ -75,7 +75,7 @@ class HybridLinearPool(UnionPool):
 
     def get_linear_state(self, layer: int, slots: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads what `set_linear_state` wrote."""
-        *conv, temporal = (self.read(role, layer, slots) for role in self.linear.inputs)
+        *conv, temporal = self.read_roles(self.linear.inputs, layer, slots)
         return self.linear.join(conv), temporal.reshape(
             *temporal.shape[:2], *self.linear.state_shape
         )

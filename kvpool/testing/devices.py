@@ -1,34 +1,19 @@
-"""Checks of a device by itself, without a pool: what it says, its memory, operations on views of
-every dtype and size, and marks.
-"""
+"""Checks of a device by itself, without a pool: what it says, its memory, copies, and marks."""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvpool.device import Device, DeviceUnavailable, get_device
-from kvpool.dtypes import ITEMSIZE
 from kvpool.host import Done
 from kvpool.testing.case import equal, fail, random_of
 from kvpool.testing.items import chain
 from kvpool.testing.memory import ids_on, off, on
+from kvpool.testing.slab import random_slab, same_slab
 from kvpool.testing.values import Bytes
-
-DTYPES = (
-    "uint8",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "bfloat16",
-    "float16",
-    "float32",
-    "float64",
-)
-ENTRIES = 5
 
 
 def it_says_what_it_is(device: Device) -> None:
@@ -75,34 +60,11 @@ def memory_is_zero_aligned_and_its_own(device: Device) -> None:
         _allocated(device, nbytes, None)
 
 
-def entries_of_any_dtype_are_stored_and_loaded(device: Device) -> None:
-    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]` in both orders."""
-    for dtype in DTYPES:
-        for heads_first in (False, True):
-            for width in (1, 7, 32):
-                _entries(device, dtype, heads_first, width)
-
-
-def many_entries_are_stored_and_loaded(device: Device) -> None:
-    """More than a launch's worth of rows at once, of a size that is no power of two."""
-    random, items, count = random_of(), 250, 1111
-    raw, slab = _slab(device, random, items * ENTRIES * 48)
-    view = slab.view(torch.bfloat16).view(items, ENTRIES, 24)
-    where = random.permutation(items * ENTRIES)[:count]
-    values = random.integers(0, 256, (count, 48), dtype=np.uint8)
-    device.store(view, ids_on(slab.device, where), on(slab.device, values, "bfloat16"))
-    raw.reshape(-1, 48)[where] = values
-    _same(device, slab, raw, "store of 1,111 entries")
-    found = off(device, device.load(view, ids_on(slab.device, where)))
-    if not np.array_equal(found, values):
-        fail("load of 1,111 entries: other bytes than are there.")
-
-
 def items_are_copied_in_all_views(device: Device) -> None:
     """Views of many widths in one call: interleaved, odd, long; and one after another."""
     random, items = random_of(), 300 if _is_far(device) else 40
     widths = (3, 37, 64, 1000)
-    raw, slab = _slab(device, random, items * (sum(widths) + 5))
+    raw, slab = random_slab(device, random, items * (sum(widths) + 5))
     starts = np.cumsum([0, *widths[:-1]])
     stride = sum(widths) + 5
     views = [
@@ -122,7 +84,7 @@ def items_are_copied_in_all_views(device: Device) -> None:
         from_, to = (ids_on(slab.device, ids) for ids in (src, dst))
         device.copy_items(views, from_, to, disjoint=disjoint)
         rows[dst, : sum(widths)] = rows[src, : sum(widths)]
-        _same(device, slab, raw, f"copy_items of {src.size} items")
+        same_slab(device, slab, raw, f"copy_items of {src.size} items")
     from_, to = (ids_on(slab.device, ids) for ids in halves)
     device.copy_items([], from_, to)
 
@@ -131,7 +93,7 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
     """Runs of any length at any address, of all lengths mixed or of one, `nbytes` broadcast."""
     random = random_of()
     longest, many = (1 << 20, 3000) if _is_far(device) else (20_000, 99)
-    raw, slab = _slab(device, random, 6 << 20)
+    raw, slab = random_slab(device, random, 6 << 20)
     base, half = slab.data_ptr(), slab.numel() // 2
     lengths = np.concatenate([np.arange(0, 40), random.integers(0, 20_000, 9), [longest]])
     for nbytes in (random.permutation(lengths), np.broadcast_to(np.int64(656), many)):
@@ -144,10 +106,10 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
             device.copy_runs(base + columns[0], base + columns[1], nbytes)
             for one, other, count in zip(*columns, nbytes):
                 raw[other : other + count] = raw[one : one + count]
-        _same(device, slab, raw, f"copy_runs of {nbytes.size} runs")
+        same_slab(device, slab, raw, f"copy_runs of {nbytes.size} runs")
     none = np.zeros(0, dtype=np.int64)
     device.copy_runs(none, none, none)
-    _same(device, slab, raw, "copy_runs of no runs")
+    same_slab(device, slab, raw, "copy_runs of no runs")
 
 
 def a_mark_tells_when_work_has_ended(device: Device) -> None:
@@ -155,7 +117,7 @@ def a_mark_tells_when_work_has_ended(device: Device) -> None:
     random = random_of()
     far = _is_far(device)  # where less work would have ended before one can look
     items, width, rounds = 16, (8 << 20 if far else 64 << 10), (8 if far else 1)
-    raw, slab = _slab(device, random, items * width)
+    raw, slab = random_slab(device, random, items * width)
     rows = raw.reshape(items, width)
     steps = [ids_on(slab.device, [number]) for number in range(items)]
     for _ in range(rounds):
@@ -168,7 +130,7 @@ def a_mark_tells_when_work_has_ended(device: Device) -> None:
         time.sleep(1)
         if np.array_equal(_read_apart(slab), raw):
             fail("a mark had ended, and work that was queued before it had not.")
-        _same(device, slab, raw, "copy_items, one item after another")
+        same_slab(device, slab, raw, "copy_items, one item after another")
     if not mark.query():
         fail("synchronize() of a mark has returned, and query() says that it has not ended.")
 
@@ -176,7 +138,7 @@ def a_mark_tells_when_work_has_ended(device: Device) -> None:
 def work_waits_for_a_mark(device: Device) -> None:
     """Its own, one twice, and one of a device that does its work while it is called."""
     random = random_of()
-    raw, slab = _slab(device, random, 4096)
+    raw, slab = random_slab(device, random, 4096)
     mark = device.record()
     for other in (mark, mark, Done()):
         device.wait(other)
@@ -185,15 +147,13 @@ def work_waits_for_a_mark(device: Device) -> None:
         view = slab.view(8, 8, 64)
         device.store(view, ids_on(slab.device, where), on(slab.device, values, "uint8"))
         raw.reshape(64, 64)[where] = values
-    _same(device, slab, raw, "store behind a mark")
+    same_slab(device, slab, raw, "store behind a mark")
 
 
 CHECKS = (it_says_what_it_is, a_device_that_is_not_there_is_refused_by_name)
 WITH_MEMORY = (
     memory_is_zero_aligned_and_its_own,
     a_mark_tells_when_work_has_ended,
-    entries_of_any_dtype_are_stored_and_loaded,
-    many_entries_are_stored_and_loaded,
     items_are_copied_in_all_views,
     runs_are_copied_to_the_byte,
     work_waits_for_a_mark,
@@ -218,55 +178,6 @@ def _allocated(device: Device, nbytes: int, alignment: int | None) -> torch.Tens
 def _is_far(device: Device) -> bool:
     """Whether tensors are not the host's: there is time for more, and need of it."""
     return device.allocate(1).device.type != "cpu"
-
-
-def _slab(device: Device, random: np.random.Generator, nbytes: int) -> tuple[Bytes, torch.Tensor]:
-    """Random bytes, and memory of the device that holds them."""
-    raw = random.integers(0, 256, nbytes, dtype=np.uint8)
-    slab = device.allocate(nbytes)
-    slab.copy_(torch.from_numpy(raw))
-    return raw, slab
-
-
-def _same(device: Device, slab: torch.Tensor, expected: Bytes, what: str) -> None:
-    found = off(device, slab)
-    wrong = np.flatnonzero(found != expected)
-    if wrong.size:
-        at = int(wrong[0])
-        fail(
-            f"{what}: byte {at} is {int(found[at]):#04x}, expected {int(expected[at]):#04x} "
-            f"({wrong.size:,} of {found.size:,} bytes differ)."
-        )
-
-
-def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
-    """A view of 6 items: rows with a gap behind each item, and bytes before the first."""
-    random, items, heads = random_of(dtype, heads_first, width), 6, 3
-    size = ITEMSIZE[dtype]
-    inner = heads * ENTRIES * width
-    stride = inner + 16  # elements
-    raw, slab = _slab(device, random, (16 + items * stride) * size)
-    steps = (heads * width, width) if not heads_first else (width, ENTRIES * width)
-    strides = [stride, *steps, 1]
-    sizes = [items, ENTRIES, heads, width]
-    typed = slab.view(getattr(torch, dtype))
-    view = typed.as_strided(sizes, strides, typed.storage_offset() + 16)
-    rows: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(
-        raw[16 * size :],
-        [*sizes[:3], width * size],
-        [*(step * size for step in strides[:3]), 1],
-    )
-    what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
-    where = random.permutation(items * ENTRIES)[:17]
-    item, entry = np.divmod(where, ENTRIES)
-    found = device.load(view, ids_on(slab.device, where))
-    equal(f"load of {what}: dtype", found.dtype, view.dtype)
-    if not np.array_equal(off(device, found), rows[item, entry]):
-        fail(f"load of {what}: other bytes than are there.")
-    values = random.integers(0, 256, (where.size, heads, width * size), dtype=np.uint8)
-    device.store(view, ids_on(slab.device, where), on(slab.device, values, dtype))
-    rows[item, entry] = values
-    _same(device, slab, raw, f"store of {what}")
 
 
 def _read_apart(memory: torch.Tensor) -> Bytes:

@@ -14,9 +14,9 @@ from kvpool.pool import KVPool
 from kvpool.quant import scale_role
 from kvpool.testing.case import Case, equal, fail
 from kvpool.testing.memory import Ints, off
-from kvpool.testing.values import Bytes
+from kvpool.testing.values import MOST_HELD, Bytes
 
-SCALES = ("float32", "float8_e8m0fnu")
+SCALES = ("float32", "float16", "float8_e8m0fnu")
 MOST = 23
 """Locations that a check writes at once."""
 
@@ -39,14 +39,14 @@ class Group(NamedTuple):
 
     def inputs(self) -> Iterator[tuple[Region, Region | None]]:
         """Regions that a write gives values of, with those of their scales where floats become
-        e4m3. What is packed otherwise is given as it is stored.
+        e4m3 or int8. What is packed otherwise is given as it is stored.
         """
         by_role = {region.role: region for region in self.regions}
         packed = {
             role: by_role[scale_role(role)]
             for role, region in by_role.items()
             if scale_role(role) in by_role
-            and region.dtype == "float8_e4m3fn"
+            and region.dtype in MOST_HELD
             and by_role[scale_role(role)].dtype in SCALES
         }
         scales = {region.role for region in packed.values()}

@@ -12,9 +12,10 @@ from kvpool.layout import Region
 from kvpool.pool import KVPool
 from kvpool.quant import PACKINGS, scale_role
 from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.groups import blocks, device_of, groups, same, shape
-from kvpool.testing.memory import Memory, on
+from kvpool.testing.groups import Group, blocks, device_of, groups, same, shape
+from kvpool.testing.memory import Ints, Memory, on
 from kvpool.testing.values import (
+    Bytes,
     Floats,
     decode,
     dequantise,
@@ -42,31 +43,35 @@ def write_packs_extremes(case: Case) -> None:
 
 
 def read_unpacks_as_the_formats_say(case: Case) -> None:
-    """Floats of what was put there byte by byte."""
+    """Floats of what was put there byte by byte: a role alone, and all of a layer in one call."""
     pool, random = case.make(), random_of(case.pool)
     memory = Memory(pool)
-    held, placed = memory.fill(random), []
+    held = memory.fill(random)
+    reads: list[tuple[Group, Ints, list[tuple[Region, Bytes, str]]]] = []
     for group in groups(pool):
-        where = group.pick(random)
+        where, meant = group.pick(random), []
         for region, scales in group.inputs():
             at = memory.cells(region, *group.split(where))
             if scales is None:
                 if not _has_scales(pool, region):
-                    placed.append((region, group, where, held[at], region.dtype))
+                    meant.append((region, held[at], region.dtype))
                 continue
-            size = shape(region, where.size)
-            raw, factors = quantise(
-                plain_floats(random, size, "float32"), blocks(scales), scales.dtype
-            )
+            numbers = plain_floats(random, shape(region, where.size), "float32")
+            kinds = scales.dtype, region.dtype
+            raw, factors = quantise(numbers, blocks(scales), *kinds)
             held[at] = raw
             held[memory.cells(scales, *group.split(where))] = factors
-            meant = dequantise(raw, factors, scales.dtype, pool.dtype)
-            placed.append((region, group, where, meant, pool.dtype))
+            floats = dequantise(raw, factors, kinds[0], pool.dtype, kinds[1])
+            meant.append((region, floats, pool.dtype))
+        reads.append((group, where, meant))
     memory.put(held)
-    for region, group, where, meant, dtype in placed:
-        found = pool.read(region.role, group.layer, where)
-        equal(f"{region}: dtype", found.dtype, getattr(torch, dtype))
-        same(case, region, found, meant)
+    for group, where, meant in reads:
+        roles = [region.role for region, _, _ in meant]
+        alone = [pool.read(role, group.layer, where) for role in roles]
+        for found in (alone, pool.read_roles(roles, group.layer, where)):
+            for (region, expected, dtype), tensor in zip(meant, found, strict=True):
+                equal(f"{region}: dtype", tensor.dtype, getattr(torch, dtype))
+                same(case, region, tensor, expected)
     memory.check(held)
 
 
@@ -112,7 +117,7 @@ def _write(
             cells = memory.cells(region, *group.split(where))
             if scales is not None:
                 expected[cells], factors = quantise(
-                    decode(raw, given), blocks(scales), scales.dtype
+                    decode(raw, given), blocks(scales), scales.dtype, stored
                 )
                 expected[memory.cells(scales, *group.split(where))] = factors
             else:

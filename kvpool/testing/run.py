@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvpool.device import Device, get_device
 from kvpool.pool import KVPool
 from kvpool.shard import Shard
-from kvpool.testing import description, devices, entries, items, packing
+from kvpool.testing import description, devices, entries, items, packing, rows
 from kvpool.testing.case import Build, Case, ConformanceError, Finding, Inapplicable
 from kvpool.testing.pools import POOLS
 
@@ -64,7 +64,8 @@ def cases(device: Device, pools: Sequence[str] = ("*",)) -> list[Case]:
 
 def device_checks(device: Device) -> list[DeviceCheck]:
     """Checks of a device by itself."""
-    return [*devices.CHECKS, *(devices.WITH_MEMORY if has_memory(device) else ())]
+    with_memory = *devices.WITH_MEMORY, *rows.CHECKS
+    return [*devices.CHECKS, *(with_memory if has_memory(device) else ())]
 
 
 def joined_device_checks(device: Device) -> list[DeviceCheck]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[Any]
 
-LARGEST = np.float32(448)  # of e4m3
+MOST_HELD = {"float8_e4m3fn": np.float32(448), "int8": np.float32(127)}
 SMALLEST_SCALE = np.float32(2.0**-126)
 MOST = {
     "float16": 65504.0,
@@ -69,6 +69,8 @@ def decode(raw: Bytes, dtype: str) -> Floats:
     raw = np.ascontiguousarray(raw)
     if dtype == "float8_e4m3fn":
         return E4M3[raw].astype(np.float32)
+    if dtype == "int8":
+        return raw.view(np.int8).astype(np.float32)
     if dtype == "float8_e8m0fnu":
         exponent = np.where(raw == 255, 0, raw.astype(np.int32) - 127)
         power = np.ldexp(np.float32(1), exponent)
@@ -82,16 +84,21 @@ def decode(raw: Bytes, dtype: str) -> Floats:
 _NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
-def quantise(numbers: Floats, blocks: int, scale: str) -> tuple[Bytes, Bytes]:
-    """e4m3 bytes `[..., D]` and scale bytes of float32 numbers `[..., D]`, one scale a block.
+def quantise(
+    numbers: Floats, blocks: int, scale: str, held: str = "float8_e4m3fn"
+) -> tuple[Bytes, Bytes]:
+    """Bytes of dtype `held`, e4m3 or int8, `[..., D]` and scale bytes of float32 numbers
+    `[..., D]`, one scale a block.
 
-    A scale is the block's largest magnitude over 448, at least 2**-126: as float32, or as the
-    next power of two (ue8m0: exponent + 127). A block with an infinity or a NaN is NaN.
+    A scale is the block's largest magnitude over 448 (int8: 127), at least 2**-126: as float32, by
+    which the block is divided, and then as `scale`; or as the next power of two (ue8m0: exponent +
+    127). A block with an infinity or a NaN is NaN: e4m3 in all its values, int8 in its scale, with
+    values 0. So is a scale beyond float16.
     """
     cut = numbers.astype(np.float32).reshape(*numbers.shape[:-1], blocks, -1)
     with np.errstate(all="ignore"):
         largest = np.abs(cut).max(axis=-1, initial=0)
-        factor = np.maximum(largest / LARGEST, SMALLEST_SCALE)
+        factor = np.maximum(largest / MOST_HELD[held], SMALLEST_SCALE)
         bad = ~np.isfinite(largest)
         if scale == "float8_e8m0fnu":
             bits = np.where(bad, np.float32(1), factor).astype(np.float32).view(np.uint32)
@@ -100,19 +107,27 @@ def quantise(numbers: Floats, blocks: int, scale: str) -> tuple[Bytes, Bytes]:
             stored = np.where(bad, 255, byte).astype(np.uint8)
         factor = np.where(bad, np.float32(np.nan), factor).astype(np.float32)
         if scale != "float8_e8m0fnu":
-            stored = encode(factor, scale)
-        held = to_e4m3(cut / factor[..., None])
-    return held.reshape(numbers.shape), stored
+            beyond = factor >= (65520.0 if scale == "float16" else np.inf)
+            stored = encode(np.where(beyond, np.float32(np.nan), factor), scale)
+        quotients = cut / factor[..., None]
+        if held == "int8":
+            codes = np.where(bad[..., None], 0, np.rint(quotients)).astype(np.int8).view(np.uint8)
+        else:
+            codes = to_e4m3(quotients)
+    return codes.reshape(numbers.shape), stored
 
 
-def dequantise(held: Bytes, stored: Bytes, scale: str, dtype: str) -> Bytes:
+def dequantise(
+    codes: Bytes, stored: Bytes, scale: str, dtype: str, held: str = "float8_e4m3fn"
+) -> Bytes:
     """Bytes of `dtype` of what `quantise` stored: products in float32, at most the largest."""
-    factor = decode(stored, scale)
-    cut = decode(held, "float8_e4m3fn").reshape(*factor.shape, -1)
+    factor = decode(stored, scale).astype(np.float32)
+    block = codes.shape[-1] // factor.shape[-1]
+    cut = decode(codes, held).reshape(*factor.shape, block)
     with np.errstate(all="ignore"):
         product = (cut * factor[..., None]).astype(np.float32)
         product = np.clip(product, -MOST[dtype], MOST[dtype]).astype(product.dtype)
-    return encode(product.reshape(held.shape), dtype)
+    return encode(product.reshape(codes.shape), dtype)
 
 
 def plain_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:

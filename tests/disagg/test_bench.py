@@ -28,7 +28,7 @@ from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
 from disagg.plan import TransferPlan, plan
-from kvpool import Allocator, KVPool
+from kvpool import Allocator
 from kvpool.host import CPUDevice
 from tests.disagg.peers import ENGINES
 
@@ -156,9 +156,9 @@ def nothing(*_, **__):
     """Does none of the work."""
 
 
-def zeros(pool, role, layer, where):
+def zeros(rows, where):
     """Reads what is not there."""
-    return torch.zeros(len(where), *pool.view(role, layer).shape[2:], dtype=torch.bfloat16)
+    return [torch.zeros(len(where), *row.view.shape[2:], dtype=row.dtype) for row in rows]
 
 
 def twice_as_far(allocator, requests, tokens, extend=Allocator.extend_batch):
@@ -188,7 +188,7 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
     ("group", "owner", "name", "instead"),
     [
         ("store", CPUDevice, "store_rows", nothing),
-        ("load", KVPool, "read", zeros),
+        ("load", CPUDevice, "load_rows", staticmethod(zeros)),
         ("move", CPUDevice, "copy_items", nothing),
         ("gather", CPUDevice, "copy_runs", nothing),
         ("scatter", CPUDevice, "copy_runs", nothing),

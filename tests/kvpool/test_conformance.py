@@ -22,7 +22,7 @@ from kvpool.device import device_entries, get_device
 from kvpool.host import CPUDevice, Done
 from kvpool.testing import POOLS, ConformanceError, check_device, check_pool
 from kvpool.testing.run import device_checks, run
-from kvpool.torch_ops import Row
+from kvpool.torch_ops import Held, Row
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "add-a-device.md"
 QUICK = (
@@ -103,6 +103,24 @@ class Dense(CPUDevice):
         return flat[locations].view(view.dtype)
 
 
+class Halved(CPUDevice):
+    """Reads what is quantised as bfloat16, whatever was asked for."""
+
+    def load_rows(self, rows, locations):
+        found = torch_ops.load_rows([Held(*row[:2]) for row in rows], locations)
+        return [f if r.scales is None else f.to(r.dtype) for r, f in zip(rows, found)]
+
+
+class Repeating(CPUDevice):
+    """Reads the first of several roles for each of its dtype."""
+
+    def load_rows(self, rows, locations):
+        first = {}
+        return torch_ops.load_rows(
+            [first.setdefault(row.view.dtype, row) for row in rows], locations
+        )
+
+
 class Straight(CPUDevice):
     """Takes values as they lie, not as their strides say."""
 
@@ -139,6 +157,20 @@ class Blind(CPUDevice):
         torch_ops.store_rows(
             [Row(v, x.nan_to_num() if s is not None else x, s) for v, x, s in rows], locations
         )
+
+
+class Away(CPUDevice):
+    """Rounds what lies between two int8 numbers away from zero."""
+
+    def quantize_store(self, view, scales, locations, values):
+        torch_ops.quantize_store(view, scales, locations, values)
+        if view.dtype is torch.int8:
+            blocks = values.float().unflatten(-1, (scales.shape[-1], -1))
+            factors = blocks.abs().amax(-1, keepdim=True) / 127
+            held = torch_ops.load(view, locations).view(blocks.shape)
+            tie = (blocks / factors).frac().abs() == 0.5
+            held[tie] = ((blocks / factors)[tie] + 0.5 * blocks[tie].sign()).to(torch.int8)
+            torch_ops.store(view, locations, held.view(values.shape))
 
 
 class Eager(CPUDevice):
@@ -220,16 +252,21 @@ class Late(CPUDevice):
         self.queue(CPUDevice.copy_runs, *(column.copy() for column in arguments))
 
     def load(self, view, locations):
-        found = torch.empty(len(locations), *view.shape[2:], dtype=view.dtype)
-        self.queue(
-            lambda: torch_ops.bits(found).copy_(torch_ops.bits(torch_ops.load(view, locations)))
-        )
+        (found,) = self.load_rows([Held(view)], locations)
         return found
 
-    def dequantize_load(self, view, scales, locations, dtype):
-        found = torch.empty(len(locations), *view.shape[2:], dtype=dtype)
-        self.queue(lambda: found.copy_(torch_ops.dequantize_load(view, scales, locations, dtype)))
+    def load_rows(self, rows, locations):
+        found = []
+        for row in rows:
+            dtype = row.view.dtype if row.scales is None else row.dtype
+            found.append(torch.empty(len(locations), *row.view.shape[2:], dtype=dtype))
+            self.queue(self.read, row, locations, found[-1])
         return found
+
+    @staticmethod
+    def read(row, locations, out):
+        (read,) = torch_ops.load_rows([row], locations)
+        torch_ops.bits(out).copy_(torch_ops.bits(read))
 
     def record(self):
         return Ended(self.queue(lambda: None))
@@ -257,9 +294,16 @@ FAULTS = {
     Padder: ("dsv4 fp8, rows of 584", "scatter_writes_these_bytes_and_no_others", "padding, byte"),
     Partly: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 rope"),
     Dense: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "load of uint8 rows of 1"),
+    Halved: ("mla fp8", "rows_of_all_kinds_are_loaded_in_one_call", "other values for row 1"),
+    Repeating: ("mla bf16", "rows_of_all_kinds_are_loaded_in_one_call", "values for row 3"),
     Straight: ("mla bf16", "values_may_lie_anyhow", "target layer 0 latent"),
     Truncating: ("mla fp8", "write_packs_as_the_formats_say", "target layer 0 latent: item"),
     Blind: ("mha mxfp8", "write_packs_extremes", "0x7f expected"),
+    Away: (
+        "mla bf16",
+        "floats_are_quantised_into_every_format",
+        "as int8 with",
+    ),
     Eager: ("mla bf16", "items_are_copied_in_all_views", "copy_items of 40 items: byte"),
     Short: ("mla bf16", "a_mark_tells_when_work_has_ended", "copy_items, one item after another"),
     Runaway: ("mla bf16", "runs_are_copied_to_the_byte", "copy_runs of"),

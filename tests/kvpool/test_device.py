@@ -25,8 +25,8 @@ OPERATIONS = (
     "store",
     "load",
     "quantize_store",
-    "dequantize_load",
     "store_rows",
+    "load_rows",
     "copy_items",
     "copy_runs",
 )
@@ -138,7 +138,7 @@ def test_devices_of_the_host_have_every_member_of_the_protocol(kind):
         assert hasattr(device, name), name
 
 
-@pytest.mark.parametrize("name", ["store", "load", "quantize_store", "copy_items", "copy_runs"])
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_take_the_protocols_arguments(name):
     taken = list(inspect.signature(getattr(CPUDevice(), name)).parameters)
     assert taken == list(inspect.signature(getattr(Device, name)).parameters)[1:]

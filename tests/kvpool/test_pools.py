@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool import DeviceUnavailable, LayoutError, MHAPool, MLAPool, Shard
-from kvpool.dtypes import ITEMSIZE
+from kvpool import Declared, DeviceUnavailable, KVPool, LayoutError, MHAPool, MLAPool, Shard
+from kvpool.dtypes import ITEMSIZE, dtype_name
 from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
 
 MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
@@ -434,6 +434,43 @@ def test_a_layer_or_role_that_is_not_held_is_refused():
         mha().view("k", 1)
     with pytest.raises(KeyError, match=r"target layer 2 latent: .*\['k', 'v'\]"):
         mha().view("latent", 2)
+
+
+@pytest.mark.parametrize(
+    ("held", "scale"), [("e5m2", "f32"), ("e4m3", "bf16"), ("uint8", "f16"), ("int8", "f64")]
+)
+def test_floats_for_a_format_that_is_not_known_are_refused(held, scale):
+    class Keys(KVPool):
+        def declare(self):
+            row = Seq(Cell("key", 16, held), Cell("key.scale", 2, scale))
+            yield Declared("key", self.layers, "kv", Repeat("entry", self.page_size, row))
+
+    pool = Keys(layers=[0], num_pages=3, page_size=4, dtype="bf16")
+    before = slab_bytes(pool)
+    kinds = (getattr(torch, dtype_name(each)) for each in (held, scale))
+    says = r"target layer 0 key: floats for {} with scales of {}.*give values and".format(*kinds)
+    with pytest.raises(ValueError, match=says):
+        pool.write(0, [5], {"key": torch.ones(1, 16)})
+    assert (slab_bytes(pool) == before).all()
+
+
+def test_a_read_or_write_of_no_role_is_refused():
+    pool = mha()
+    for call in (pool.read_roles, lambda *_: pool.write(0, [1], {})):
+        with pytest.raises(ValueError, match=r"target layer 0: no role is named"):
+            call((), 0, [1])
+
+
+def test_roles_are_read_together_as_they_are_alone():
+    pool = mha()
+    k, v = (draw(5, HEADS, dim, dtype="bfloat16") for dim in (DIM, V_DIM))
+    pool.set_kv_buffer(0, LOCATIONS, k, v)
+    read = pool.read_roles(("v", "k", "v"), 0, LOCATIONS)
+    for found, given in zip(read, (v, k, v)):
+        assert torch.equal(found, given)
+    assert len({found.data_ptr() for found in read}) == 3
+    with pytest.raises(KeyError, match=r"target layer 0 latent"):
+        pool.read_roles(("k", "latent"), 0, LOCATIONS)
 
 
 def test_a_pool_without_memory_refuses_reads_and_writes():

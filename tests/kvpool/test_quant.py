@@ -1,4 +1,4 @@
-"""fp8 values and their scales against float64 arithmetic on what the formats say.
+"""fp8 and int8 values and their scales against float64 arithmetic on what the formats say.
 
 The bound. e4m3 has 3 bits behind the point: between powers of two its steps are 2**-3 of the lower
 one, and rounding to the nearest is off by at most 2**-4 of the value; below 2**-6, its smallest
@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from kvpool.quant import dequantise, quantise, scaled
 
-F32, UE8M0, E4M3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
+F32, F16, UE8M0 = torch.float32, torch.float16, torch.float8_e8m0fnu
+E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(F32).max
 SLACK, TINY = 1 + 2.0**-20, 2.0**-149
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -49,7 +50,7 @@ def scale_values(stored: torch.Tensor) -> np.ndarray:
     if stored.dtype is UE8M0:
         exponents = stored.view(torch.uint8).numpy().astype(np.float64) - 127
         return np.where(exponents == 128, np.nan, 2.0**exponents)
-    assert stored.dtype is F32
+    assert stored.dtype in (F32, F16)
     return stored.double().numpy()
 
 
@@ -273,6 +274,62 @@ def test_every_e4m3_byte_is_read_as_its_value():
     for byte, value in enumerate(read):
         exact = e4m3(byte)
         assert math.isnan(value) if math.isnan(exact) else value == 2 * exact
+
+
+# int8, and float16 scales
+
+
+@pytest.mark.parametrize("scale", [F32, UE8M0, F16], ids=["f32", "ue8m0", "f16"])
+@pytest.mark.parametrize("exponent", [-126, -40, -20, -8, 0, 5])
+def test_int8_is_within_half_a_scale_and_what_float16_rounds_of_it(scale, exponent):
+    values = torch.randn(50, 32, generator=torch.Generator().manual_seed(2)) * 2.0**exponent
+    held, stored = quantise(values, 2, scale, torch.int8)
+    assert (held.dtype, held.shape) == (torch.int8, values.shape)
+    assert (stored.dtype, stored.shape) == (scale, (50, 2))
+    exact = values.double().numpy().reshape(50, 2, 16)
+    codes = held.numpy().reshape(exact.shape).astype(float)
+    wanted = np.maximum(np.abs(exact).max(-1) / 127, 2.0**-126)
+    factor, by = scale_values(stored), wanted
+    if scale is UE8M0:
+        assert (factor == 2.0 ** np.ceil(np.log2(wanted))).all()
+        by = factor
+    else:
+        step, least = (2.0**-24, 0) if scale is F32 else (2.0**-11, 2.0**-25)
+        assert (np.abs(factor - wanted) <= np.maximum(step * wanted * SLACK, least)).all()
+    assert (np.abs(codes - exact / by[..., None]) <= 0.5 + 2.0**-16).all()
+    read = dequantise(held, stored, F32).double().numpy().reshape(exact.shape)
+    meant = codes * factor[..., None]
+    assert (np.abs(read - meant) <= np.abs(meant) * 2.0**-24 + TINY).all()
+
+
+def test_int8_rounds_ties_to_even_and_keeps_zeros():
+    held, stored = quantise(block(127.0, -0.5, 0.5, 1.5, -2.5, 126.5), 1, F16, torch.int8)
+    assert held.tolist() == [[127, 0, 0, 2, -2, 126]] and stored.tolist() == [[1.0]]
+    held, stored = quantise(torch.zeros(1, 4), 2, F16, torch.int8)
+    assert held.tolist() == [[0] * 4] and stored.tolist() == [[0.0, 0.0]]
+    assert dequantise(held, stored, F32).tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_int8_block_without_numbers_is_nan_as_a_whole(bad):
+    held, stored = quantise(block(1.0, bad, 0.0, 127.0), 2, F16, torch.int8)
+    assert held[0, :2].tolist() == [0, 0] and stored.isnan().tolist() == [[True, False]]
+    assert dequantise(held, stored, F32).isnan().tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize(("kind", "most"), [(torch.int8, 127.0), (E4M3, 448.0)])
+def test_a_scale_beyond_float16_is_nan_and_the_largest_before_is_not(kind, most):
+    held, stored = quantise(block(65504.0 * most, 1.0, 65520.0 * most, 0.0), 2, F16, kind)
+    assert stored[0, 0] == 65504.0 and stored[0, 1].isnan()
+    assert dequantise(held, stored, F32)[0].isnan().tolist() == [False, False, True, True]
+
+
+def test_every_int8_with_every_float16_scale_is_read_as_their_product():
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(F16)
+    stored = bits[bits.isfinite()][::37, None]
+    held = torch.arange(-128, 128).to(torch.int8).expand(len(stored), 256)
+    read = dequantise(held, stored, F32).double().numpy()
+    assert (read == held.double().numpy() * scale_values(stored)).all()
 
 
 # shapes

@@ -14,11 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvpool.torch_ops import Row
-from kvpool_cuda.load import dequantize_load, load
+from kvpool.torch_ops import Held, Row
+from kvpool_cuda.entries import load_rows, store_rows
 from kvpool_cuda.move import copy_items
 from kvpool_cuda.runs import copy_runs, gather
-from kvpool_cuda.store import store_rows
 from tests.kvpool_cuda.devices import MEMORY
 
 COUNT = 64
@@ -61,7 +60,7 @@ def launches():
     hnd = entries(bf16, 64 * 2048, 0, (64, 256), (8, 64 * 256), (128, 2))
     for name, view in (("k and v, nhd", nhd), ("k and v, hnd", hnd)):
         yield name, lambda v=view: store_rows([Row(v, key), Row(v, value)], where)
-    yield "load", lambda: load(hnd, where)
+    yield "k and v, loaded", lambda: load_rows([Held(hnd), Held(hnd)], where)
     latent, rope = (torch.zeros(COUNT, dim, dtype=bf16) for dim in (512, 64))
     plain = entries(bf16, 64 * 1152, 0, (64, 1152), (512, 2))
     behind = entries(bf16, 64 * 1152, 1024, (64, 1152), (64, 2))
@@ -73,7 +72,8 @@ def launches():
     )
     rows = [Row(packed[0], latent, packed[1]), Row(packed[2], rope)]
     yield "mla fp8", lambda: store_rows(rows, where)
-    yield "mla fp8 load", lambda: dequantize_load(*packed[:2], where, bf16)
+    held = [Held(*packed[:2], bf16), Held(packed[2])]
+    yield "mla fp8, loaded", lambda: load_rows(held, where)
     page = 37440
     v4 = (
         entries(e4m3, page, 0, (64, 576), (448, 1)),
@@ -82,6 +82,10 @@ def launches():
     )
     v4_rows = [Row(v4[0], latent[:, :448], v4[1]), Row(v4[2], rope)]
     yield "dsv4 fp8", lambda: store_rows(v4_rows, where)
+    keys = entries(torch.int8, 64 * 128, 0, (64, 128), (128, 1))
+    halves = entries(torch.float16, 64 * 2, 0, (64, 2), (1, 2))
+    yield "keys int8", lambda: store_rows([Row(keys, latent[:, :128], halves)], where)
+    yield "keys int8, loaded", lambda: load_rows([Held(keys, halves, bf16)], where)
     ids = torch.arange(2)
     pages = memory(4 * page).view(4, page)
     yield "move", lambda: copy_items([pages], ids, ids + 2, True)

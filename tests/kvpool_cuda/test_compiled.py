@@ -38,13 +38,15 @@ def widths(accesses, kind):
     return {each.removeprefix(start) for each in accesses if each.startswith(start)}
 
 
-@pytest.mark.parametrize("launch", ["k and v, nhd", "k and v, hnd", "load", "mla", "runs of 656"])
+@pytest.mark.parametrize(
+    "launch", ["k and v, nhd", "k and v, hnd", "k and v, loaded", "mla", "runs of 656"]
+)
 def test_rows_move_16_bytes_a_lane(accesses, launch):
     assert widths(accesses[launch], "st") <= WIDE
     assert widths(accesses[launch], "ld") & WIDE
 
 
-@pytest.mark.parametrize("launch", ["mla fp8", "dsv4 fp8"])
+@pytest.mark.parametrize("launch", ["mla fp8", "dsv4 fp8", "keys int8"])
 def test_floats_are_quantised_16_bytes_a_lane_and_divided_as_ieee_says(accesses, launch):
     assert widths(accesses[launch], "ld") & WIDE
     assert widths(accesses[launch], "st") & WIDE
@@ -53,6 +55,14 @@ def test_floats_are_quantised_16_bytes_a_lane_and_divided_as_ieee_says(accesses,
 
 
 def test_every_other_launch_compiles_for_an_h200(accesses):
-    others = {"mla fp8 load", "move", "staged move", "runs of 132", "runs of 131", "gather"}
+    others = {
+        "mla fp8, loaded",
+        "keys int8, loaded",
+        "move",
+        "staged move",
+        "runs of 132",
+        "runs of 131",
+        "gather",
+    }
     assert others < accesses.keys()
     assert widths(accesses["move"], "st") >= {"v2.b64", "b32", "b8"}

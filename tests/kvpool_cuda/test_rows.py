@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool import torch_ops
 from kvpool.dtypes import ITEMSIZE
-from kvpool.torch_ops import Row
+from kvpool.torch_ops import Held, Row
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 from tests.kvpool_cuda.geometries import entries, grids
 
@@ -55,11 +55,16 @@ def quantised(draw):
 
 
 @settings(max_examples=30)
-@given(quantised(), st.sampled_from([torch.float32, torch.float8_e8m0fnu]), st.booleans())
-def test_any_strides_are_quantised_and_read_back(geometry, factor, wide):
+@given(
+    quantised(),
+    st.sampled_from([torch.float8_e4m3fn, torch.int8]),
+    st.sampled_from([torch.float32, torch.float16, torch.float8_e8m0fnu]),
+    st.booleans(),
+)
+def test_any_strides_are_quantised_and_read_back(geometry, code, factor, wide):
     where, view, grid, scales = geometry
     locations, dtype = torch.tensor(where), torch.float32 if wide else torch.bfloat16
-    memory, held = both(noise(view.room(), torch.uint8).view(torch.float8_e4m3fn))
+    memory, held = both(noise(view.room(), code))
     sizes, factors = both(noise(scales.room(), factor, seed=2))
     source = torch.randn(grid.room(), generator=torch.Generator().manual_seed(3)).to(dtype)
     source, values = both(source)
@@ -68,14 +73,14 @@ def test_any_strides_are_quantised_and_read_back(geometry, factor, wide):
     device().quantize_store(view.of(held), scales.of(factors), there, grid.of(values))
     assert torch.equal(as_bits(held), as_bits(memory))
     assert torch.equal(as_bits(factors), as_bits(sizes))
-    read = device().dequantize_load(view.of(held), scales.of(factors), there, dtype)
-    wanted = torch_ops.dequantize_load(view.of(memory), scales.of(sizes), locations, dtype)
+    (read,) = device().load_rows([Held(view.of(held), scales.of(factors), dtype)], there)
+    (wanted,) = torch_ops.load_rows([Held(view.of(memory), scales.of(sizes), dtype)], locations)
     assert torch.equal(read.cpu(), wanted)
 
 
 @settings(max_examples=20)
 @given(st.data())
-def test_rows_of_one_write_land_together(data):
+def test_rows_of_one_write_land_together_and_are_read_together(data):
     items, per_item, count = 3, 4, data.draw(st.integers(1, 12))
     locations = torch.randperm(items * per_item)[:count]
     rows, wanted, checked = [], [], []
@@ -93,6 +98,9 @@ def test_rows_of_one_write_land_together(data):
     torch_ops.store_rows(wanted, locations)
     for held, memory in checked:
         assert torch.equal(as_bits(held), as_bits(memory))
+    found = device().load_rows([Held(row.view) for row in rows], locations.to(MEMORY))
+    for got, row in zip(found, wanted):
+        assert torch.equal(as_bits(got), as_bits(row.values))
 
 
 def test_values_expanded_over_an_axis_are_stored_as_many_times():
@@ -130,7 +138,9 @@ def test_no_locations_are_nothing_to_do():
     device().quantize_store(held, scales, none, torch.zeros(0, 8, device=MEMORY))
     device().store_rows([], none)
     assert device().load(held, none).shape == (0, 8)
-    assert device().dequantize_load(held, scales, none, torch.bfloat16).shape == (0, 8)
+    rows = [Held(held), Held(held, scales, torch.bfloat16)]
+    assert [found.shape for found in device().load_rows(rows, none)] == [(0, 8)] * 2
+    assert device().load_rows([], none) == []
     device().copy_items([held.view(torch.uint8).view(3, 16)], none, none)
 
 

@@ -24,4 +24,5 @@ NPU = {
     "nsa int8": npu_nsa.but(index_packing="int8"),
     "hybrid": npu_hybrid,
     "hybrid nsa": npu_hybrid_nsa,
+    "hybrid nsa int8": npu_hybrid_nsa.but(index_packing="int8"),
 }

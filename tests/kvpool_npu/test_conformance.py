@@ -12,7 +12,7 @@ def test_the_device_conforms():
     assert check_device("npu-reference", ["mha bf16", "mla fp8", "hybrid nsa bf16"]) == []
 
 
-@pytest.mark.parametrize("name", [name for name in NPU if name != "nsa int8"])
+@pytest.mark.parametrize("name", NPU)
 @pytest.mark.parametrize("device", ["cpu", "npu-reference"])
 def test_the_pools_conform(name, device):
     assert check_pool(NPU[name], device) == []

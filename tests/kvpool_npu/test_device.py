@@ -13,10 +13,11 @@ import torch
 from kvpool import DeviceUnavailable
 from kvpool.device import get_device
 from kvpool.host import CPUDevice
+from kvpool.torch_ops import bits
 from kvpool_npu import NPUDevice, missing
 from kvpool_npu.device import reference
-from kvpool_npu.operators import TorchNPU
-from tests.kvpool_npu.pools import NPU, npu_hybrid_nsa, npu_mha
+from kvpool_npu.operators import Reference, TorchNPU
+from tests.kvpool_npu.pools import NPU, npu_mha
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import PACKED
 
@@ -83,7 +84,7 @@ def test_nothing_is_written_where_there_are_no_locations():
 
 
 def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
-    monkeypatch.setattr("kvpool_npu.device.MAX_SLOT", 9 * 4 - 1)
+    monkeypatch.setattr("kvpool_npu.device.INT32_MAX", 9 * 4 - 1)
     pool, calls = npu_mha(device="npu-reference"), []
     operators = pool.device.operators
     for name in ("_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"):
@@ -93,11 +94,63 @@ def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
     assert calls == ["npu_scatter_pa_kv_cache"]
 
 
-def test_what_is_stored_as_int8_is_not_quantised_as_e4m3():
-    pool = npu_hybrid_nsa(index_packing="int8", device="npu-reference")
-    with pytest.raises(ValueError, match=r"layer 3 index_key: floats for torch.int8 with sc"):
-        pool.set_index_key(3, [4], torch.ones(1, 16, dtype=torch.bfloat16))
-    assert not pool._slab.any()
+@pytest.mark.parametrize(
+    ("name", "most", "times"),
+    [("LONGEST", 64, 1), ("INT32_MAX", 9 * 4 * 64, 1), ("INT32_MAX", 99 * 64, 33)],
+)
+def test_what_the_gather_operator_cannot_count_is_indexed(monkeypatch, name, most, times):
+    """Rows, caches and reads beyond its limits, a byte each: pools of 36 entries of 64 bytes."""
+    pool, calls = npu_mha(device="npu-reference"), []
+    keys, values = torch.randn(2, 3, 4, 8).to(torch.bfloat16)
+    pool.set_kv_buffer(0, [4, 5, 35], keys, values)
+    gather = pool.device.operators.npu_gather_pa_kv_cache
+    monkeypatch.setattr(
+        pool.device.operators,
+        "npu_gather_pa_kv_cache",
+        lambda *args: (calls.append(args[2].numel()), gather(*args)),
+    )
+    for limit, expected in ((most, [3 * times]), (most - 1, [])):
+        monkeypatch.setattr(f"kvpool_npu.device.{name}", limit)
+        found = pool.get_kv_buffer(0, [4, 5, 35] * times)
+        assert calls == expected
+        for got, given in zip(found, (keys, values)):
+            assert torch.equal(got, given.repeat(times, 1, 1))
+        calls.clear()
+
+
+def test_the_reference_gathers_sequences_by_their_pages():
+    keys, values = torch.randn(7, 4, 1, 3), torch.randn(7, 4, 2, 5)
+    tables = torch.tensor([[6, 0, 2], [1, 1, 1], [3, 5, 4]], dtype=torch.int32)
+    lengths = [5, 0, 12]
+    found = torch.zeros(17, 1, 3), torch.zeros(17, 2, 5)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    Reference().npu_gather_pa_kv_cache(keys, values, tables, seq_lens, *found)
+    for cache, rows in zip((keys, values), found):
+        expected = [cache[t].flatten(0, 1)[:n] for t, n in zip(tables.tolist(), lengths)]
+        assert torch.equal(rows, torch.cat(expected))
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [torch.float16, torch.float32])
+def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkeypatch):
+    """Of rows without numbers too, whatever the operator makes of these."""
+    device, cpu = get_device("npu-reference"), CPUDevice()
+    rows = torch.randn(64, 16) * 2.0 ** torch.arange(-32, 32)[:, None].clamp(max=14)
+    rows[3], rows[5, 2], rows[7, 0], rows[9, 15] = 0.0, torch.nan, torch.inf, -torch.inf
+    rows, where = rows.to(given), torch.randperm(64)
+    dynamic = device.operators.npu_dynamic_quant
+
+    def npu_dynamic_quant(values, *, dst_type):
+        held, scales = dynamic(values, dst_type=dst_type)
+        odd = ~values.isfinite().all(-1)
+        return held.masked_fill(odd[:, None], 7), scales.masked_fill(odd, 0.5)
+
+    monkeypatch.setattr(device.operators, "npu_dynamic_quant", npu_dynamic_quant)
+    held = [[torch.zeros(16, 4, 16).to(torch.int8), torch.zeros(16, 4, 1).to(scale)] for _ in "ab"]
+    for kind, (view, scales) in zip((device, cpu), held):
+        kind.quantize_store(view, scales, where, rows)
+    for ours, theirs in zip(*held):
+        assert torch.equal(bits(ours), bits(theirs))
 
 
 # TorchNPU's events

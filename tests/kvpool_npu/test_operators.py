@@ -17,7 +17,7 @@ import torch
 from kvpool_npu.device import PAIRED, STAND_IN, TAKEN, UNEQUAL, NPUDevice
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 from tests.kvpool_npu import wheel
-from tests.kvpool_npu.pools import NPU, npu_mha, npu_nsa
+from tests.kvpool_npu.pools import NPU, npu_mha, npu_mla, npu_nsa
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import CLASSES, PACKED
 
@@ -25,8 +25,11 @@ NAMES = [
     "npu_scatter_nd_update_",
     "_npu_reshape_and_cache",
     "npu_scatter_pa_kv_cache",
+    "npu_gather_pa_kv_cache",
     "npu_dynamic_quant",
 ]
+# of "Norm" caches on A2 and A3: CANN's document of aclnnGatherPaKvCache
+GATHERED = {torch.int8, torch.float16, torch.bfloat16}
 CONTIGUOUS = {"_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"}
 
 
@@ -87,6 +90,17 @@ def check(name, args, kwargs):
     elif name == "npu_scatter_pa_kv_cache":
         assert key.dtype in wheel.dtypes(name, "key") and kwargs == {"cache_mode": "Norm"}
         assert slots.dtype in wheel.dtypes(name, "slot_mapping")
+    elif name == "npu_gather_pa_kv_cache":
+        assert all(tensor.is_contiguous() for tensor in args) and not kwargs
+        key_cache, value_cache, tables, lengths, key, value = args
+        assert {tables.dtype, lengths.dtype} == {torch.int32}
+        assert tables.shape[:1] == lengths.shape and tables.dim() == 2 and lengths.sum() == len(key)
+        assert key_cache.shape[:2] == value_cache.shape[:2]
+        for cache, rows in ((key_cache, key), (value_cache, value)):
+            assert cache.dtype == key.dtype == value.dtype and cache.dtype in GATHERED
+            assert cache.dim() == 4 and rows.shape[1:] == cache.shape[2:]
+            assert rows[0].nbytes % 32 == 0 and 0 < rows[0].nbytes <= 148 << 10
+            assert max(cache.numel(), rows.numel()) < 1 << 31
     elif name == "npu_dynamic_quant":
         assert args[0].dim() > 1 and args[0].dtype in wheel.dtypes(name, "x")
 
@@ -132,6 +146,7 @@ def test_what_the_operators_write_is_what_their_schemas_say_they_write():
         "npu_scatter_nd_update_": ["self"],
         "_npu_reshape_and_cache": ["key_cache", "value_cache"],
         "npu_scatter_pa_kv_cache": ["key_cache", "value_cache"],
+        "npu_gather_pa_kv_cache": ["key", "value"],
         "npu_dynamic_quant": [],
     }
     for name in NAMES:
@@ -208,6 +223,55 @@ def test_k_and_v_are_one_launch_where_an_operator_takes_both(build, expected, wi
     )
     pool.set_kv_buffer(1, [4, 9, 6], first, second)
     assert wired.calls == expected
+
+
+@pytest.mark.parametrize(
+    ("build", "launches"),
+    [
+        (npu_mha, 1),
+        (npu_mha.but(packing="f32"), 1),  # as float16
+        (npu_mha.but(v_head_dim=16), 1),
+        (npu_mha.but(packing="e4m3"), 1),  # as int8
+        (npu_mha.but(packing="e4m3", v_head_dim=16), 1),
+        (npu_mha.but(packing="e4m3", head_dim=6), 0),  # rows of 24 bytes
+        (npu_mha.but(packing="fp8"), 1),  # the scales of a token are 16 bytes
+        (npu_mha.but(packing="fp8", num_kv_heads=8), 2),
+        (npu_mla.but(qk_rope_head_dim=16), 1),
+        (npu_mla, 0),  # a rope key has 16 bytes
+        (npu_mha.but(placement="page"), 0),  # apart
+    ],
+)
+def test_k_and_v_are_read_in_one_launch_where_the_operator_takes_both(build, launches, wired):
+    pool = build()
+    roles = pool.kinds[0][0].inputs
+    rows = [torch.randn(3, *pool.view(role, 1).shape[2:]).to(torch.bfloat16) for role in roles]
+    rows = [given.to(getattr(torch, pool.dtype)) for given in rows]
+    pool.set_kv_buffer(1, [4, 9, 6], *rows)
+    wired.calls.clear()
+    found = pool.get_kv_buffer(1, [6, 4, 6])
+    assert wired.calls == ["npu_gather_pa_kv_cache"] * launches
+    for got, given in zip(found, rows):
+        expected, step = given.float()[[2, 0, 2]], 0.07 if pool.packing == "fp8" else 0
+        assert ((got.float() - expected).abs() <= step * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (npu_mha.but(layers=(0,)), ["npu_gather_pa_kv_cache", *["npu_scatter_nd_update_"] * 2]),
+        (
+            npu_mha.but(packing="e4m3", page_size=1, layers=(0,), head_dim=6),
+            ["npu_scatter_nd_update_"] * 2,
+        ),
+        (npu_mha.but(placement="page"), []),
+    ],
+)
+def test_items_are_moved_by_operators_where_they_lie_side_by_side(build, expected, wired):
+    pool = build()
+    pool.scatter(0, [pool.page_size], {"k": torch.ones_like(pool.view("k", 0)[:1, 0])})
+    wired.calls.clear()
+    pool.copy_items("kv", [1], [3])
+    assert wired.calls == expected and (pool.view("k", 0)[3, 0].float() == 1).all()
 
 
 @pytest.mark.parametrize(

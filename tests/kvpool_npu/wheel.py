@@ -36,8 +36,11 @@ def text(path: str) -> str:
 def schemas() -> dict[str, str]:
     """Operators that the package exposes as `torch_npu.NAME`, by name."""
     listed = text("csrc/aten/npu_native_functions_by_codegen.yaml")
-    entries = re.findall(r"^- exposed: true\n  func: ((\w+)\(.*)$", listed, re.MULTILINE)
-    return {name: schema for schema, name in entries} | _atb()
+    entries = re.findall(r"^(?:- |  )func: ((\w+)\(.*)$", listed, re.MULTILINE)
+    exposed = re.findall(
+        r"^torch_npu\.(\w+) = torch\.ops\.npu\.\1$", text("utils/custom_ops.py"), re.M
+    )
+    return {name: schema for schema, name in entries if name in exposed} | _atb()
 
 
 def _atb() -> dict[str, str]:

@@ -35,9 +35,10 @@ def write_everything(pool) -> list[torch.Tensor]:
         for space, values in spaces.items():
             pool.scatter(layer, where[space], values)
             read += [pool.gather(role, layer, where[space]) for role in values]
+            read += pool.read_roles(values, layer, where[space])
         for space, values in floats.items():
             pool.write(layer, where[space], values)
-            read += [pool.read(role, layer, where[space]) for role in values]
+            read += pool.read_roles(values, layer, where[space])
     for space in pool.layout.spaces:
         if space.ids is None:
             pool.copy_items(space.name, [1, 2], [3, 1])

@@ -34,7 +34,7 @@ def test_no_call_waits_for_the_gpu(name, nothing_waits):
 
     def work():
         pool.write(1, where, values)
-        pool.read(region.role, 1, where)
+        pool.read_roles((region.role, region.role), 1, where)
         pool.copy_items(space, ids, ids.flip(0))
         pool.device.copy_runs(at, at + 1024, np.array([160, 96]))
         pool.device.wait(pool.device.record())

@@ -8,25 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import quant
+from kvpool.torch_ops import Held
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-SCALES = torch.float32, torch.float8_e8m0fnu
+SCALES = torch.float32, torch.float8_e8m0fnu, torch.float16
+CODES = torch.float8_e4m3fn, torch.int8
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
-def stored(values, scales, dtype):
-    """e4m3 values and scales that the device makes of `[N, ..., D]`, in entries of one an item."""
-    held = zeros((len(values), 1, *values.shape[1:]), torch.float8_e4m3fn)
+def stored(values, scales, dtype, code=torch.float8_e4m3fn):
+    """Values and scales that the device makes of `[N, ..., D]`, in entries of one an item."""
+    held = zeros((len(values), 1, *values.shape[1:]), code)
     factors = zeros((len(values), 1, *values.shape[1:-1], scales), dtype)
     where = torch.randperm(len(values))
     device().quantize_store(held, factors, where.to(MEMORY), values.to(MEMORY))
     return held.cpu()[where, 0], factors.cpu()[where, 0]
 
 
-def assert_quantised_alike(values, scales, dtype):
-    wanted = quant.quantise(values, scales, dtype)
-    for ours, theirs in zip(stored(values, scales, dtype), wanted):
+def assert_quantised_alike(values, scales, dtype, code=torch.float8_e4m3fn):
+    wanted = quant.quantise(values, scales, dtype, code)
+    for ours, theirs in zip(stored(values, scales, dtype, code), wanted):
         differ = (as_bits(ours) != as_bits(theirs)).nonzero()
         assert not len(differ), (values.dtype, differ[:4].tolist())
 
@@ -53,60 +55,87 @@ def test_every_float_is_rounded_as_torch_rounds_it_where_that_is_hard():
         assert torch.equal(as_bits(held), as_bits(rows.to(torch.float8_e4m3fn)))
 
 
+def test_every_quotient_is_rounded_to_int8_as_torch_rounds_it_where_that_is_hard():
+    whole = torch.arange(-127, 128, dtype=torch.float32)
+    edges = torch.cat([whole, whole[:-1] + 0.5, -whole[:1] * 0.0])
+    far = torch.tensor([200.0, -200.0])
+    rows = torch.cat(
+        [edges, *(edges.nextafter(each) for each in far), torch.tensor([1e-30, -1e-30])]
+    )
+    rows = rows[rows.abs() <= 127]
+    rows = torch.cat([rows, torch.zeros(-len(rows) % 15)]).view(-1, 15)
+    rows = torch.cat([torch.full((len(rows), 1), 127.0), rows], dim=1)
+    for dtype in SCALES:
+        held, factors = stored(rows, 1, dtype, torch.int8)
+        assert (factors.float() == 1).all()
+        assert torch.equal(held, rows.round().to(torch.int8))
+
+
+@pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
-def test_blocks_of_any_magnitude_have_the_reference_s_scales_and_values(dtype):
+def test_blocks_of_any_magnitude_have_the_reference_s_scales_and_values(dtype, code):
     random = torch.Generator().manual_seed(1)
     floats = torch.randn(300, 32, generator=random, dtype=torch.float64)
     powers = torch.arange(300)[:, None] - 160
     for kind in FLOATS:
-        assert_quantised_alike((floats * 2.0**powers).to(kind), 2, dtype)
-    # largest magnitudes that are, or just miss, 448 times a power of two
-    edges = from_bits([0x43E00000, 0x43E00001, 0x43DFFFFF, 0x00000001, 0x007FFFFF, 0x7F7FFFFF])
-    assert_quantised_alike(edges[:, None] * torch.tensor([1.0, -0.5, 0.3, 0.0]), 1, dtype)
-    assert_quantised_alike(torch.zeros(3, 8), 2, dtype)
+        assert_quantised_alike((floats * 2.0**powers).to(kind), 2, dtype, code)
+    # largest magnitudes that are, or just miss, 448 and 127 times a power of two
+    edges = from_bits([0x43E00000, 0x43E00001, 0x43DFFFFF, 0x42FE0000, 0x42FE0001, 0x42FDFFFF])
+    ends = from_bits([0x00000001, 0x007FFFFF, 0x7F7FFFFF])
+    most = torch.tensor([65504.0, 65519.0, 65520.0, 65536.0]) * quant.LARGEST[code]  # of float16
+    edges = torch.cat([edges, ends, most])
+    assert_quantised_alike(edges[:, None] * torch.tensor([1.0, -0.5, 0.3, 0.0]), 1, dtype, code)
+    assert_quantised_alike(torch.zeros(3, 8), 2, dtype, code)
 
 
+@pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
-def test_a_block_with_an_infinity_or_a_nan_is_nan_as_a_whole_and_its_neighbours_are_not(dtype):
+def test_a_block_with_an_infinity_or_a_nan_is_nan_as_a_whole_and_its_neighbours_are_not(
+    dtype, code
+):
     rows = torch.arange(40, dtype=torch.float32).view(5, 8) - 20
     rows[0, 1], rows[1, 6], rows[2, 0] = torch.inf, -torch.inf, torch.nan
     rows[3, 7] = from_bits([0xFFC00001])[0]
-    assert_quantised_alike(rows, 2, dtype)
-    held, _ = stored(rows, 2, dtype)
-    wrong = held.float().isnan().view(5, 2, 4)
+    assert_quantised_alike(rows, 2, dtype, code)
+    wrong = quant.dequantise(*stored(rows, 2, dtype, code), FLOATS[1]).isnan().view(5, 2, 4)
     assert torch.equal(wrong.any(-1), wrong.all(-1))
     assert wrong.any(-1).nonzero().tolist() == [[0, 0], [1, 1], [2, 0], [3, 1]]
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     st.sampled_from(FLOATS),
     st.sampled_from(SCALES),
+    st.sampled_from(CODES),
     st.sampled_from([(1, 7), (3, 64), (2, 96), (7, 5)]),
     st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=64),
 )
-def test_any_bits_are_quantised_as_the_reference_does(kind, dtype, shape, bits):
+def test_any_bits_are_quantised_as_the_reference_does(kind, dtype, code, shape, bits):
     scales, block = shape
     count = 3 * scales * block
     floats = from_bits(bits).repeat(-(-count // len(bits)))[:count].view(3, scales * block)
     if kind is not torch.float32:  # a NaN's sign is not kept in conversions
         floats = floats.nan_to_num(nan=1.0).to(kind)
-    assert_quantised_alike(floats, scales, dtype)
+    assert_quantised_alike(floats, scales, dtype, code)
 
 
 @pytest.mark.parametrize("kind", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
 @pytest.mark.parametrize("dtype", SCALES, ids=str)
-def test_all_codes_with_all_scales_are_read_as_the_reference_reads_them(kind, dtype):
-    factors = ALL_CODES.view(dtype)
+def test_all_codes_with_all_scales_are_read_as_the_reference_reads_them(kind, dtype, code):
+    factors = ALL_CODES.view(dtype) if dtype is torch.float8_e8m0fnu else None
+    if dtype is torch.float16:
+        bits = [0, 1, 0x3FF, 0x400, 0x3C00, 0x3C67, 0x7BFF, 0x7C00, 0x7E00, 0xBC00, 0x1234]
+        factors = torch.tensor(bits).to(torch.int16).view(dtype)
     if dtype is torch.float32:
         given_bits = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F8CCCCD, 0x7EFFFFFF, 0x7FC00000]
         factors = from_bits([*given_bits, 0x7F7FFFFF, 0x7B124925, 0xBF800000, 0x3A000000])
-    held = zeros((len(factors), 1, 256), torch.float8_e4m3fn)
+    held = zeros((len(factors), 1, 256), code)
     held.view(torch.uint8).copy_(ALL_CODES.expand(len(factors), 1, 256))
     scales = zeros((len(factors), 1, 1), dtype)
     scales.copy_(factors[:, None, None])
     where = torch.randperm(len(factors))
-    read = device().dequantize_load(held, scales, where.to(MEMORY), kind).cpu()
+    read = device().load_rows([Held(held, scales, kind)], where.to(MEMORY))[0].cpu()
     wanted = quant.dequantise(held.cpu()[where, 0], scales.cpu()[where, 0], kind)
     assert read.dtype is kind
     torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
@@ -117,14 +146,14 @@ def test_what_is_read_as_float64_is_what_is_read_as_float32():
     held.view(torch.uint8).copy_(torch.arange(32, dtype=torch.uint8).view(4, 1, 8) * 8)
     scales.copy_(torch.tensor([3e38, 1e-3]).expand(4, 1, 2))
     where = torch.arange(4, device=MEMORY)
-    wide, single = (device().dequantize_load(held, scales, where, k) for k in FLOATS[:2])
+    wide, single = device().load_rows([Held(held, scales, k) for k in FLOATS[:2]], where)
     torch.testing.assert_close(wide, single.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_dtypes_that_kernels_do_not_know_are_refused():
     held, where = zeros((4, 1, 8), torch.float8_e4m3fn), torch.arange(4, device=MEMORY)
-    half = zeros((4, 1, 1), torch.float16)
-    with pytest.raises(ValueError, match=r"scales of torch\.float16"):
+    half = zeros((4, 1, 1), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"scales of torch\.bfloat16"):
         device().quantize_store(held, half, where, torch.zeros(4, 8, device=MEMORY))
     single = zeros((4, 1, 1), torch.float32)
     with pytest.raises(ValueError, match=r"torch\.int32 as torch\.float8_e4m3fn"):

@@ -1,0 +1,171 @@
+"""Checks of what a device does to entries, without a pool: views of every dtype, size and stride,
+and every format.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpool.device import Device
+from kvpool.dtypes import ITEMSIZE
+from kvpool.testing.case import equal, fail, random_of
+from kvpool.testing.groups import SCALES
+from kvpool.testing.memory import ids_on, off, on
+from kvpool.testing.slab import random_slab, same_slab
+from kvpool.testing.values import (
+    MOST_HELD,
+    decode,
+    dequantise,
+    encode,
+    odd_floats,
+    plain_floats,
+    quantise,
+)
+from kvpool.torch_ops import Held
+
+DTYPES = (
+    "uint8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+)
+ENTRIES = 5
+
+
+def entries_of_any_dtype_are_stored_and_loaded(device: Device) -> None:
+    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]` in both orders."""
+    for dtype in DTYPES:
+        for heads_first in (False, True):
+            for width in (1, 7, 32):
+                _entries(device, dtype, heads_first, width)
+
+
+def many_entries_are_stored_and_loaded(device: Device) -> None:
+    """More than a launch's worth of rows at once, of a size that is no power of two."""
+    random, items, count = random_of(), 250, 1111
+    raw, slab = random_slab(device, random, items * ENTRIES * 48)
+    view = slab.view(torch.bfloat16).view(items, ENTRIES, 24)
+    where = random.permutation(items * ENTRIES)[:count]
+    values = random.integers(0, 256, (count, 48), dtype=np.uint8)
+    device.store(view, ids_on(slab.device, where), on(slab.device, values, "bfloat16"))
+    raw.reshape(-1, 48)[where] = values
+    same_slab(device, slab, raw, "store of 1,111 entries")
+    found = off(device, device.load(view, ids_on(slab.device, where)))
+    if not np.array_equal(found, values):
+        fail("load of 1,111 entries: other bytes than are there.")
+
+
+def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
+    """Bytes as they are in rows side by side and apart, and floats of values with scales."""
+    random, items = random_of(), 9
+    raw, slab = random_slab(device, random, items * ENTRIES * 4096)
+    rows = raw.reshape(items * ENTRIES, 4096)
+    held, scales = quantise(plain_floats(random, (len(rows), 128), "float32"), 4, "float32")
+    rows[:, 1024:1152], rows[:, 1152:1168] = held, scales
+    slab.copy_(torch.from_numpy(raw))
+
+    def view(dtype: str, first: int, count: int) -> torch.Tensor:
+        typed = slab.view(getattr(torch, dtype)).view(items, ENTRIES, -1)
+        return typed[..., first // ITEMSIZE[dtype] :][..., :count]
+
+    asked = [
+        Held(view("bfloat16", 0, 256)),
+        Held(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float16),
+        Held(view("uint8", 1031, 7)),
+        Held(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float32),
+        Held(view("bfloat16", 0, 2048)),
+    ]
+    for count in (0, 1, 31):
+        where = random.permutation(len(rows))[:count]
+        there, parts = rows[where], (held[where], scales[where], "float32")
+        expected = [
+            there[:, :512],
+            dequantise(*parts, "float16"),
+            there[:, 1031:1038],
+            dequantise(*parts, "float32"),
+            there,
+        ]
+        found = device.load_rows(asked, ids_on(slab.device, where))
+        equal("load_rows: tensors", len(found), len(asked))
+        for number, (tensor, wanted) in enumerate(zip(found, expected)):
+            if not np.array_equal(off(device, tensor), wanted):
+                fail(f"load_rows of {count} entries: other values for row {number} than are there.")
+    same_slab(device, slab, raw, "load_rows")
+
+
+def floats_are_quantised_into_every_format(device: Device) -> None:
+    """e4m3 and int8 with scales of every dtype, one a token or four; what is hard to round too."""
+    random, items, width = random_of(), 7, 64
+    for held, scale, count in product(MOST_HELD, SCALES, (1, 4)):
+        row = width + 4 * ITEMSIZE[scale]
+        raw, slab = random_slab(device, random, items * ENTRIES * row)
+        rows = raw.reshape(items * ENTRIES, row)
+        entries = slab.view(items, ENTRIES, row)
+        view = entries[..., :width].view(getattr(torch, held))
+        scales = entries[..., width:].view(getattr(torch, scale))[..., :count]
+        for floats, dtype in product((plain_floats, odd_floats), ("float32", "bfloat16")):
+            where = random.permutation(len(rows))[:19]
+            numbers = floats(random, (where.size, width), dtype)
+            given = on(slab.device, encode(numbers, dtype), dtype)
+            device.quantize_store(view, scales, ids_on(slab.device, where), given)
+            codes, factors = quantise(numbers, count, scale, held)
+            end = width + factors.shape[-1]
+            rows[where, :width], rows[where, width:end] = codes, factors
+            found = off(device, slab).reshape(rows.shape)
+            for first, last, kind in ((0, width, held), (width, end, scale)):
+                both = found[:, first:last], rows[:, first:last]
+                nan = np.logical_and(*(np.isnan(decode(each, kind)) for each in both))
+                np.copyto(*both, where=np.repeat(nan, ITEMSIZE[kind], axis=-1))
+            wrong = np.argwhere(found != rows)
+            if wrong.size:
+                at = tuple(wrong[0])
+                fail(
+                    f"quantize_store of {dtype} as {held} with {count} of {scale}: entry {at[0]}, "
+                    f"byte {at[1]} is {int(found[at]):#04x}, expected {int(rows[at]):#04x}."
+                )
+
+
+CHECKS = (
+    entries_of_any_dtype_are_stored_and_loaded,
+    many_entries_are_stored_and_loaded,
+    rows_of_all_kinds_are_loaded_in_one_call,
+    floats_are_quantised_into_every_format,
+)
+
+
+def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
+    """A view of 6 items: rows with a gap behind each item, and bytes before the first."""
+    random, items, heads = random_of(dtype, heads_first, width), 6, 3
+    size = ITEMSIZE[dtype]
+    inner = heads * ENTRIES * width
+    stride = inner + 16  # elements
+    raw, slab = random_slab(device, random, (16 + items * stride) * size)
+    steps = (heads * width, width) if not heads_first else (width, ENTRIES * width)
+    strides = [stride, *steps, 1]
+    sizes = [items, ENTRIES, heads, width]
+    typed = slab.view(getattr(torch, dtype))
+    view = typed.as_strided(sizes, strides, typed.storage_offset() + 16)
+    rows: npt.NDArray[np.uint8] = np.lib.stride_tricks.as_strided(
+        raw[16 * size :],
+        [*sizes[:3], width * size],
+        [*(step * size for step in strides[:3]), 1],
+    )
+    what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
+    where = random.permutation(items * ENTRIES)[:17]
+    item, entry = np.divmod(where, ENTRIES)
+    found = device.load(view, ids_on(slab.device, where))
+    equal(f"load of {what}: dtype", found.dtype, view.dtype)
+    if not np.array_equal(off(device, found), rows[item, entry]):
+        fail(f"load of {what}: other bytes than are there.")
+    values = random.integers(0, 256, (where.size, heads, width * size), dtype=np.uint8)
+    device.store(view, ids_on(slab.device, where), on(slab.device, values, dtype))
+    rows[item, entry] = values
+    same_slab(device, slab, raw, f"store of {what}")
