@@ -56,12 +56,8 @@ def test_exactly_what_is_missing_is_named(monkeypatch, absent):
         assert named == [absent]
 
 
-def test_a_mooncake_of_another_build_has_no_ascend_transport(monkeypatch, tmp_path):
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
-    library = tmp_path / "mooncake" / "engine.so"
+def test_a_mooncake_of_another_build_has_no_ascend_transport(another_mooncake):
+    library = another_mooncake / "engine.so"
     for content, there in ((b"TcpTransport", False), (b"..21AscendDirectTransportE..", True)):
         library.write_bytes(content)
         assert ascend._transport() == there

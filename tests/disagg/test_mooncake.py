@@ -433,15 +433,10 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
-        monkeypatch.delitem(sys.modules, name)
+def test_what_is_missing_is_named(another_mooncake):
     assert "kvpool[mooncake-cpu]" in MooncakeEngine.availability()
     broken = "raise ImportError('liburing.so.2: cannot open shared object file')\n"
-    (tmp_path / "mooncake" / "engine.py").write_text(broken)
+    (another_mooncake / "engine.py").write_text(broken)
     assert "liburing.so.2" in MooncakeEngine.availability()
     assert "apt-get install" in MooncakeEngine.availability()
     with pytest.raises(EngineUnavailable, match=r"engine 'mooncake': .*liburing\.so\.2"):

@@ -22,6 +22,7 @@ from typing import Any
 
 from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
+from disagg.staging import LEAST_STAGING
 from kvpool import Allocator, OutOfPages
 from kvpool.allocator import Request
 from kvpool.layout import RequestAddress
@@ -206,7 +207,8 @@ def _main(pipe: Any, engine: str, side: str, count: int, every: int) -> None:
         endpoint: Any = PrefillEndpoint(held.layout, create_engine(engine), lease=60.0)
         pipe.send(endpoint.address)
     else:
-        endpoint = DecodeEndpoint(held.layout, create_engine(engine))
+        # buffers for small runs become resident one by one, as they are first used
+        endpoint = DecodeEndpoint(held.layout, create_engine(engine), staging=LEAST_STAGING)
         endpoint.connect([pipe.recv()], timeout=60)
     with endpoint:
         this = Side(endpoint, held, side == "decode")

@@ -1,0 +1,21 @@
+"""Fixtures of several tests."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture
+def another_mooncake(monkeypatch, tmp_path):
+    """The folder of an empty package of Mooncake's name, which is forgotten afterwards."""
+    folder = tmp_path / "mooncake"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
+            del sys.modules[name]
+        yield folder
