@@ -9,10 +9,10 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "disagg.endpoint", "tests.oracle", "tests.pools"])
 
 
-def stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped by a signal; see proc(5)."""
+def stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped by a signal, or dead; see proc(5)."""
     try:
         stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):
         return False  # a thread has just ended
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)

@@ -20,7 +20,7 @@ from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.mooncake_link import CALL_RUNS, choose, fetch, hasten, start
 from kvpool.layout import Slab
 from tests.disagg.peers import ENGINES
-from tests.processes import stopped
+from tests.processes import stands_still
 
 __test__ = "mooncake" in ENGINES  # collected where the package is installed
 
@@ -76,7 +76,7 @@ class Owner:
     def stop(self):
         """Stops every thread, and returns once they stand still."""
         os.kill(self.process.pid, signal.SIGSTOP)
-        until(lambda: stopped(self.process.pid))
+        until(lambda: stands_still(self.process.pid))
 
     def go_on(self):
         os.kill(self.process.pid, signal.SIGCONT)

@@ -25,6 +25,7 @@ from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
 from tests.faults.trips import Hooks, Trip
 from tests.faults.values import put, wrong
+from tests.processes import stands_still
 
 PR_SET_PDEATHSIG = 1
 PREFIX_SALT = 500
@@ -105,11 +106,19 @@ class Child:
         self.hooks.doubled = part
 
     def do_trip(self, point: str, count: int, pid: int, number: int) -> None:
-        """When `point` is met for the `count`-th time, process `pid` (0: this one) is signalled."""
+        """When `point` is met for the `count`-th time, process `pid` (0: this one) is signalled to
+        stop or to die, and has done so before anything else happens here.
+        """
 
         def signalled() -> None:
-            self.say("tripped")
-            os.kill(pid or os.getpid(), number)
+            if pid:
+                os.kill(pid, number)
+                while not stands_still(pid):
+                    time.sleep(0.0005)
+                self.say("tripped")
+            else:
+                self.say("tripped")
+                signal.pthread_kill(threading.get_ident(), number)  # not any thread of this process
 
         self.hooks.trip = Trip(point, count, signalled)
 

@@ -19,7 +19,7 @@ from disagg.room import KVPoll
 from tests.faults.child import main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
-from tests.processes import FORKS, stopped
+from tests.processes import FORKS, stands_still
 
 PATIENCE = 60.0
 """Seconds after which a process that does not answer is stuck."""
@@ -183,7 +183,7 @@ class World:
         pid = self.peers[name].pid
         if number == signal.SIGKILL:
             self.mortal.add(name)
-        elif number == signal.SIGCONT and not self.until(lambda: stopped(pid), PATIENCE):
+        elif number == signal.SIGCONT and not self.until(lambda: stands_still(pid), PATIENCE):
             raise Violation(f"{name} does not stop")
         os.kill(pid, number)
 
