@@ -77,7 +77,7 @@ def test_the_json_is_one_object_of_machine_versions_date_and_rows(everything):
     assert {key: type(value) for key, value in found.items()} == KEYS
     assert all(set(row) == ROW_KEYS for row in found["rows"])
     assert found["machine"]["device"] == "cpu" and found["machine"]["threads"] == "1"
-    assert found["versions"]["torch"] == torch.__version__ and found["quick"]
+    assert torch.__version__.startswith(found["versions"]["torch"]) and found["quick"]
     assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
 
 
