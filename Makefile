@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything a fresh Debian machine with Python 3.10+ needs.
+# `make demo` and `make test` do everything a fresh Debian machine with Python 3.11+ needs.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,8 +29,8 @@ venv: $(STAMP)  ## make the environment at .venv
 
 $(STAMP): pyproject.toml setup.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Try: make PYTHON=python3.11"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "kvpool needs Python 3.10 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "the demo's transformers need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
 	@# half an environment would let pip write into the Python that it was made from
 	@test -f $(VENV)/pyvenv.cfg || test $(VENV) = .venv || test -z "$$(ls -A $(VENV) 2>/dev/null)" || \
 		{ echo "$(VENV) is there and no virtual environment. Name another, or remove it."; exit 1; }
