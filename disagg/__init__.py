@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING
 from kvpool.lazy import loader
 
 if TYPE_CHECKING:
-    from disagg.bind import CopyBatch as CopyBatch
-    from disagg.endpoint import DecodeEndpoint as DecodeEndpoint
-    from disagg.endpoint import HandshakeRefused as HandshakeRefused
-    from disagg.endpoint import PrefillEndpoint as PrefillEndpoint
     from disagg.engines.base import Engine as Engine
     from disagg.engines.base import EngineUnavailable as EngineUnavailable
     from disagg.engines.base import TransferError as TransferError
     from disagg.engines.base import create_engine as create_engine
     from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
     from disagg.plan import TransferPlan as TransferPlan
-    from disagg.room import KVPoll as KVPoll
-    from disagg.walk import IncompleteTransfer as IncompleteTransfer
+    from disagg.plan.bind import CopyBatch as CopyBatch
+    from disagg.plan.positions import IncompleteTransfer as IncompleteTransfer
+    from disagg.protocol.status import KVPoll as KVPoll
+    from disagg.runtime.endpoint import DecodeEndpoint as DecodeEndpoint
+    from disagg.runtime.endpoint import HandshakeRefused as HandshakeRefused
+    from disagg.runtime.endpoint import PrefillEndpoint as PrefillEndpoint
 
 _HOME = {
-    "CopyBatch": "bind",
-    "DecodeEndpoint": "endpoint",
+    "CopyBatch": "plan.bind",
+    "DecodeEndpoint": "runtime.endpoint",
     "Engine": "engines.base",
     "EngineUnavailable": "engines.base",
-    "HandshakeRefused": "endpoint",
+    "HandshakeRefused": "runtime.endpoint",
     "IncompatibleLayouts": "plan",
-    "IncompleteTransfer": "walk",
-    "KVPoll": "room",
-    "PrefillEndpoint": "endpoint",
+    "IncompleteTransfer": "plan.positions",
+    "KVPoll": "protocol.status",
+    "PrefillEndpoint": "runtime.endpoint",
     "TransferError": "engines.base",
     "TransferPlan": "plan",
     "create_engine": "engines.base",

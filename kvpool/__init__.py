@@ -12,13 +12,7 @@ from kvpool.lazy import loader
 if TYPE_CHECKING:
     from kvpool.allocator import Allocator as Allocator
     from kvpool.allocator import OutOfPages as OutOfPages
-    from kvpool.bufinfos import StateType as StateType
     from kvpool.device import DeviceUnavailable as DeviceUnavailable
-    from kvpool.item import Cell as Cell
-    from kvpool.item import Pad as Pad
-    from kvpool.item import Repeat as Repeat
-    from kvpool.item import Seq as Seq
-    from kvpool.item import Skip as Skip
     from kvpool.layout import Axis as Axis
     from kvpool.layout import Buffer as Buffer
     from kvpool.layout import LayoutError as LayoutError
@@ -27,51 +21,59 @@ if TYPE_CHECKING:
     from kvpool.layout import RequestAddress as RequestAddress
     from kvpool.layout import Space as Space
     from kvpool.layout import Span as Span
-    from kvpool.placement import Declared as Declared
-    from kvpool.pool import KVPool as KVPool
+    from kvpool.layout.template import Cell as Cell
+    from kvpool.layout.template import Pad as Pad
+    from kvpool.layout.template import Repeat as Repeat
+    from kvpool.layout.template import Seq as Seq
+    from kvpool.layout.template import Skip as Skip
+    from kvpool.pools.base import KVPool as KVPool
+    from kvpool.pools.buf_infos import StateType as StateType
     from kvpool.pools.dsv4 import DSv4Pool as DSv4Pool
     from kvpool.pools.hybrid_linear import HybridLinearPool as HybridLinearPool
+    from kvpool.pools.kinds import MHA as MHA
+    from kvpool.pools.kinds import MLA as MLA
+    from kvpool.pools.kinds import IndexKey as IndexKey
+    from kvpool.pools.kinds import LinearState as LinearState
     from kvpool.pools.mha import MHAPool as MHAPool
     from kvpool.pools.mla import MLAPool as MLAPool
     from kvpool.pools.nsa import NSAPool as NSAPool
+    from kvpool.pools.placement import BufferSpec as BufferSpec
+    from kvpool.pools.placement import BufferSpec as Declared  # noqa: F401
+    from kvpool.pools.placement import Shard as Shard
     from kvpool.pools.swa import SWAPool as SWAPool
-    from kvpool.shard import Shard as Shard
-    from kvpool.states import MHA as MHA
-    from kvpool.states import MLA as MLA
-    from kvpool.states import IndexKey as IndexKey
-    from kvpool.states import LinearState as LinearState
 
 _HOME = {
     "Allocator": "allocator",
     "Axis": "layout",
     "Buffer": "layout",
-    "Cell": "item",
+    "Cell": "layout.template",
     "DSv4Pool": "pools.dsv4",
-    "Declared": "placement",
+    "BufferSpec": "pools.placement",
+    "Declared": "pools.placement:BufferSpec",
     "DeviceUnavailable": "device",
     "HybridLinearPool": "pools.hybrid_linear",
-    "IndexKey": "states",
-    "KVPool": "pool",
+    "IndexKey": "pools.kinds",
+    "KVPool": "pools.base",
     "LayoutError": "layout",
-    "LinearState": "states",
-    "MHA": "states",
+    "LinearState": "pools.kinds",
+    "MHA": "pools.kinds",
     "MHAPool": "pools.mha",
-    "MLA": "states",
+    "MLA": "pools.kinds",
     "MLAPool": "pools.mla",
     "NSAPool": "pools.nsa",
     "OutOfPages": "allocator",
-    "Pad": "item",
+    "Pad": "layout.template",
     "PoolLayout": "layout",
     "Region": "layout",
-    "Repeat": "item",
+    "Repeat": "layout.template",
     "RequestAddress": "layout",
     "SWAPool": "pools.swa",
-    "Seq": "item",
-    "Shard": "shard",
-    "Skip": "item",
+    "Seq": "layout.template",
+    "Shard": "pools.placement",
+    "Skip": "layout.template",
     "Space": "layout",
     "Span": "layout",
-    "StateType": "bufinfos",
+    "StateType": "pools.buf_infos",
 }
 
 __all__ = [*_HOME]

@@ -15,9 +15,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.address import MAX_TOKENS
-from kvpool.id_lists import IdList, Ints, OutOfPages
+from kvpool.block_table import IdList, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
+from kvpool.layout.grid import Ints
+from kvpool.layout.request_address import MAX_TOKENS
 
 __all__ = ["Allocator", "OutOfPages", "Request"]
 
@@ -92,7 +93,7 @@ class Allocator:
         ValueError where no list grows with the tokens of a request.
         """
         spaces = (self.layout.space_by_name[name] for name in self.lists)
-        grow = [s.name for s in spaces if not s.private and s.window is None]
+        grow = [s.name for s in spaces if not s.per_request and s.window is None]
         if not grow:
             raise ValueError(f"no pages of tokens here: ask free_items for one of {[*self.lists]}.")
         return min(self.free_items(name) for name in grow)
@@ -182,7 +183,7 @@ class Allocator:
         parts = {}
         for name, each in self.lists.items():
             lender = self.layout.space_by_name[name]
-            if lender.private and tokens not in (0, held):
+            if lender.per_request and tokens not in (0, held):
                 raise ValueError(
                     f"space {name}: holds the state of {held} tokens, not that of {tokens}. Fork "
                     "at the end of the request."
@@ -195,7 +196,9 @@ class Allocator:
                     "it was received, and did not come."
                 )
             shared = (
-                stop if not lender.private and tokens % lender.tokens_per_item == 0 else stop - 1
+                stop
+                if not lender.per_request and tokens % lender.tokens_per_item == 0
+                else stop - 1
             )
             parts[name] = each.check_fork(int(row), first, max(shared, first), stop)
         child = self.new_request()
@@ -248,7 +251,7 @@ class Allocator:
     def _start(self, name: str, tokens: Ints) -> Ints:
         """Number of the first entry that is alive of requests of so many tokens `[B]`."""
         space = self.layout.space_by_name[name]
-        if space.private or space.window is None:
+        if space.per_request or space.window is None:
             return np.zeros_like(tokens)
         step = space.window_step
         return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
@@ -260,7 +263,7 @@ class Allocator:
     def _stop(self, name: str, tokens: Ints) -> Ints:
         """Number of items up to the last one of requests of so many tokens `[B]`."""
         space = self.layout.space_by_name[name]
-        if space.private:
+        if space.per_request:
             return np.minimum(tokens, 1)
         return -(-tokens // space.tokens_per_item)
 
@@ -269,7 +272,7 @@ class Allocator:
         for space in self.spaces:
             table, size = self.lists[space.id_list], space.entries_per_item
             entries = positions // space.tokens_per_entry
-            if space.private:
+            if space.per_request:
                 located = table.find(rows, np.zeros_like(positions)) * size + entries % size
                 kept = entries >= (after // space.tokens_per_entry)[:, None] - size
                 found[space.name] = np.where(kept | (space.kind == "slot"), located, -1)

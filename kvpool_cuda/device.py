@@ -6,8 +6,8 @@ from functools import cached_property
 
 import torch
 
-from kvpool.device import Mark
-from kvpool.grid import Ints
+from kvpool.device import Event
+from kvpool.layout.grid import Ints
 from kvpool_cuda import ipc, operations
 from kvpool_cuda.availability import missing_cuda
 
@@ -55,18 +55,18 @@ class CUDADevice:
         """See Device.copy_runs."""
         operations.copy_runs(self._device, src, dst, nbytes)
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """An event on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """The current stream waits for an event of CUDA, the host for any other mark."""
-        if isinstance(mark, torch.cuda.Event):
-            torch.cuda.current_stream(self._device).wait_event(mark)
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self._device).wait_event(event)
         else:
-            mark.synchronize()
+            event.synchronize()
 
     def share(self, base: int, nbytes: int) -> bytes:
         """What another process of this host needs to map memory; see kvpool_cuda.ipc."""

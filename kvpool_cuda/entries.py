@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool.torch_ops import Held, Row
+from kvpool.device.torch_ops import Held, Row
 from kvpool_cuda.blocks import dequantise_part, quantise_part, scaled, scaled_programs
 from kvpool_cuda.launch import checked, constants, on
 from kvpool_cuda.rows import Part, move_part, plain, plain_programs

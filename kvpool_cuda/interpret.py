@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.device import Mark
-from kvpool.grid import Ints
-from kvpool.host import CPUDevice
+from kvpool.device import Event
+from kvpool.device.cpu import CPUDevice
+from kvpool.layout.grid import Ints
 from kvpool_cuda import operations
 from kvpool_cuda.availability import missing_interpreter
 
@@ -43,10 +43,10 @@ class InterpretedDevice:
         """See Device.copy_runs."""
         operations.copy_runs(torch.device("cpu"), src, dst, nbytes)
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """All work has ended."""
         return self._host.record()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """Waits for another device's work."""
-        self._host.wait(mark)
+        self._host.wait(event)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvpool.layout.grid import ragged
 from kvpool_cuda.geometry import WIDEST
 from kvpool_cuda.launch import checked, on, upload_for_all
 from kvpool_cuda.words import copy_bytes, words_at
@@ -81,8 +82,8 @@ def copy_items(
 def _table(geometry: Geometry, device: torch.device) -> Table:
     base, stride, length = np.array(geometry, dtype=np.int64).T
     pieces = -(-length // PIECE)
-    buffer = np.repeat(np.arange(length.size), pieces)
-    start = (np.arange(buffer.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * PIECE
+    buffer, piece = ragged(pieces)
+    start = piece * PIECE
     nbytes = np.minimum(PIECE, length[buffer] - start)
     # staged pieces begin at multiples of 16 bytes
     offsets = np.concatenate([[0], np.cumsum(-(-nbytes // WIDEST) * WIDEST)])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpool.grid import Ints
-from kvpool.torch_ops import Held, Row
+from kvpool.device.torch_ops import Held, Row
+from kvpool.layout.grid import Ints
 
 
 def store(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Block-scaled e4m3 and int8 in kernels, bit for bit as `kvpool.quant` defines them.
+"""Block-scaled e4m3 and int8 in kernels, bit for bit as `kvpool.device.quant` defines them.
 
 Floats become codes by one addition and arithmetic on bits, so that hardware and Triton's
 interpreter do the same: the interpreter's own conversion to e4m3 is wrong where rounding carries

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool.grid import Ints
+from kvpool.layout.grid import Ints, ragged
 from kvpool_cuda.geometry import power_of_two
 from kvpool_cuda.launch import on, upload
 from kvpool_cuda.words import words_at
@@ -100,8 +100,8 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
 
 def _cut(src: Ints, dst: Ints, nbytes: Ints, span: int) -> tuple[Ints, Ints, Ints]:
     pieces = -(-nbytes // span)
-    run = np.repeat(np.arange(src.size), pieces)
-    start = (np.arange(run.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * span
+    run, piece = ragged(pieces)
+    start = piece * span
     return src[run] + start, dst[run] + start, np.minimum(span, nbytes[run] - start)
 
 

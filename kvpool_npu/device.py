@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpool import torch_ops
-from kvpool.device import Mark
-from kvpool.grid import Ints
-from kvpool.quant import SMALLEST_SCALE, dequantise, quantise, stored_scales
-from kvpool.torch_ops import Held, Row, bits, slots
+from kvpool.device import Event, torch_ops
+from kvpool.device.quant import SMALLEST_SCALE, dequantise, quantise, stored_scales
+from kvpool.device.torch_ops import Held, Row, bits, slots
+from kvpool.layout.grid import Ints
 from kvpool_npu.missing import missing
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 
@@ -152,13 +151,13 @@ class NPUDevice:
         for start, to, size in zip(src.tolist(), dst.tolist(), nbytes.tolist()):
             _at(held, to, size).copy_(_at(held, start, size))
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """See Device.record."""
         return self.operators.record()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """See Device.wait."""
-        self.operators.wait(mark)
+        self.operators.wait(event)
 
     def _quantised(
         self, view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvpool.device import Mark
-from kvpool.host import CPUDevice
+from kvpool.device import Event
+from kvpool.device.cpu import CPUDevice
 
 
 class Operators(Protocol):
@@ -78,10 +78,10 @@ class Operators(Protocol):
     def zeros(self, nbytes: int) -> torch.Tensor:
         """uint8 `[nbytes]`."""
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """A mark in the current stream."""
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """The current stream waits for the mark."""
 
 
@@ -157,21 +157,21 @@ class TorchNPU:
         """See Operators."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=f"npu:{self._index}")
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """See Operators."""
         npu = self._module.npu
-        event = npu.Event()
+        event: Any = npu.Event()
         event.record(npu.current_stream(self._index))
-        mark: Mark = event
-        return mark
+        made: Event = event
+        return made
 
-    def wait(self, mark: Mark) -> None:
-        """Of a mark of another device the host waits."""
+    def wait(self, event: Event) -> None:
+        """The host waits for an event of another device."""
         npu = self._module.npu
-        if isinstance(mark, npu.Event):
-            npu.current_stream(self._index).wait_event(mark)
+        if isinstance(event, npu.Event):
+            npu.current_stream(self._index).wait_event(event)
         else:
-            mark.synchronize()
+            event.synchronize()
 
 
 class Reference:
@@ -245,10 +245,10 @@ class Reference:
         """See Operators."""
         return self._host.allocate(nbytes)
 
-    def record(self) -> Mark:
+    def record(self) -> Event:
         """See Operators."""
         return self._host.record()
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, event: Event) -> None:
         """See Operators."""
-        self._host.wait(mark)
+        self._host.wait(event)

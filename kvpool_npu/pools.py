@@ -7,9 +7,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from kvpool.pool import Common
-from kvpool.states import MHA, At, Kind
-from kvpool.union import UnionPool
+from kvpool.pools.base import Common
+from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import MHA, At, Kind
 from kvpool_npu.states import NPUMLA, NPUIndexKey
 
 

@@ -1,6 +1,6 @@
 """Kinds of state as Ascend's attention operators take them: each role in a tensor of its own.
 
-Roles, axes and dtypes are those of `kvpool.states`, so that pools of GPUs and of NPUs pair up.
+Roles, axes and dtypes are those of `kvpool.pools.kinds`, so that pools of GPUs and of NPUs pair up.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvpool.item import Cell, Repeat
-from kvpool.placement import Declared
-from kvpool.quant import scaled
-from kvpool.states import MLA, At, IndexKey, LinearState
+from kvpool.device.quant import scaled
+from kvpool.layout.template import Cell, Repeat
+from kvpool.pools.kinds import MLA, At, IndexKey, LinearState
+from kvpool.pools.placement import BufferSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class NPUMLA(MLA):
     axis of one head before the last; so do vllm-ascend's caches.
     """
 
-    def declare(self, at: At) -> Iterator[Declared]:
+    def declare(self, at: At) -> Iterator[BufferSpec]:
         """The latents, then the rope keys."""
         at.takes(self)
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
@@ -40,7 +40,7 @@ class NPUIndexKey(IndexKey):
     `c8_k_scale_cache_dtype` of its MLA cache specification).
     """
 
-    def declare(self, at: At) -> Iterator[Declared]:
+    def declare(self, at: At) -> Iterator[BufferSpec]:
         """The keys, then the scales if they have any."""
         if at.packing == "int8":
             cells = [Cell("index_key", self.head_dim, "int8"), Cell("index_key.scale", 1, "f16")]
@@ -54,4 +54,4 @@ class NPUIndexKey(IndexKey):
 
 def npu_order(linear: LinearState) -> LinearState:
     """The same state with its convolution as NPU operators take it: `[tap, channels]`."""
-    return replace(linear, taps_are="first")
+    return replace(linear, conv_layout="taps_first")

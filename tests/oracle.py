@@ -17,8 +17,8 @@ import torch
 
 from disagg.plan import TransferPlan, plan
 from kvpool.item import Template, item_bytes, item_regions
-from kvpool.layout import VERSION, Buffer, PoolLayout, RequestAddress, Space, Span
-from kvpool.pool import KVPool
+from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
+from kvpool.pools.base import KVPool
 
 SOURCE, DEST = 254, 255  # what lies where no state is; values are 0 to 253
 GUARD = 192  # bytes before, between and behind hand-built buffers
@@ -80,7 +80,7 @@ def built(
         regions.extend(item_regions(template, owner=owner, layer=layer, buffer=name))
         at = -(-(at + items * size + GUARD) // 64) * 64
     layers = max(layer for layer, _, _, _ in parts) + 1
-    layout = PoolLayout(VERSION, tuple(buffers), tuple(regions), tuple(spaces.values()), layers)
+    layout = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces.values()), layers)
     return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in regions})
 
 

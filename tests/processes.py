@@ -6,7 +6,7 @@ import multiprocessing
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "disagg.endpoint", "tests.oracle", "tests.pools"])
+FORKS.set_forkserver_preload(["torch", "disagg.runtime.endpoint", "tests.oracle", "tests.pools"])
 
 
 def stands_still(pid: int) -> bool:

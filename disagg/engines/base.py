@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from disagg.bind import CopyBatch
+from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Engine(ABC):
     """Most bytes that one `read` should carry, so that control messages are served in between."""
     max_runs: ClassVar[int] = 16384
     """Most runs that one `read` may carry."""
-    run_bytes: ClassVar[int] = 0
+    run_overhead_bytes: ClassVar[int] = 0
     """What a run costs beside its bytes: as many as could be moved in that time. Where it is not 0,
-    small runs go by way of `disagg.staging`.
+    small runs go by way of `disagg.runtime.staging`.
     """
     progress_seconds: ClassVar[float] = 0.001
     """How often `progress` is to be called where a peer may be reading."""

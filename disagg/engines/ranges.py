@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disagg.bind import CopyBatch
 from disagg.engines.base import TransferError
-from disagg.route import Ints
-from kvpool.parts import MAX_INT
+from disagg.plan.bind import CopyBatch
+from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.types import MAX_INT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class Ranges:
         pieces = to - at + 1
         if (pieces == 1).all():
             return batch
-        run = np.repeat(np.arange(batch.runs), pieces)
-        piece = np.arange(run.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        run, piece = ragged(pieces)
         low = np.maximum(first[run], self.starts[at[run] + piece])
         high = np.minimum(last[run], self.ends[at[run] + piece])
         within = low - first[run]

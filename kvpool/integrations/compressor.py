@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpool.states import At, Ring
+from kvpool.pools.kinds import At, Ring
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpool.dtypes import dtype_name
+from kvpool.device.quant import PACKINGS
 from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
-from kvpool.quant import PACKINGS
-from kvpool.states import At, IndexKey, Kind, LinearState, Ring
-from kvpool.union import ATTENTION
+from kvpool.layout.dtypes import dtype_name
+from kvpool.pools.composite import ATTENTION
+from kvpool.pools.kinds import At, IndexKey, Kind, LinearState, Ring
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache
@@ -95,7 +95,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
         ]
-        if kind.joined:
+        if kind.shared_kv:
             found = [torch.cat(found, dim=-1)] * 2
         return tuple(found)
 
@@ -198,7 +198,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         roles = self._roles()
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
-        if kind.joined:
+        if kind.shared_kv:
             if given[0] is not given[1]:
                 raise ValueError(f"{regions[0]}: keys and values are two, the pool holds one.")
             sizes = [view.shape[-1] for view in views]

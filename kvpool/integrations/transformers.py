@@ -15,10 +15,10 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
+from kvpool.device.quant import PACKINGS
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
-from kvpool.pool import KVPool
-from kvpool.quant import PACKINGS
-from kvpool.union import UnionPool
+from kvpool.pools.base import KVPool
+from kvpool.pools.composite import UnionPool
 
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
@@ -117,7 +117,7 @@ class PoolCache(Cache):
         elif others and set(room) == {tokens}:  # a draft's forward after its target's
             rows = [self.allocator.locations(request) for request in self.requests]
             fresh = {name: [row[name][self.tokens :] for row in rows] for name in rows[0]}
-            gone = [s.name for s in self.allocator.spaces if not s.private]
+            gone = [s.name for s in self.allocator.spaces if not s.per_request]
             gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
             if gone:
                 raise ValueError(

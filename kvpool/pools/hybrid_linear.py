@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from kvpool.bufinfos import StateType
 from kvpool.layout import Space
-from kvpool.pool import Common
-from kvpool.states import MHA, MLA, At, IndexKey, Kind, LinearState
-from kvpool.union import UnionPool
+from kvpool.pools.base import Common
+from kvpool.pools.buf_infos import StateType
+from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState
 
 
 class HybridLinearPool(UnionPool):

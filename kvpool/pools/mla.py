@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from typing_extensions import Unpack
 
-from kvpool.pool import Common
-from kvpool.states import MLA, At, Kind
-from kvpool.union import UnionPool
+from kvpool.pools.base import Common
+from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import MLA, At, Kind
 
 
 class MLAPool(UnionPool):

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from typing_extensions import Unpack
 
-from kvpool.bufinfos import StateType
-from kvpool.pool import Common
-from kvpool.states import MLA, At, IndexKey, Kind
-from kvpool.union import UnionPool
+from kvpool.pools.base import Common
+from kvpool.pools.buf_infos import StateType
+from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import MLA, At, IndexKey, Kind
 
 
 class NSAPool(UnionPool):

@@ -7,11 +7,11 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from kvpool.bufinfos import StateType
 from kvpool.layout import Space
-from kvpool.pool import Common
-from kvpool.states import MHA, MLA, At, Kind
-from kvpool.union import UnionPool
+from kvpool.pools.base import Common
+from kvpool.pools.buf_infos import StateType
+from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import MHA, MLA, At, Kind
 
 
 class SWAPool(UnionPool):

@@ -2,7 +2,7 @@
 
 `pytest --pyargs kvpool.testing --device NAME` runs all of it; `check_device` and `check_pool` are
 the same checks without pytest. Expected bytes are computed here, in numpy, from the layout's
-formula and the formats' definitions: never by the device under test, nor by `kvpool.quant`.
+formula and the formats' definitions: never by the device under test, nor by `kvpool.device.quant`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvpool.device import Device
-from kvpool.pool import KVPool
+from kvpool.pools.base import KVPool
 
 Build = Callable[..., KVPool]
 

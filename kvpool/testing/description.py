@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from kvpool.layout import Buffer
-from kvpool.pool import KVPool
+from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail, raises, random_of
 from kvpool.testing.memory import Memory, every, off
 

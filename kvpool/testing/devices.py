@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from kvpool.device import Device, DeviceUnavailable, get_device
-from kvpool.host import Done
+from kvpool.device.cpu import CompletedEvent
 from kvpool.testing.case import equal, fail, random_of
 from kvpool.testing.items import chain
-from kvpool.testing.memory import ids_on, off, on
-from kvpool.testing.slab import random_slab, same_slab
+from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
 from kvpool.testing.values import Bytes
 
 
@@ -124,14 +123,14 @@ def a_mark_tells_when_work_has_ended(device: Device) -> None:
         for number in range(items - 1):
             device.copy_items([slab.view(items, width)], steps[number], steps[number + 1])
     rows[:] = rows[0]
-    mark = device.record()
-    mark.synchronize()
+    event = device.record()
+    event.synchronize()
     if not np.array_equal(_read_apart(slab), raw):
         time.sleep(1)
         if np.array_equal(_read_apart(slab), raw):
             fail("a mark had ended, and work that was queued before it had not.")
         same_slab(device, slab, raw, "copy_items, one item after another")
-    if not mark.query():
+    if not event.query():
         fail("synchronize() of a mark has returned, and query() says that it has not ended.")
 
 
@@ -139,8 +138,8 @@ def work_waits_for_a_mark(device: Device) -> None:
     """Its own, one twice, and one of a device that does its work while it is called."""
     random = random_of()
     raw, slab = random_slab(device, random, 4096)
-    mark = device.record()
-    for other in (mark, mark, Done()):
+    event = device.record()
+    for other in (event, event, CompletedEvent()):
         device.wait(other)
         values = random.integers(0, 256, (3, 64), dtype=np.uint8)
         where = random.permutation(64)[:3]

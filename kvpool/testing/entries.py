@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpool.layout.grid import Ints
 from kvpool.testing.case import Case, equal, fail, raises, random_of
 from kvpool.testing.groups import device_of, groups, same, shape
-from kvpool.testing.memory import Ints, Memory, ids_on, off, on
+from kvpool.testing.memory import Memory, ids_on, off, on
 from kvpool.testing.values import encode
 
 

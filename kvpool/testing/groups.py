@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvpool.dtypes import ITEMSIZE
+from kvpool.device.quant import scale_role
 from kvpool.layout import Region, Space
-from kvpool.pool import KVPool
-from kvpool.quant import scale_role
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail
-from kvpool.testing.memory import Ints, off
+from kvpool.testing.memory import off
 from kvpool.testing.values import MOST_HELD, Bytes
 
 SCALES = ("float32", "float16", "float8_e8m0fnu")

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from kvpool.layout import PoolLayout, RequestAddress, Span
-from kvpool.pool import KVPool
+from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.memory import Ints, Memory, ids_on
+from kvpool.testing.memory import Memory, ids_on
 from kvpool.testing.values import Bytes
 
 
@@ -42,7 +43,7 @@ def saved_items_come_back_elsewhere(case: Case) -> None:
             if not alive:
                 continue
             numbers = [0]
-            if not space.private:
+            if not space.per_request:
                 size = space.entries_per_item
                 numbers = [*range(alive.start // size, (alive.stop - 1) // size + 1)]
             there, here = (a.spans[space.id_list].ids[numbers] for a in (before, after))
@@ -86,7 +87,7 @@ def place(layout: PoolLayout, tokens: int, random: np.random.Generator) -> Reque
     spans = {}
     for name, ids in usable_items(layout).items():
         space = layout.space_by_name[name]
-        count = 1 if space.private else -(-tokens // space.tokens_per_item)
+        count = 1 if space.per_request else -(-tokens // space.tokens_per_item)
         spans[name] = Span(random.permutation(ids)[:count])
     return RequestAddress(tokens, spans)
 

@@ -12,15 +12,13 @@ import numpy.typing as npt
 import torch
 
 from kvpool.device import Device
-from kvpool.dtypes import ITEMSIZE
 from kvpool.layout import Buffer, Region
-from kvpool.memory_map import where
-from kvpool.pool import KVPool
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
+from kvpool.render.memory_map import where
 from kvpool.testing.case import fail
 from kvpool.testing.values import Bytes, decode
-
-Ints = npt.NDArray[np.int64]
-
 
 GAP = 4096
 """Bytes between buffers that are looked at too; of longer gaps, so many behind each buffer."""
@@ -183,3 +181,25 @@ def off(device: Device, tensor: torch.Tensor) -> Bytes:
 def ids_on(device: torch.device, ids: Sequence[int] | Ints) -> torch.Tensor:
     """Numbers as int64 `[N]` on a device."""
     return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
+
+
+def random_slab(
+    device: Device, random: np.random.Generator, nbytes: int
+) -> tuple[Bytes, torch.Tensor]:
+    """Random bytes, and memory of the device that holds them."""
+    raw = random.integers(0, 256, nbytes, dtype=np.uint8)
+    slab = device.allocate(nbytes)
+    slab.copy_(torch.from_numpy(raw))
+    return raw, slab
+
+
+def same_slab(device: Device, slab: torch.Tensor, expected: Bytes, what: str) -> None:
+    """Ends the check at the first byte that is not as expected, after `what` was done."""
+    found = off(device, slab)
+    wrong = np.flatnonzero(found != expected)
+    if wrong.size:
+        at = int(wrong[0])
+        fail(
+            f"{what}: byte {at} is {int(found[at]):#04x}, expected {int(expected[at]):#04x} "
+            f"({wrong.size:,} of {found.size:,} bytes differ)."
+        )

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvpool.dtypes import ITEMSIZE
+from kvpool.device.quant import PACKINGS, scale_role
 from kvpool.layout import Region
-from kvpool.pool import KVPool
-from kvpool.quant import PACKINGS, scale_role
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
 from kvpool.testing.groups import Group, blocks, device_of, groups, same, shape
-from kvpool.testing.memory import Ints, Memory, on
+from kvpool.testing.memory import Memory, on
 from kvpool.testing.values import (
     Bytes,
     Floats,

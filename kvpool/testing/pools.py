@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpool.placement import COUNTS
-from kvpool.pool import KVPool
+from kvpool.pools.base import KVPool
 from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.hybrid_linear import HybridLinearPool
+from kvpool.pools.kinds import MHA, MLA, IndexKey, gated_delta_net, kda, mamba2
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
 from kvpool.pools.nsa import NSAPool
+from kvpool.pools.placement import COUNTS, Shard
 from kvpool.pools.swa import SWAPool
-from kvpool.shard import Shard
-from kvpool.states import MHA, MLA, IndexKey, gated_delta_net, kda, mamba2
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from kvpool.device import Device
-from kvpool.dtypes import ITEMSIZE
+from kvpool.device.torch_ops import Held
+from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.testing.case import equal, fail, random_of
 from kvpool.testing.groups import SCALES
-from kvpool.testing.memory import ids_on, off, on
-from kvpool.testing.slab import random_slab, same_slab
+from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
 from kvpool.testing.values import (
     MOST_HELD,
     decode,
@@ -25,7 +25,6 @@ from kvpool.testing.values import (
     plain_floats,
     quantise,
 )
-from kvpool.torch_ops import Held
 
 DTYPES = (
     "uint8",

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from kvpool.device import Device, get_device
-from kvpool.pool import KVPool
-from kvpool.shard import Shard
+from kvpool.pools.base import KVPool
+from kvpool.pools.placement import Shard
 from kvpool.testing import description, devices, entries, items, packing, rows
 from kvpool.testing.case import Build, Case, ConformanceError, Finding, Inapplicable
 from kvpool.testing.pools import POOLS

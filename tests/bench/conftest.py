@@ -14,12 +14,12 @@ from statistics import median
 import pytest
 from rich.console import Console
 
-from disagg.bench.case import QUICK, sizes_for
-from disagg.bench.cases import all_cases, measurable, place_on
-from disagg.bench.machine import machine, now, packages
-from disagg.bench.measure import Row
-from disagg.bench.report import Report
-from disagg.bench.transfers import transfer_cases
+from disagg.cli.bench.case import QUICK, sizes_for
+from disagg.cli.bench.cases import all_cases, measurable, place_on
+from disagg.cli.bench.machine import machine, now, packages
+from disagg.cli.bench.measure import Row
+from disagg.cli.bench.report import Report
+from disagg.cli.bench.transfers import transfer_cases
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import DeviceUnavailable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.bench.measure import UNABLE, Row, batch, effort, one_thread, opened, row_of
+from disagg.cli.bench.measure import UNABLE, Row, batch, effort, one_thread, opened, row_of
 from tests.bench.conftest import ROWS, sizes_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disagg.digest import digests, pieces
+from disagg.digest.digest import digests, pieces
 from disagg.plan import plan
 from kvpool import MHAPool, RequestAddress, Span
 

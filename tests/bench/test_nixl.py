@@ -7,13 +7,13 @@ import ctypes
 import numpy as np
 import pytest
 
-from disagg.bind import CopyBatch
-from disagg.engines import nixl_link
 from disagg.engines.base import create_engine
+from disagg.engines.nixl import link as nixl_link
 from disagg.plan import plan
+from disagg.plan.bind import CopyBatch
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
-from tests.disagg.nixl_peers import Owner
+from tests.disagg.engines.nixl_peers import Owner
 
 LAYERS, TOKENS, TOTAL = 61, 2048, 16 << 20
 OVER = {"cma": {}, "posix": {"transports": "posix"}, "tcp": {"transports": "tcp"}}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from kvpool import MHAPool, RequestAddress, Shard, Span
-from tests.disagg.peers import ENGINES
+from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
 
 PAGE, LAYERS, DIM = 64, 2, 128

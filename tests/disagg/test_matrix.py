@@ -10,12 +10,12 @@ from itertools import product
 
 import pytest
 
-from disagg.endpoint import DecodeEndpoint, KVPoll
 from disagg.engines.base import create_engine
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll
 from kvpool import Shard
 from tests import oracle
-from tests.disagg.farm import Farm
-from tests.disagg.peers import ENGINES
+from tests.disagg.engines.peers import ENGINES
+from tests.disagg.runtime.farm import Farm
 from tests.kvpool_npu.pools import NPU
 from tests.pools import CLASSES, PACKED, nsa
 

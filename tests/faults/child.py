@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.wire import Done
+from disagg.protocol.messages import ReadDone
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from kvpool.layout import RequestAddress
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
@@ -253,7 +253,7 @@ class Child:
 
     def _sending(self, message: Any) -> None:
         """Before decode says done, all bytes must be there: prefill may believe it."""
-        if isinstance(message, Done):
+        if isinstance(message, ReadDone):
             order = self._attempts[message.attempt]
             room = self.endpoint._rooms._rooms.get(message.room)
             # if it has failed since it was done with, its pages may be others' by now

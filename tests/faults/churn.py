@@ -20,14 +20,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from disagg.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.staging import LEAST_STAGING
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.runtime.staging import LEAST_STAGING
 from kvpool import Allocator, OutOfPages
 from kvpool.allocator import Request
 from kvpool.layout import RequestAddress
 from tests import pools
-from tests.disagg.farm import FORKS
+from tests.disagg.runtime.farm import FORKS
 from tests.faults.values import put, wrong
 
 AT_ONCE = 8

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from disagg.room import KVPoll
+from disagg.protocol.status import KVPoll
 from tests.faults.run import GIVEN_UP, Run
 from tests.faults.world import PEER_TIMEOUT, Violation
 

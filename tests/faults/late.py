@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from disagg.bind import CopyBatch
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
+from disagg.plan.bind import CopyBatch
 
 WHICH = 5
 """The read that fails."""

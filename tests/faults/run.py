@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disagg.room import KVPoll
+from disagg.protocol.status import KVPoll
 from tests.faults.orders import Course
 from tests.faults.values import MOST_TOKENS
 from tests.faults.world import BOUND, PATIENCE, Late, Room, Violation, World, parts
@@ -18,13 +18,29 @@ SLOW = ("was silent", "has not answered", "lease ran out", "nothing has arrived"
 """Words of failures that a starving process brings about."""
 GIVEN_UP = "nobody offers it any more"
 DECODE_POINTS = (
-    *("read", "read", "read", "read after", "send Want", "take Ready", "send Done", "sent Done"),
-    "take Released",
+    *(
+        "read",
+        "read",
+        "read",
+        "read after",
+        "send ReadRequest",
+        "take ChunkReady",
+        "send ReadDone",
+        "sent ReadDone",
+    ),
+    "take ReleaseAck",
 )
-CHECKING_POINTS = ("send Check", "take Digests")
+CHECKING_POINTS = ("send DigestRequest", "take Digests")
 PREFILL_POINTS = (
-    *("take Want", "send Ready", "sent Ready", "take Check", "send Digests", "take Done"),
-    *("send Released", "sent Released"),
+    *(
+        "take ReadRequest",
+        "send ChunkReady",
+        "sent ChunkReady",
+        "take DigestRequest",
+        "send Digests",
+        "take ReadDone",
+    ),
+    *("send ReleaseAck", "sent ReleaseAck"),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool import Shard
 from tests import pools
-from tests.disagg.peers import ENGINES
+from tests.disagg.engines.peers import ENGINES
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import cycle
 
 from kvpool import Allocator, OutOfPages
 from kvpool.allocator import Request
-from kvpool.pool import KVPool
+from kvpool.pools.base import KVPool
 from tests.faults.values import MOST_TOKENS, put, wrong
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.disagg.peers import ENGINES
+from tests.disagg.engines.peers import ENGINES
 from tests.faults.churn import churn
 
 GROWTH = 2 << 20

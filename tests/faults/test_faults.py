@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from disagg.room import KVPoll
-from tests.disagg.peers import ENGINES
+from disagg.protocol.status import KVPoll
+from tests.disagg.engines.peers import ENGINES
 from tests.faults.late import LateEngine
 from tests.faults.orders import Course
 from tests.faults.shapes import SHAPES

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disagg import wire
-from disagg.driver import Driver
+from disagg.protocol import messages
+from disagg.runtime.io_thread import Driver
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Hooks:
         send, take, read = endpoint._send, endpoint._take, endpoint.engine.read
 
         def hooked_send(socket, frames):
-            message = wire.decode(frames[-1])
+            message = messages.decode(frames[-1])
             kind = type(message).__name__
             sending(message)
             self._met(f"send {kind}")

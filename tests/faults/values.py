@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from kvpool.layout import RequestAddress
-from kvpool.pool import KVPool
+from kvpool.pools.base import KVPool
 from tests import oracle
 
 MOST_TOKENS = 256  # of one request, so that values can be kept

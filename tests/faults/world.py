@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from disagg.engines.base import Engine
-from disagg.room import KVPoll
+from disagg.protocol.status import KVPoll
 from tests.faults.child import main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape

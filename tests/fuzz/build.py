@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import inspect
 
-from disagg import wire
+from disagg.protocol import messages
 
 TOP = (1 << 63) - 1
 BLOBS = (b"", bytes(8), b"\x01" + bytes(15), b"\x80", b"\x81\xa1x\x07")
@@ -45,7 +45,7 @@ class Seeded:
 @lru_cache
 def message_types() -> dict[str, type]:
     """All messages by name."""
-    found = inspect.type_info(wire.Message)
+    found = inspect.type_info(messages.Message)
     kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
     return {kind.cls.__name__: kind.cls for kind in kinds if isinstance(kind, inspect.StructType)}
 

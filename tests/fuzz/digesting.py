@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Iterator
 from functools import lru_cache
 
-from disagg.digest import digests, from_wire, pieces, to_wire
+from disagg.digest.digest import digests, from_wire, pieces, to_wire
 from disagg.plan import plan
 from kvpool.layout import PoolLayout
 from tests.fuzz import samples

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from disagg.bind import CopyBatch
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
+from disagg.plan.bind import CopyBatch
 from tests.fuzz import build
 from tests.fuzz.guard import Finding
 

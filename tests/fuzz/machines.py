@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from disagg import wire
-from disagg.decode import DecodeRooms
-from disagg.decode_room import Read
-from disagg.digest import from_wire
-from disagg.prefill import PrefillRooms
-from disagg.room import KVPoll
+from disagg.digest.digest import from_wire
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeRooms
+from disagg.protocol.decode_state import Read
+from disagg.protocol.prefill import PrefillRooms
+from disagg.protocol.status import KVPoll
 from kvpool.layout import PoolLayout, RequestAddress
 from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
@@ -25,7 +25,7 @@ from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
 
 MOST_STEPS = 40
-ROOMS: tuple[wire.Room, ...] = (0, 1, "r", "x" * wire.MAX_ROOM)
+ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM)
 PEERS = (b"a", b"b", b"\x00" * 255)
 KINDS = build.message_types()
 
@@ -42,19 +42,19 @@ class Clock:
 
 
 @lru_cache
-def hello(layout: PoolLayout, generation: str) -> wire.Hello:
+def hello(layout: PoolLayout, generation: str) -> messages.Hello:
     """What a side says first."""
-    common: dict[str, Any] = {"timeout": 1.0, "protocol": wire.PROTOCOL, "engine": "local"}
+    common: dict[str, Any] = {"timeout": 1.0, "protocol": messages.PROTOCOL, "engine": "local"}
     more = {"generation": generation, "layout": layout.to_msgpack(), "metadata": b""}
-    said: wire.Hello = sent(
-        build.message(wire.Hello, build.Seeded(0), **common, **more), wire.Hello
+    said: messages.Hello = sent(
+        build.message(messages.Hello, build.Seeded(0), **common, **more), messages.Hello
     )
     return said
 
 
 def sent(fields: dict[str, Any], kind: type[Any]) -> Any:
     """A message as it arrives; raises Finding if it does not."""
-    message = wire.decode(build.packed(fields))
+    message = messages.decode(build.packed(fields))
     if not isinstance(message, kind):
         raise Finding(f"{fields} are read as {type(message).__name__}.")
     return message
@@ -69,9 +69,9 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
         "room": tuple(rooms),
         "attempt": (*attempts, "other"),
         "readers": (1, 1, 2, 1 << 16),
-        "timeout": (1.0, wire.LEAST_TIMEOUT, wire.MOST_TIMEOUT),
+        "timeout": (1.0, messages.LEAST_TIMEOUT, messages.MOST_TIMEOUT),
         "engine": ("local",) * 5 + ("nixl",),
-        "protocol": (wire.PROTOCOL,) * 5 + (99,),
+        "protocol": (messages.PROTOCOL,) * 5 + (99,),
         "leased": (True, False),
         "aux": (
             b"\x80",
@@ -87,7 +87,7 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
     for name, options in given.items():
         if name in fields and choices.number(0, 9):
             fields[name] = pick(choices, options)
-    if kind is wire.Hello and choices.number(0, 9):
+    if kind is messages.Hello and choices.number(0, 9):
         layout = pick(choices, samples.LAYOUTS)
         fields["layout"] = pick(
             choices, (PoolLayout.to_msgpack(layout), stretched(layout, choices))
@@ -97,7 +97,7 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
 
 def check_said(outbox: list[tuple[Any, bytes]]) -> list[tuple[Any, Any]]:
     """Reads and empties what a machine has to say; raises WireError if no peer could."""
-    said = [(to, wire.decode(data)) for to, data in outbox]
+    said = [(to, messages.decode(data)) for to, data in outbox]
     outbox.clear()
     return said
 
@@ -106,7 +106,7 @@ def prefill(choices: Choices) -> str:
     """Prefill's rooms against decodes."""
     layout, clock = samples.CASES[0].own, Clock()
     rooms = PrefillRooms(hello(layout, "life"), pick(choices, (None, 5.0)), clock)
-    ended: dict[wire.Room, KVPoll] = {}
+    ended: dict[messages.Room, KVPoll] = {}
     address = samples.address(layout)
     for peer in PEERS[:2]:
         rooms.receive(peer, hello(layout, "d"))
@@ -127,7 +127,7 @@ def prefill(choices: Choices) -> str:
             peer, check, _ = rooms.checks.pop()
             rooms.checked(peer, check, *pick(choices, ((bytes(8),), (b"", "not here"))))
         elif step in (5, 6):
-            kind = pick(choices, (wire.Want, wire.Done))
+            kind = pick(choices, (messages.ReadRequest, messages.ReadDone))
             about = {"generation": "life", "room": name, "attempt": "a", "readers": 1}
             rooms.receive(PEERS[0], sent(build.message(kind, choices, **about), kind))
         elif step > 6:
@@ -151,9 +151,9 @@ def decode(choices: Choices) -> str:
     rooms = DecodeRooms(hello(case.own, "d"), case.own, 1, bool(choices.number(0, 1)), clock)
     link = rooms.links.connect([f"rank{number}" for number in range(len(peers))])
     said: dict[tuple[object, int], Any] = {}
-    attempts: dict[wire.Room, str] = {}
-    known: dict[wire.Room, int] = {}
-    ended: dict[wire.Room, KVPoll] = {}
+    attempts: dict[messages.Room, str] = {}
+    known: dict[messages.Room, int] = {}
+    ended: dict[messages.Room, KVPoll] = {}
     reads: list[Read] = []
     for rank in range(len(peers) if choices.number(0, 3) else 0):
         rooms.receive(rank, hello(peers[rank], "life"))
@@ -196,7 +196,9 @@ def decode(choices: Choices) -> str:
             kind, fields = hostile(choices, ROOMS, attempts.values(), "life")
             rooms.receive(rank, sent(fields, kind))
         for to, message in check_said(rooms.links.outbox):
-            if isinstance(message, (wire.Want, wire.Check, wire.Done)):
+            if isinstance(
+                message, (messages.ReadRequest, messages.DigestRequest, messages.ReadDone)
+            ):
                 said[message.room, to] = message
                 attempts[message.room] = message.attempt
         for read in rooms.reads:
@@ -212,16 +214,16 @@ def decode(choices: Choices) -> str:
 def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
     """What a prefill answers; of chunks, one that may not be next."""
     about = {"room": asked.room, "attempt": asked.attempt, "generation": asked.generation}
-    if isinstance(asked, wire.Want):
+    if isinstance(asked, messages.ReadRequest):
         start, stop = pick(choices, ((0, samples.TOKENS), (0, samples.TOKENS), (0, 9), (9, 21)))
-        return wire.decode(planning.ready(peer, start, stop, about))
-    if isinstance(asked, wire.Done):
-        released = build.message(wire.Released, choices, **about, leased=True)
-        return sent(released, wire.Released)
+        return messages.decode(planning.ready(peer, start, stop, about))
+    if isinstance(asked, messages.ReadDone):
+        released = build.message(messages.ReleaseAck, choices, **about, leased=True)
+        return sent(released, messages.ReleaseAck)
     count = 8 * len(from_wire(asked.pieces))
     values = pick(choices, (bytes(count), bytes(count), bytes(count - 1), b"\x01" * count))
     found = {**about, "each": asked.each, "values": values, "problem": ""}
-    return sent(build.message(wire.Digests, choices, **found), wire.Digests)
+    return sent(build.message(messages.Digests, choices, **found), messages.Digests)
 
 
 def _bind(read: Read) -> None:
@@ -244,7 +246,9 @@ def _own(call: Any, *arguments: Any) -> None:
         return
 
 
-def _check_ended(rooms: Any, ended: dict[wire.Room, KVPoll], names: Iterable[wire.Room]) -> None:
+def _check_ended(
+    rooms: Any, ended: dict[messages.Room, KVPoll], names: Iterable[messages.Room]
+) -> None:
     """What has ended stays as it is."""
     for name in names:
         state = rooms.poll(name)

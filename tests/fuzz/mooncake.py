@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from disagg.bind import CopyBatch
 from disagg.engines.base import TransferError
 from disagg.engines.mooncake import MooncakeEngine
+from disagg.plan.bind import CopyBatch
 from tests.fuzz import build
 from tests.fuzz.guard import Finding
 
@@ -28,7 +28,7 @@ def run(data: bytes) -> str:
     """Connects, and cuts runs at the peer's ranges."""
     engine = MooncakeEngine()
     try:
-        with patch("disagg.engines.mooncake.Link", NoLink):
+        with patch("disagg.engines.mooncake.engine.Link", NoLink):
             peer = engine.connect(data)
     except TransferError:
         return "refused"

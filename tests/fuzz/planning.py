@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from disagg import wire
 from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
-from disagg.plan_cache import PlanCache
+from disagg.plan.cache import PlanCache
+from disagg.protocol import messages
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
 from tests.fuzz import build, edits, samples
 from tests.fuzz.guard import Finding
@@ -49,8 +49,8 @@ def run(data: bytes) -> str:
     outcome = "planned"
     for source, data in enumerate(offer.readies[: len(peers)]):
         try:
-            ready = wire.decode(data)
-            if not isinstance(ready, wire.Ready):
+            ready = messages.decode(data)
+            if not isinstance(ready, messages.ChunkReady):
                 continue
             address = ready.address()
             batch = made.bind(source, address, dest, tokens=range(ready.start, ready.stop))
@@ -133,10 +133,10 @@ def ready(
         "stop": stop,
         "last": last,
         "num_tokens": address.num_tokens,
-        "spans": wire.spans_of(address),
-        "aux": wire.pack_aux({}),
+        "spans": messages.spans_of(address),
+        "aux": messages.pack_aux({}),
     }
-    return build.packed(build.message(wire.Ready, build.Seeded(0), **{**fields, **about}))
+    return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **{**fields, **about}))
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
-from kvpool.layout import VERSION, Buffer, PoolLayout, RequestAddress, Space, Span
+from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
 
 TOKENS = 21
 Part = tuple[int, str, int, Template]
@@ -35,7 +35,7 @@ def laid_out(
         buffers.append(Buffer(f"b{number}", space, base, stride, size, items))
         regions.extend(item_regions(template, owner="target", layer=layer, buffer=f"b{number}"))
         base += size if side_by_side else stride * items + 64
-    return PoolLayout(VERSION, tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "life")
+    return PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "life")
 
 
 def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from disagg import wire
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.nixl import NixlEngine
+from disagg.protocol import messages
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, digesting, edits, local, machines, planning, samples
 from tests.fuzz.guard import Finding
@@ -55,39 +55,39 @@ class Target:
 def run_wire(data: bytes) -> str:
     """A message or a WireError; what was read can be sent on, and says of itself what it means."""
     try:
-        message = wire.decode(data)
-    except wire.WireError:
+        message = messages.decode(data)
+    except messages.WireError:
         return "refused"
-    again = wire.encode(message)
-    if wire.encode(wire.decode(again)) != again:
+    again = messages.encode(message)
+    if messages.encode(messages.decode(again)) != again:
         raise Finding(f"{message} does not survive a round trip.")
     for name, part in vars(type(message)).items():
         if callable(part) and not name.startswith("_"):
             _allow(ValueError, getattr(message, name))
-    if isinstance(message, wire.Hello):
+    if isinstance(message, messages.Hello):
         _allow(LayoutError, lambda: PoolLayout.from_msgpack(message.layout))
-    if isinstance(message, wire.Ready):
-        _allow(wire.WireError, lambda: wire.unpack_aux(message.aux))
+    if isinstance(message, messages.ChunkReady):
+        _allow(messages.WireError, lambda: messages.unpack_aux(message.aux))
     return type(message).__name__
 
 
-def messages() -> Iterator[bytes]:
+def every_message() -> Iterator[bytes]:
     """Several messages of every type; of hellos, most with a layout."""
     for kind in build.message_types().values():
         yield build.packed(build.message(kind, build.Seeded(0)))
         for seed, layout in zip(range(1, 8), samples.LAYOUTS):
-            fields = {"protocol": wire.PROTOCOL, "layout": layout.to_msgpack()}
+            fields = {"protocol": messages.PROTOCOL, "layout": layout.to_msgpack()}
             yield build.packed(build.message(kind, build.Seeded(seed), **fields))
 
 
 def run_aux(data: bytes) -> str:
     """A map of names or a WireError; what came in can be sent on."""
     try:
-        values = wire.unpack_aux(data)
-    except wire.WireError:
+        values = messages.unpack_aux(data)
+    except messages.WireError:
         return "refused"
-    again = wire.pack_aux(values)
-    if wire.pack_aux(wire.unpack_aux(again)) != again:
+    again = messages.pack_aux(values)
+    if messages.pack_aux(messages.unpack_aux(again)) != again:
         raise Finding(f"{values} do not survive a round trip.")
     return "read"
 
@@ -166,7 +166,7 @@ def _allow(error: type[Exception], call: Callable[[], object]) -> None:
 
 
 TARGETS = {
-    "wire": Target(run_wire, messages, 32),
+    "wire": Target(run_wire, every_message, 32),
     "aux": Target(run_aux, auxes, 8),
     "layout": Target(run_layout, layouts, 13, mutate_layout),
     "json": Target(run_json, texts, 5, mutate_json),

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvpool.torch_ops import Held, Row
+from kvpool.device.torch_ops import Held, Row
 from kvpool_cuda.entries import load_rows, store_rows
 from kvpool_cuda.move import copy_items
 from kvpool_cuda.runs import copy_runs, gather

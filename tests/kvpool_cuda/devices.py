@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpool import torch_ops
-from kvpool.device import get_device
+from kvpool.device import get_device, torch_ops
 
 NAME = "cuda:0" if torch.cuda.is_available() else "interpret"
 MEMORY = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.demo_models import MODELS
+from disagg.cli.demo.models import MODELS
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 USUAL = {("deepseek_v32", "fp8"), ("gpt_oss", "bfloat16")}

@@ -1,4 +1,4 @@
-"""Quantising kernels give the bytes of kvpool.quant, and read them back as it does."""
+"""Quantising kernels give the bytes of kvpool.device.quant, and read them back as it does."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import quant
-from kvpool.torch_ops import Held
+from kvpool.device import quant
+from kvpool.device.torch_ops import Held
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16

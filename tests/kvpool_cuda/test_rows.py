@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import torch_ops
-from kvpool.dtypes import ITEMSIZE
-from kvpool.torch_ops import Held, Row
+from kvpool.device import torch_ops
+from kvpool.device.torch_ops import Held, Row
+from kvpool.layout.dtypes import ITEMSIZE
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 from tests.kvpool_cuda.geometries import entries, grids
 

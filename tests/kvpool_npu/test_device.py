@@ -12,8 +12,8 @@ import torch
 
 from kvpool import DeviceUnavailable
 from kvpool.device import get_device
-from kvpool.host import CPUDevice
-from kvpool.torch_ops import bits
+from kvpool.device.cpu import CPUDevice
+from kvpool.device.torch_ops import bits
 from kvpool_npu import NPUDevice, missing
 from kvpool_npu.device import reference
 from kvpool_npu.operators import Reference, TorchNPU
@@ -156,12 +156,12 @@ def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkey
 # TorchNPU's events
 
 
-def test_a_mark_of_an_npu_is_waited_for_by_its_stream_and_any_other_by_the_host():
+def test_an_event_of_an_npu_is_waited_for_by_its_stream_and_any_other_by_the_host():
     class Event:
         def record(self, stream):
             self.stream = stream
 
-    class Mark:
+    class OtherEvent:
         waited = False
 
         def synchronize(self):
@@ -173,12 +173,12 @@ def test_a_mark_of_an_npu_is_waited_for_by_its_stream_and_any_other_by_the_host(
     stream = Stream()
     npu = SimpleNamespace(Event=Event, current_stream={2: stream}.get)
     operators = TorchNPU(SimpleNamespace(npu=npu), 2)
-    mark = operators.record()
-    assert mark.stream is stream
-    operators.wait(mark)
-    assert stream == [mark]
-    operators.wait(other := Mark())
-    assert other.waited and stream == [mark]
+    event = operators.record()
+    assert event.stream is stream
+    operators.wait(event)
+    assert stream == [event]
+    operators.wait(other := OtherEvent())
+    assert other.waited and stream == [event]
 
 
 # what is missing

@@ -110,7 +110,7 @@ def wired(monkeypatch):
     """A device over the package's schemas, for every pool that is built."""
     operators = Wired()
     device = NPUDevice("npu:0", operators)
-    monkeypatch.setattr("kvpool.pool.get_device", lambda name: device)
+    monkeypatch.setattr("kvpool.pools.base.get_device", lambda name: device)
     yield operators
     operators.end()
 

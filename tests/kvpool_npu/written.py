@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvpool.torch_ops import bits
+from kvpool.device.torch_ops import bits
 
 
 def write_everything(pool) -> list[torch.Tensor]:

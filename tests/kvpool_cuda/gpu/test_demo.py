@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.demo_models import MODELS
+from disagg.cli.demo.models import MODELS
 from disagg.engines.base import engine_class
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")

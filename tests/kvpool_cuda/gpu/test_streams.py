@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpool.device import get_device
-from kvpool.host import Done
+from kvpool.device.cpu import CompletedEvent
 from tests.pools import PACKED
 
 GPU = torch.device("cuda:0")
@@ -71,4 +71,4 @@ def test_a_stream_that_waits_for_a_mark_sees_what_was_written_before():
 
 
 def test_a_mark_of_the_host_is_waited_for():
-    get_device("cuda:0").wait(Done())
+    get_device("cuda:0").wait(CompletedEvent())

@@ -1,0 +1,1 @@
+"""Commands that `disagg` adds to `kvpool`."""

@@ -1,0 +1,52 @@
+"""All cases, by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from disagg.cli.bench.case import Case, Place, Sizes
+from disagg.cli.bench.host import allocator_cases, bind_cases, plan_cases
+from disagg.cli.bench.moves import move_cases, run_cases
+from disagg.cli.bench.peer import Peers
+from disagg.cli.bench.stores import load_cases, store_cases
+from disagg.cli.bench.transfers import memory_bytes, transfer_cases
+from kvpool.device import Device, DeviceUnavailable, get_device
+
+MADE: tuple[Callable[[Sizes], Iterator[Case]], ...] = (
+    store_cases,
+    load_cases,
+    move_cases,
+    run_cases,
+    allocator_cases,
+    plan_cases,
+    bind_cases,
+)
+GROUPS = ("store", "load", "move", "gather", "scatter", "allocator", "plan", "bind", "transfer")
+
+
+def all_cases(sizes: Sizes, engines: Sequence[str]) -> list[Case]:
+    """Every case, whether it can run here or not; those of transfers for each of `engines`."""
+    found = [case for made in MADE for case in made(sizes)]
+    return [*found, *transfer_cases(sizes, engines)]
+
+
+@contextmanager
+def place_on(device: Device, sizes: Sizes) -> Iterator[Place]:
+    """Where cases of these sizes run; ends what they started."""
+    peers = Peers(device, memory_bytes(sizes))
+    try:
+        yield Place(device, peers.reader)
+    finally:
+        peers.close()
+
+
+def measurable(name: str) -> Device:
+    """The device by name; raises DeviceUnavailable for one that is not there, or has no memory."""
+    device = get_device(name)
+    if device.memory_kind == "meta":
+        raise DeviceUnavailable(
+            f"device {name!r} has sizes and no memory: there is nothing to measure. Ask for one "
+            "with memory, such as cpu."
+        )
+    return device

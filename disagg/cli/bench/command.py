@@ -1,0 +1,130 @@
+"""`kvpool bench`: how fast a device and its engines do what pools and transfers ask of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from disagg.cli.bench.case import Case, Sizes
+    from disagg.cli.bench.measure import Row
+    from kvpool.device import Device
+
+
+def bench(
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0, ... one that is there.")] = "cpu",
+    only: Annotated[
+        list[str] | None, typer.Option(help="A group of cases; may be given several times.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Transfers by this engine; may be given several times. Default: all."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes, in seconds: what runs, not how fast.")
+    ] = False,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write one JSON object to this file.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Draw the ratios: a file that ends in .svg, .html or .png.")
+    ] = None,
+) -> None:
+    """Time stores, loads, moves, gathers, scatters, allocation, plans, binding and transfers on a
+    device, each in turn with the plain copy of as many bytes that bounds it.
+
+    Each case is checked once before it is timed. Machines are noisy: only ratios count. What
+    cannot run is listed with the reason.
+
+    Groups: store, load, move, gather, scatter, allocator, plan, bind, transfer.
+
+    Exit status 1 if a case did not do what it says or broke, 2 for a device or engine that is not
+    there.
+
+    JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes that a copy moves
+    of as much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second,
+    ratio of the two, round by round, rounds, reason, failed). A case that did not run has a reason
+    and no figures; a plan moves no bytes and has no rates.
+    """
+    from rich.console import Console
+
+    from disagg.cli.bench.case import QUICK, sizes_for
+    from disagg.cli.bench.cases import GROUPS, all_cases, measurable
+    from disagg.cli.bench.chart import chart_problem, write_chart
+    from disagg.cli.bench.machine import machine, now, packages
+    from disagg.cli.bench.report import Report
+    from disagg.engines.base import engine_names
+    from kvpool.device import DeviceUnavailable
+
+    groups = only or GROUPS
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown:
+        raise typer.BadParameter(f"--only {unknown[0]}: one of {', '.join(GROUPS)}.")
+    if engine and "transfer" not in groups:
+        raise typer.BadParameter("--engine is for transfers: add --only transfer, or leave it out.")
+    for name in engine or ():
+        _need_engine(name)
+    for path in (as_json, chart):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no directory {path.parent}.")
+    problem = None if chart is None else chart_problem(chart)
+    if problem is not None:
+        raise typer.BadParameter(f"--chart: {problem}")
+    try:
+        found = measurable(device)
+    except DeviceUnavailable as error:
+        raise typer.BadParameter(str(error)) from None
+    sizes = sizes_for(found, quick)
+    cases = [case for case in all_cases(sizes, engine or engine_names()) if case.group in groups]
+    where, console = machine(found), Console(soft_wrap=True)
+    rows = _run(cases, found, sizes, Console(stderr=True))
+    report = Report(where, packages(), now(), sizes is QUICK, rows)
+    console.print(report.header(), highlight=False, markup=False)
+    console.print(report.table())
+    for line in report.left_out():
+        console.print(line, highlight=False, markup=False)
+    if as_json is not None:
+        as_json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+    if chart is not None:
+        write_chart(report, chart)
+        typer.echo(f"wrote {chart}", err=True)
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def _need_engine(name: str) -> None:
+    from disagg.engines.base import EngineUnavailable, engine_class
+
+    try:
+        reason = engine_class(name).availability()
+    except EngineUnavailable as error:
+        raise typer.BadParameter(str(error)) from None
+    if reason is not None:
+        raise typer.BadParameter(f"engine {name!r}: {reason}")
+
+
+def _run(cases: Sequence[Case], device: Device, sizes: Sizes, console: Console) -> list[Row]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from disagg.cli.bench.cases import place_on
+    from disagg.cli.bench.measure import measured
+
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    hidden = not console.is_terminal
+    rows = []
+    with (
+        place_on(device, sizes) as place,
+        Progress(*columns, console=console, transient=True, disable=hidden) as progress,
+    ):
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.group}: {case.name}")
+            rows.append(measured(case, place, sizes))
+            progress.advance(task)
+    return rows

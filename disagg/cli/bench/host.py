@@ -1,0 +1,223 @@
+"""What the host does whatever the device: locations of tokens, plans, and batches of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from disagg.cli.bench.case import Case, Place, Sizes, Work, WrongBytes
+from disagg.cli.bench.plain import Lists, Run, tuples
+from disagg.plan import TransferPlan, plan
+from disagg.plan.bind import CopyBatch
+from disagg.plan.cache import PlanCache
+from kvpool import Allocator, DSv4Pool, MLAPool, RequestAddress, Span
+from kvpool.layout import PoolLayout
+from kvpool.pools.placement import Shard
+
+LAYERS, PAGE, V4_PAGE = 61, 64, 256
+RATIOS = [128, 128, *[4, 128] * 29, 4]
+REQUESTS, BEFORE = 256, 131  # requests, and tokens that they have
+SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}
+PLAIN = "plain Python"
+
+
+def allocator_cases(sizes: Sizes) -> Iterator[Case]:
+    """Room for one token more of every request of a decode batch; bytes are those of the locations
+    that come of it.
+    """
+    name = f"{REQUESTS} requests, DSv4"
+    yield Case("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
+
+
+def open_extend(place: Place) -> Work:
+    """See allocator_cases. A request has room for 8192 tokens, more than are timed."""
+    pages = REQUESTS * 32
+    allocator, lists = Allocator(dsv4(num_pages=pages + 1)), Lists(REQUESTS, pages)
+    requests = [allocator.new_request() for _ in range(REQUESTS)]
+    for _ in range(BEFORE):
+        allocator.extend_batch(requests, 1)
+        lists.extend()
+    found: dict[str, Any] = {}
+
+    def ours() -> None:
+        found.update(allocator.extend_batch(requests, 1))
+
+    def check() -> None:
+        # the same entries, in items of other numbers, no two requests' alike
+        sizes = np.array([*SPACES.values()])
+        located = np.stack([found[name][:, 0] for name in SPACES], axis=1)
+        alike = (located % sizes == lists.extend() % sizes).all()
+        if not alike or any(len(set(column)) < REQUESTS for column in located.T.tolist()):
+            raise WrongBytes(f"locations of token {BEFORE} are not those expected.")
+
+    return Work(ours, lists.extend, check)
+
+
+def plan_cases(sizes: Sizes) -> Iterator[Case]:
+    """Plans, which move nothing: made, and known from another life of the peer."""
+    made = "one request of plain Python"
+    yield Case("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
+    shapes = {"DSv4": v4_sides, "MLA from TP8 x PP2": sharded_sides}
+    for name, sides in shapes.items():
+        opened = partial(open_known, sides)
+        yield Case("plan", f"{name}, known shape", 0, opened, "planned anew")
+
+
+def open_plan(pages: int, place: Place) -> Work:
+    """A plan between two pools of 61 layers, beside the runs of one request in plain Python."""
+    source, dest = mla_sides()
+    ids = [{"kv": each.tolist()} for each in _ids(pages)]
+    found: list[TransferPlan] = []
+
+    def ours() -> None:
+        found[:] = [plan([source], dest)]
+
+    def check() -> None:
+        told = found[0].explain(pages * PAGE)
+        expected = pages * PAGE * LAYERS * (512 + 64) * 2
+        if told.nbytes != expected:
+            raise WrongBytes(f"the plan moves {told.nbytes} bytes, not {expected}.")
+
+    return Work(ours, partial(tuples, source, dest, ids), check)
+
+
+def open_known(sides: Any, place: Place) -> Work:
+    """A plan for layouts that have been planned between other addresses."""
+    sources, dest = sides()
+    cache = PlanCache()
+    cache.plan(sources, dest)
+    others = [replace(layout, generation="another life") for layout in sources]
+    found: list[TransferPlan] = []
+
+    def ours() -> None:
+        found[:] = [cache.plan(others, dest)]
+
+    def check() -> None:
+        anew = plan(others, dest)
+        if not cache.hits or found[0].explain().rows != anew.explain().rows:
+            raise WrongBytes("the plan that was known is not the one that is made anew.")
+
+    return Work(ours, lambda: plan(others, dest), check)
+
+
+def bind_cases(sizes: Sizes) -> Iterator[Case]:
+    """Runs of one request in shuffled pages; bytes are those of addresses and lengths."""
+    pages = sizes.bound_pages
+    name = f"MLA, {LAYERS} x {pages} pages"
+    opened = partial(open_bind, pages)
+    nbytes = 24 * LAYERS * pages
+    yield Case("bind", name, nbytes, opened, PLAIN)
+    yield Case("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
+    tokens = sizes.bound_pages * PAGE
+    name = f"DSv4, {tokens:,} tokens"
+    yield Case("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
+
+
+def open_bind(pages: int, place: Place) -> Work:
+    """61 layers of MLA."""
+    layouts, ids = mla_sides(), _ids(pages)
+    addresses = [RequestAddress(pages * PAGE, {"kv": Span(each)}) for each in ids]
+    return _binding(layouts, addresses, LAYERS * pages)
+
+
+def open_v4_bind(tokens: int, place: Place) -> Work:
+    """DeepSeek-V4: compressed latents and index keys, window latents, rings."""
+    layouts = [dsv4().layout for _ in range(2)]
+    addresses = []
+    for pages, window, ring in zip(_ids(tokens // V4_PAGE), ([7, 3], [2, 9]), (2, 5)):
+        spans = {"kv": Span(pages), "ring": Span(np.array([ring]))}
+        spans["swa"] = Span(np.array(window), tokens // 128 - 2)
+        addresses.append(RequestAddress(tokens, spans))
+    return _binding(layouts, addresses, v4_runs(tokens))
+
+
+def v4_runs(tokens: int) -> int:
+    """Runs of a request whose last page of 256 tokens is full: its window page and pages of
+    compressed entries, and the overlapping windows' rings; nothing of the others is open.
+    """
+    overlaps, others = RATIOS.count(4), RATIOS.count(128)
+    return LAYERS + (2 * overlaps + others) * (tokens // V4_PAGE) + 2 * overlaps
+
+
+def _binding(layouts: Sequence[PoolLayout], addresses: Sequence[RequestAddress], runs: int) -> Work:
+    source, dest = layouts
+    made = plan([source], dest)
+    ids = [{name: span.ids.tolist() for name, span in a.spans.items()} for a in addresses]
+    found: list[CopyBatch] = []
+
+    def ours() -> None:
+        found[:] = [made.bind(0, *addresses)]
+
+    def check() -> None:
+        (batch,) = found
+        needed = made.explain(addresses[0].num_tokens).nbytes
+        if (batch.runs, batch.total) != (runs, needed):
+            raise WrongBytes(
+                f"{batch.total} bytes in {batch.runs} runs are bound, not {needed} in {runs}."
+            )
+        _need_within(batch, tuples(source, dest, ids))
+
+    return Work(ours, partial(tuples, source, dest, ids), check)
+
+
+def _need_within(batch: CopyBatch, items: Sequence[Run]) -> None:
+    """Raises WrongBytes for a run that does not lie in an item, or lands elsewhere in its pair."""
+    src, dst, nbytes = np.array(sorted(items), dtype=np.int64).T
+    at = np.searchsorted(src, batch.src, side="right") - 1
+    inside = batch.src + batch.nbytes <= src[at] + nbytes[at]
+    wrong = ~inside | (batch.dst - batch.src != dst[at] - src[at])
+    if wrong.any():
+        raise WrongBytes(f"{int(wrong.sum())} of {batch.runs} runs are of no pair of items.")
+
+
+def mla_sides() -> list[PoolLayout]:
+    """DeepSeek-V3's pool on both sides, without memory."""
+    return [_mla(range(LAYERS)) for _ in range(2)]
+
+
+def v4_sides() -> tuple[list[PoolLayout], PoolLayout]:
+    """DeepSeek-V4 on both sides."""
+    return [dsv4().layout], dsv4().layout
+
+
+def sharded_sides() -> tuple[list[PoolLayout], PoolLayout]:
+    """Sixteen ranks of prefill in two stages, and one of decode."""
+    stages = range(31), range(31, LAYERS)
+    ranks = [_mla(layers, Shard(rank, 8)) for layers in stages for rank in range(8)]
+    return ranks, _mla(range(LAYERS))
+
+
+def dsv4(num_pages: int = 2049) -> DSv4Pool:
+    """DeepSeek-V4 of 61 layers, without memory."""
+    return DSv4Pool(
+        compress_ratios=RATIOS,
+        layers=range(LAYERS),
+        page_size=V4_PAGE,
+        packing="fp8",
+        num_pages=num_pages,
+        num_window_pages=4 * REQUESTS,
+        num_slots=REQUESTS + 1,
+        device="meta",
+    )
+
+
+def _mla(layers: range, shard: Shard = Shard()) -> PoolLayout:
+    return MLAPool(
+        layers=layers,
+        total_kv_layers=LAYERS,
+        num_pages=8192,
+        page_size=PAGE,
+        packing="bf16",
+        device="meta",
+        shard=shard,
+    ).layout
+
+
+def _ids(pages: int) -> list[Any]:
+    """Pages in any order, on both sides."""
+    random = np.random.default_rng(0)
+    return [1 + random.permutation(2048)[:pages] for _ in range(2)]

@@ -1,0 +1,173 @@
+"""Another process whose memory engines read, and this one's side of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from disagg.cli.bench.case import CannotRun, noise
+from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
+from disagg.plan.bind import CopyBatch
+from kvpool.device import Device, DeviceUnavailable, get_device
+from kvpool.layout import Slab
+
+PATIENCE = 60.0
+"""Seconds until a process or a read is given up."""
+REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
+
+
+class Reader:
+    """An engine of this process, connected with the same engine of the other.
+
+    `memory` is this side's, zeroed, `base` the address of the other's, which holds `pattern`.
+    """
+
+    def __init__(self, engine: Engine, peer: Any, base: int, memory: torch.Tensor) -> None:
+        self.engine, self.peer, self.base, self.memory = engine, peer, base, memory
+
+    def read(self, batch: CopyBatch) -> None:
+        """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
+        for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
+            transfer = self.engine.read(self.peer, part)
+            ends = time.monotonic() + PATIENCE
+            while not self.engine.poll(transfer):
+                if time.monotonic() > ends:
+                    raise TransferError(f"{part.total} bytes did not come in {PATIENCE:.0f} s.")
+
+
+class Peers:
+    """Readers by engine, one at a time; the other process is started when one is first asked for.
+    Each side has `nbytes` of the device's memory.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device, self._nbytes = device, nbytes
+        self._other: Other | None = None
+        self._last: tuple[str, Reader | str] | None = None
+
+    def reader(self, name: str) -> Reader:
+        """The reader of an engine; the one before it is closed. Raises CannotRun with the reason
+        where the engine does not work, or not with this device's memory.
+        """
+        if self._last is None or self._last[0] != name:
+            self._give_up()
+            self._last = name, self._connect(name)
+        found = self._last[1]
+        if isinstance(found, str):
+            raise CannotRun(found)
+        return found
+
+    def close(self) -> None:
+        """Gives up the engine, and ends the process."""
+        self._give_up()
+        if self._other is not None:
+            self._other.close()
+            self._other = None
+
+    def _connect(self, name: str) -> Reader | str:
+        try:
+            engine = create_engine(name)
+        except EngineUnavailable as error:
+            return str(error)
+        try:
+            if self._other is None or not self._other.process.is_alive():
+                self._other = Other(self._device, self._nbytes)
+            memory = self._other.memory
+            engine.register([_slab(memory)])
+            peer = engine.connect(self._other.metadata(name))
+        except REFUSED as error:
+            engine.close()
+            return str(error)
+        return Reader(engine, peer, self._other.base, memory)
+
+    def _give_up(self) -> None:
+        if self._last is not None and isinstance(self._last[1], Reader):
+            self._last[1].engine.close()
+        self._last = None
+
+
+class Other:
+    """The other process, its memory at `base`, and as much `memory` of this one."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.memory = device.allocate(nbytes)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, there = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(there, device.name, nbytes), daemon=True)
+        self.process.start()
+        there.close()
+        self.base: int = self._answer()
+
+    def metadata(self, engine: str) -> bytes:
+        """Of that engine over there, which is the only one from now on."""
+        self._pipe.send(engine)
+        said: bytes = self._answer()
+        return said
+
+    def close(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+    def _answer(self) -> Any:
+        """What it says; what it could not do is raised here."""
+        try:
+            if not self._pipe.poll(PATIENCE):
+                self.close()
+                raise TransferError(f"the other process did not answer in {PATIENCE:.0f} s.")
+            said = self._pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise TransferError(
+                f"the other process ended with status {self.process.exitcode}."
+            ) from None
+        if isinstance(said, str):
+            raise TransferError(f"in the other process: {said}")
+        return said
+
+
+def pattern(nbytes: int) -> torch.Tensor:
+    """What lies in the other process's memory."""
+    return noise(nbytes, seed=7)
+
+
+def serve(pipe: Connection, device: str, nbytes: int) -> None:
+    """The other process: the engine that was asked for last, until the pipe is closed.
+
+    A reason why not is sent as a str.
+    """
+    torch.set_num_threads(1)
+    engine: Engine | None = None
+    try:
+        there = get_device(device)
+        memory = there.allocate(nbytes)
+        memory.copy_(pattern(nbytes))
+        there.record().synchronize()
+        pipe.send(memory.data_ptr())
+        while True:
+            if engine is not None and not pipe.poll(engine.progress_seconds):
+                engine.progress()
+                continue
+            name = pipe.recv()
+            if engine is not None:
+                engine.close()
+                engine = None
+            try:
+                engine = create_engine(name)
+                engine.register([_slab(memory)])
+                pipe.send(engine.metadata())
+            except REFUSED as error:
+                pipe.send(str(error))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except REFUSED as error:
+        pipe.send(str(error))
+
+
+def _slab(memory: torch.Tensor) -> Slab:
+    return Slab(memory.data_ptr(), memory.numel(), str(memory.device))

@@ -1,0 +1,122 @@
+"""What came of a run: one JSON object, and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from disagg.cli.bench.machine import words
+from disagg.cli.bench.measure import Row
+from kvpool.render.text import human
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows, and where and when (UTC) they were taken. Those of `quick` sizes fit into caches."""
+
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+    date: str
+    quick: bool
+    rows: Sequence[Row]
+
+    @property
+    def title(self) -> str:
+        """The device and the day."""
+        small = ", quick: sizes too small to say much" if self.quick else ""
+        return f"{self.machine['device']}: {self.machine['name']}, {self.date[:10]}{small}"
+
+    def header(self) -> str:
+        """Machine, versions and date as lines of text."""
+        return f"{words(self.machine)}\n{words(self.versions)}\n{self.date}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As --json prints it; the command's help says what the keys mean."""
+        return {
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "date": self.date,
+            "quick": self.quick,
+            "rows": [_as_dict(row) for row in self.rows],
+        }
+
+    def table(self) -> Table:
+        """One row a case that ran."""
+        from rich.box import SIMPLE
+        from rich.table import Table
+
+        table = Table(title=self.title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+        table.title_justify = table.caption_justify = "left"
+        table.add_column("", no_wrap=True)
+        table.add_column("case", overflow="fold")
+        for name in ("bytes", "time", "GiB/s", "bound", "ratio"):
+            table.add_column(name, justify="right", no_wrap=True)
+        group = ""
+        for row in self.rows:
+            if row.seconds is None or row.reference_seconds is None:
+                continue
+            if group and row.case.group != group:
+                table.add_section()
+            first = "" if row.case.group == group else row.case.group
+            group = row.case.group
+            moved = human(row.case.nbytes) if row.case.nbytes else "-"
+            bound = row.reference_rate if row.moves else None
+            rates = (_number(row.rate), _number(bound) if bound else time_of(row.reference_seconds))
+            cells = moved, time_of(row.seconds), *rates, _number(row.ratio)
+            table.add_row(first, row.case.name, *cells)
+        table.caption = (
+            "medians of rounds; bound: a plain copy of as many bytes, or the time of what else "
+            "does the same; ratio: the bound's time by ours, round by round"
+        )
+        return table
+
+    def left_out(self) -> list[str]:
+        """Why cases did not run, a sentence for all that share a reason."""
+        found: dict[tuple[str, str | None, str], list[Row]] = {}
+        for row in self.rows:
+            if row.reason is not None:
+                key = row.case.group, row.case.engine, row.reason
+                found.setdefault(key, []).append(row)
+        return [
+            f"{'failed' if rows[0].failed else 'not run'}: {_named(group, rows)}: {reason}"
+            for (group, _, reason), rows in found.items()
+        ]
+
+
+def _named(group: str, rows: Sequence[Row]) -> str:
+    if len(rows) == 1:
+        return f"{group} {rows[0].case.name}"
+    return f"{group} {rows[0].case.name} and {len(rows) - 1} more"
+
+
+def _as_dict(row: Row) -> dict[str, Any]:
+    return {
+        "group": row.case.group,
+        "case": row.case.name,
+        "engine": row.case.engine,
+        "bytes": row.case.nbytes,
+        "bound": row.case.bound,
+        "seconds": row.seconds,
+        "reference_seconds": row.reference_seconds,
+        "gib_per_second": row.rate,
+        "reference_gib_per_second": row.reference_rate,
+        "ratio": row.ratio,
+        "rounds": row.rounds,
+        "reason": row.reason,
+        "failed": row.failed,
+    }
+
+
+def time_of(seconds: float) -> str:
+    """In milliseconds or microseconds."""
+    return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

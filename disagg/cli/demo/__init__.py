@@ -1,0 +1,1 @@
+"""A real model prefills in one process and decodes in another."""

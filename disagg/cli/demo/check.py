@@ -1,0 +1,107 @@
+"""What the demo compares: the live bytes of two pools, and a pool with transformers' own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.layout import RequestAddress, Space
+
+
+class Bytes(NamedTuple):
+    """Bytes that differ, and bytes compared."""
+
+    wrong: int = 0
+    checked: int = 0
+
+    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> Bytes:
+        """With those of two tensors, which must be of one shape and dtype."""
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(f"{found.shape} {found.dtype}, {expected.shape} {expected.dtype}.")
+        pair = [x.contiguous().view(torch.uint8) for x in (found, expected)]
+        return Bytes(self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel())
+
+
+def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
+    """Flat locations of a request's entries."""
+    span, size = address.spans[space.id_list], space.entries_per_item
+    numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
+    items = span.ids[
+        np.zeros_like(numbers) if space.per_request else numbers // size - span.first_item
+    ]
+    return np.asarray(items * size + numbers % size)
+
+
+def same_as_pool(pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress) -> Bytes:
+    """Every live byte of a request in two pools of one declaration."""
+    found = Bytes()
+    for region in pool.layout.regions:
+        space, there = pool.layout.space_of(region), other.layout.space_of(region)
+        alive = space.alive(address.num_tokens)
+        held = pool.gather(region.role, region.layer, locations(space, address, alive))
+        truth = other.gather(region.role, region.layer, locations(there, other_at, alive))
+        found = found.plus(held, truth)
+    return found
+
+
+def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> Bytes:
+    """Every byte that transformers' own cache of the same tokens holds, in the pool."""
+    found = Bytes()
+    for layer in pool.layers:
+        for roles, entries, expected in _held(pool, layer, own.layers[layer], address.num_tokens):
+            parts = []
+            for role in roles:
+                region = pool.layout.region_by_key[pool.owner, layer, role]
+                where = locations(pool.layout.space_of(region), address, entries)
+                parts.append(pool.gather(role, layer, where).flatten(1))
+            found = found.plus(torch.cat(parts, dim=1)[:, : expected.shape[1]], expected)
+    return found
+
+
+def _held(
+    pool: Any, layer: int, own: Any, tokens: int
+) -> Iterator[tuple[list[str], range, torch.Tensor]]:
+    """Roles whose cells lie side by side in what transformers holds, their entries, and that."""
+    roles = [r.role for r in pool.layout.regions if (r.owner, r.layer) == (pool.owner, layer)]
+    main = [role for role in roles if role.removeprefix("swa.") in ("k", "v", "latent", "rope")]
+    if main:
+        keys, values = (x[0].transpose(0, 1).flatten(1) for x in (own.keys, own.values))
+        last = range(tokens - len(keys), tokens)
+        if "swa.latent" in main:  # one tensor is keys and values
+            yield main, last, keys
+        else:
+            yield [main[0]], last, keys
+            yield [main[1]], last, values
+    if "index_key" in roles:
+        yield ["index_key"], range(tokens), own.indexer_keys[0]
+    if "temporal" in roles:
+        conv = [role for role in roles if role.startswith("conv.")]
+        taps = pool.view(conv[0], layer).shape[-2]
+        yield conv, range(1), own.conv_states[0][..., -taps:].flatten(1)
+        yield ["temporal"], range(1), own.recurrent_states[0].flatten(1)
+    for role in roles:
+        name, _, kind = role.partition(".")
+        if kind in ("state", "index_state"):
+            ratio = int(name.removeprefix("c"))
+            indexer = kind == "index_state"
+            entry = [f"{name}.index_key"] if indexer else [f"{name}.latent", f"{name}.rope"]
+            yield from _compressor(own, "indexer" if indexer else "compressor", entry, role, ratio)
+
+
+def _compressor(
+    own: Any, name: str, entry: list[str], ring: str, ratio: int
+) -> Iterator[tuple[list[str], range, torch.Tensor]]:
+    """Compressed entries, the open window, and of the window before the series that overlaps."""
+    compressed, count = own.compressed_kv[name], own.entry_count[name]
+    if compressed is not None:
+        yield entry, range(count), compressed[0]
+    kv, gate = own.buffer_kv[name], own.buffer_gate[name]
+    if kv is not None:
+        rows = torch.cat([kv[0], gate[0]], dim=-1).float()
+        yield [ring], range(count * ratio, count * ratio + len(rows)), rows
+    overlap = getattr(own, "overlap_kv", {}).get(name)
+    if overlap is not None:
+        yield [ring], range((count - 1) * ratio, count * ratio), overlap[0].float()

@@ -1,0 +1,244 @@
+"""`kvpool demo`: a real transformer prefills in one process and decodes in another.
+
+The model has random weights from a fixed seed, so that both processes build the same one. The
+verdict compares with a run in one process over a pool of the same kind, and over transformers' own
+cache, which knows nothing of pools.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from disagg.cli.demo.models import MODELS, Settings
+from disagg.cli.demo.run import PATIENCE, DecodeSide, offer, say
+from disagg.engines.base import EngineUnavailable, engine_class, engine_names
+from disagg.protocol.status import KVPoll
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from disagg.plan import TransferPlan
+    from disagg.runtime.endpoint import DecodeEndpoint
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKINGS = ("fp8", "mxfp8")
+PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
+
+
+def demo(
+    model: Annotated[str, typer.Option(help=f"Family: {', '.join(MODELS)}.")] = "llama",
+    engine: Annotated[
+        str, typer.Option(help=f"What moves the bytes: {', '.join(engine_names())}.")
+    ] = "local",
+    prompt_tokens: Annotated[
+        list[int], typer.Option(min=1, help="Length of a prompt; several, one after the other.")
+    ] = [2000],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prefill in chunks of so many.")] = 512,
+    prefill_page: Annotated[
+        int, typer.Option(min=0, help="Tokens a page on prefill (0: as the family has it).")
+    ] = 0,
+    decode_page: Annotated[int, typer.Option(min=0, help="Tokens a page on decode.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")] = "float32",
+    packing: Annotated[
+        str, typer.Option(help="How the pool stores: a dtype, fp8 or mxfp8; as the model's dtype.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="Where models and pools are: cpu, cuda:0, npu:0.")
+    ] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
+) -> None:
+    """Prefill in one process, decode in another, and compare with a run in a single process.
+
+    Exit status 1 if a logit of a decoded step or a live byte of the decode pool differs.
+    """
+    from rich.console import Console
+
+    for option, value, known in (
+        ("--model", model, MODELS),
+        ("--engine", engine, engine_names()),
+        ("--dtype", dtype, DTYPES),
+        ("--packing", packing or dtype, (dtype, *PACKINGS)),
+    ):
+        if value not in known:
+            names = ", ".join(known)
+            raise typer.BadParameter(f"one of {names}, got {value!r}.", param_hint=option)
+    if find_spec("transformers") is None:
+        raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
+    settings = Settings(
+        model,
+        engine,
+        tuple(prompt_tokens),
+        chunk_tokens,
+        dtype,
+        packing or dtype,
+        seed,
+        max(1, (multiprocessing.cpu_count() or 2) // 2),
+        prefill_page,
+        decode_page,
+        device,
+    )
+    console = Console()
+    try:
+        good = run(settings, new_tokens, console)
+    except PROBLEMS as error:
+        say(console, False, _sentence(error))
+        good = False
+    if not good:
+        raise typer.Exit(1)
+
+
+def run(settings: Settings, new_tokens: int, console: Console) -> bool:
+    """The whole demo; whether everything was equal."""
+    from kvpool.device import get_device
+
+    get_device(settings.device)
+    reason = engine_class(settings.engine).availability()
+    if reason is not None:
+        raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=prefill_process, args=(there, settings), daemon=True)
+    # ignored from its first instruction on: Ctrl-C reaches both processes, and this one ends both
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, interrupted)
+    there.close()
+    try:
+        good = decode_process(Peer(here, process), settings, new_tokens, console)
+        process.join(5)
+        return good
+    finally:
+        process.kill()
+        process.join()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The prefill process as the decode process sees it. It says where it is, or why it fails."""
+
+    pipe: Connection
+    process: BaseProcess
+
+    def address(self) -> str:
+        """Where the prefill endpoint is; raises RuntimeError if the process ends before it is."""
+        with suppress(EOFError, OSError):
+            if self.pipe.poll(PATIENCE):
+                kind, said = self.pipe.recv()
+                if kind == "address":
+                    return str(said)
+                raise self.lost(said)
+        raise self.lost()
+
+    def go(self) -> None:
+        """Lets prefill compute."""
+        try:
+            self.pipe.send("go")
+        except OSError:
+            raise self.lost() from None
+
+    def lost(self, reason: str = "") -> RuntimeError:
+        """The error that tells how the process ended, if it has, and why: if need be, in its
+        own last words.
+        """
+        self.process.join(1)
+        with suppress(EOFError, OSError):
+            while self.pipe.poll():
+                kind, said = self.pipe.recv()
+                reason = said if kind == "failure" else reason
+        status = self.process.exitcode
+        how = "prefill" if status is None else f"prefill ended with status {status}"
+        return RuntimeError(f"{how}: {reason or 'it said nothing more'}")
+
+
+def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:
+    """This process: receives what prefill computed, decodes from it, and compares."""
+    from disagg.engines.base import create_engine
+    from disagg.runtime.endpoint import DecodeEndpoint
+    from kvpool.render.text import layout_table
+
+    model, prompt = settings.build()
+    pools = [settings.pool(model, settings.decode_page, new_tokens) for _ in range(2)]
+    console.print(layout_table(pools[0].layout, f"{settings.model}: layout of the decode pool"))
+    with DecodeEndpoint(pools[0].layout, create_engine(settings.engine)) as endpoint:
+        made = _connect(endpoint, peer)
+        console.print(made.explain(max(settings.prompts)).table())
+        side = DecodeSide(settings, model, prompt, pools[0], pools[1], new_tokens, console)
+
+        def watch(room: str, nbytes: int) -> None:
+            peer.go()
+            _watch(endpoint, room, nbytes, peer, console)
+
+        good = [side.decode(endpoint, room, watch) for room in range(len(settings.prompts))]
+        return all(good)
+
+
+def prefill_process(pipe: Connection, settings: Settings) -> None:
+    """The other process. It ends with its parent, and tells it what went wrong."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    try:
+        offer(pipe, settings)
+    except EOFError:  # nobody is there to be told
+        sys.exit(1)
+    except PROBLEMS as error:
+        with suppress(OSError):
+            pipe.send(("failure", _sentence(error)))
+        sys.exit(1)
+
+
+def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
+    """The plan, once prefill has answered."""
+    link = endpoint.connect([peer.address()])
+    deadline = time.monotonic() + PATIENCE
+    while link.plan is None:
+        try:
+            endpoint.handshake(link, 0.5)
+        except TimeoutError:
+            if not peer.process.is_alive():
+                raise peer.lost() from None
+            if time.monotonic() > deadline:
+                raise
+    return link.plan
+
+
+def _watch(endpoint: DecodeEndpoint, room: str, wanted: int, peer: Peer, console: Console) -> None:
+    """A progress bar until the room has ended."""
+    from rich.progress import BarColumn, DownloadColumn, Progress
+
+    columns = ("moving", BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("moving", total=wanted)
+        while not endpoint.wait(room, 0.05).ended:
+            progress.update(task, completed=endpoint.metrics(room).bytes_moved)
+            # its last words may be under way
+            if not peer.process.is_alive() and not endpoint.wait(room, 0.5).ended:
+                raise peer.lost()
+        progress.update(task, completed=endpoint.metrics(room).bytes_moved)
+    if endpoint.poll(room) is KVPoll.Failed:
+        raise peer.lost(f"the hand-off failed: {endpoint.failure(room)}")
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,156 @@
+"""What the demo runs: models small enough to compute in seconds, and otherwise of the family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 1 << 17,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# for what is rounded: weights small enough for errors to stay errors, and no choice among experts
+# or tokens that a rounding could turn
+SMOOTH = {
+    "initializer_range": 0.02,
+    "num_experts_per_tok": 8,
+    "topk_group": 2,
+    "index_topk": 1 << 17,
+}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+DEEPSEEK = {
+    "q_lora_rank": 96,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "num_mtp_layers": 0,
+    **LATENT,
+    **EXPERTS,
+}
+INDEX = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, **EXPERTS},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": {**DEEPSEEK, **INDEX},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
+    "qwen3_next": {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "shared_expert_intermediate_size": 128,
+        "num_experts": 8,
+        **EXPERTS,
+    },
+    "kimi_linear": {
+        "linear_num_heads": 8,
+        "linear_head_dim": 32,
+        "num_local_experts": 8,
+        **LATENT,
+        **EXPERTS,
+    },
+    "deepseek_v4": {
+        "num_hidden_layers": 6,
+        "head_dim": 128,
+        "q_lora_rank": 96,
+        "qk_rope_head_dim": 64,
+        "layer_types": ["sliding_attention", CSA, HCA, CSA, HCA, CSA],
+        "sliding_window": 128,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "n_routed_experts": 8,
+        **INDEX,
+        **EXPERTS,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both processes must agree on, and each side's page size (0: the family's own)."""
+
+    model: str
+    engine: str
+    prompts: tuple[int, ...]
+    chunk_tokens: int
+    dtype: str
+    packing: str
+    seed: int
+    threads: int
+    prefill_page: int
+    decode_page: int
+    device: str = "cpu"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the pool holds what the model computes, and nothing rounded."""
+        return self.packing == self.dtype
+
+    def chunks(self, tokens: int) -> list[range]:
+        """Positions of a prompt, chunk by chunk."""
+        size = self.chunk_tokens
+        return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+
+    def build(self) -> tuple[Any, torch.Tensor]:
+        """The model and the longest prompt `[1, T]`, the same in every process."""
+        import torch
+        import transformers
+
+        from kvpool.device import get_device
+
+        torch.set_num_threads(self.threads)
+        torch.manual_seed(self.seed)
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        numbers = {**SHARED, **MODELS[self.model]}
+        if not self.exact:
+            numbers.update((name, SMOOTH[name]) for name in SMOOTH if name in numbers)
+        config = transformers.AutoConfig.for_model(self.model, **numbers)
+        make: Any = transformers.AutoModelForCausalLM.from_config
+        model = make(config, dtype=getattr(torch, self.dtype))
+        prompt = torch.randint(0, model.config.vocab_size, (1, max(self.prompts)))
+        where = get_device(self.device).allocate(1).device
+        return model.eval().to(where), prompt.to(where)
+
+    def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
+        """A pool for one request of the longest prompt and `new_tokens`, and three pages more."""
+        from kvpool.integrations.transformers import pool_for
+        from kvpool.pools.budget import fixed_items
+        from kvpool.pools.placement import COUNTS
+
+        common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
+        if page:
+            common["page_size"] = page
+        few = dict.fromkeys(COUNTS, 2)
+        probe = pool_for(model.config, **common, **few, device="meta")
+        fixed = fixed_items(probe.layout, requests=2, chunk_tokens=self.chunk_tokens)
+        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
+        return pool_for(model.config, **common, num_pages=pages, **fixed, device=self.device)

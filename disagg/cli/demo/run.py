@@ -1,0 +1,180 @@
+"""Both sides of the demo: prefill offers, decode receives, decodes and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from disagg.cli.demo.models import Settings
+from disagg.protocol.status import KVPoll
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from disagg.cli.demo.check import Bytes
+    from disagg.runtime.endpoint import DecodeEndpoint
+
+PATIENCE = 600.0
+ROUNDING = 0.1  # of the largest logit: what a quantised pool may add
+
+
+def offer(pipe: Connection, settings: Settings) -> None:
+    """Computes the prompts and offers each chunk as soon as it is there."""
+    import torch
+
+    from disagg.engines.base import create_engine
+    from disagg.runtime.endpoint import PrefillEndpoint
+    from kvpool.allocator import Allocator
+    from kvpool.integrations.transformers import PoolCache
+
+    model, prompt = settings.build()
+    pool = settings.pool(model, settings.prefill_page)
+    allocator = Allocator(pool)
+    with PrefillEndpoint(pool.layout, create_engine(settings.engine)) as endpoint:
+        pipe.send(("address", endpoint.address))
+        for number, tokens in enumerate(settings.prompts):
+            room, request = str(number), allocator.new_request()
+            cache = PoolCache(pool, allocator, [request])
+            pipe.recv()
+            with torch.no_grad():
+                for chunk in settings.chunks(tokens):
+                    last = chunk.stop == tokens
+                    first = prefill(model, prompt, cache, [chunk])
+                    aux = {"first_token": first} if last else {}
+                    after = pool.device.record()
+                    endpoint.send(room, request.address(), last=last, aux=aux, after=after)
+            if endpoint.wait(room, PATIENCE) is not KVPoll.Success:
+                raise RuntimeError(f"the hand-off failed: {endpoint.failure(room)}")
+            allocator.free(request)
+
+
+def prefill(model: Any, prompt: torch.Tensor, cache: Any, chunks: list[range]) -> int:
+    """Runs chunks of the prompt; returns the token that follows them."""
+    for chunk in chunks:
+        ids = prompt[:, chunk.start : chunk.stop]
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+    return int(logits[0, -1].argmax())
+
+
+def decode(
+    model: Any, cache: Any, token: int, steps: int, given: list[int] | None = None
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy steps from `token` on (or over `given` tokens); returns the tokens and the logits
+    `[V]` of each step.
+    """
+    import torch
+
+    tokens, found = [], []
+    for step in range(steps):
+        token = token if given is None else given[step]
+        ids = torch.tensor([[token]], device=model.device)
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        token = int(logits[0, -1].argmax())
+        tokens.append(token)
+        found.append(logits[0, -1].clone())
+    return tokens, found
+
+
+def transformers_cache(model: Any) -> Any:
+    """transformers' own cache for a model."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+@dataclass(frozen=True)
+class DecodeSide:
+    """The decode process: its pool, and another one for the run in a single process."""
+
+    settings: Settings
+    model: Any
+    prompt: torch.Tensor
+    pool: Any
+    single: Any
+    new_tokens: int
+    console: Console
+
+    def decode(
+        self, endpoint: DecodeEndpoint, room: int, watch: Callable[[str, int], None]
+    ) -> bool:
+        """Receives one prompt, decodes from it, and compares; whether all was equal.
+
+        `watch(room, nbytes)` lets prefill compute, and returns once the room has succeeded.
+        """
+        from kvpool.allocator import Allocator
+        from kvpool.render.text import human
+
+        tokens, tell = self.settings.prompts[room], self.console.print
+        allocator = Allocator(self.pool)
+        request = allocator.new_request()
+        allocator.extend(request, tokens, received=True)
+        endpoint.receive(str(room), request.address())
+        watch(str(room), self.pool.layout.live_bytes(tokens))
+        moved = endpoint.metrics(str(room))
+        first = int(endpoint.aux(str(room))["first_token"])
+        tell(
+            f"{tokens:,} tokens: moved {human(moved.bytes_moved)} in {moved.runs:,} runs of "
+            f"{human(moved.bytes_per_run)} (neighbouring items fused): {human(moved.rate)}/s over "
+            f"{self.settings.engine}, bound in {1e3 * moved.bind_seconds:.1f} ms",
+            markup=False,
+            soft_wrap=True,
+        )
+        tell(f"decoding {self.new_tokens} tokens in this process, then all of it in one ...")
+        return self.compare(allocator, request, first)
+
+    def compare(self, allocator: Any, request: Any, first: int) -> bool:
+        """Decodes what was received, and runs the prompt again in this process: over a pool of the
+        same kind, and over transformers' own cache.
+        """
+        import torch
+
+        from disagg.cli.demo.check import same_as_pool, same_as_transformers
+        from kvpool.allocator import Allocator
+        from kvpool.integrations.transformers import PoolCache
+
+        received, chunks = request.address(), self.settings.chunks(request.num_tokens)
+        again = PoolCache.new(self.single, Allocator(self.single))
+        own = transformers_cache(self.model)
+        with torch.no_grad():
+            firsts = [prefill(self.model, self.prompt, cache, chunks) for cache in (again, own)]
+            there = again.requests[0].address()
+            live = same_as_pool(self.pool, received, self.single, there)
+            truth = same_as_transformers(self.pool, received, own) if self.settings.exact else None
+            cache = PoolCache(self.pool, allocator, [request])
+            tokens, logits = decode(self.model, cache, first, self.new_tokens)
+            tokens2, logits2 = decode(self.model, again, firsts[0], self.new_tokens)
+            given = None if self.settings.exact else [first, *tokens]
+            tokens3, logits3 = decode(self.model, own, firsts[1], self.new_tokens, given)
+        allocator.free(request)
+        again.allocator.free(again.requests[0])
+        good = first == firsts[0] and tokens == tokens2
+        equal = sum(map(torch.equal, logits, logits2))
+        good &= equal == self.new_tokens and not live.wrong
+        steps = f"of {self.new_tokens} decoded steps bit-equal to one process"
+        say(self.console, good, f"logits of {equal} {steps}, same pool")
+        self._say_bytes(live, "live bytes of the pool equal")
+        if truth is None:
+            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, logits3))
+            sentence = f"largest logit error of {self.settings.packing}: {error:.2%} of the largest"
+            say(self.console, error <= ROUNDING, f"{sentence} (at most {ROUNDING:.0%})")
+            return good and error <= ROUNDING
+        equal = sum(map(torch.equal, logits, logits3))
+        same = equal == self.new_tokens and tokens == tokens3
+        say(self.console, same, f"logits of {equal} {steps}, transformers' own cache")
+        self._say_bytes(truth, "bytes that transformers' own cache holds equal")
+        return good and same and not truth.wrong
+
+    def _say_bytes(self, found: Bytes, what: str) -> None:
+        right = f"{found.checked - found.wrong:,} of {found.checked:,}"
+        say(self.console, not found.wrong, f"{right} {what}")
+
+
+def say(console: Console, good: bool, sentence: str) -> None:
+    """A verdict, and what it is about."""
+    from rich.text import Text
+
+    verdict = ("PASS", "green") if good else ("FAIL", "red")
+    console.print(Text.assemble(verdict, " ", sentence), soft_wrap=True)

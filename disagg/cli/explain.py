@@ -1,0 +1,47 @@
+"""`kvpool explain`: how bytes travel between layouts, given as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disagg.plan import IncompatibleLayouts, plan
+from kvpool.layout import PoolLayout
+
+
+def explain(
+    layouts: Annotated[
+        list[Path],
+        typer.Argument(help="Layout files: one for each prefill rank, decode's last."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
+) -> None:
+    """Explain the transfer between layouts, given as files of PoolLayout.to_json or to_msgpack.
+
+    Exit status 1 if decode cannot be filled, with all the reasons.
+    """
+    from rich.console import Console
+
+    if len(layouts) < 2:
+        raise typer.BadParameter("at least two layouts: prefill's ranks, then decode's.")
+    *sources, dest = [_read(path) for path in layouts]
+    try:
+        made = plan(sources, dest)
+    except IncompatibleLayouts as error:
+        typer.echo(f"refused: {error}")
+        raise typer.Exit(1) from None
+    Console().print(made.explain(tokens).table())
+
+
+def _read(path: Path) -> PoolLayout:
+    try:
+        data = path.read_bytes()
+        if data.lstrip()[:1] == b"{":
+            return PoolLayout.from_json(data)
+        if data[:1] >= b"\x80":
+            return PoolLayout.from_msgpack(data)
+        raise ValueError("neither a JSON nor a msgpack layout.")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None

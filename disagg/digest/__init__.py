@@ -1,0 +1,1 @@
+"""Digests of live bytes, for both sides of a transfer to compare."""

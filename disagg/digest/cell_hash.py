@@ -1,0 +1,122 @@
+"""Hashes of cells: at most `CELL` consecutive bytes of one grid point of one entry.
+
+A cell's hash follows from its region's key, its entry, its number (which counts steps of the whole
+model) and its bytes. Meant against accidents: who knows the weights can make other bytes of the
+same hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.plan.runs import Box
+from kvpool.layout import Axis, Key
+from kvpool.layout.grid import Ints
+
+Hashes = npt.NDArray[np.uint64]
+Read = Callable[[Ints, int], npt.NDArray[np.void]]
+"""Bytes at offsets `[E, C]` of some memory, so many each, `[E, C]`."""
+
+CELL = 4096
+MIN_CELL_COST = 64
+"""Bytes as many as a smaller cell's work is worth."""
+SLICE_BYTES = 256 << 10
+
+
+class Cells(NamedTuple):
+    """Cells of an entry, `[C]`: offsets from its first byte, and their numbers, each times a
+    weight; all are `width` bytes.
+    """
+
+    offsets: Ints
+    numbers: Hashes
+    width: int
+
+    @property
+    def work(self) -> int:
+        """What it takes to hash them, as bytes."""
+        return self.numbers.size * max(self.width, MIN_CELL_COST)
+
+    def slices(self, entries: int) -> Iterator[tuple[slice, Cells]]:
+        """Some of `entries` entries and some of their cells at a time: as many as fit a cache."""
+        many = SLICE_BYTES // max(self.width, MIN_CELL_COST)
+        count = max(1, many // self.numbers.size)
+        for first in range(0, self.numbers.size, many):
+            part = slice(first, first + many)
+            some = Cells(self.offsets[part], self.numbers[part], self.width)
+            for start in range(0, entries, count):
+                yield slice(start, min(start + count, entries)), some
+
+
+@lru_cache(maxsize=32)
+def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
+    """The cells of steps `box` of a region's axes: whole ones, and what is left of grid points."""
+    offsets, numbers = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
+    for axis, (_, low, high) in zip((axis for axis in axes if axis.name != "entry"), box):
+        steps = np.arange(low, high, dtype=np.int64)
+        offsets = (offsets[:, None] + (steps - axis.start) * axis.stride).ravel()
+        numbers = (numbers[:, None] * np.uint64(axis.total) + steps.astype(np.uint64)).ravel()
+    whole, rest = divmod(width, CELL)
+    numbers *= np.uint64(whole + bool(rest))
+    found = []
+    if whole:
+        parts = np.arange(whole, dtype=np.int64)
+        many = (numbers[:, None] + parts.astype(np.uint64)).ravel()
+        found.append(Cells((offsets[:, None] + parts * CELL).ravel(), many * _NUMBER, CELL))
+    if rest:
+        last = numbers + np.uint64(whole)
+        found.append(Cells(offsets + whole * CELL, last * _NUMBER, rest))
+    return tuple(found)
+
+
+def sums(read: Read, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
+    """For each entry, the sum of its cells' hashes mod 2**64.
+
+    `starts`: first bytes of the entries in the memory that is `read`; `entries`: their numbers.
+    """
+    hashes = _multilinear(read(starts[:, None] + cells.offsets, cells.width))
+    hashes += cells.numbers
+    hashes += (entries.astype(np.uint64) * _ENTRY + _seed(key))[:, None]
+    return np.asarray(_mix(hashes).sum(axis=1), dtype=np.uint64)
+
+
+@lru_cache(maxsize=4096)
+def _seed(key: Key) -> Hashes:
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return np.frombuffer(digest, dtype="<u8")
+
+
+def _multilinear(cells: npt.NDArray[np.void]) -> Hashes:
+    """The 32-bit halves of each cell's words times odd weights, summed: a change of one half always
+    shows.
+    """
+    width = cells.dtype.itemsize
+    words = -(-width // 8)
+    raw = cells.view(np.uint8).reshape(*cells.shape, width)
+    if width % 8:
+        raw = np.concatenate([raw, np.zeros((*cells.shape, -width % 8), np.uint8)], axis=2)
+    values = raw.view("<u8")
+    found = np.einsum("ijk,k->ij", values, _LOW[:words])
+    values >>= np.uint64(32)  # in place: fresh memory costs more than the arithmetic
+    found += np.einsum("ijk,k->ij", values, _HIGH[:words])
+    return np.asarray(found, dtype=np.uint64)
+
+
+def _mix(x: Hashes) -> Hashes:
+    """The finaliser of splitmix64, in place: one-to-one, every bit reaches every other."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+_ODD = _mix(np.arange(1, 3 + CELL // 4, dtype=np.uint64)) | np.uint64(1)
+_LOW, _HIGH = _ODD[: CELL // 8], _ODD[CELL // 8 : -2]
+_NUMBER, _ENTRY = _ODD[-2:]

@@ -1,0 +1,56 @@
+"""Bytes of a buffer for the host to look at: the host's own memory, or a device's, which brings
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.digest.cell_hash import Read
+from kvpool.layout import Buffer
+from kvpool.layout.grid import Ints
+
+
+def reader(buffer: Buffer) -> Read:
+    """What reads a buffer by offset. Both raise ValueError, naming the buffer, where its device is
+    not there.
+    """
+    return _of_host(buffer) if buffer.memory == "cpu" else _of_device(buffer)
+
+
+def _of_host(buffer: Buffer) -> Read:
+    memory: Any = (ctypes.c_ubyte * (buffer.end - buffer.base)).from_address(buffer.base)
+
+    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
+        shape = (len(memory) - width + 1,)
+        rows: Any = np.ndarray(shape, f"V{width}", memory, strides=(1,))
+        return np.asarray(rows[offsets])
+
+    return read
+
+
+def _of_device(buffer: Buffer) -> Read:
+    from kvpool.device import DeviceUnavailable, get_device  # torch comes with it
+
+    where = f"buffer {buffer.name} on {buffer.memory}"
+    try:
+        device = get_device(buffer.memory)
+    except DeviceUnavailable as reason:
+        raise ValueError(f"{where}: {reason}") from None
+
+    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
+        stage = device.allocate(offsets.size * width)
+        packed = stage.data_ptr() + np.arange(offsets.size, dtype=np.int64) * width
+        lengths = np.full(offsets.size, width, dtype=np.int64)
+        try:
+            device.copy_runs(buffer.base + offsets.ravel(), packed, lengths)
+            device.record().synchronize()
+        except DeviceUnavailable as reason:
+            raise ValueError(f"{where}: {reason}") from None
+        return stage.cpu().numpy().view(f"V{width}").reshape(offsets.shape)
+
+    return read

@@ -1,0 +1,107 @@
+"""Reads between Ascend NPUs through Mooncake's Ascend transport.
+
+Written from Mooncake's documents and sources; no NPU has run it yet (docs/engines.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from disagg.engines.base import EngineUnavailable, TransferError
+from disagg.engines.mooncake.engine import MooncakeEngine
+from kvpool.layout import Slab
+
+ALIGNMENT = 2 << 20
+TRANSPORT = b"AscendDirectTransport"
+"""A name that Mooncake's library has only where it was built for Ascend."""
+
+
+class AscendEngine(MooncakeEngine):
+    """Memory of one NPU. All peers are read through one `TransferEngine`, of which an NPU has one.
+
+    So after a failed read `fence` raises TransferError: its pages stay in quarantine.
+    """
+
+    name = "ascend"
+    token_bytes = 0  # it would be host memory, which is not registered here
+    max_regions = 256
+
+    def __init__(self, hostname: str = "127.0.0.1", chunk: int | None = None) -> None:
+        if chunk is not None and chunk % ALIGNMENT:
+            raise ValueError(f"chunk={chunk}: a multiple of 2 MiB ({ALIGNMENT}).")
+        reason = self.availability()
+        if reason is not None:
+            raise EngineUnavailable(f"engine ascend: {reason}")
+        super().__init__("ascend", hostname, chunk=chunk, shared=True)
+        self._memory = ""
+
+    @classmethod
+    def protocols(cls) -> Sequence[str]:
+        """Ascend only."""
+        return ("ascend",)
+
+    @classmethod
+    def availability(cls) -> str | None:
+        """All that is missing. Nothing of a vendor is imported to find out."""
+        missing = [
+            what
+            for what, there in (
+                ("an NPU with its driver (/dev/davinci_manager)", _driver()),
+                ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
+                ("torch_npu (install kvpool[npu])", find_spec("torch_npu") is not None),
+                ("a Mooncake that was built with USE_ASCEND_DIRECT", _transport()),
+            )
+            if not there
+        ]
+        return f"missing: {'; '.join(missing)}." if missing else super().availability()
+
+    def _check(self, slabs: Sequence[Slab]) -> None:
+        memory = self._memory
+        for slab in slabs:
+            if not slab.memory.startswith("npu:"):
+                raise TransferError(
+                    f"slab of {slab.nbytes} bytes on {slab.memory}: engine ascend moves NPU memory "
+                    "only. Use engine mooncake or nixl."
+                )
+            if memory not in ("", slab.memory):
+                raise TransferError(
+                    f"slab of {slab.nbytes} bytes on {slab.memory}, others on {memory}: an engine "
+                    "serves one NPU. Make one for each."
+                )
+            if slab.base % ALIGNMENT:
+                raise TransferError(
+                    f"slab of {slab.nbytes} bytes at {slab.base:#x} on {slab.memory} does not "
+                    "begin at a multiple of 2 MiB. Allocate 2 MiB more and begin at the first one."
+                )
+            memory = slab.memory
+        self._memory = memory
+
+    def _scope(self) -> AbstractContextManager[Any]:
+        """Every thread sets the device before it calls Mooncake."""
+        if not self._memory:
+            raise TransferError("engine ascend has no NPU before memory of one is registered.")
+        npu: Any = importlib.import_module("torch_npu").npu
+        scope: AbstractContextManager[Any] = npu.device(int(self._memory.partition(":")[2]))
+        return scope
+
+
+def _driver() -> bool:
+    return Path("/dev/davinci_manager").exists()
+
+
+def _cann() -> bool:
+    home = os.environ.get("ASCEND_HOME_PATH")
+    return home is not None and (Path(home) / "lib64" / "libascendcl.so").exists()
+
+
+def _transport() -> bool:
+    package = find_spec("mooncake")
+    places = package.submodule_search_locations if package else None
+    libraries = [file for place in places or () for file in Path(place).glob("*engine*.so*")]
+    return any(TRANSPORT in file.read_bytes() for file in libraries)

@@ -1,0 +1,215 @@
+"""A plan's routes and one request's walks, as arrays of source address, destination and length.
+
+Nothing here is a Python object per run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.plan.positions import End, IncompleteTransfer, Walk, walk
+from disagg.plan.runs import Route
+from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.grid import Ints, ragged
+
+__all__ = ["Block", "Columns", "CopyBatch", "IncompleteTransfer", "bind", "cost"]
+
+
+class Block(NamedTuple):
+    """Runs of a route: `kind` names those of an item or entry (`whole`, `chains` or `singles`),
+    `[A]`, each at every step of `walk`, `[F]`, for each of the route's `[B]` record pairs.
+
+    `src`, `dst` and `nbytes` are what comes on top of the pair's bases, `[A, F]`; in a batch the
+    block's runs come one after another, `[B, A, F]`.
+    """
+
+    route: Route
+    kind: str
+    walk: Walk
+    src: Ints
+    dst: Ints
+    nbytes: Ints
+
+    @property
+    def runs(self) -> int:
+        """How many runs."""
+        return self.route.src_base.size * self.src.size
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.route.src_base.size * int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyBatch:
+    """Source addresses, destination addresses and lengths in bytes, int64 `[N]` each.
+
+    Equal lengths are one number, broadcast and read-only. What was bound also has the `blocks` of
+    which the columns are made: its runs are those of all blocks from number `first` on.
+    """
+
+    src: Ints
+    dst: Ints
+    nbytes: Ints
+    blocks: tuple[Block, ...] = ()
+    first: int = 0
+
+    def __iter__(self) -> Iterator[Ints]:
+        return iter((self.src, self.dst, self.nbytes))
+
+    @property
+    def runs(self) -> int:
+        """How many runs."""
+        return self.src.size
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return int(self.nbytes.sum())
+
+    @property
+    def shares(self) -> list[tuple[Route, int, int]]:
+        """Runs and bytes by route, of a batch as it was bound: a part gives its whole's."""
+        return [(block.route, block.runs, block.total) for block in self.blocks]
+
+    def split(self, max_bytes: int, max_runs: int) -> Iterator[CopyBatch]:
+        """Consecutive parts of at most `max_runs` runs and `max_bytes` bytes."""
+        whole = self._cut(max_bytes)
+        edge = np.cumsum(whole.nbytes)
+        start = 0
+        while start < whole.runs:
+            before = int(edge[start - 1]) if start else 0
+            stop = int(np.searchsorted(edge, before + max_bytes, side="right"))
+            stop = min(stop, start + max_runs)
+            src, dst, nbytes = (column[start:stop] for column in whole)
+            yield CopyBatch(src, dst, nbytes, whole.blocks, whole.first + start)
+            start = stop
+
+    def _cut(self, most: int) -> CopyBatch:
+        """The same bytes in runs of at most `most`; what is cut is no longer made of blocks."""
+        if not self.runs or int(self.nbytes.max()) <= most:
+            return self
+        pieces = -(-self.nbytes // most)
+        run, piece = ragged(pieces)
+        within = piece * most
+        src, dst, nbytes = (column[run] for column in self)
+        return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
+
+
+class Columns:
+    """Memory for batches, reused: fresh arrays of this size cost more in page faults than their
+    filling.
+    """
+
+    def __init__(self) -> None:
+        self._held = np.empty((3, 0), dtype=np.int64)
+
+    def take(self, size: int) -> npt.NDArray[np.int64]:
+        """Columns `[3, size]`, valid until the next call."""
+        if self._held.shape[1] < size:
+            self._held = np.empty((3, max(size, 2 * self._held.shape[1])), dtype=np.int64)
+        return self._held[:, :size]
+
+
+def bind(
+    routes: Sequence[Route],
+    source: PoolLayout,
+    dest: PoolLayout,
+    source_address: RequestAddress,
+    dest_address: RequestAddress,
+    tokens: range,
+    columns: Columns,
+) -> CopyBatch:
+    """Runs of `routes` for positions `tokens` of one request. See TransferPlan.bind."""
+    if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= dest_address.num_tokens:
+        raise ValueError(
+            f"tokens {tokens}: a range of positions within 0 to {dest_address.num_tokens}."
+        )
+    walks: dict[tuple[str, str], Walk] = {}
+    blocks: list[Block] = []
+    for route in routes:
+        pair = route.src_space.name, route.dst_space.name
+        if pair not in walks:
+            walks[pair] = walk(
+                End(route.src_space, source, source_address),
+                End(route.dst_space, dest, dest_address),
+                tokens,
+            )
+        if walks[pair].count.size:
+            blocks.extend(_blocks(route, walks[pair]))
+    lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
+    out = columns.take(sum(block.runs for block in blocks))
+    start = 0
+    for block in blocks:
+        route, stop = block.route, start + block.runs
+        shape = (route.src_base.size, *block.src.shape)
+        for column, bases, more in ((0, route.src_base, block.src), (1, route.dst_base, block.dst)):
+            np.add(bases[:, None, None], more, out=out[column, start:stop].reshape(shape))
+        if len(lengths) > 1:
+            out[2, start:stop].reshape(shape)[...] = block.nbytes
+        start = stop
+    if len(lengths) == 1:  # one number for all: a third less memory to write
+        equal = np.broadcast_to(np.int64(lengths.pop()), start)
+        return CopyBatch(out[0], out[1], equal, tuple(blocks))
+    return CopyBatch(out[0], out[1], out[2], tuple(blocks))
+
+
+def cost(route: Route, walk: Walk) -> tuple[int, int]:
+    """Runs and bytes that a route moves for a walk."""
+    blocks = list(_blocks(route, walk)) if walk.count.size else []
+    return sum(block.runs for block in blocks), sum(block.total for block in blocks)
+
+
+def _blocks(route: Route, walk: Walk) -> Iterator[Block]:
+    src_entries, dst_entries = route.src_space.entries_per_item, route.dst_space.entries_per_item
+    if route.linear:
+        yield _entry_block(route, "chains", walk.coalesced(src_entries, dst_entries))
+        return
+    rest = walk
+    if route.whole is not None:
+        full = (walk.count == src_entries) & (walk.src_step == 0) & (walk.dst_step == 0)
+        if full.any():
+            yield _whole_block(route, walk.part(full))
+        rest = walk.part(~full)
+    if rest.count.size:
+        if route.chains.size:
+            yield _entry_block(route, "chains", rest)
+        if route.singles.size:
+            yield _entry_block(route, "singles", rest.entries())
+
+
+def _whole_block(route: Route, walk: Walk) -> Block:
+    whole = route.whole
+    if whole is None:
+        raise ValueError("this route moves no whole items.")
+    spread = np.zeros_like(walk.count)
+    if route.dense:
+        walk = walk.coalesced(entries := route.src_space.entries_per_item, entries)
+        spread = (walk.count // entries - 1) * route.src_stride
+    return Block(
+        route,
+        "whole",
+        walk,
+        whole.src[:, None] + walk.src_item * route.src_stride,
+        whole.dst[:, None] + walk.dst_item * route.dst_stride,
+        whole.nbytes[:, None] + spread,
+    )
+
+
+def _entry_block(route: Route, kind: str, walk: Walk) -> Block:
+    runs = route.chains if kind == "chains" else route.singles
+    src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
+    return Block(
+        route,
+        kind,
+        walk,
+        runs.src[:, None] + walk.src_item * route.src_stride + walk.src_step * src_step,
+        runs.dst[:, None] + walk.dst_item * route.dst_stride + walk.dst_step * dst_step,
+        runs.nbytes[:, None] + (walk.count - 1) * dst_step,
+    )

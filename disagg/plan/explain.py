@@ -1,0 +1,142 @@
+"""A plan in words: per role, how its bytes travel, in how many runs, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from disagg.plan.bind import cost
+from disagg.plan.planner import TransferPlan
+from disagg.plan.positions import scattered
+from disagg.plan.runs import Route
+from kvpool.layout import Axis, Region
+from kvpool.layout.sentences import ranges
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How roles that share runs travel: direct, strided, resharded, missing or unsent."""
+
+    owner: str
+    roles: tuple[str, ...]
+    layers: tuple[int, ...]
+    how: str
+    runs: int
+    nbytes: int
+    why: str
+
+    @property
+    def bytes_per_run(self) -> float:
+        """Mean length of a run when no two items are neighbours."""
+        return self.nbytes / self.runs if self.runs else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One row for all roles and layers that travel alike, for a request of `tokens` tokens."""
+
+    tokens: int
+    rows: tuple[Row, ...]
+
+    @property
+    def runs(self) -> int:
+        """Runs in all, when no two items are neighbours."""
+        return sum(row.runs for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(row.nbytes for row in self.rows)
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        title = f"plan for {self.tokens:,} tokens, no two items neighbours"
+        table = Table(title=title)
+        for name in ("roles", "layers", "how"):
+            table.add_column(name, overflow="fold")
+        for name in ("runs", "bytes", "bytes/run"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("why", overflow="fold")
+        for row in self.rows:
+            name = escape(f"{row.owner} {', '.join(row.roles)}")
+            sizes = (f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}")
+            table.add_row(name, ranges(row.layers), row.how, *sizes, row.why)
+        if len(self.rows) > 1:
+            table.add_section()
+            mean = self.nbytes / self.runs if self.runs else 0
+            table.add_row("all", "", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
+        return table
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{row.owner} {', '.join(row.roles)} (layers {ranges(row.layers)}): {row.how}, "
+            f"{row.runs} runs, {row.nbytes} bytes, {row.bytes_per_run:.0f} a run: {row.why}"
+            for row in self.rows
+        )
+
+
+def explain_plan(made: TransferPlan, tokens: int) -> Explanation:
+    """See TransferPlan.explain."""
+    found: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
+    for route in made.routes:
+        owner = route.keys[0][0]
+        roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
+        how, why = _how(made, route)
+        layers, runs, nbytes = found.get((owner, roles, how, why), (set[int](), 0, 0))
+        more = cost(route, scattered(route.src_space, route.dst_space, tokens))
+        layers |= {layer for _, layer, _ in route.keys}
+        found[owner, roles, how, why] = layers, runs + more[0], nbytes + more[1]
+    rows = [
+        Row(owner, roles, tuple(sorted(layers)), how, runs, nbytes, why)
+        for (owner, roles, how, why), (layers, runs, nbytes) in found.items()
+    ]
+    for how, keys, why in (
+        ("missing", made.missing, "prefill has none; allowed"),
+        ("unsent", made.unsent, "decode has no such region"),
+    ):
+        idle: dict[tuple[str, str], list[int]] = {}
+        for owner, layer, role in keys:
+            idle.setdefault((owner, role), []).append(layer)
+        for (owner, role), held in idle.items():
+            rows.append(Row(owner, (role,), tuple(sorted(held)), how, 0, 0, why))
+    return Explanation(tokens, tuple(rows))
+
+
+def _how(made: TransferPlan, route: Route) -> tuple[str, str]:
+    """How a route's bytes travel, and the first true cause of what keeps items from being whole."""
+    key = route.keys[0]
+    there = made.sources[route.source].region_by_key[key]
+    here = made.dest.region_by_key[key]
+    pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
+    cut = [
+        f"{ours.name}: {theirs.size} of {ours.total} a rank there, {ours.size} here"
+        for ours in here.axes
+        if (theirs := there.axis(ours.name)) and ours.name != "entry"
+        if (theirs.start, theirs.size) != (ours.start, ours.size)
+    ]
+    if cut:
+        return "resharded", "; ".join(cut)
+    change = f"items of {pages[0]} entries there, {pages[1]} here"
+    if route.linear or route.dense:
+        return "direct", "whole items" if pages[0] == pages[1] else change
+    if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:
+        return "strided", f"{_order(there)} there, {_order(here)} here"
+    if pages[0] != pages[1]:
+        return "strided", change
+    if route.whole is not None and route.whole.size == 1:
+        return "direct", "whole items, among others' bytes"
+    return "strided", "other bytes lie between on one side"
+
+
+def _outermost(region: Region) -> list[Axis]:
+    return sorted((a for a in region.axes if a.size > 1), key=lambda axis: -axis.stride)
+
+
+def _order(region: Region) -> str:
+    return " before ".join(axis.name for axis in _outermost(region))

@@ -1,0 +1,135 @@
+"""Which source holds which part of a destination region, and why it can or cannot be used.
+
+Regions are paired by (owner, layer, role). The shard axes of both sides are intersected; sources
+that hold the same part are replicas, of which one is elected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disagg.plan.runs import Box
+from kvpool.layout import PoolLayout, Region
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.sentences import ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What some sources, replicas of one another, hold of a destination region."""
+
+    dest: Region
+    box: Box
+    holders: tuple[int, ...]
+
+
+def mismatches(
+    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> list[str]:
+    """Why sources' bytes cannot be this region's bytes."""
+    if not holders:
+        held = sorted(
+            {
+                other.layer
+                for layout in sources
+                for other in layout.regions
+                if (other.owner, other.role) == (region.owner, region.role)
+            }
+        )
+        where = f"it holds layers {ranges(held)}" if held else "it holds none at all"
+        return [
+            f"prefill offers no such region ({where}). Give prefill that region too"
+            + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
+        ]
+    here = dest.space_of(region)
+    axes = {axis.name: axis.total for axis in region.axes if axis.name != "entry"}
+    found: dict[str, None] = {}
+    for holder in holders:
+        other = sources[holder].region_by_key[region.key]
+        there = sources[holder].space_of(other)
+        totals = {axis.name: axis.total for axis in other.axes if axis.name != "entry"}
+        for what, theirs, ours, cure in (
+            ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
+            (
+                " elements a cell",
+                other.width // ITEMSIZE[other.dtype],
+                region.width // ITEMSIZE[region.dtype],
+                "Build both pools for the same model",
+            ),
+            (" axes", sorted(totals), sorted(axes), "Declare the same axes on both sides"),
+            (
+                " in all",
+                {name: total for name, total in totals.items() if name in axes},
+                {name: total for name, total in axes.items() if name in totals},
+                "Build both pools for the same model",
+            ),
+            (" space", there.kind, here.kind, "Keep this state in the same kind of space"),
+            (
+                " tokens an entry",
+                there.tokens_per_entry,
+                here.tokens_per_entry,
+                "Use the same compression",
+            ),
+        ):
+            if theirs != ours:
+                found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
+    return list(found)
+
+
+def tile(
+    region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> tuple[list[Piece], list[str]]:
+    """Pieces that cover the region's shard exactly once, or why there are none."""
+    axes = [axis for axis in region.axes if axis.name != "entry"]
+    replicas: dict[Box, list[int]] = {}
+    for holder in holders:
+        other = sources[holder].region_by_key[region.key]
+        box: list[tuple[str, int, int]] = []
+        for axis in axes:
+            theirs = other.axis(axis.name) or axis
+            box.append((axis.name, max(axis.start, theirs.start), min(axis.stop, theirs.stop)))
+        if all(low < high for _, low, high in box):
+            replicas.setdefault(tuple(box), []).append(holder)
+    taken: list[Box] = []
+    for candidate in sorted(replicas, key=lambda box: (-_volume(box), box)):
+        if all(_apart(candidate, other) for other in taken):
+            taken.append(candidate)
+    needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
+    if sum(map(_volume, taken)) != _volume(needed):
+        held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
+        return [], [
+            f"decode needs {_say(needed)}, prefill offers {held}: these do not cover it exactly "
+            "once. Plan with the layouts of all prefill ranks."
+        ]
+    return [Piece(region, box, tuple(replicas[box])) for box in taken], []
+
+
+def elect(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
+    """One holder a piece. Replicas share the layers out among them, in blocks, so that every sender
+    works.
+    """
+    layers: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for piece in pieces:
+        layers.setdefault(piece.holders, []).append((piece.dest.owner, piece.dest.layer))
+    turn: dict[tuple[tuple[int, ...], tuple[str, int]], int] = {}
+    for holders, held in layers.items():
+        ordered = sorted(set(held))
+        for number, layer in enumerate(ordered):
+            turn[holders, layer] = holders[number * len(holders) // len(ordered)]
+    return [(p, turn[p.holders, (p.dest.owner, p.dest.layer)]) for p in pieces]
+
+
+def _volume(box: Box) -> int:
+    volume = 1
+    for _, low, high in box:
+        volume *= high - low
+    return volume
+
+
+def _apart(one: Box, other: Box) -> bool:
+    return any(a[2] <= b[1] or b[2] <= a[1] for a, b in zip(one, other))
+
+
+def _say(box: Box) -> str:
+    return ", ".join(f"{name} {ranges(range(low, high))}" for name, low, high in box) or "all"

@@ -1,0 +1,321 @@
+"""How bytes run between an item of a source and an item of the destination.
+
+Buffers whose items lie side by side form one record, so that layers placed page by page fuse like
+neighbouring heads do. A route carries every record pair of the same shape between one source rank
+and the destination: only the bases differ, and a request is bound by broadcasting over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
+from kvpool.layout.grid import Ints, merge_intervals, region_runs
+
+LISTED = 1 << 20
+"""Gaps between entries that are looked at together."""
+
+Box = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Contiguous bytes of an item pair: offsets in both items and lengths, `[R]` each, by
+    destination.
+    """
+
+    src: Ints
+    dst: Ints
+    nbytes: Ints
+
+    @property
+    def size(self) -> int:
+        """How many runs."""
+        return self.src.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryRuns:
+    """Runs of one entry: those of entry 0, and the bytes to the next on both sides."""
+
+    src: Ints
+    dst: Ints
+    nbytes: Ints
+    src_step: Ints
+    dst_step: Ints
+
+    @property
+    def size(self) -> int:
+        """How many runs."""
+        return self.src.size
+
+    def pick(self, which: npt.NDArray[np.bool_] | Ints) -> EntryRuns:
+        """Those of a mask or in an order."""
+        return EntryRuns(*(column[which] for column in self.columns()))
+
+    def columns(self) -> tuple[Ints, ...]:
+        """src, dst, nbytes, src_step, dst_step."""
+        return self.src, self.dst, self.nbytes, self.src_step, self.dst_step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """Buffers of one space whose items lie side by side within one stride, the first at `base`."""
+
+    first: str
+    space: Space
+    base: int
+    stride: int
+    items: int
+    pad_starts: Ints
+    pad_ends: Ints
+
+    def is_padding(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+        """Whether the bytes `starts` to `ends` of an item mean nothing."""
+        if not self.pad_starts.size:
+            return starts >= ends
+        at = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
+        return (starts >= ends) | ((starts >= self.pad_starts[at]) & (ends <= self.pad_ends[at]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Record pairs of one shape between source rank `source` and the destination.
+
+    `src_base` and `dst_base` are addresses `[B]`, at which the buffers `src_buffers` and
+    `dst_buffers` begin; `chains` are runs whose entries continue one another, `singles` the other
+    runs; `whole` are the runs of a whole item pair, where both hold the same entries.
+    """
+
+    source: int
+    keys: tuple[Key, ...]
+    roles: str
+    """`latent, rope`: those of the keys, as runs are counted by."""
+    src_space: Space
+    dst_space: Space
+    src_buffers: tuple[str, ...]
+    dst_buffers: tuple[str, ...]
+    src_base: Ints
+    dst_base: Ints
+    src_stride: int
+    dst_stride: int
+    chains: EntryRuns
+    singles: EntryRuns
+    whole: Runs | None
+    linear: bool
+    """Chains go on from item to item: neighbouring items are one run."""
+    dense: bool
+    """`whole` is one run that goes on from item to item."""
+
+
+def neighbours(layout: PoolLayout) -> list[list[Buffer]]:
+    """Buffers whose items lie side by side, by address."""
+    groups: list[list[Buffer]] = []
+    for buffer in sorted(layout.buffers, key=lambda b: (b.space, b.memory, b.base)):
+        first = groups[-1][0] if groups else None
+        if (
+            first is not None
+            and (first.space, first.memory) == (buffer.space, buffer.memory)
+            and (first.item_stride, first.items) == (buffer.item_stride, buffer.items)
+            and buffer.base + buffer.item_bytes <= first.base + first.item_stride
+        ):
+            groups[-1].append(buffer)
+        else:
+            groups.append([buffer])
+    return groups
+
+
+def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
+    """For each buffer by name, its record and its offset in the record's items."""
+    inside: dict[str, list[Region]] = {}
+    for region in layout.regions:
+        inside.setdefault(region.buffer, []).append(region)
+    found: dict[str, tuple[Record, int]] = {}
+    known: dict[object, tuple[Ints, Ints]] = {}
+    for group in neighbours(layout):
+        first, base = group[0], group[0].base
+        shape = tuple(
+            (
+                buffer.base - base,
+                buffer.item_bytes,
+                tuple((r.offset, r.width, r.axes) for r in inside.get(buffer.name, ())),
+            )
+            for buffer in group
+        )
+        if shape not in known:
+            known[shape] = _padding(group, inside)
+        space = layout.space_by_name[first.space]
+        record = Record(first.name, space, base, first.item_stride, first.items, *known[shape])
+        found.update((buffer.name, (record, buffer.base - base)) for buffer in group)
+    return found
+
+
+def _padding(group: Sequence[Buffer], inside: Mapping[str, Sequence[Region]]) -> tuple[Ints, Ints]:
+    """Bytes of a record's item that lie in a buffer's item and in no region."""
+    gaps: list[tuple[Ints, Ints]] = []
+    for buffer in group:
+        at = buffer.base - group[0].base
+        edge = np.array([at], dtype=np.int64), np.array([at + buffer.item_bytes], dtype=np.int64)
+        runs = [region_runs(region) for region in inside.get(buffer.name, ())]
+        starts = np.concatenate([edge[0][:0], *(offsets + at for offsets, _ in runs)])
+        ends = np.concatenate([edge[0][:0], *(offsets + at + width for offsets, width in runs)])
+        starts, ends = merge_intervals(starts, ends)
+        low, high = np.append(edge[0], ends), np.append(starts, edge[1])
+        gaps.append((low[low < high], high[low < high]))
+    return merge_intervals(
+        np.concatenate([g[0] for g in gaps]), np.concatenate([g[1] for g in gaps])
+    )
+
+
+def entry_runs(source: Region, src_at: int, dest: Region, dst_at: int, box: Box) -> EntryRuns:
+    """The runs of one entry of two regions of the same key, over the axis steps of `box`."""
+    src, dst, width = src_at + source.offset, dst_at + dest.offset, dest.width
+    left: list[tuple[int, int, int]] = []
+    strides: list[tuple[int, int, int]] = []
+    for name, low, high in box:
+        there, here = source.axis(name), dest.axis(name)
+        if there is None or here is None:
+            raise KeyError(f"{dest}: axis {name!r} is not on both sides.")
+        src += (low - there.start) * there.stride
+        dst += (low - here.start) * here.stride
+        strides.append((high - low, there.stride, here.stride))
+    for size, src_stride, dst_stride in sorted(strides, key=lambda axis: axis[2]):
+        if src_stride == dst_stride == width and not left:
+            width *= size
+        elif size > 1:
+            left.append((size, src_stride, dst_stride))
+    srcs, dsts = np.array([src], dtype=np.int64), np.array([dst], dtype=np.int64)
+    for size, src_stride, dst_stride in reversed(left):
+        steps = np.arange(size, dtype=np.int64)
+        srcs = (srcs[:, None] + steps * src_stride).ravel()
+        dsts = (dsts[:, None] + steps * dst_stride).ravel()
+    there, here = source.axis("entry"), dest.axis("entry")
+    step = there.stride if there else 0, here.stride if here else 0
+    return EntryRuns(
+        srcs,
+        dsts,
+        np.full(srcs.size, width, dtype=np.int64),
+        np.full(srcs.size, step[0], dtype=np.int64),
+        np.full(srcs.size, step[1], dtype=np.int64),
+    )
+
+
+def join(parts: Sequence[EntryRuns]) -> EntryRuns:
+    """All runs of a record pair by destination, neighbours on both sides joined: latent and rope
+    are one row.
+    """
+    columns = (np.concatenate(column) for column in zip(*(part.columns() for part in parts)))
+    runs = EntryRuns(*columns)
+    runs = runs.pick(np.argsort(runs.dst, kind="stable"))
+    goes_on = (
+        (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
+        & (runs.dst[:-1] + runs.nbytes[:-1] == runs.dst[1:])
+        & (runs.src_step[:-1] == runs.src_step[1:])
+        & (runs.dst_step[:-1] == runs.dst_step[1:])
+    )
+    first = np.append(True, ~goes_on)
+    nbytes = np.add.reduceat(runs.nbytes, np.flatnonzero(first))
+    return EntryRuns(
+        runs.src[first], runs.dst[first], nbytes, runs.src_step[first], runs.dst_step[first]
+    )
+
+
+def route(
+    source: int, pairs: Sequence[tuple[Record, Record]], runs: EntryRuns, keys: tuple[Key, ...]
+) -> Route:
+    """Classifies the joined runs of record pairs that share one shape."""
+    src, dst = pairs[0]
+    src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
+    chained = _chained(src, dst, runs)
+    chains, singles = runs.pick(chained), runs.pick(~chained)
+    linear = (
+        singles.size == 0
+        and src.space.kind == "paged"
+        and bool((chains.nbytes == chains.src_step).all())
+        and bool((chains.src_step * src_entries == src.stride).all())
+        and bool((chains.dst_step * dst_entries == dst.stride).all())
+    )
+    whole = _whole(src, dst, chains, singles) if src_entries == dst_entries else None
+    return Route(
+        source,
+        keys,
+        ", ".join(dict.fromkeys(role for _, _, role in keys)),
+        src.space,
+        dst.space,
+        tuple(pair[0].first for pair in pairs),
+        tuple(pair[1].first for pair in pairs),
+        np.array([pair[0].base for pair in pairs], dtype=np.int64),
+        np.array([pair[1].base for pair in pairs], dtype=np.int64),
+        src.stride,
+        dst.stride,
+        chains,
+        singles,
+        whole,
+        linear,
+        dense=whole is not None and _dense(src, dst, whole),
+    )
+
+
+def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+    """Runs that continue at the next entry on both sides, with at most equal padding between."""
+    same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
+    gap = same & (runs.nbytes < runs.src_step)
+    if gap.any():
+        some = runs.pick(gap)
+        clear = _apart_by_padding(src, some.src, some) & _apart_by_padding(dst, some.dst, some)
+        same[gap] = clear
+    if src.space.kind == "slot":
+        same[:] = False
+    return np.asarray(same, dtype=np.bool_)
+
+
+def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+    """Of runs with gaps between their entries, whether all gaps are padding of the record."""
+    gaps = record.space.entries_per_item - 1
+    if gaps > record.pad_starts.size:  # each would lie in a padding of its own
+        return np.zeros(runs.size, dtype=bool)
+    entries = np.arange(gaps, dtype=np.int64)
+    found = []
+    for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // LISTED):
+        first = starts[part, None] + entries * runs.src_step[part, None]
+        low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
+        found.append(record.is_padding(low, high).all(axis=1))
+    return np.concatenate(found)
+
+
+def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns) -> Runs:
+    """All runs of a whole item pair, joined over entries, neighbours and equal padding."""
+    entries = src.space.entries_per_item
+    steps = np.arange(entries, dtype=np.int64)[:, None]
+    srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
+    dsts = np.concatenate([chains.dst, (singles.dst + steps * singles.dst_step).ravel()])
+    lengths = (entries - 1) * chains.src_step + chains.nbytes
+    nbytes = np.concatenate([lengths, np.tile(singles.nbytes, entries)])
+    order = np.argsort(dsts, kind="stable")
+    srcs, dsts, nbytes = srcs[order], dsts[order], nbytes[order]
+    src_ends, dst_ends = (srcs + nbytes)[:-1], (dsts + nbytes)[:-1]
+    goes_on = (
+        (srcs[1:] - src_ends == dsts[1:] - dst_ends)
+        & (srcs[1:] >= src_ends)
+        & src.is_padding(src_ends, srcs[1:])
+        & dst.is_padding(dst_ends, dsts[1:])
+    )
+    first = np.append(True, ~goes_on)
+    last = np.append(~goes_on, True)
+    return Runs(srcs[first], dsts[first], (dsts + nbytes)[last] - dsts[first])
+
+
+def _dense(src: Record, dst: Record, whole: Runs) -> bool:
+    """Whether neighbouring items are one run: nothing but equal padding lies between their runs."""
+    if whole.size != 1 or src.stride != dst.stride or src.space.kind != "paged":
+        return False
+    for record, start in ((src, whole.src), (dst, whole.dst)):
+        tail = start + whole.nbytes, np.full(1, record.stride)
+        head = np.zeros(1, dtype=np.int64), start
+        if not (record.is_padding(*tail).all() and record.is_padding(*head).all()):
+            return False
+    return bool(whole.src[0] == whole.dst[0])

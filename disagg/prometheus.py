@@ -1,0 +1,157 @@
+"""Endpoints for Prometheus: numbers are read when they are asked for, and at no other time.
+
+with export({"prefill": prefill, "decode": decode}, port=9400) as server:
+    ...                             # http://127.0.0.1:9400/metrics
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+from wsgiref.simple_server import WSGIServer
+
+from disagg.protocol.metrics import Snapshot
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+log = logging.getLogger("disagg")
+
+Sample = tuple[tuple[str, ...], float]
+"""Values of the labels after `endpoint`, and a number."""
+
+
+class Observed(Protocol):
+    """What an endpoint offers."""
+
+    def snapshot(self) -> Snapshot:
+        """Its numbers now; called from any thread."""
+
+
+class Server:
+    """Serves numbers at `addr`, `port` until it is closed."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        self.addr, self.port = str(server.server_address[0]), server.server_port
+
+    def close(self) -> None:
+        """Stops serving; the endpoints stay as they are."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.0.1") -> Server:
+    """Serves the numbers of endpoints, by the name that is their label; `port` 0 is any that is
+    free.
+
+    Endpoints that join or leave the mapping do so in what is served. Raises RuntimeError if the
+    package prometheus_client is missing, ValueError if nothing can be served there.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        raise RuntimeError(
+            "the exporter needs the package prometheus_client: pip install kvpool[metrics]"
+        ) from None
+    registry = CollectorRegistry()
+    registry.register(_Collector(endpoints))
+    try:
+        return Server(*start_http_server(port, addr, registry))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"export at {addr}, port {port}: {error}.") from None
+
+
+class _Collector:
+    def __init__(self, endpoints: Mapping[str, Observed]) -> None:
+        self._endpoints = endpoints
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with a sample for each endpoint that answers."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
+        seen: dict[str, Snapshot] = {}
+        for name, endpoint in list(self._endpoints.items()):
+            try:
+                seen[name] = endpoint.snapshot()
+            except Exception as error:  # the others' numbers must not be lost with one's
+                log.warning("endpoint %r gives no numbers: %s", name, error)
+            up.add_metric([name], float(name in seen))
+        yield up
+        for kind, rows in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, what, labels, samples in rows:
+                family: Any = kind(name, what, labels=["endpoint", *labels])
+                for endpoint_name, snapshot in seen.items():
+                    for values, number in samples(snapshot):
+                        family.add_metric([endpoint_name, *values], number)
+                yield family
+
+
+def _items(found: Mapping[str, float]) -> Iterable[Sample]:
+    return [((name,), number) for name, number in found.items()]
+
+
+Row = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
+
+COUNTERS: tuple[Row, ...] = (
+    ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),
+    (
+        "kvpool_failures",
+        "Rooms that have failed, by the side on which, and why.",
+        ("side", "kind"),
+        lambda s: s.totals.failures.items(),
+    ),
+    ("kvpool_chunks", "Chunks bound, each of one rank.", (), lambda s: [((), s.totals.chunks)]),
+    (
+        "kvpool_moved_bytes",
+        "Bytes that have arrived.",
+        (),
+        lambda s: [((), s.totals.bytes_moved)],
+    ),
+    (
+        "kvpool_bound_bytes",
+        "Bytes bound, by roles that share runs.",
+        ("owner", "roles"),
+        lambda s: [(roles, found.nbytes) for roles, found in s.totals.by_role.items()],
+    ),
+    (
+        "kvpool_runs",
+        "Runs bound, by roles that share them.",
+        ("owner", "roles"),
+        lambda s: [(roles, found.runs) for roles, found in s.totals.by_role.items()],
+    ),
+    (
+        "kvpool_phase_seconds",
+        "Seconds of rooms that have ended, by phase; total is from want to end.",
+        ("phase",),
+        lambda s: _items(s.totals.seconds),
+    ),
+    ("kvpool_plans", "Plans asked for.", ("cache",), lambda s: _items(s.plans)),
+)
+GAUGES: tuple[Row, ...] = (
+    ("kvpool_open_rooms", "Rooms that have not ended.", (), lambda s: [((), s.open_rooms)]),
+    ("kvpool_alive_peers", "Peers that answer.", (), lambda s: [((), s.peers)]),
+    ("kvpool_leased_items", "Items of open rooms.", ("space",), lambda s: _items(s.leases.leased)),
+    (
+        "kvpool_quarantined_items",
+        "Items of ended rooms to which bytes may still come.",
+        ("space",),
+        lambda s: _items(s.leases.quarantined),
+    ),
+    (
+        "kvpool_engine",
+        "What the engine itself counts, in its own units.",
+        ("engine", "counter"),
+        lambda s: [((s.engine, name), number) for name, number in s.telemetry.items()],
+    ),
+)

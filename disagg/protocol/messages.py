@@ -1,0 +1,287 @@
+"""The messages between endpoints: typed, versioned, bounded, never pickled.
+
+Every message after the hello names the life (generation) of the prefill endpoint that it belongs
+to, and every message about a room the attempt. Numbers and sizes are bounded here; what they mean
+is checked against layouts where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Annotated, Any, SupportsIndex
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from kvpool.layout import RequestAddress, Span
+from kvpool.layout.request_address import MAX_TOKENS
+from kvpool.layout.types import MAX_REASON
+
+PROTOCOL = 3
+MAX_MESSAGE = 64 << 20
+MAX_AUX = 1 << 20
+MAX_TEXT = 1 << 16
+MAX_ROOM = 256
+LEAST_TIMEOUT, MOST_TIMEOUT = 0.05, 86_400.0
+
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Name = Annotated[str, Meta(max_length=128)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Seconds = Annotated[float, Meta(ge=LEAST_TIMEOUT, le=MOST_TIMEOUT)]
+Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM)]
+Aux = dict[str, Any]
+"""Small named values of one request: numbers, text, bytes, lists and maps (whose keys are text or
+numbers), `AUX_DEPTH` deep.
+"""
+AUX_DEPTH = 8
+
+
+class WireError(ValueError):
+    """A message that is not one, too large, or of another protocol."""
+
+
+class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+    """Either side's first message: who it is, what its bytes are, and how to reach them."""
+
+    protocol: int
+    generation: Name
+    engine: Name
+    layout: bytes
+    metadata: bytes
+    """The engine's; nobody reads decode, so decode's is empty."""
+    timeout: Seconds
+    """After how much silence it takes the other side for dead."""
+
+
+class Ping(Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+    """Decode lives, and asks whether prefill does."""
+
+    generation: Name
+
+
+class Pong(Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+    """Prefill lives."""
+
+    generation: Name
+
+
+class UnknownPeer(Struct, frozen=True, tag="unknown_peer", forbid_unknown_fields=True):
+    """Prefill does not know the sender, or lives another life than `generation`: greet it again."""
+
+    generation: Name
+
+
+class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
+    """These two cannot work together, with all the reasons."""
+
+    reasons: list[Text]
+
+
+class ReadRequest(Struct, frozen=True, tag="read_request", forbid_unknown_fields=True):
+    """Decode lacks positions from `start` to `num_tokens`; `readers` decode ranks will want the
+    room.
+    """
+
+    generation: Name
+    room: Room
+    attempt: Name
+    start: Count
+    num_tokens: Count
+    readers: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
+    """A Span: ids as little-endian int64."""
+
+    ids: bytes
+    first_item: Count
+
+
+class ChunkReady(Struct, frozen=True, tag="chunk_ready", forbid_unknown_fields=True):
+    """Prefill holds positions `start` to `stop` at the address given; `last` ends the room."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    start: Count
+    stop: Count
+    last: bool
+    num_tokens: Count
+    spans: dict[Name, WireSpan]
+    aux: bytes
+    """A msgpack map of names to values, see `Aux`."""
+
+    def address(self) -> RequestAddress:
+        """The address, validated."""
+        spans = {}
+        for name, span in self.spans.items():
+            if len(span.ids) % 8:
+                raise WireError(f"ids of space {name}: {len(span.ids)} bytes are no whole int64.")
+            spans[name] = Span(np.frombuffer(span.ids, dtype="<i8"), span.first_item)
+        return RequestAddress(self.num_tokens, spans)
+
+
+class ReadDone(Struct, frozen=True, tag="read_done", forbid_unknown_fields=True):
+    """Decode has read all it required."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+
+
+class DigestRequest(Struct, frozen=True, tag="digest_request", forbid_unknown_fields=True):
+    """Decode asks for digests of what it has read: of each piece, or of each entry of each."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    each: bool
+    pieces: bytes
+    """See disagg.digest.digest."""
+
+
+class Digests(Struct, frozen=True, tag="digests", forbid_unknown_fields=True):
+    """The answer to a check, in order, as little-endian uint64; or why there is none."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    each: bool
+    values: bytes
+    problem: Text
+
+
+class ReleaseAck(Struct, frozen=True, tag="release_ack", forbid_unknown_fields=True):
+    """Whether the pages stayed leased until the reader was done."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    leased: bool
+
+
+class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """The room has failed on the sender's side."""
+
+    generation: Name
+    room: Room
+    attempt: Name
+    reason: Text
+
+
+ToPrefill = Hello | Refuse | Ping | ReadRequest | DigestRequest | ReadDone | Abort
+ToDecode = Hello | Refuse | Pong | UnknownPeer | ChunkReady | Digests | ReleaseAck | Abort
+Message = ToPrefill | ToDecode
+
+
+class _AnyHello(Struct, tag="hello"):
+    """A hello of any protocol, as far as it must be read to refuse it by name."""
+
+    protocol: int
+
+
+_fields = msgspec.msgpack.Decoder(dict[Name, msgspec.Raw])
+_MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xDD}
+_map = msgspec.msgpack.Decoder(dict[str | int, msgspec.Raw])
+_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes for one frame; raises WireError if no peer would take them."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are sent.")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """A message from untrusted bytes; raises WireError with the reason."""
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are read.")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            protocol = PROTOCOL
+        if protocol != PROTOCOL:
+            return Hello(protocol, "", "", b"", b"", LEAST_TIMEOUT)
+        raise WireError(f"malformed message: {error}") from None
+
+
+def room_name(name: object) -> Room:
+    """A room's name as it travels, a number from 0 to 2**63-1 or a short text; else ValueError."""
+    if isinstance(name, str) and len(name) <= MAX_ROOM and name.isprintable():
+        return name
+    if isinstance(name, SupportsIndex) and not isinstance(name, bool):
+        number = index(name)
+        if 0 <= number < 1 << 63:
+            return number
+    raise ValueError(
+        f"room {name!r}: a number from 0 to 2**63-1, or at most {MAX_ROOM} printable characters."
+    )
+
+
+def reason_text(reason: str, most: int = MAX_REASON) -> str:
+    """A reason as it travels: cut to `most` characters, what is no text escaped."""
+    return reason.encode(errors="backslashreplace").decode()[:most]
+
+
+def joined(reasons: Iterable[str]) -> str:
+    """A peer's reasons, one a line, as far as they are kept."""
+    return reason_text("\n".join(reasons), MAX_TEXT)
+
+
+def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
+    """Spans as they travel."""
+    return {
+        name: WireSpan(span.ids.astype("<i8").tobytes(), span.first_item)
+        for name, span in address.spans.items()
+    }
+
+
+def pack_aux(aux: Aux) -> bytes:
+    """`aux` as it travels; raises WireError where it cannot."""
+    try:
+        data = _encoder.encode(aux)
+        unpack_aux(data)
+    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+        raise WireError(f"aux: {error}. Send numbers, text, bytes, lists or maps.") from None
+    return data
+
+
+def unpack_aux(data: bytes) -> Aux:
+    """The values, from untrusted bytes; raises WireError."""
+    if len(data) > MAX_AUX:
+        raise WireError(f"aux of {len(data)} bytes: at most {MAX_AUX} travel with a room.")
+    try:
+        return {name: _value(raw, AUX_DEPTH) for name, raw in _fields.decode(data).items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed aux: {error}") from None
+
+
+def _value(raw: msgspec.Raw, depth: int) -> Any:
+    """One value; keys of maps are text or integers, as others could be made to have one hash."""
+    head = bytes(memoryview(raw)[:1])[0]
+    is_map, is_list = head in _MAPS, head in _LISTS
+    if not is_map and not is_list:
+        return msgspec.msgpack.decode(raw)
+    if not depth:
+        raise msgspec.DecodeError(f"maps and lists more than {AUX_DEPTH} deep")
+    if is_list:
+        return [_value(each, depth - 1) for each in _list.decode(raw)]
+    return {key: _value(each, depth - 1) for key, each in _map.decode(raw).items()}
+
+
+def greeting_problems(own: Hello, other: Hello) -> list[str]:
+    """Why two endpoints cannot talk, whatever their layouts."""
+    if own.protocol != other.protocol:
+        return [f"protocol {own.protocol} here, {other.protocol} there. Run the same kvpool."]
+    if own.engine != other.engine:
+        return [f"engine {own.engine!r} here, {other.engine!r} there. Use the same on both sides."]
+    return []

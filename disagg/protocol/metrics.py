@@ -1,0 +1,177 @@
+"""What transfers moved and what it took: of one room, of one endpoint, and in a line of the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from disagg.plan.bind import CopyBatch
+from disagg.protocol.liveness import Leases
+from disagg.protocol.status import Failure
+from kvpool.layout.types import MAX_REASON
+
+log = logging.getLogger("disagg")
+
+PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
+
+Roles = tuple[str, str]
+"""An owner, and the roles that share runs: `("target", "latent, rope")`."""
+
+
+class RoleMetrics(NamedTuple):
+    """Runs and bytes that were bound of some roles."""
+
+    runs: int = 0
+    nbytes: int = 0
+
+    @property
+    def bytes_per_run(self) -> float:
+        """Mean length of a run."""
+        return self.nbytes / self.runs if self.runs else 0.0
+
+    def plus(self, other: RoleMetrics) -> RoleMetrics:
+        """Both together."""
+        return RoleMetrics(self.runs + other.runs, self.nbytes + other.nbytes)
+
+
+@dataclass(slots=True)
+class RoomMetrics:
+    """Bytes and runs of one room on one decode rank; times in seconds.
+
+    `plan_seconds` is the link's. `wait_seconds` went by from the want until a first chunk was
+    ready, `total_seconds` until the room's end. Times of what goes on at once add up. `by_role`
+    is a new dict after each change, so that a copy stays as it is.
+    """
+
+    chunks: int = 0
+    runs: int = 0
+    bytes_bound: int = 0
+    bytes_moved: int = 0
+    plan_seconds: float = 0.0
+    bind_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    by_role: Mapping[Roles, RoleMetrics] = field(default_factory=dict)
+
+    @property
+    def bytes_per_run(self) -> float:
+        """Mean length of a run."""
+        return self.bytes_bound / self.runs if self.runs else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second while reading."""
+        return self.bytes_moved / self.wire_seconds if self.wire_seconds else 0.0
+
+    def bound(self, batch: CopyBatch, seconds: float) -> None:
+        """Counts a chunk that a plan has bound and that is to be read, from one rank."""
+        found = dict(self.by_role)
+        for route, runs, nbytes in batch.shares:
+            roles = route.keys[0][0], route.roles
+            found[roles] = found.get(roles, RoleMetrics()).plus(RoleMetrics(runs, nbytes))
+            self.runs += runs
+            self.bytes_bound += nbytes
+        self.by_role = found
+        self.chunks += 1
+        self.bind_seconds += seconds
+
+    def moved(self, nbytes: int, seconds: float) -> None:
+        """Counts bytes that have arrived."""
+        self.bytes_moved += nbytes
+        self.wire_seconds += seconds
+
+
+@dataclass(slots=True)
+class Totals:
+    """What rooms that have ended add up to, on one endpoint since it was made.
+
+    `failures` are counted by side and kind; `seconds` by phase, see `PHASES`.
+    """
+
+    rooms: dict[str, int] = field(default_factory=lambda: {"success": 0, "failed": 0})
+    failures: dict[tuple[str, str], int] = field(default_factory=dict)
+    chunks: int = 0
+    bytes_moved: int = 0
+    by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def add(self, room: RoomMetrics, failure: Failure | None = None) -> None:
+        """Counts a room that has ended, well or with a failure."""
+        self.rooms["failed" if failure else "success"] += 1
+        if failure:
+            key = failure.side, failure.kind
+            self.failures[key] = self.failures.get(key, 0) + 1
+        self.chunks += room.chunks
+        self.bytes_moved += room.bytes_moved
+        for roles, more in room.by_role.items():
+            self.by_role[roles] = self.by_role.get(roles, RoleMetrics()).plus(more)
+        for phase in PHASES:
+            if phase != "plan":  # a link's rooms share its plan, see `planned`
+                self.seconds[phase] += getattr(room, f"{phase}_seconds")
+
+    def planned(self, seconds: float) -> None:
+        """Counts the plan of a link."""
+        self.seconds["plan"] += seconds
+
+    def copy(self) -> Totals:
+        """The numbers as they are now."""
+        return Totals(
+            dict(self.rooms),
+            dict(self.failures),
+            self.chunks,
+            self.bytes_moved,
+            dict(self.by_role),
+            dict(self.seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An endpoint at one moment: `totals` is a copy, `peers` are those that are alive, `telemetry`
+    is the engine's, `plans` those that were known (`hit`) and those that were made (`miss`).
+    """
+
+    totals: Totals
+    open_rooms: int
+    peers: int
+    leases: Leases
+    engine: str
+    telemetry: Mapping[str, float]
+    plans: Mapping[str, int] = field(default_factory=dict)
+
+
+def log_failure(
+    failure: Failure,
+    *,
+    room: int | str,
+    peer: str,
+    generation: str,
+    start: int,
+    tokens: int,
+    bytes_moved: int,
+    seconds: float,
+) -> None:
+    """Logs what there is to say of a failed room as one line of JSON, an abort as information, all
+    else as a warning; `start` and `tokens` are positions.
+    """
+    line = json.dumps(
+        {
+            "event": "room failed",
+            "room": room,
+            "side": failure.side,
+            "kind": failure.kind,
+            "reason": failure.reason[:MAX_REASON],
+            "peer": peer,
+            "generation": generation,
+            "start": start,
+            "tokens": tokens,
+            "bytes_moved": bytes_moved,
+            "seconds": round(seconds, 6),
+        }
+    )
+    log.log(logging.INFO if failure.kind == "abort" else logging.WARNING, "%s", line)

@@ -1,0 +1,1 @@
+"""What runs a hand-off: sockets, threads, clocks and reads."""

@@ -1,0 +1,276 @@
+"""Decode's reads: bound, cut into parts, posted to the engine and polled. Ranks are read side by
+side, the reads of one rank one after another, so that what fails takes nothing else along.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from disagg.engines.base import Engine, TransferError
+from disagg.plan import TransferPlan
+from disagg.plan.bind import Columns
+from disagg.protocol.decode_state import Link, Read
+from disagg.protocol.metrics import RoomMetrics
+from disagg.runtime.staging import Part, Stage
+
+if TYPE_CHECKING:
+    from kvpool.device import Event
+
+log = logging.getLogger("disagg")
+
+DEPTH = 2
+"""Parts of one read that are in flight at once."""
+SPIN_SECONDS = 1.0
+"""How long parts in flight are polled without a pause after the last one has arrived."""
+
+
+@dataclass(eq=False, slots=True)
+class _InFlight:
+    """A part of a read that was posted; with a buffer, until it was scattered from there."""
+
+    transfer: Any
+    part: Part
+    posted: float
+    buffer: int | None
+    arrived: bool = False
+    event: Event | None = None
+
+    def copying(self) -> bool:
+        """Whether a device still copies out of the buffer."""
+        return self.event is not None and not self.event.query()
+
+
+@dataclass(eq=False, slots=True)
+class _Active:
+    """A read that has begun: the parts still to be posted, and those in flight."""
+
+    read: Read
+    parts: Iterator[Part]
+    metrics: RoomMetrics
+    left: bool = True
+    next: Part | None = None
+    in_flight: deque[_InFlight] = field(default_factory=deque)
+    buffers: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    """Reads from one life of one rank. `peer` is the engine's, once connected."""
+
+    queue: deque[Read] = field(default_factory=deque)
+    active: _Active | None = None
+    columns: Columns = field(default_factory=Columns)
+    peer: Any = None
+    connected: bool = False
+    prepared: TransferPlan | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Fence:
+    """A peer that is given up, and the read of which bytes may land until that is done."""
+
+    peer: Any
+    active: _Active | None
+    problem: str | None
+    hopeless: bool = False
+
+
+class Reader:
+    """Works through reads with one engine; used by one thread.
+
+    `wanted(read)` gives the metrics to count in, or None if the room has failed meanwhile.
+    `ended(read, problem)` is called for each, once nothing of it can land any more; before it
+    `failed(read, problem)` if that takes time. A part that takes longer than `timeout` seconds has
+    failed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        timeout: float,
+        wanted: Callable[[Read], RoomMetrics | None],
+        failed: Callable[[Read, str], None],
+        ended: Callable[[Read, str | None], None],
+        clock: Callable[[], float] = time.monotonic,
+        stage: Stage | None = None,
+    ) -> None:
+        self._engine, self._timeout, self._clock = engine, timeout, clock
+        self._stage = stage or Stage()
+        self._wanted, self._failed, self._ended = wanted, failed, ended
+        self._lanes: dict[tuple[int, int, str], _Lane] = {}
+        self._fences: list[_Fence] = []
+        self._moved = 0.0
+
+    def add(self, read: Read) -> None:
+        """Takes a read over."""
+        key = id(read.link), read.source, read.hello.generation
+        self._lanes.setdefault(key, _Lane()).queue.append(read)
+
+    def part(self, link: Link, source: int) -> None:
+        """Gives a rank up, in all its lives: its rooms have failed."""
+        for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
+            lane = self._lanes.pop(key)
+            while lane.queue:
+                self._ended(lane.queue.popleft(), None)
+            active = lane.active
+            if active is not None and not active.in_flight:
+                self._ended(active.read, None)
+                active = None
+            if lane.connected:
+                self._fences.append(_Fence(lane.peer, active, None))
+
+    def step(self) -> bool:
+        """One step of every rank; whether the next should follow at once."""
+        moved = [self._step(lane) for lane in list(self._lanes.values())]
+        self._fences = [fence for fence in self._fences if not self._fenced(fence)]
+        now = self._clock()
+        if any(moved):
+            self._moved = now
+        in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
+        return any(moved) or (in_flight and now - self._moved < SPIN_SECONDS)
+
+    def stop(self) -> None:
+        """Ends what is left, once the engine is closed and nothing can land."""
+        for lane in self._lanes.values():
+            if lane.active is not None:
+                self._ended(lane.active.read, "the endpoint was closed.")
+            for read in lane.queue:
+                self._ended(read, "the endpoint was closed.")
+        for fence in self._fences:
+            if fence.active is not None:
+                self._ended(fence.active.read, fence.problem)
+        self._lanes.clear()
+        self._fences.clear()
+
+    def _step(self, lane: _Lane) -> bool:
+        """Begins, posts or polls one thing; whether anything has moved."""
+        active = lane.active
+        read = active.read if active else lane.queue.popleft() if lane.queue else None
+        if read is None:
+            return False
+        try:
+            if active is None:
+                self._begin(lane, read)
+                return True
+            return self._go_on(lane, active)
+        except Exception as error:  # whatever goes wrong in one read fails that room and no other
+            self._give_up(lane, read, error)
+            return True
+
+    def _begin(self, lane: _Lane, read: Read) -> None:
+        metrics = self._wanted(read)
+        if metrics is None:
+            self._ended(read, None)
+            return
+        if not lane.connected:
+            lane.peer = self._engine.connect(read.hello.metadata)
+            lane.connected, lane.prepared = True, None
+        if lane.prepared is not read.plan:  # another rank of the link may have come back
+            self._engine.prepare(lane.peer, read.plan)
+            lane.prepared = read.plan
+        began = time.perf_counter()
+        batch = read.plan.bind(
+            read.source,
+            read.source_address,
+            read.dest_address,
+            tokens=read.tokens,
+            columns=lane.columns,
+        )
+        metrics.bound(batch, time.perf_counter() - began)
+        source = read.plan.sources[read.source]
+        lane.active = _Active(read, self._stage.parts(batch, source, self._engine), metrics)
+
+    def _go_on(self, lane: _Lane, active: _Active) -> bool:
+        moved = False
+        while active.in_flight and self._landed(active, active.in_flight[0]):
+            part = active.in_flight.popleft()
+            active.metrics.moved(part.part.wanted, self._clock() - part.posted)
+            moved = True
+        if active.in_flight:
+            spent = self._clock() - active.in_flight[0].posted
+            if spent > self._timeout:
+                raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
+        if active.left and not self._wanted(active.read):
+            active.left = False
+        if active.left and len(active.in_flight) < DEPTH:
+            moved = self._post(lane, active) or moved
+        if not active.left and not active.in_flight:
+            lane.active = None
+            self._ended(active.read, None)
+            moved = True
+        return moved
+
+    def _post(self, lane: _Lane, active: _Active) -> bool:
+        """Posts the next part; False while it waits for a buffer."""
+        part = active.next or next(active.parts, None)
+        if part is None:
+            active.left = False
+            return True
+        read, buffer = part.read, None
+        if part.scatter is not None:
+            buffer = self._stage.take()
+            active.next = part if buffer is None else None
+            if buffer is None:
+                return False
+            active.buffers.add(buffer)
+            read = replace(read, dst=read.dst + buffer)
+        posted = self._clock()
+        transfer = self._engine.read(lane.peer, read)
+        active.in_flight.append(_InFlight(transfer, part, posted, buffer))
+        return True
+
+    def _landed(self, active: _Active, flight: _InFlight) -> bool:
+        """Whether a part has arrived where it belongs."""
+        if not flight.arrived:
+            flight.arrived = self._engine.poll(flight.transfer)
+            if not flight.arrived:
+                return False
+            if flight.part.scatter is not None and flight.buffer is not None:
+                flight.event = self._stage.scatter(flight.part.scatter, flight.buffer)
+        if flight.copying():
+            return False
+        if flight.buffer is not None:
+            active.buffers.remove(flight.buffer)
+            self._stage.give(flight.buffer)
+        return True
+
+    def _give_up(self, lane: _Lane, read: Read, error: Exception) -> None:
+        """Its room fails now, its pages come back once nothing can land; the next reconnects."""
+        problem = f"read from {read.link.name(read.source)}: {error}"
+        active, lane.active = lane.active, None
+        if active is not None:
+            self._failed(read, problem)
+        else:  # nothing of it was posted
+            self._ended(read, problem)
+        if not lane.connected:
+            return
+        fence = _Fence(lane.peer, active, problem)
+        lane.peer, lane.connected = None, False
+        if not self._fenced(fence):
+            self._fences.append(fence)
+
+    def _fenced(self, fence: _Fence) -> bool:
+        """Whether a peer is given up. Where that can never be known, pages and buffers stay in
+        quarantine.
+        """
+        active = fence.active
+        if active is not None and any(part.copying() for part in active.in_flight):
+            return False
+        try:
+            if fence.hopeless or not self._engine.fence(fence.peer, 0):
+                return False
+        except Exception as error:
+            log.error("pages stay in quarantine, a peer cannot be fenced: %s", error)
+            fence.hopeless = True
+            if active is not None:
+                self._stage.lose(len(active.buffers))
+            return False
+        if active is not None:
+            self._stage.give(*active.buffers)
+            self._ended(active.read, fence.problem)
+        return True

@@ -1,0 +1,268 @@
+"""Checks of plans and transfers between a pool on a device and its like: with kvpool installed,
+part of the conformance kit (entry point group `kvpool.testing`).
+
+What must arrive is computed from positions and axis steps, never by the planner. Every value of a
+request is a function of its role, layer, position and global axis steps, so that a shard, a page
+size or an order on either side changes where it lies and not what it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from disagg.digest.digest import digests, pieces
+from disagg.engines.base import TransferError, create_engine
+from disagg.plan import plan
+from disagg.plan.bind import CopyBatch
+from kvpool.device import Device, get_device
+from kvpool.layout import Region, Slab
+from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
+from kvpool.pools.placement import Shard
+from kvpool.testing.case import Case, Inapplicable, fail, random_of
+from kvpool.testing.items import capacity, place
+from kvpool.testing.memory import Memory, every, off, settle
+from kvpool.testing.values import Bytes
+
+PEER_BYTES = 1 << 20
+SAYS = "kvpool-peer"
+
+Move = Callable[[Sequence["Side"], "Side", Sequence[CopyBatch]], None]
+
+
+class Side:
+    """A pool, a request in it, and all its bytes."""
+
+    def __init__(self, pool: KVPool, tokens: int, name: str) -> None:
+        random = random_of(name, tokens)
+        self.pool, self.memory = pool, Memory(pool)
+        self.address = place(pool.layout, tokens, random)
+        self.bytes = self.memory.fill(random)
+
+    def live(self) -> Iterator[tuple[Region, Bytes, Ints]]:
+        """Of every region: its values of the request, and where they lie in `bytes`."""
+        tokens = self.address.num_tokens
+        for region in self.pool.layout.regions:
+            space = self.pool.layout.space_of(region)
+            entries = np.array(space.alive(tokens), dtype=np.int64)
+            if not entries.size:
+                continue
+            span, size = self.address.spans[space.id_list], space.entries_per_item
+            items = span.ids[entries // size if space.kind == "paged" else np.zeros_like(entries)]
+            yield (
+                region,
+                _values(region, entries),
+                self.memory.cells(region, items, entries % size),
+            )
+
+    def write(self) -> None:
+        """Puts the values of the request."""
+        for _, values, at in self.live():
+            self.bytes[at] = values
+        self.memory.put(self.bytes)
+
+    def check(self) -> None:
+        """The request's values are here, and outside its items nothing has changed."""
+        for _, values, at in self.live():
+            self.bytes[at] = values
+        self.memory.check(self.bytes, self._padding())
+
+    def _padding(self) -> npt.NDArray[np.bool_]:
+        """Bytes of the request's items that no region claims: they may travel, or not."""
+        layout, free = self.pool.layout, np.zeros(self.bytes.shape, dtype=bool)
+        ids = {
+            b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
+            for b in layout.buffers
+        }
+        for buffer in layout.buffers:
+            free[self.memory.items(buffer, ids[buffer.name])] = True
+        for region in layout.regions:
+            mine, entries = ids[region.buffer], layout.space_of(region).entries_per_item
+            index, entry = every(mine.size, entries)
+            free[self.memory.cells(region, mine[index], entry)] = False
+        return free
+
+
+def plans_lead_to_the_host(case: Case) -> None:
+    """From the device to a pool on the host, by other pages, placements and shards."""
+    for more in case.others:
+        _transfer([case.make()], case.build(**{**more, "device": "cpu"}), _by_numpy)
+
+
+def plans_lead_from_the_host(case: Case) -> None:
+    """From pools on the host, shards together, to the device."""
+    for more in case.others:
+        _transfer(_whole(case, more, "cpu"), case.make(), _by_numpy)
+
+
+def the_device_copies_the_runs_of_a_plan(case: Case) -> None:
+    """Between pools of the device, by its own `copy_runs`."""
+
+    def by_device(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
+        for batch in batches:
+            case.device.copy_runs(batch.src, batch.dst, batch.nbytes)
+
+    for more in case.others:
+        _transfer([case.make()], case.make(**more), by_device)
+
+
+def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
+    """Of the same values on the device and on the host, in other pages, placements and shards."""
+    for more in case.others:
+        pools = case.make(), case.build(**{**more, "device": "cpu"})
+        here, there = (pool.layout for pool in pools)
+        tokens = max(1, min(map(capacity, (here, there))) - 1)
+        asked = pieces(plan([here], there), 0, range(tokens), tokens)
+        found = []
+        for number, pool in enumerate(pools):
+            side = Side(pool, tokens, f"side {number}")
+            side.write()
+            parts = digests(pool.layout, side.address, asked)
+            found.append([value for part in parts if part is not None for value in part.tolist()])
+        wrong = [piece.key for piece, one, other in zip(asked, *found, strict=True) if one != other]
+        if wrong:
+            owner, layer, role = wrong[0]
+            fail(f"{owner} layer {layer} {role}: digests of the same values differ.")
+
+
+def engine_local_reads_another_process(device: Device) -> None:
+    """Runs of every length, out of memory of this device that another process has filled."""
+    code = f"from disagg.testing import own; own({device.name!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    peer = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = (line.strip().split(" ", 2) for line in peer.stdout or ())
+        told = next((line for line in lines if line[0] == SAYS), None)
+        if told is None:
+            fail("the other process ended without a word.")
+        if told[1] == "refused":
+            raise Inapplicable(told[2])
+        _read_peer(device, int(told[1]), bytes.fromhex(told[2]))
+    finally:
+        try:
+            peer.communicate(timeout=20)  # its input ends, and so does it
+        except subprocess.TimeoutExpired:
+            peer.kill()
+            peer.wait()
+
+
+def _read_peer(device: Device, there: int, metadata: bytes) -> None:
+    random = random_of(device.memory_kind)
+    memory = device.allocate(PEER_BYTES)
+    held = random.integers(0, 256, PEER_BYTES, dtype=np.uint8)
+    memory.copy_(torch.from_numpy(held))
+    lengths = random.permutation(np.concatenate([np.arange(1, 200), np.full(20, 3000)]))
+    src = np.cumsum(lengths) - lengths
+    order = random.permutation(lengths.size)
+    dst = np.empty_like(src)
+    dst[order] = np.cumsum(lengths[order] + 1) - lengths[order]
+    theirs = _peer_bytes()
+    for one, other, nbytes in zip(src, dst, lengths):
+        held[other : other + nbytes] = theirs[one : one + nbytes]
+    engine = create_engine("local")
+    try:
+        settle(device)
+        engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
+        peer = engine.connect(metadata)
+        batch = CopyBatch(there + src, memory.data_ptr() + dst, lengths.astype(np.int64))
+        transfer, end = engine.read(peer, batch), time.monotonic() + 20
+        while not engine.poll(transfer):
+            if time.monotonic() > end:
+                fail("a read of a megabyte has not ended after 20 seconds.")
+        wrong = np.flatnonzero(off(device, memory) != held)
+        if wrong.size:
+            fail(f"byte {wrong[0]} is not the peer's ({wrong.size:,} of {PEER_BYTES:,} differ).")
+        engine.fence(peer)
+    finally:
+        engine.close()
+
+
+def own(name: str) -> None:
+    """The other process: fills memory, says where it is and how to reach it, and waits."""
+    device, engine = get_device(name), create_engine("local")
+    memory = device.allocate(PEER_BYTES)
+    memory.copy_(torch.from_numpy(_peer_bytes()))
+    settle(device)
+    try:
+        engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
+        print(SAYS, memory.data_ptr(), engine.metadata().hex(), flush=True)
+    except TransferError as refusal:
+        print(SAYS, "refused", str(refusal).replace("\n", " "), flush=True)
+    sys.stdin.read()
+    engine.close()
+
+
+def _peer_bytes() -> Bytes:
+    return random_of("peer").integers(0, 256, PEER_BYTES, dtype=np.uint8)
+
+
+POOL_CHECKS = (
+    plans_lead_to_the_host,
+    plans_lead_from_the_host,
+    the_device_copies_the_runs_of_a_plan,
+    digests_do_not_depend_on_where_bytes_lie,
+)
+DEVICE_CHECKS = (engine_local_reads_another_process,)
+
+
+def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
+    layouts = [pool.layout for pool in sources]
+    tokens = max(1, min(capacity(layout) for layout in [*layouts, dest.layout]) - 1)
+    made = plan(layouts, dest.layout)
+    froms = [Side(pool, tokens, f"source {n}") for n, pool in enumerate(sources)]
+    to = Side(dest, tokens, "dest")
+    for side in froms:
+        side.write()
+    batches = made.bind_all([side.address for side in froms], to.address)
+    if not any(batch.runs for batch in batches):
+        fail(f"a plan of {tokens} tokens has no runs.")
+    move(froms, to, batches)
+    to.check()
+    for side in froms:
+        side.memory.check(side.bytes)
+
+
+def _by_numpy(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
+    """Run by run, between what was read of both sides."""
+    written = dest.bytes.copy()
+    for side, batch in zip(sources, batches):
+        for memory, begin in ((side.memory, batch.src), (dest.memory, batch.dst)):
+            memory.number(begin + batch.nbytes - 1)  # a run may not leave memory
+        starts = side.memory.number(batch.src), dest.memory.number(batch.dst)
+        for src, dst, nbytes in zip(*starts, batch.nbytes):
+            written[dst : dst + nbytes] = side.bytes[src : src + nbytes]
+    dest.memory.put(written)
+
+
+def _whole(case: Case, more: Mapping[str, Any], device: str) -> list[KVPool]:
+    """Pools that together hold all of it: of a shard, all of its size."""
+    size = more["shard"].size if "shard" in more else 0
+    parts = [{"shard": Shard(rank, size)} for rank in range(size)] or [{}]
+    return [case.build(**{**more, **part, "device": device}) for part in parts]
+
+
+def _values(region: Region, entries: Ints) -> Bytes:
+    """Bytes `[N, axes..., width]` that follow from role, layer, entry and global steps alone."""
+    seed = zlib.crc32(repr(region.key).encode())
+    mixed = np.array(seed, dtype=np.uint64)
+    steps = [np.arange(axis.start, axis.stop) for axis in region.axes if axis.name != "entry"]
+    for numbers in (entries, *steps, np.arange(region.width)):
+        mixed = (mixed[..., None] ^ numbers.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return np.array(mixed >> np.uint64(40), dtype=np.uint8)

@@ -1,0 +1,187 @@
+"""One id list: which items of its spaces are free, and which each request holds, counted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.layout import Space
+from kvpool.layout.grid import Ints, ragged
+
+NONE = -1
+
+
+class OutOfPages(RuntimeError):
+    """Fewer items are free than were asked for; nothing was changed."""
+
+
+class Change(NamedTuple):
+    """What an extension does: cells of the table to release, cells to fill, and the new bounds."""
+
+    rows: Ints
+    gone: tuple[Ints, Ints]
+    fresh: tuple[Ints, Ints]
+    first: Ints
+    stop: Ints
+
+
+class Fork(NamedTuple):
+    """Items `first` to `shared` are shared, those to `stop` are copied from `src`."""
+
+    first: int
+    ids: Ints
+    src: Ints
+
+
+class IdList:
+    """Items of the spaces that share one list of ids. A request's items are numbered `first` to
+    `stop`, and its row of the table holds their ids at these numbers.
+    """
+
+    def __init__(self, space: Space, items: int) -> None:
+        self.space, self.items = space, items
+        # a stack, its top the lowest id: fresh requests get consecutive ids, which fuse
+        self._free: Ints = np.arange(items - 1, space.reserved - 1, -1, dtype=np.int64)
+        self.num_free = self._free.size
+        self._counts: Ints = np.zeros(items, dtype=np.int64)
+        self._table: Ints = np.full((0, 4), NONE, dtype=np.int64)
+        self._first: Ints = np.zeros(0, dtype=np.int64)
+        self._stop: Ints = np.zeros(0, dtype=np.int64)
+
+    def add_rows(self, more: int) -> None:
+        """Room for more requests."""
+        wide = np.full((more, self._table.shape[1]), NONE, dtype=np.int64)
+        self._table = np.concatenate([self._table, wide])
+        self._first = np.append(self._first, np.zeros(more, dtype=np.int64))
+        self._stop = np.append(self._stop, np.zeros(more, dtype=np.int64))
+
+    def span(self, row: int) -> tuple[Ints, int]:
+        """Ids of a request, and the number of the first."""
+        first, stop = int(self._first[row]), int(self._stop[row])
+        return self._table[row, first:stop], first
+
+    def find(self, rows: Ints, numbers: Ints) -> Ints:
+        """Ids of the items `numbers` `[B, T]` of requests `[B]`; -1 for those not held."""
+        return self._table[rows[:, None], numbers]
+
+    def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
+        """What must change for requests to hold items `first` to `stop`; raises OutOfPages."""
+        had, end = self._first[rows], self._stop[rows]
+        first = np.maximum(np.minimum(first, stop), had)
+        gone = _cells(rows, had, np.minimum(first, end))
+        free = self.num_free
+        if gone[0].size:
+            back, times = np.unique(self._table[gone], return_counts=True)
+            free += int((self._counts[back] == times).sum())
+        needed = int(np.maximum(stop - np.maximum(end, first), 0).sum())  # before they are listed
+        if needed > free:
+            size = "" if self.space.per_request else f" of {self.space.tokens_per_item} tokens"
+            raise OutOfPages(
+                f"space {self.space.name}: {needed} more items{size} are needed, {free} of "
+                f"{self.items - self.space.reserved} are free. Free a request, or build a larger "
+                "pool."
+            )
+        return Change(rows, gone, _cells(rows, np.maximum(end, first), stop), first, stop)
+
+    def apply(self, change: Change) -> None:
+        """Makes a prepared change."""
+        self._put(change.gone)
+        if change.stop.size and int(change.stop.max()) > self._table.shape[1]:
+            self._widen(int(change.stop.max()))
+        self._table[change.fresh] = self._take(change.fresh[0].size)
+        self._first[change.rows], self._stop[change.rows] = change.first, change.stop
+
+    def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
+        """What a request that forks from `row` holds; raises ValueError or OutOfPages."""
+        if stop > first and first < self._first[row]:
+            raise ValueError(
+                f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
+                "prefix have left the window and went back."
+            )
+        if stop - shared > self.num_free:
+            raise OutOfPages(f"space {self.space.name}: a copy of an item is needed, 0 are free.")
+        return Fork(
+            first, self._table[row, first:shared].copy(), self._table[row, shared:stop].copy()
+        )
+
+    def apply_fork(self, row: int, fork: Fork) -> tuple[Ints, Ints]:
+        """Gives a new request its items; returns the ids to copy from and to."""
+        self._counts[fork.ids] += 1
+        fresh = self._take(fork.src.size)
+        stop = fork.first + fork.ids.size + fresh.size
+        if stop > self._table.shape[1]:
+            self._widen(stop)
+        self._table[row, fork.first : stop] = np.concatenate([fork.ids, fresh])
+        self._first[row], self._stop[row] = fork.first, stop
+        return fork.src, fresh
+
+    def release(self, rows: Ints) -> None:
+        """Takes back all items of requests."""
+        self._put(_cells(rows, self._first[rows], self._stop[rows]))
+        self._first[rows] = self._stop[rows] = 0
+
+    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> None:
+        """See Allocator.check_integrity; live requests have tokens in items `first` to `stop`."""
+        what = f"space {self.space.name}: item"
+        for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
+            if has > start or end != needs:
+                raise RuntimeError(
+                    f"{what}s {has} to {end - 1} are those of a request whose tokens lie in "
+                    f"{start} to {needs - 1}."
+                )
+        rows, columns = _cells(live, self._first[live], self._stop[live])
+        ids = self._table[rows, columns]
+        free = self._free[: self.num_free]
+        everywhere = np.concatenate([free, ids])
+        outside = everywhere[(everywhere < self.space.reserved) | (everywhere >= self.items)]
+        if outside.size:
+            raise RuntimeError(f"{what} {int(outside[0])} of {self.items} is free or held.")
+        held = np.bincount(ids, minlength=self.items)
+        on_stack = np.bincount(free, minlength=self.items)
+        expected = (held == 0) & (np.arange(self.items) >= self.space.reserved)
+        for name, found, wanted in (
+            ("held", self._counts, held),
+            ("free", on_stack, expected.astype(np.int64)),
+        ):
+            wrong = np.flatnonzero(found != wanted)
+            if wrong.size:
+                at = int(wrong[0])
+                raise RuntimeError(
+                    f"{what} {at}: counted {name} {found[at]} times, is {wanted[at]}."
+                )
+        once = np.unique(np.stack([rows, ids]), axis=1)
+        if once.shape[1] != ids.size:
+            raise RuntimeError(f"{what}s are listed twice in one request.")
+        if (self._table >= 0).sum() != ids.size:
+            raise RuntimeError(f"space {self.space.name}: ids are left in rows that hold no items.")
+
+    def _take(self, count: int) -> Ints:
+        self.num_free -= count
+        fresh = self._free[self.num_free : self.num_free + count][::-1]
+        self._counts[fresh] = 1
+        return fresh
+
+    def _put(self, cells: tuple[Ints, Ints]) -> None:
+        ids = self._table[cells]
+        if not ids.size:
+            return
+        self._table[cells] = NONE
+        np.subtract.at(self._counts, ids, 1)
+        # in the order in which they were taken, the first of them on top
+        _, order = np.unique(ids, return_index=True)
+        back = ids[np.sort(order)]
+        back = back[self._counts[back] == 0][::-1]
+        self._free[self.num_free : self.num_free + back.size] = back
+        self.num_free += back.size
+
+    def _widen(self, least: int) -> None:
+        rows, columns = self._table.shape
+        more = np.full((rows, max(least, 2 * columns) - columns), NONE, dtype=np.int64)
+        self._table = np.concatenate([self._table, more], axis=1)
+
+
+def _cells(rows: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Row and column of the cells `first` to `stop` of every row."""
+    group, within = ragged(np.maximum(stop - first, 0))
+    return rows[group], first[group] + within

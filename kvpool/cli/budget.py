@@ -1,0 +1,216 @@
+"""`kvpool budget`: what a model's state costs and how much of it fits, of its config alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpool.layout.sentences import ranges
+from kvpool.models.config import shipped
+from kvpool.render.text import human
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvpool.models.sizing import Figures, Share
+
+PACKINGS = ("fp8", "mxfp8")
+DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
+STORED = ", ".join((*DTYPES, *PACKINGS))
+
+
+def budget(
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="A config.json, a directory that holds one, or the name of a shipped config: "
+            f"{', '.join(shipped())}."
+        ),
+    ],
+    memory: Annotated[
+        str, typer.Option(help="Memory for state on each rank: 141GiB, 80GB, or bytes.")
+    ] = "141GiB",
+    tp: Annotated[int, typer.Option(min=1, max=1 << 16, help="Shards of each layer.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=1 << 16, help="Pipeline stages.")] = 1,
+    dtype: Annotated[str, typer.Option(help=f"How entries are stored: {STORED}.")] = "bf16",
+    page_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=1 << 20, help="Tokens a page. Default: 64, deepseek_v4: 256."),
+    ] = None,
+    requests: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1 << 24,
+            help="Requests whose windows, slots and rings are set aside before tokens are counted.",
+        ),
+    ] = 1,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, max=1 << 30, help="Length of the requests that are counted."),
+    ] = 8192,
+    draft: Annotated[
+        bool,
+        typer.Option(
+            help="With the draft (MTP) layers, beside the last stage, and rings for speculation."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Print bytes per token by role, and the tokens and requests that fit on each rank.
+
+    Weights are not counted: --memory is what they leave. Nothing is allocated.
+
+    Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
+
+    JSON: model, dtype, memory, tp, pp, page_size, reserved_requests, context_tokens; shares (owner,
+    role, per token or request, layers, bytes: over all stages, one shard of each); stages (layers,
+    draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as
+    constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
+    tightest stage (stage, count). A tokens of null: any number, for nothing grows with them.
+    """
+    from kvpool.models import declare, declare_draft
+    from kvpool.models.sizing import DoesNotFit, figures, parse_memory
+
+    try:
+        drafted = declare_draft(config) if draft else None
+        if draft and drafted is None:
+            raise ValueError(f"{config}: this config names no draft layers. Leave out --draft.")
+        options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size, "draft": drafted}
+        options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
+        found = figures(declare(config), parse_memory(memory), **options)
+    except DoesNotFit as error:
+        typer.echo(f"does not fit: {error}", err=True)
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, dtype)))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(share_table(found, dtype))
+    console.print(stage_table(found))
+
+
+def storage(dtype: str) -> dict[str, str]:
+    """The pool's argument for a dtype or packing as people write it."""
+    if dtype in PACKINGS:
+        return {"packing": dtype}
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: one of {STORED}.")
+    return {"dtype": DTYPES[dtype]}
+
+
+def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
+    """Figures as the command prints them with --json; its help says what the keys mean."""
+    stages = []
+    for stage in found.stages:
+        counts = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 0) | stage.items
+        held = {"layers": list(stage.layers), "draft_layers": list(stage.draft_layers)}
+        per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
+        fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
+        stages.append({**held, **per, **counts, **fits})
+    by_tokens, by_requests = found.tightest_for_tokens, found.tightest_for_requests
+    room = None if by_tokens is None else found.stages[by_tokens].tokens
+    return {
+        "model": found.model,
+        "dtype": dtype,
+        "memory": found.memory,
+        "tp": found.tp,
+        "pp": len(found.stages),
+        "page_size": found.page_size,
+        "reserved_requests": found.reserved_requests,
+        "context_tokens": found.context_tokens,
+        "shares": [_share(share) for share in found.shares],
+        "stages": stages,
+        "tokens": {"stage": by_tokens, "count": room},
+        "requests": {"stage": by_requests, "count": found.stages[by_requests].requests},
+    }
+
+
+def share_table(found: Figures, dtype: str) -> Table:
+    """Bytes by role, tokens first, then what each request keeps whatever its length."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    split = f"tp {found.tp}, pp {len(found.stages)}"
+    table = Table(title=f"{escape(found.model)} in {escape(dtype)}, {split}")
+    table.caption = "bytes of all stages, on one shard"
+    table.add_column("role")
+    table.add_column("layers", justify="right")
+    table.add_column("each")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for per in ("token", "request"):
+        rows = [share for share in found.shares if share.per == per]
+        for share in rows:
+            name = escape(f"{share.owner} {share.role}")
+            table.add_row(name, str(len(share.layers)), per, _number(share.nbytes))
+        if rows or per == "token":
+            table.add_section()
+            table.add_row("all", "", per, _number(sum(share.nbytes for share in rows)))
+            table.add_section()
+    return table
+
+
+def stage_table(found: Figures) -> Table:
+    """What fits on a rank, by stage."""
+    from rich.table import Table
+
+    title = f"{human(found.memory)} a rank, pages of {found.page_size} tokens"
+    table = Table(title=title)
+    per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
+    table.add_column("stage")
+    table.add_column("layers", overflow="fold", min_width=8)
+    for name in (*(f"bytes\na {p}" for p in per), "pages", "tokens", "requests"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for n, stage in enumerate(found.stages):
+        layers = ranges(stage.layers)
+        if stage.draft_layers:
+            layers += f", draft {ranges(stage.draft_layers)}"
+        sizes = *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
+        table.add_row(str(n), layers, *sizes, _any(stage.tokens), f"{stage.requests:,}")
+    by_tokens, by_requests = found.tightest_for_tokens, found.tightest_for_requests
+    if len(found.stages) > 1:
+        table.add_section()
+        room = None if by_tokens is None else found.stages[by_tokens].tokens
+        empty = [""] * (len(per) + 2)
+        table.add_row("all", *empty, _any(room), f"{found.stages[by_requests].requests:,}")
+    table.caption = _caption(found)
+    return table
+
+
+def _caption(found: Figures) -> str:
+    told = (
+        f"tokens: in all, beside windows, slots and rings of {found.reserved}. "
+        f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
+    )
+    if found.tp > 1:
+        told += f" Each row stands for {found.tp} ranks."
+    by_tokens, by_requests = found.tightest_for_tokens, found.tightest_for_requests
+    if len(found.stages) > 1:
+        both = by_tokens in (None, by_requests)
+        also = "." if both else f" for requests, {by_tokens} for tokens."
+        told += f" Tightest: stage {by_requests}{also}"
+    return told
+
+
+def _share(share: Share) -> dict[str, Any]:
+    held = {"owner": share.owner, "role": share.role, "per": share.per}
+    return {**held, "layers": list(share.layers), "bytes": _whole(share.nbytes)}
+
+
+def _whole(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def _number(value: float) -> str:
+    text = f"{value:,.2f}"
+    return text.removesuffix("0").removesuffix("0").removesuffix(".")
+
+
+def _any(tokens: int | None) -> str:
+    return "any number" if tokens is None else f"{tokens:,}"

@@ -1,0 +1,152 @@
+"""`kvpool describe`: a layout, or the pool of a model config, as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.layout import LayoutError, PoolLayout
+from kvpool.render.text import layout_table, space_words
+
+DTYPE_HELP = "How entries are stored: bf16, fp16, fp32, ..., or fp8, mxfp8. Default: bf16."
+
+
+def describe(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="File of PoolLayout.to_json or to_msgpack; or a model's config.json, a directory "
+            "holding one, or the name of a shipped config."
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option("--dtype", "--packing", help=DTYPE_HELP)] = None,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Tokens a page. Default: the model's.")
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=1 << 16, help="Shards of each layer. Default: 1.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, max=1 << 16, help="Which of them. Default: 0.")
+    ] = None,
+    items: Annotated[
+        int | None,
+        typer.Option(min=2, max=1 << 30, help="Pages, window pages and slots. Default: 1024."),
+    ] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="The draft (MTP) layers too, as one layout.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read."),
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write a memory map of an item of each kind.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="As --svg, as a page in which bytes can be looked up.")
+    ] = None,
+) -> None:
+    """Print what the bytes of a pool are: regions, sizes, axes and strides, and how ids address
+    items.
+
+    Of a model config the pool has sizes and no memory: addresses count from 0.
+    """
+    options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
+    options |= {"--items": items, "--draft": draft or None}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        layout, title = read_layout(what), Path(what).name
+        if layout is None:
+            layout, title = model_layout(what, given)
+        elif given:
+            raise ValueError(
+                f"{what} is a layout: {', '.join(given)} cannot change it. Leave "
+                f"{'them' if len(given) > 1 else 'it'} out, or give a model config."
+            )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(layout.to_json())
+    else:
+        print_layout(layout, title)
+    for path, kind in ((svg, "svg"), (html, "html")):
+        if path is not None:
+            _draw(layout, title, path, kind)
+            typer.echo(f"wrote {path}", err=True)
+
+
+def read_layout(what: str) -> PoolLayout | None:
+    """The layout in a file; None where it is no layout but, perhaps, a model config.
+
+    Raises ValueError for a file that is neither, and LayoutError for a layout that is not true.
+    """
+    import msgspec
+
+    path = Path(what)
+    try:
+        if not path.is_file():
+            return None
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise ValueError(f"{what}: {error}") from None
+    try:
+        if data[:1] >= b"\x80":
+            return PoolLayout.from_msgpack(data)
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return PoolLayout.from_json(data) if {"buffers", "regions"} & set(fields) else None
+    except LayoutError as error:
+        raise ValueError(f"{what}: {error}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{what}: neither a layout (JSON or msgpack) nor a model config: {error}."
+        ) from None
+
+
+def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:
+    """The layout of a model's pool on one rank, and what it is a layout of, in words.
+
+    `options` are those of the command that were given. Raises ValueError where they do not fit.
+    """
+    from kvpool.cli.budget import storage
+    from kvpool.models import declare, declare_draft
+    from kvpool.pools.placement import COUNTS, Shard
+
+    dtype, tp = options.get("--dtype", "bf16"), options.get("--tp", 1)
+    shard = Shard(options.get("--rank", 0), tp)
+    common: dict[str, Any] = {"device": "meta", "shard": shard, **storage(dtype)}
+    common |= dict.fromkeys(COUNTS, options.get("--items", 1024))
+    target = declare(config)
+    common["page_size"] = options.get("--page-size", target.page_size)
+    layout = target.build(**common).layout
+    if "--draft" in options:
+        drafted = declare_draft(config)
+        if drafted is None:
+            raise ValueError(f"{config}: this config names no draft layers. Leave out --draft.")
+        layout = PoolLayout.merge(layout, drafted.build(**common).layout)
+    words = [target.model, dtype, f"pages of {common['page_size']}"]
+    return layout, ", ".join(words + [f"rank {shard.rank} of {tp}"] * (tp > 1))
+
+
+def print_layout(layout: PoolLayout, title: str) -> None:
+    """The layout as a table, and its spaces in words."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    console.print(layout_table(layout, escape(title)))
+    for space in layout.spaces:
+        console.print(escape(space_words(space)), highlight=False)
+
+
+def _draw(layout: PoolLayout, title: str, path: Path, kind: str) -> None:
+    from kvpool.render.html import html
+    from kvpool.render.svg import svg
+
+    text = (svg if kind == "svg" else html)(layout, title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--{kind} {path}: {error.strerror}.") from None

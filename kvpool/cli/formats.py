@@ -1,0 +1,226 @@
+"""docs/formats.md, every format to the byte, out of the templates that pools are made of.
+
+python -m kvpool.cli.formats > docs/formats.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.pools.kinds import MHA, MLA, IndexKey, Ring, V4Latent, gated_delta_net, kda, mamba2
+from kvpool.render.markdown import Format, page
+
+HEAD = """# Formats, to the byte
+
+Written by `python -m kvpool.cli.formats > docs/formats.md` from the templates that pools are made
+of (`kvpool/pools/kinds.py`); a test compares this file with them, and its numbers with others
+written by hand. With your model's numbers, and as a picture:
+`kvpool describe MODEL --html page.html`.
+
+An item is what one id addresses: a page of entries, a slot, a ring. Offsets count from the start of
+an item, in bytes; steps count from 0. A cell is contiguous, its elements in order. The numbers are
+those of one rank that holds all heads; a shard holds some. Item 0 of every buffer is padding.
+
+Sources are released packages: sglang 0.5.23, vllm 0.33.0, vllm-ascend 0.23.0, read in November
+2026. A format of kvpool's own says so.
+"""
+SGLANG, VLLM, ASCEND = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0"
+OWN = "kvpool's own"
+BOTH = f"{SGLANG} and {VLLM}"
+GDN: dict[str, Any] = {"k_heads": 16, "v_heads": 32, "k_dim": 128, "v_dim": 128, "kernel": 4}
+KDA: dict[str, Any] = {"heads": 32, "dim": 128, "kernel": 4}
+MAMBA2: dict[str, Any] = {"heads": 128, "head_dim": 64, "groups": 8, "state_size": 128, "kernel": 4}
+SLOT: dict[str, Any] = {"entries": 1, "item": "slot"}
+V4 = (
+    "all rows of 576 bytes (448 e4m3, 64 bf16 rope), then all scales, 7 ue8m0 and a spare byte an "
+    "entry; the page is rounded up to a multiple of 576"
+)
+
+FORMATS = (
+    Format(
+        "MHA bf16, NHD",
+        "Llama-3.1-70B: 8 KV heads of 128; the heads of a token lie side by side.",
+        f"{BOTH}: K and V apart, `[entry, head, dim]`.",
+        MHA(8, 128),
+    ),
+    Format(
+        "MHA bf16, HND",
+        "The same, but the tokens of a head lie side by side.",
+        f"{VLLM}, whose cache has stride orders: `[head, entry, dim]` in each page.",
+        MHA(8, 128, order="hnd"),
+    ),
+    Format(
+        "MHA fp8, NHD",
+        "e4m3 values, and a float32 scale for each token and head in buffers of their own.",
+        f"{OWN}.",
+        MHA(8, 128),
+        "fp8",
+    ),
+    Format(
+        "MHA mxfp8, NHD",
+        "e4m3 values, and a ue8m0 scale for each 32 of them in buffers of their own.",
+        f"elements and scales: OCP Microscaling Formats 1.0 (MXFP8); where they lie is {OWN}.",
+        MHA(8, 128),
+        "mxfp8",
+    ),
+    Format(
+        "Sliding-window MHA bf16",
+        "gpt-oss-120b: 8 KV heads of 64 in pages of the window (128 tokens).",
+        f"{BOTH}: as any MHA page, under ids of its own.",
+        MHA(8, 64),
+        entries=128,
+        prefix="swa.",
+    ),
+    Format(
+        "MLA bf16",
+        "DeepSeek-V3: 512 latent and 64 rope elements in one row a token, the same on every rank.",
+        f"{BOTH}. {ASCEND} keeps latent and rope in two tensors: the same two regions.",
+        MLA(),
+    ),
+    Format(
+        "MLA fp8, 656 bytes",
+        "DeepSeek-V3.2: 512 e4m3, a float32 scale for each 128 of them, 64 bf16 rope.",
+        f"FlashMLA's sparse fp8 format, as in {BOTH}.",
+        MLA(),
+        "fp8",
+    ),
+    Format(
+        "Index key bf16",
+        "A sparse indexer's key of 128 elements, not quantised.",
+        f"{ASCEND}, which stacks layers in one tensor.",
+        IndexKey(),
+    ),
+    Format(
+        "Index key fp8, 132 bytes",
+        "DeepSeek-V3.2: in each page all keys, then all scales, one for each 128 elements.",
+        f"{BOTH}.",
+        IndexKey(),
+        "fp8",
+    ),
+    Format(
+        "DeepSeek-V4 window latent bf16",
+        "448 latent and 64 rope elements, K and V at once, in pages of the window (128 tokens).",
+        f"{OWN}: the rows of the fp8 format, not quantised.",
+        V4Latent(),
+        entries=128,
+        prefix="swa.",
+    ),
+    Format(
+        "DeepSeek-V4 window latent fp8, 584 bytes",
+        f"In pages of 128 tokens: {V4}.",
+        f"{SGLANG}.",
+        V4Latent(),
+        "fp8",
+        entries=128,
+        prefix="swa.",
+    ),
+    Format(
+        "DeepSeek-V4 compressed latent fp8, ratio 4",
+        f"64 entries of 4 tokens in a page of 256 tokens: {V4}.",
+        f"{SGLANG}.",
+        V4Latent(),
+        "fp8",
+        tokens=4,
+        prefix="c4.",
+    ),
+    Format(
+        "DeepSeek-V4 compressed latent fp8, ratio 128",
+        f"2 entries of 128 tokens in a page of 256 tokens: {V4}.",
+        f"{SGLANG}.",
+        V4Latent(),
+        "fp8",
+        entries=2,
+        tokens=128,
+        prefix="c128.",
+    ),
+    Format(
+        "DeepSeek-V4 index key fp8",
+        "64 entries of 4 tokens in a page of 256 tokens, as any index key.",
+        f"{SGLANG}.",
+        IndexKey(),
+        "fp8",
+        tokens=4,
+        prefix="c4.",
+    ),
+    Format(
+        "DeepSeek-V4 compressor state, ratio 4",
+        "Keys and gates of the last tokens, in two series as windows overlap: 2 x 2 x 512 float32 "
+        "a token. The ring has 16 entries with speculation.",
+        f"{SGLANG}; position p at p mod 8.",
+        Ring("state", 2 * 2 * 512),
+        entries=8,
+        item="ring",
+        prefix="c4.",
+    ),
+    Format(
+        "DeepSeek-V4 indexer compressor state, ratio 4",
+        "The same for index keys: 2 x 2 x 128 float32 a token.",
+        f"{SGLANG}; position p at p mod 8.",
+        Ring("index_state", 2 * 2 * 128),
+        entries=8,
+        item="ring",
+        prefix="c4.",
+    ),
+    Format(
+        "DeepSeek-V4 compressor state, ratio 128",
+        "Keys and gates of the open window: 2 x 512 float32 a token. The ring has 256 entries with "
+        "speculation.",
+        f"{SGLANG}; position p at p mod 128.",
+        Ring("state", 2 * 512),
+        entries=128,
+        item="ring",
+        prefix="c128.",
+    ),
+    Format(
+        "Gated DeltaNet, channels first",
+        "Qwen3-Next-80B-A3B: the last 3 inputs of a convolution over q, k and v, and 32 heads of "
+        "temporal state.",
+        f"{SGLANG}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dk, Dv)`.",
+        gated_delta_net(**GDN),
+        **SLOT,
+    ),
+    Format(
+        "Gated DeltaNet, taps first",
+        "The same with the taps outermost.",
+        f"{ASCEND}: conv `(kernel - 1, channels)`.",
+        gated_delta_net(**GDN, conv_layout="taps_first"),
+        **SLOT,
+    ),
+    Format(
+        "Kimi Delta Attention, taps first",
+        "Kimi-Linear-48B: q, k and v over the same 32 heads.",
+        f"{SGLANG}: conv `(kernel - 1, channels)`, temporal `(heads, Dk, Dv)`.",
+        kda(**KDA),
+        **SLOT,
+    ),
+    Format(
+        "Kimi Delta Attention, channels first",
+        "The same with the taps innermost.",
+        f"{OWN}.",
+        kda(**KDA, conv_layout="channels_first"),
+        **SLOT,
+    ),
+    Format(
+        "Mamba-2, channels first",
+        "128 heads of 64, 8 groups, a state of 128: a convolution over x, B and C.",
+        f"{SGLANG}: conv `(channels, kernel - 1)`, temporal `(heads, head_dim, state_size)`.",
+        mamba2(**MAMBA2),
+        **SLOT,
+    ),
+    Format(
+        "Mamba-2, taps first",
+        "The same with the taps outermost.",
+        f"{ASCEND}: conv `(kernel - 1, channels)`.",
+        mamba2(**MAMBA2, conv_layout="taps_first"),
+        **SLOT,
+    ),
+)
+
+
+def document() -> str:
+    """docs/formats.md."""
+    return page(HEAD, FORMATS)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,60 @@
+"""Copies of many runs of host memory, without a Python object per small run.
+
+Large runs are one `memcpy` each. Small runs go in groups of one length, gathered into a piece of
+cache and scattered from it: the fastest of what was measured without a compiled loop
+(docs/engines.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kvpool.layout.grid import Ints
+
+LARGE = 16 << 10
+"""From this length on, a call per run is cheaper than a second pass through the cache."""
+CACHE_BYTES = 256 << 10
+
+_memcpy = ctypes.CDLL(None).memcpy
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcpy.restype = None
+
+
+def copy_runs(src: Ints, dst: Ints, nbytes: Ints) -> None:
+    """Copies `nbytes` bytes from each address `src` to each `dst`, `[N]`, all mapped here."""
+    large = nbytes >= LARGE
+    if large.any():
+        for run in zip(dst[large].tolist(), src[large].tolist(), nbytes[large].tolist()):
+            _memcpy(*run)
+    small = np.flatnonzero(~large & (nbytes > 0))
+    if not small.size:
+        return
+    small = small[np.argsort(nbytes[small], kind="stable")]
+    lengths = nbytes[small]
+    edges = np.flatnonzero(np.diff(lengths)) + 1
+    for group in np.split(small, edges):
+        _copy_equal(src[group], dst[group], int(nbytes[group[0]]))
+
+
+def _copy_equal(src: Ints, dst: Ints, width: int) -> None:
+    """Runs of one length, as rows of two windows over memory."""
+    from_rows, from_index = _rows(src, width)
+    to_rows, to_index = _rows(dst, width)
+    step = max(1, CACHE_BYTES // width)
+    for start in range(0, src.size, step):
+        part = slice(start, start + step)
+        to_rows[to_index[part]] = from_rows[from_index[part]]
+
+
+def _rows(addresses: Ints, width: int) -> tuple[Any, Ints]:
+    """Memory as overlapping rows of `width` bytes, and which of them lie at `addresses`."""
+    base = int(addresses.min())
+    offsets = addresses - base
+    step = int(np.gcd.reduce(offsets)) or width
+    count = int(offsets.max()) // step + 1
+    memory: Any = (ctypes.c_ubyte * ((count - 1) * step + width)).from_address(base)
+    rows: Any = np.ndarray((count,), dtype=f"V{width}", buffer=memory, strides=(step,))
+    return rows, offsets // step

@@ -1,0 +1,175 @@
+"""What the bytes of a pool are: the one statement from which everything else is derived.
+
+The address of byte `b` at axis steps `a` of a region, in item `i` of its buffer, is
+
+    buffer.base + i * buffer.item_stride + region.offset + sum(a[k] * axis[k].stride) + b
+
+with `0 <= b < region.width`. All types are frozen and validated at construction.
+Needs numpy and msgspec only: routers and planners read layouts without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvpool.layout.request_address import RequestAddress, Span
+from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab, Space
+from kvpool.layout.validate import VERSION, check_layout
+
+__all__ = [
+    "VERSION",
+    "Axis",
+    "Buffer",
+    "Key",
+    "LayoutError",
+    "PoolLayout",
+    "Region",
+    "RequestAddress",
+    "Slab",
+    "Space",
+    "Span",
+]
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """All buffers, regions and spaces of one pool (or of a target merged with its draft) on one
+    rank.
+
+    Raises LayoutError, naming owner, layer and role, where regions overlap, leave their item, or do
+    not fit their space. `total_kv_layers` counts the target model's layers; `generation` is the
+    life of the endpoint.
+    """
+
+    buffers: tuple[Buffer, ...]
+    regions: tuple[Region, ...]
+    spaces: tuple[Space, ...]
+    total_kv_layers: int
+    model: str = ""
+    generation: str = ""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("buffers", "regions", "spaces"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_layout(self)
+
+    @cached_property
+    def buffer_by_name(self) -> dict[str, Buffer]:
+        """Buffers by name."""
+        return {buffer.name: buffer for buffer in self.buffers}
+
+    @cached_property
+    def space_by_name(self) -> dict[str, Space]:
+        """Spaces by name."""
+        return {space.name: space for space in self.spaces}
+
+    @cached_property
+    def region_by_key(self) -> dict[Key, Region]:
+        """Regions by (owner, layer, role)."""
+        return {region.key: region for region in self.regions}
+
+    @cached_property
+    def items_by_space(self) -> dict[str, int]:
+        """Items that every buffer of a space has, by space name."""
+        found: dict[str, int] = {}
+        for buffer in self.buffers:
+            found[buffer.space] = min(found.get(buffer.space, buffer.items), buffer.items)
+        return found
+
+    def buffer_of(self, region: Region) -> Buffer:
+        """The buffer in which a region lies."""
+        return self.buffer_by_name[region.buffer]
+
+    def space_of(self, region: Region) -> Space:
+        """The space whose ids address a region's items."""
+        return self.space_by_name[self.buffer_of(region).space]
+
+    def live_bytes(self, tokens: int) -> int:
+        """Bytes that are alive of a request of `tokens` tokens, padding left out."""
+        found = 0
+        for region in self.regions:
+            space = self.space_of(region)
+            found += region.nbytes // space.entries_per_item * len(space.alive(tokens))
+        return found
+
+    def slabs(self) -> list[Slab]:
+        """What must be registered to reach every buffer: touching or interleaved buffers are one
+        slab.
+        """
+        slabs: list[Slab] = []
+        for buffer in sorted(self.buffers, key=lambda b: (b.memory, b.base)):
+            last = slabs[-1] if slabs else None
+            # a gap below a page lies in pages that its neighbours already occupy
+            if last and last.memory == buffer.memory and buffer.base < last.end + PAGE_BYTES:
+                slabs[-1] = Slab(last.base, max(last.end, buffer.end) - last.base, last.memory)
+            else:
+                slabs.append(Slab(buffer.base, buffer.end - buffer.base, buffer.memory))
+        return slabs
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything but addresses: equal for two lives of the same pool."""
+        from kvpool.layout.codec import fingerprint
+
+        return fingerprint(self)
+
+    def to_msgpack(self) -> bytes:
+        """Bytes that `from_msgpack` reads back exactly."""
+        from kvpool.layout.codec import to_msgpack
+
+        return to_msgpack(self)
+
+    @staticmethod
+    def from_msgpack(data: bytes) -> PoolLayout:
+        """Reads untrusted bytes; raises LayoutError with the reason."""
+        from kvpool.layout.codec import from_msgpack
+
+        return from_msgpack(data)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back exactly."""
+        from kvpool.layout.codec import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> PoolLayout:
+        """Reads untrusted text; raises LayoutError with the reason."""
+        from kvpool.layout.codec import from_json
+
+        return from_json(text)
+
+    @staticmethod
+    def merge(first: PoolLayout, *others: PoolLayout) -> PoolLayout:
+        """A target's layout and its drafts' as one. Spaces of one name must be equal: they share
+        ids.
+
+        `total_kv_layers`, `model` and `generation` are those of `first`.
+        """
+        layouts: Sequence[PoolLayout] = (first, *others)
+        spaces: dict[str, Space] = {}
+        for layout in layouts:
+            for space in layout.spaces:
+                known = spaces.setdefault(space.name, space)
+                if known != space:
+                    raise LayoutError(
+                        f"space {space.name}: {known} and {space} cannot share ids. Build both "
+                        "pools with the same page sizes, windows and rings, or the draft with "
+                        "own_spaces=True."
+                    )
+        return PoolLayout(
+            buffers=_concat(layout.buffers for layout in layouts),
+            regions=_concat(layout.regions for layout in layouts),
+            spaces=tuple(spaces.values()),
+            total_kv_layers=first.total_kv_layers,
+            model=first.model,
+            generation=first.generation,
+        )
+
+
+def _concat(parts: Iterable[tuple]) -> tuple:  # type: ignore[type-arg]
+    return tuple(part for group in parts for part in group)

@@ -1,0 +1,186 @@
+"""From a torch tensor and the names of its dims to a buffer and its regions: the one place that
+reads strides.
+
+Nothing is copied and nothing is allocated: tensors that an engine already owns become first-class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.types import Axis, Buffer, LayoutError, Region
+
+WHOLE: Mapping[str, tuple[int, int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Buffers and the regions that lie in them."""
+
+    buffers: tuple[Buffer, ...]
+    regions: tuple[Region, ...]
+
+
+def describe(
+    tensor: torch.Tensor,
+    dims: Sequence[str],
+    *,
+    role: str | Sequence[str],
+    layer: int | Sequence[int],
+    space: str = "kv",
+    owner: str = "target",
+    cell: str | None = "dim",
+    shards: Mapping[str, tuple[int, int]] = WHOLE,
+    dtype: object = None,
+    buffer: Buffer | None = None,
+) -> Described:
+    """Describes `tensor`, one name in `dims` for each of its dimensions.
+
+    - `item`: what one id addresses (required)
+    - `layer`, `role`: stacked layers or roles (K and V in one tensor), named in order by `layer`
+      and `role`
+    - `cell`: the dim whose elements lie contiguous and are never split (None: one element is the
+      cell)
+    - any other name is an axis; `entry` follows positions; `shards` gives (start, total) of those
+      held in part
+
+    `dtype` is what the bytes mean, where the tensor says only uint8. With `buffer` (from
+    `describe_buffer`) the regions are placed in that buffer: several slices of one tensor become
+    regions of one buffer. Raises LayoutError where names, strides and buffer do not fit together.
+    """
+    sizes, strides = _read(tensor, dims)
+    roles = [role] if isinstance(role, str) else list(role)
+    layers = [layer] if isinstance(layer, int) else list(layer)
+    for dim, named in (("layer", len(layers)), ("role", len(roles))):
+        if named != sizes.get(dim, 1):
+            held = f"holds {sizes[dim]}" if dim in sizes else "has no such dim"
+            raise LayoutError(f"{owner} {roles}: {named} of {dim} named, but the tensor {held}.")
+    meaning = dtype_name(tensor.dtype if dtype is None else dtype)
+    width, axes = _grid(sizes, strides, cell, shards, tensor.element_size(), f"{owner} {roles}")
+    if width % ITEMSIZE[meaning]:
+        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no whole {meaning}.")
+    inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
+    # roles that lie between one another's entries are regions of one buffer
+    shared = len(roles) > 1 and strides["role"] < inner
+    reach = inner + (len(roles) - 1) * strides["role"] if shared else inner
+    buffers: dict[str, Buffer] = {}
+    regions = []
+    for number, layer_id in enumerate(layers):
+        for index, meant in enumerate(roles):
+            at = _address(tensor) + number * strides.get("layer", 0)
+            start = at + index * strides.get("role", 0)
+            region = Region(owner, layer_id, meant, "?", 0, meaning, axes, width)
+            home = buffer
+            if home is None:
+                name = f"{owner}.{'+'.join(roles) if shared else meant}.{layer_id}"
+                first = at if shared else start
+                home = _buffer(name, space, first, reach, tensor, sizes, strides)
+                buffers[name] = home
+            _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
+            regions.append(replace(region, buffer=home.name, offset=start - home.base))
+    return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
+
+
+def describe_buffer(
+    tensor: torch.Tensor, dims: Sequence[str], *, name: str, space: str = "kv"
+) -> Buffer:
+    """The buffer whose items are the whole of `tensor` behind its `item` dim; slices of it are
+    regions.
+    """
+    sizes, strides = _read(tensor, dims)
+    inner = ((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
+    return _buffer(
+        name, space, _address(tensor), sum(inner) + tensor.element_size(), tensor, sizes, strides
+    )
+
+
+def _read(tensor: torch.Tensor, dims: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes and strides in bytes by dim name."""
+    if len(dims) != tensor.dim():
+        raise LayoutError(
+            f"dims {tuple(dims)}: {len(dims)} names for a tensor of shape {tuple(tensor.shape)}."
+        )
+    if len(set(dims)) != len(dims) or "item" not in dims:
+        raise LayoutError(f"dims {tuple(dims)}: each name once, and one of them 'item'.")
+    if 0 in tensor.shape:
+        raise LayoutError(f"a tensor of shape {tuple(tensor.shape)} holds nothing.")
+    size = tensor.element_size()
+    return dict(zip(dims, tensor.shape)), {
+        dim: stride * size for dim, stride in zip(dims, tensor.stride())
+    }
+
+
+def _grid(
+    sizes: Mapping[str, int],
+    strides: Mapping[str, int],
+    cell: str | None,
+    shards: Mapping[str, tuple[int, int]],
+    element: int,
+    where: str,
+) -> tuple[int, tuple[Axis, ...]]:
+    width = element
+    if cell is not None:
+        if cell not in sizes or cell in ("item", "layer", "role"):
+            raise LayoutError(
+                f"{where}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
+                "elements are one cell, or cell=None if each element is one."
+            )
+        if sizes[cell] > 1 and strides[cell] != element:
+            raise LayoutError(
+                f"{where}: elements of {cell!r} lie {strides[cell]} bytes apart, a cell's lie "
+                f"{element} apart. "
+                "Name it as an axis (cell=None), or describe a tensor in which it is contiguous."
+            )
+        width *= sizes[cell]
+    axes = [dim for dim in sizes if dim not in ("item", "layer", "role", cell)]
+    unknown = set(shards) - set(axes)
+    if unknown:
+        raise LayoutError(f"{where}: shards names {sorted(unknown)}, the axes are {axes}.")
+
+    def axis(dim: str) -> Axis:
+        start, total = shards.get(dim, (0, sizes[dim]))
+        return Axis(dim, sizes[dim], strides[dim], start, total)
+
+    return width, tuple(map(axis, axes))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "meta":  # no memory: count from the start of its storage
+        return int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr()
+
+
+def _buffer(
+    name: str,
+    space: str,
+    start: int,
+    nbytes: int,
+    tensor: torch.Tensor,
+    sizes: Mapping[str, int],
+    strides: Mapping[str, int],
+) -> Buffer:
+    # of a single item torch keeps no meaningful stride
+    stride = strides["item"] if sizes["item"] > 1 else max(strides["item"], nbytes)
+    return Buffer(name, space, start, stride, nbytes, sizes["item"], str(tensor.device))
+
+
+def _check_home(
+    region: Region, home: Buffer, start: int, items: int, stride: int, memory: str
+) -> None:
+    if items != home.items or (items > 1 and stride != home.item_stride):
+        raise LayoutError(
+            f"{region}: {items} items every {stride} bytes, but buffer {home.name} has "
+            f"{home.items} every {home.item_stride}."
+        )
+    if memory != home.memory:
+        raise LayoutError(f"{region}: lies on {memory}, buffer {home.name} on {home.memory}.")
+    if not 0 <= start - home.base <= home.item_bytes - region.end:
+        raise LayoutError(
+            f"{region}: bytes {start} to {start + region.end} lie outside item 0 of buffer "
+            f"{home.name} "
+            f"({home.base} to {home.base + home.item_bytes})."
+        )

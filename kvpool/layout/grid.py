@@ -1,0 +1,68 @@
+"""Strided grids as sorted runs of bytes: the arithmetic that validation and planning share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout.types import Region
+
+Ints = npt.NDArray[np.int64]
+
+
+def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
+    """Offsets of a grid of (size, stride) axes, `[product of sizes]`, the last axis innermost."""
+    offsets = np.array([start], dtype=np.int64)
+    for size, stride in axes:
+        offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return offsets
+
+
+def ragged(counts: Ints) -> tuple[Ints, Ints]:
+    """For groups of `counts` elements, the group of each element and its number there, `[sum]`."""
+    group: Ints = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+    return group, np.arange(group.size, dtype=np.int64) - (np.cumsum(counts) - counts)[group]
+
+
+def fuse(width: int, axes: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """Widens `width` over the (size, stride) axes that continue it; returns what is left, largest
+    stride first.
+    """
+    left: list[tuple[int, int]] = []
+    for size, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
+        if stride == width and not left:
+            width *= size
+        else:
+            left.append((size, stride))
+    return width, left[::-1]
+
+
+def region_runs(region: Region) -> tuple[Ints, int]:
+    """Start offsets in the item, `[R]`, of the contiguous runs of a region, and their width in
+    bytes.
+    """
+    width, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
+    return outer_sum(region.offset, axes), width
+
+
+def run_count(region: Region) -> int:
+    """How many runs `region_runs` would list, without listing them."""
+    _, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
+    count = 1
+    for size, _ in axes:
+        count *= size
+    return count
+
+
+def merge_intervals(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """Sorted union of half-open intervals, touching ones joined."""
+    if not starts.size:
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    first = np.ones(len(starts), dtype=bool)
+    first[1:] = starts[1:] > ends[:-1]
+    last = np.append(first[1:], True)
+    return starts[first], ends[last]

@@ -1,0 +1,45 @@
+"""How layers and axes are named in tables and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from kvpool.layout.types import Axis
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    return ", ".join(map(_span, _spans(numbers)))
+
+
+def steps(numbers: Collection[int]) -> str:
+    """As `ranges`, but `2, 4, ..., 8` and `0-2, 4-6, ..., 44-46` where they go on as they begin."""
+    spans = _spans(numbers)
+    low, high = spans[0] if spans else (0, 0)
+    apart = spans[1][0] - low if len(spans) > 3 else 0
+    regular = [[low + n * apart, high + n * apart] for n in range(len(spans))]
+    if apart and spans == regular:
+        return f"{_span(spans[0])}, {_span(spans[1])}, ..., {_span(spans[-1])}"
+    return ranges(numbers)
+
+
+def axis_steps(axis: Axis) -> str:
+    """`head 8`, or `head 4-7 of 8` where it is sharded."""
+    if axis.size == axis.total:
+        return f"{axis.name} {axis.size:,}"
+    return f"{axis.name} {ranges(range(axis.start, axis.stop))} of {axis.total:,}"
+
+
+def _spans(numbers: Iterable[int]) -> list[list[int]]:
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return spans
+
+
+def _span(span: list[int]) -> str:
+    low, high = span
+    return f"{low}-{high}" if low < high else f"{low}"

@@ -1,0 +1,158 @@
+"""A model's config.json, read field by field: every value is checked, and none is guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1 << 31
+MOST_LAYERS = 1 << 16
+_CONFIGS = resources.files("kvpool.models") / "configs"
+DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Fields of a config of type `model`; `inside` is the path of a nested object, with a dot.
+
+    A field that is null counts as one that is not there. What does not fit raises ValueError naming
+    model type, field, what is expected and what was found.
+    """
+
+    values: Mapping[str, Any]
+    model: str
+    inside: str = ""
+
+    def wrong(self, name: str, expected: str) -> ValueError:
+        """The error for a field that is not what it must be."""
+        held = self.values.get(name)
+        found = "it is missing" if held is None else f"got {_short(held)}"
+        return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {found}.")
+
+    def whole(self, name: str, least: int = 1, most: int = LARGEST) -> int:
+        """A whole number."""
+        held = self.values.get(name)
+        if type(held) is not int or not least <= held <= most:
+            raise self.wrong(name, f"a whole number from {least} to {most:,}")
+        return held
+
+    def whole_or(self, name: str, default: int) -> int:
+        """A whole number from 1, or `default` where the field is not there."""
+        return default if self.values.get(name) is None else self.whole(name)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false where the field is not there."""
+        held = self.values.get(name)
+        if held is not None and type(held) is not bool:
+            raise self.wrong(name, "true or false")
+        return held is True
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there, and not null."""
+        return self.values.get(name) is not None
+
+    def inner(self, name: str) -> Fields:
+        """The fields of a nested object."""
+        held = self.values.get(name)
+        if not isinstance(held, Mapping):
+            raise self.wrong(name, "an object")
+        return Fields(held, self.model, f"{self.inside}{name}.")
+
+    def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
+        """A list of `length` values, one a layer, out of `allowed`."""
+        held = self.values.get(name)
+        if not isinstance(held, (list, tuple)) or len(held) != length:
+            raise self.wrong(name, f"a list of {length} values, one for each layer")
+        self._out_of(name, held, allowed)
+        return tuple(held)
+
+    def subset(self, name: str, allowed: range) -> tuple[int, ...]:
+        """A list of distinct whole numbers out of `allowed`."""
+        held = self.values.get(name)
+        if not isinstance(held, (list, tuple)):
+            raise self.wrong(name, f"a list of numbers from {allowed[0]} to {allowed[-1]}")
+        self._out_of(name, held, allowed)
+        if len(set(held)) != len(held):
+            raise self.wrong(name, "a list of distinct numbers")
+        return tuple(held)
+
+    def _out_of(self, name: str, held: Sequence[Any], allowed: Sequence[Any]) -> None:
+        kinds = {type(value) for value in allowed}
+        strange = [v for v in held if type(v) not in kinds or v not in allowed]
+        if strange:
+            choice = (
+                f"{allowed[0]} to {allowed[-1]}"
+                if isinstance(allowed, range)
+                else ", ".join(map(repr, allowed))
+            )
+            raise ValueError(
+                f"{self.model} config: {self.inside}{name} must list values out of {choice}, got "
+                f"{_short(strange[0])}."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.whole("num_hidden_layers", most=MOST_LAYERS)
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers of the model's draft (multi-token prediction), under any of the names in use."""
+        named = {name: self.whole(name, 0, 64) for name in DRAFT_LAYERS if self.has(name)}
+        if len(set(named.values())) > 1:
+            raise ValueError(f"{self.model} config: {named} name one thing and must be equal.")
+        return next(iter(named.values()), 0)
+
+
+def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config as a mapping, of a file, a directory that holds config.json, or a shipped name.
+
+    A str that is a shipped name means that one: write `./name` for a directory of that name.
+    Raises ValueError where there is no such file, or it holds no JSON object.
+    """
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, Path)):
+        raise ValueError(
+            f"config: a path, a name or a mapping, got {type(config).__name__}. Of a transformers "
+            "config, give config.to_dict()."
+        )
+    if isinstance(config, str) and config in shipped():
+        name = f"shipped config {config}"
+        data = (_CONFIGS / f"{config}.json").read_bytes()
+    else:
+        name, data = _read_file(config)
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: no JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: must hold a JSON object, got {_short(values)}.")
+    return values
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the configs that come with kvpool."""
+    names = (path.name for path in _CONFIGS.iterdir())
+    return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
+
+
+def _read_file(config: str | Path) -> tuple[str, bytes]:
+    try:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        return str(path), path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise ValueError(
+            f"config {str(config)!r}: no file that can be read ({error}), and no shipped config "
+            f"({', '.join(shipped())})."
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

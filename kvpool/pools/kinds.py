@@ -1,0 +1,300 @@
+"""What one layer keeps: kinds of state, each saying once how its items look.
+
+A kind is a frozen dataclass of the model's numbers. `declare(at)` gives its buffers for a place:
+the layers, space, shard and packing that a pool puts it in. Pools are unions of kinds at places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvpool.device.quant import PACKINGS, scaled
+from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, prefixed
+from kvpool.pools.buf_infos import StateType
+from kvpool.pools.placement import BufferSpec, Shard
+
+ORDERS = ("nhd", "hnd")
+CONV_LAYOUTS = ("channels_first", "taps_first")
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A place: where states of a kind lie and how they are stored.
+
+    `entries` is entries an item; `packing` a float dtype or one of the kind's quantised packings;
+    `prefix` goes before roles and buffer names; `state` is how connectors list the buffers (None:
+    with the main cache).
+    """
+
+    layers: tuple[int, ...]
+    space: str
+    entries: int
+    shard: Shard
+    packing: str
+    prefix: str = ""
+    state: StateType | None = None
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            object.__setattr__(self, "packing", dtype_name(self.packing))
+
+    def buffer(self, name: str, item: Template) -> BufferSpec:
+        """A kind of buffer at this place."""
+        item = prefixed(item, self.prefix)
+        return BufferSpec(self.prefix + name, self.layers, self.space, item, self.state)
+
+    def takes(self, kind: object, *packings: str) -> bool:
+        """Whether the packing is one of a kind's quantised ones; raises ValueError for others'."""
+        if self.packing in PACKINGS and self.packing not in packings:
+            known = ", ".join((*packings, "any float dtype"))
+            raise ValueError(f"packing: {type(kind).__name__} takes {known}, got {self.packing!r}.")
+        return self.packing in packings
+
+
+class Kind(Protocol):
+    """A kind of state. `inputs` are the roles that a write gives values of, in order. Kinds of
+    attention say too whether these are `joined`: parts of one tensor that is both key and value.
+    """
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Roles without a place's prefix, and without scales."""
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """The buffers of this kind at a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class MHA:
+    """Multi-head and grouped-query attention: all K, then all V, each `[entry, head, dim]` (nhd) or
+    `[head, entry, dim]` (hnd).
+
+    Packings: `fp8`, a float32 scale per token and head; `mxfp8`, a ue8m0 scale per 32 elements (OCP
+    Microscaling). Scales have buffers of their own.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    order: str = "nhd"
+    inputs = ("k", "v")
+    shared_kv = False
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order: one of {ORDERS}, got {self.order!r}.")
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """K, V, and the scales of both if they have any."""
+        v_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        dims = ("k", self.head_dim), ("v", v_dim)
+        if not at.takes(self, *PACKINGS):
+            for role, dim in dims:
+                yield at.buffer(role, self._page(at, Cell(role, dim, at.packing)))
+            return
+        scale = (32, "ue8m0") if at.packing == "mxfp8" else (1 << 30, "f32")
+        cells = [scaled(role, dim, *scale) for role, dim in dims]
+        for cell in (*(values for values, _ in cells), *(scales for _, scales in cells)):
+            yield at.buffer(cell.role, self._page(at, cell))
+
+    def _page(self, at: At, cell: Cell) -> Template:
+        start, size = at.shard.of(self.num_kv_heads)
+        if self.order == "nhd":
+            heads = Repeat("head", size, cell, start, self.num_kv_heads)
+            return Repeat("entry", at.entries, heads)
+        tokens = Repeat("entry", at.entries, cell)
+        return Repeat("head", size, tokens, start, self.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class MLA:
+    """Multi-head latent attention: one row a token, the latent and then the rope key.
+
+    Packing `fp8`: rows of 512 e4m3, 4 float32 scales and 64 bf16 rope, 656 bytes (FlashMLA's sparse
+    format of DeepSeek-V3.2).
+    """
+
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    inputs = ("latent", "rope")
+    shared_kv = False
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """One row a token."""
+        if at.takes(self, "fp8"):
+            latent = scaled("latent", self.kv_lora_rank, 128)
+            row = Seq(*latent, Cell("rope", self.qk_rope_head_dim, "bf16"))
+        else:
+            row = _row(self.kv_lora_rank, self.qk_rope_head_dim, at.packing)
+        yield at.buffer("kv", Repeat("entry", at.entries, row))
+
+
+@dataclass(frozen=True, slots=True)
+class V4Latent:
+    """DeepSeek-V4's shared key and value: a row of latent and rope for each token, or for each
+    compressed one.
+
+    Packing `fp8`: per page all rows of 448 e4m3 and 64 bf16, then all rows of 7 ue8m0 scales (one
+    per 64) and a spare byte, 584 bytes an entry; the page is rounded up to a multiple of a row.
+    """
+
+    latent_dim: int = 448
+    qk_rope_head_dim: int = 64
+    inputs = ("latent", "rope")
+    shared_kv = True
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """One page of rows."""
+        if not at.takes(self, "fp8"):
+            row = _row(self.latent_dim, self.qk_rope_head_dim, at.packing)
+            yield at.buffer("latent", Repeat("entry", at.entries, row))
+            return
+        latent, scales = scaled("latent", self.latent_dim, 64, "ue8m0")
+        rows = Seq(latent, Cell("rope", self.qk_rope_head_dim, "bf16"))
+        page = Seq(
+            Repeat("entry", at.entries, rows), Repeat("entry", at.entries, Seq(scales, Skip(1)))
+        )
+        yield at.buffer("latent", Pad(self.latent_dim + 2 * self.qk_rope_head_dim, page))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKey:
+    """Keys of a sparse-attention indexer.
+
+    Packing `fp8`: per page all e4m3 keys, then all float32 scales (one per 128): 132 bytes an entry
+    (the index cache of DeepSeek-V3.2).
+    """
+
+    head_dim: int = 128
+    inputs = ("index_key",)
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """One page of keys."""
+        if at.takes(self, "fp8"):
+            parts = scaled("index_key", self.head_dim, 128)
+            page: Template = Seq(*(Repeat("entry", at.entries, cell) for cell in parts))
+        else:
+            page = Repeat("entry", at.entries, Cell("index_key", self.head_dim, at.packing))
+        yield at.buffer("index_key", page)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """`count` float32 numbers for each of the last tokens of a request, under one role."""
+
+    role: str
+    count: int
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The role."""
+        return (self.role,)
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """One row a token."""
+        yield at.buffer(self.role, Repeat("entry", at.entries, Cell(self.role, self.count, "f32")))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearState:
+    """What a linear-attention layer keeps of a request: the last `taps` inputs of its convolution,
+    and the temporal state of every head.
+
+    The convolution's channels are `sections` of (name, heads, dim), each sharded over its own
+    heads. `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap,
+    channels]`.
+    """
+
+    sections: tuple[tuple[str, int, int], ...]
+    taps: int
+    heads: int
+    state_shape: tuple[int, int]
+    conv_layout: str = "channels_first"
+    temporal_dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        if self.conv_layout not in CONV_LAYOUTS:
+            raise ValueError(f"conv_layout: one of {CONV_LAYOUTS}, got {self.conv_layout!r}.")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Sections of the convolution, then the temporal state."""
+        return *(f"conv.{name}" for name, _, _ in self.sections), "temporal"
+
+    def declare(self, at: At) -> Iterator[BufferSpec]:
+        """The convolution's item, and the temporal state's."""
+        at.takes(self)
+        parts = []
+        for name, total, dim in self.sections:
+            start, size = at.shard.of(total)
+            cell: Template = Cell(f"conv.{name}", 1, at.packing)
+            if self.conv_layout == "channels_first":
+                cell = Repeat("tap", self.taps, cell)
+            parts.append(Repeat("head", size, Repeat("dim", dim, cell), start, total))
+        channels = Seq(*parts)
+        conv = (
+            channels if self.conv_layout == "channels_first" else Repeat("tap", self.taps, channels)
+        )
+        yield at.buffer("conv", conv)
+        start, size = at.shard.of(self.heads)
+        cell = Cell("temporal", self.state_shape[0] * self.state_shape[1], self.temporal_dtype)
+        yield at.buffer("temporal", Repeat("head", size, cell, start, self.heads))
+
+    def split(self, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:
+        """Channels `[N, channel, tap]` by role as pools store them, `[N, head, dim, tap, 1]`."""
+        sizes = [shard.of(total)[1] * dim for _, total, dim in self.sections]
+        if conv.shape[1:] != (sum(sizes), self.taps):
+            names = ", ".join(name for name, _, _ in self.sections)
+            raise ValueError(
+                f"conv: {list(conv.shape)}, held here are [N, {sum(sizes)}, {self.taps}]: channels "
+                f"of {names} one after the other, and taps."
+            )
+        return {
+            f"conv.{name}": part.reshape(len(part), part.shape[1] // dim, dim, self.taps, 1)
+            for (name, _, dim), part in zip(self.sections, torch.split(conv, sizes, dim=1))
+        }
+
+    def join(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Channels `[N, channel, tap]` of what the pool stores, section by section."""
+        return torch.cat([part.squeeze(-1).flatten(1, 2) for part in held], dim=1)
+
+
+def gated_delta_net(
+    k_heads: int,
+    v_heads: int,
+    k_dim: int,
+    v_dim: int,
+    kernel: int,
+    conv_layout: str = "channels_first",
+) -> LinearState:
+    """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads, channels first."""
+    sections = ("q", k_heads, k_dim), ("k", k_heads, k_dim), ("v", v_heads, v_dim)
+    return LinearState(sections, kernel - 1, v_heads, (k_dim, v_dim), conv_layout)
+
+
+def kda(heads: int, dim: int, kernel: int, conv_layout: str = "taps_first") -> LinearState:
+    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads, channels last."""
+    sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
+    return LinearState(sections, kernel - 1, heads, (dim, dim), conv_layout)
+
+
+def mamba2(
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state_size: int,
+    kernel: int,
+    conv_layout: str = "channels_first",
+) -> LinearState:
+    """Mamba-2: x over heads, B and C over groups."""
+    sections = ("x", heads, head_dim), ("b", groups, state_size), ("c", groups, state_size)
+    return LinearState(sections, kernel - 1, heads, (head_dim, state_size), conv_layout)
+
+
+def _row(latent: int, rope: int, dtype: str) -> Seq:
+    return Seq(Cell("latent", latent, dtype), Cell("rope", rope, dtype))

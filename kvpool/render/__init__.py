@@ -1,0 +1,1 @@
+"""Layouts for people: tables, memory maps, pictures. No torch, no command line."""

@@ -1,0 +1,189 @@
+"""The memory map of an item as SVG elements: rows of bytes to scale, regions in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from xml.etree.ElementTree import Element, SubElement
+
+from kvpool.layout import Region
+from kvpool.render.memory_map import HIDE_FROM, SHOWN, ItemMap, Piece, span
+
+LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: first bytes, the map, steps
+ROW, GAP, LINE = 20, 2, 16
+MOST_ROWS = 512  # of one map
+LARGEST = 8.0  # pixels a byte, at most
+FINEST = 6.0  # pixels a step, at least, to be drawn for itself
+DIGIT, LETTER = 6.1, 6.6  # pixels of a character
+# a role's values and its scales are two shades of one colour
+HUES = (
+    ("#a6cee3", "#1f78b4"),
+    ("#b2df8a", "#33a02c"),
+    ("#fdcb8a", "#d95f02"),
+    ("#cab2d6", "#6a3d9a"),
+    ("#fbb4b9", "#c51b8a"),
+    ("#99d8c9", "#00796b"),
+    ("#fff099", "#8c6d1f"),
+    ("#d9c2a7", "#7f4f24"),
+)
+DARK = {dark for _, dark in HUES}
+STYLE = """
+svg text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #222; }
+svg .head { font-size: 16px; font-weight: 600; }
+svg .byte { font: 10px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; fill: #666; }
+svg .small { font-size: 10px; fill: #666; }
+svg .inside { font-size: 11px; stroke-width: 4; paint-order: stroke; }
+svg .light { fill: #fff; }
+svg rect { stroke: #fff; stroke-width: 0.75; }
+svg rect.padding { fill: url(#padding); stroke: #999; stroke-width: 0.5; }
+svg rect.found { stroke: #d00; stroke-width: 2; }
+svg .tick { stroke: #aaa; stroke-width: 0.75; }
+"""
+
+
+def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float]:
+    """The map of an item, and its height in pixels."""
+    group = Element("g")
+    row, y, left = item.row_bytes, 0.0, MOST_ROWS
+    scale = min(WIDTH / row, LARGEST)
+    for rows in item.rows():
+        y += LINE
+        first, last = SHOWN if rows.count >= HIDE_FROM else (rows.count, 0)
+        hidden = rows.count - first - last
+        left -= first + last
+        if left < 0:
+            words = f"… bytes {rows.start:,} to {item.item_bytes - 1:,}: too many unlike rows"
+            add(group, "text", words, x=LEFT, y=y, class_="small")
+            break
+        for number in [*range(first), *range(rows.count - last, rows.count)]:
+            start = rows.start + number * row
+            if hidden and number == first + hidden:
+                y = _elided(group, item, start - hidden * row, hidden, y)
+            pieces = list(item.pieces(start, min(start + row, item.item_bytes), FINEST / scale))
+            line = _Line(group, item, pieces, colours, scale, y)
+            if number == 0:
+                line.ruler()
+            line.cells()
+            line.words(number)
+            y += ROW + GAP
+    return group, y
+
+
+def add(parent: Element, tag: str, text: str = "", /, **attributes: object) -> Element:
+    """A new child; `text_anchor=` and `class_=` are attributes `text-anchor` and `class`."""
+    written = {
+        name.rstrip("_").replace("_", "-"): f"{value:.3f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else str(value)
+        for name, value in attributes.items()
+    }
+    child = SubElement(parent, tag, written)
+    child.text = text
+    return child
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A row of a map, `y` pixels from its top."""
+
+    group: Element
+    item: ItemMap
+    pieces: Sequence[Piece]
+    colours: dict[Region, str]
+    scale: float
+    y: float
+
+    def cells(self) -> None:
+        """Boxes, the row's first byte and its steps."""
+        middle, start = self.y + ROW - 6, self.pieces[0].start
+        place = {"x": LEFT - 8, "y": middle, "text_anchor": "end"}
+        add(self.group, "text", f"{start:,}", class_="byte", **place)
+        for piece in self.pieces:
+            box = {"x": self.x(piece.start), "y": self.y, "height": ROW}
+            box["width"] = (piece.end - piece.start) * self.scale
+            bytes_ = {"data_from": piece.start, "data_to": piece.end}
+            paint = {"class_": "padding"}
+            if piece.first is not None:
+                paint = {"class_": "cell", "fill": self.colours[piece.first.region]}
+            self.told(add(self.group, "rect", **paint, **box, **bytes_), piece, piece)
+        held = [piece for piece in self.pieces if piece.first]
+        words = span(held[0].first, held[-1].last) if held else "padding"
+        right = self.x(self.pieces[-1].end) + 8
+        add(self.group, "text", words, x=right, y=middle, class_="small")
+
+    def words(self, number: int) -> None:
+        """In the first row regions and their bytes; in the second steps, where there are
+        several.
+        """
+        for parts in self.runs():
+            first = parts[0].first
+            fill = self.colours[first.region] if first else "#eee"
+            style = "inside light" if fill in DARK else "inside"
+            labels: list[tuple[Piece, Piece, tuple[str, str]]] = []
+            if number == 0:
+                name, nbytes = self.name(parts[0]), parts[-1].end - parts[0].start
+                labels = [(parts[0], parts[-1], (f"{name}: {nbytes:,} bytes", name))]
+            elif number == 1 and len(parts) > 1:
+                steps = map(_step, parts)
+                labels = [(p, p, (step, step.rpartition(" ")[2])) for p, step in zip(parts, steps)]
+            for size in range(2):
+                rooms = [(b.end - a.start) * self.scale - 6 for a, b, _ in labels]
+                if all(len(t[size]) * LETTER <= room for (_, _, t), room in zip(labels, rooms)):
+                    for low, high, texts in labels:
+                        place = {"x": self.x((low.start + high.end) / 2), "y": self.y + ROW - 6}
+                        paint = {"class_": style, "stroke": fill, "text_anchor": "middle"}
+                        label = add(self.group, "text", texts[size], **paint, **place)
+                        self.told(label, low, high)
+                    break
+
+    def told(self, element: Element, low: Piece, high: Piece) -> None:
+        """What an element tells when it is pointed at."""
+        name = ", ".join(filter(None, (self.name(low), span(low.first, high.last))))
+        add(element, "title", f"{name}: bytes {low.start:,} to {high.end - 1:,} of the item")
+
+    def ruler(self) -> None:
+        """Bytes at which regions begin, and at which the row ends, where there is room."""
+        starts = [
+            part[0].start
+            for part in self.runs()
+            if part[0].first or (part[-1].end - part[0].start) * self.scale > FINEST
+        ]
+        free = 0.0
+        for byte in [*starts, self.pieces[-1].end]:
+            x, half = self.x(byte), len(f"{byte:,}") * DIGIT / 2
+            if x - half > free:
+                add(self.group, "line", x1=x, x2=x, y1=self.y - 4, y2=self.y, class_="tick")
+                place = {"x": x, "y": self.y - 5, "text_anchor": "middle"}
+                add(self.group, "text", f"{byte:,}", class_="byte", **place)
+                free = x + half + 2
+
+    def x(self, byte: float) -> float:
+        """Where a byte of the item begins, in pixels."""
+        return LEFT + (byte - self.pieces[0].start) * self.scale
+
+    def runs(self) -> list[list[Piece]]:
+        """Neighbours of one region together."""
+        return [list(part) for _, part in groupby(self.pieces, self.name)]
+
+    def name(self, piece: Piece) -> str:
+        """The region, or that there is none."""
+        return self.item.name(piece.first.region) if piece.first else "padding"
+
+
+def _step(piece: Piece) -> str:
+    """The finest step in which all of a piece lies, in words."""
+    words = span(piece.first, piece.last).split(", ")
+    return next((word for word in reversed(words) if "-" not in word), "")
+
+
+def _elided(group: Element, item: ItemMap, start: int, count: int, y: float) -> float:
+    row = item.row_bytes
+    pieces = item.pieces(start, start + row, FINEST)
+    held = next((piece for piece in pieces if piece.first), None)
+    last = item.find(held.start + (count - 1) * row) if held else None
+    words = f"… {count:,} more rows like these, every {row:,} bytes"
+    steps = span(held.first, last) if held else "padding"
+    text = f"{words}: {steps}" if steps else words
+    add(group, "text", text, x=LEFT, y=y + LINE - 5, class_="small")
+    return y + LINE + 4

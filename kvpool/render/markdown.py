@@ -1,0 +1,122 @@
+"""A format as Markdown: what of it lies where, out of its templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpool.layout import Region
+from kvpool.layout.dtypes import ALIASES
+from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
+from kvpool.pools.kinds import At, Kind, LinearState, Ring
+from kvpool.pools.placement import BufferSpec, Shard
+
+COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", "a cell begins at"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of state at concrete numbers, what it is and where its format comes from.
+
+    `entries` is entries an item; `item` what an item is called; `tokens` tokens an entry.
+    """
+
+    title: str
+    what: str
+    source: str
+    kind: Kind
+    packing: str = "bf16"
+    entries: int = 64
+    item: str = "page"
+    tokens: int = 1
+    prefix: str = ""
+
+    def buffers(self) -> list[BufferSpec]:
+        """The buffers of one layer."""
+        at = At((0,), "kv", self.entries, Shard(), self.packing, self.prefix)
+        return list(self.kind.declare(at))
+
+
+def page(head: str, formats: Sequence[Format]) -> str:
+    """A document of formats: a table of sizes, then a section for each."""
+    lines = [head, *_summary(formats), *(line for each in formats for line in _section(each))]
+    return "\n".join(lines)
+
+
+def written(template: Template) -> str:
+    """A template as Python."""
+    match template:
+        case Cell():
+            short = {name: alias for alias, name in ALIASES.items()}
+            dtype = short.get(template.dtype, template.dtype)
+            return f'Cell("{template.role}", {template.count}, "{dtype}")'
+        case Skip():
+            return f"Skip({template.nbytes})"
+        case Seq():
+            return f"Seq({', '.join(map(written, template.parts))})"
+        case Repeat():
+            return f'Repeat("{template.axis}", {template.size}, {written(template.of)})'
+        case Pad():
+            return f"Pad({template.multiple}, {written(template.of)})"
+
+
+def _summary(formats: Sequence[Format]) -> Iterator[str]:
+    yield "| format | an entry | an item |"
+    yield "|---|---:|---:|"
+    for each in formats:
+        sizes = [part.item_bytes for part in each.buffers()]
+        entry = "" if each.item == "slot" else f"{sum(map(_entry_bytes, each.buffers())):,}"
+        items = " + ".join(f"{size:,}" for size in sizes)
+        yield f"| [{each.title}](#{_anchor(each.title)}) | {entry} | {items} |"
+    yield ""
+
+
+def _section(each: Format) -> Iterator[str]:
+    yield f"## {each.title}\n"
+    yield f"{each.what}\n"
+    yield f"Source: {each.source}\n"
+    slot = each.item == "slot"
+    entries = "" if slot else f", {each.item}s of {each.entries} entries"
+    tokens = f" of {each.tokens} tokens" if each.tokens > 1 else ""
+    packing = "" if isinstance(each.kind, Ring) else f", packing `{each.packing}`"
+    yield f"`{each.kind}`{packing}{entries}{tokens}.\n"
+    for part in each.buffers():
+        yield f"`{part.name}`: `{written(part.item)}`\n"
+        yield f"| {' | '.join(COLUMNS)} |"
+        yield "|---|---|---:|---:|---|---|"
+        regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
+        yield from map(_row, regions)
+        yield ""
+        yield _sizes(each, part, sum(region.nbytes for region in regions)) + "\n"
+
+
+def _row(region: Region) -> str:
+    axes = sorted(region.axes, key=lambda axis: -axis.stride)
+    steps = ", ".join(f"{axis.name} {axis.size} x {axis.stride:,}" for axis in axes)
+    begins = [f"{region.offset}"] * bool(region.offset) + [f"{a.stride} * {a.name}" for a in axes]
+    cells = f"{region.offset:,} | {region.width:,} | {steps} | `{' + '.join(begins)}`"
+    return f"| {region.role} | {region.dtype} | {cells} |"
+
+
+def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
+    words = f"A {each.item} is {part.item_bytes:,} bytes"
+    if each.item != "slot":
+        words += f", {_entry_bytes(part):,} an entry"
+    spare = part.item_bytes - claimed
+    words += f"; {spare:,} bytes are padding." if spare else "."
+    if isinstance(each.kind, LinearState) and part.name == "temporal":
+        words += f" Its cells are `{list(each.kind.state_shape)}`, the last dim contiguous."
+    return words
+
+
+def _entry_bytes(part: BufferSpec) -> int:
+    """Bytes of an entry, without what rounds the page up."""
+    inner = part.item.of if isinstance(part.item, Pad) else part.item
+    regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
+    entry = regions[0].axis("entry")
+    return item_bytes(inner) // (entry.size if entry else 1)
+
+
+def _anchor(title: str) -> str:
+    """As GitHub makes it of a heading."""
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

@@ -1,0 +1,271 @@
+"""What every byte of an item is: the map that pictures draw and look-ups read. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
+from kvpool.layout.grid import region_runs, run_count
+
+MOST_IN_A_ROW = 400  # runs that a row may show
+SHORTEST_ROW = 128  # bytes, where steps are smaller
+SHOWN = 3, 1  # first and last rows of those that are alike
+HIDE_FROM = 7  # rows alike
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Byte `byte` of a region's cell at `steps`, one of each of its axes, counted from 0 here."""
+
+    region: Region
+    steps: tuple[int, ...]
+    byte: int
+
+    @property
+    def offset(self) -> int:
+        """Byte of the item, by the formula of kvpool.layout."""
+        strides = (axis.stride for axis in self.region.axes)
+        return self.region.offset + sum(map(int.__mul__, self.steps, strides)) + self.byte
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Steps as the model counts them, by axis name, the largest stride first."""
+        steps = zip(self.region.axes, self.steps)
+        ordered = sorted(steps, key=lambda pair: -pair[0].stride)
+        return {axis.name: axis.start + step for axis, step in ordered if axis.total > 1}
+
+    def __str__(self) -> str:
+        words = [self.region.role, *(f"{name} {step}" for name, step in self.numbers.items())]
+        return f"{', '.join(words)}, byte {self.byte:,} of {self.region.width:,}"
+
+
+def where(layout: PoolLayout, buffer: str, byte: int) -> Place | None:
+    """What byte number `byte` of every item of a buffer is; None where it is padding.
+
+    Raises KeyError for an unknown buffer and IndexError for a byte outside its items.
+    """
+    held = layout.buffer_by_name.get(buffer)
+    if held is None:
+        known = ", ".join(layout.buffer_by_name) or "none"
+        raise KeyError(f"buffer {buffer!r}: not in this layout (it has {known}).")
+    if not 0 <= byte < held.item_bytes:
+        raise IndexError(f"buffer {buffer}: byte {byte} of items of {held.item_bytes}.")
+    return _find([region for region in layout.regions if region.buffer == buffer], byte)
+
+
+def _find(regions: Sequence[Region], byte: int) -> Place | None:
+    for region in regions:
+        axes = sorted(enumerate(region.axes), key=lambda pair: -pair[1].stride)
+        found = _steps(byte - region.offset, [axis for _, axis in axes], region.width)
+        if found is not None:
+            *steps, inside = found
+            at = {index: step for (index, _), step in zip(axes, steps)}
+            return Place(region, tuple(at[index] for index in range(len(axes))), inside)
+    return None
+
+
+def _steps(at: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
+    """Steps of axes, largest stride first, and the byte of the cell; None where no cell is."""
+    if not axes:
+        return (at,) if 0 <= at < width else None
+    axis, *finer = axes
+    if axis.size == 1:
+        only = _steps(at, finer, width)
+        return None if only is None else (0, *only)
+    last = min(axis.size - 1, at // axis.stride)
+    first = max(0, -((extent(finer, width) - 1 - at) // axis.stride))
+    for step in range(last, first - 1, -1):  # one step, unless axes interlock
+        found = _steps(at - step * axis.stride, finer, width)
+        if found is not None:
+            return step, *found
+    return None
+
+
+def extent(axes: Sequence[Axis], width: int) -> int:
+    """Bytes from the first to the last of a grid of cells."""
+    return sum((axis.size - 1) * axis.stride for axis in axes) + width
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `end` of an item that are drawn as one: of a region, or padding (None)."""
+
+    start: int
+    end: int
+    first: Place | None
+    last: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` rows of a map that show the same regions in the same places, from byte `start` on."""
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ItemMap:
+    """One item, and all buffers whose items look like it; `regions` are those of the first."""
+
+    buffers: tuple[Buffer, ...]
+    regions: tuple[Region, ...]
+    layers: tuple[int, ...]
+    space: Space
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item."""
+        return self.buffers[0].item_bytes
+
+    @property
+    def padding(self) -> int:
+        """Bytes of an item that no region claims."""
+        return self.item_bytes - sum(region.nbytes for region in self.regions)
+
+    def name(self, region: Region) -> str:
+        """Its role, and which of the item's layers it is of where there are several."""
+        return f"{region.role} (layer +{region.layer - self._first})" if self._many else region.role
+
+    def find(self, byte: int) -> Place | None:
+        """What a byte of the item is; None where it is padding."""
+        starts, ends, whose = self._runs
+        run = int(np.searchsorted(starts, byte, side="right")) - 1
+        if run < 0 or byte >= ends[run]:
+            return None
+        return _find([self.regions[whose[run]]], byte)
+
+    @cached_property
+    def _first(self) -> int:
+        return min(region.layer for region in self.regions)
+
+    @cached_property
+    def _many(self) -> bool:
+        return any(region.layer != self._first for region in self.regions)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes that one row of a picture shows: the largest step of an axis that is not too full,
+        several of them where they are short.
+        """
+        runs = sum(run_count(region) for region in self.regions)
+        axes = (axis for region in self.regions for axis in region.axes)
+        strides = sorted({axis.stride for axis in axes if axis.size > 1}, reverse=True)
+        fits = (s for s in strides if runs * s <= MOST_IN_A_ROW * self.item_bytes)
+        row = next(fits, strides[-1] if strides else self.item_bytes)
+        while row < SHORTEST_ROW:
+            row *= 2
+        return min(row, self.item_bytes)
+
+    def rows(self) -> Iterator[Rows]:
+        """All rows, those in a line that look alike together."""
+        found, shape = Rows(0, 0), None
+        for start, count, seen in self._shapes():
+            if shape is not None and seen != shape:
+                yield found
+                found = Rows(start, 0)
+            found, shape = replace(found, count=found.count + count), seen
+        yield found
+
+    def pieces(self, start: int, end: int, smallest: float) -> Iterator[Piece]:
+        """What bytes `start` to `end` are drawn as: runs, cut at the steps of the finest axis whose
+        steps are `smallest` bytes or more.
+        """
+        starts, ends, _ = self._runs
+        while start < end:
+            place, run = self.find(start), int(np.searchsorted(starts, start, side="right"))
+            if place is None:
+                stop = min(end, int(starts[run]) if run < len(starts) else end)
+                yield Piece(start, stop, None, None)
+            else:
+                stop = min(end, int(ends[run - 1]), start + _rest(place, smallest))
+                yield Piece(start, stop, place, self.find(stop - 1))
+            start = stop
+
+    @cached_property
+    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Starts, ends and regions' numbers of all runs, by start."""
+        parts = [region_runs(region) for region in self.regions]
+        if not parts:
+            return (np.zeros(0, dtype=np.int64),) * 3
+        starts = np.concatenate([offsets for offsets, _ in parts])
+        ends = np.concatenate([offsets + width for offsets, width in parts])
+        whose = np.repeat(np.arange(len(parts)), [len(offsets) for offsets, _ in parts])
+        order = np.argsort(starts, kind="stable")
+        return starts[order], ends[order], whose[order]
+
+    def _shapes(self) -> Iterator[tuple[int, int, tuple[object, ...]]]:
+        """(start, count, what they look like) of rows, in order."""
+        starts, ends, whose = self._runs
+        row, start = self.row_bytes, 0
+        while start < self.item_bytes:
+            end = min(start + row, self.item_bytes)
+            low = int(np.searchsorted(ends, start, side="right"))
+            high = int(np.searchsorted(starts, end, side="left"))
+            cut = (np.clip(b[low:high] - start, 0, end - start).tolist() for b in (starts, ends))
+            seen = (end - start, *zip(*cut, whose[low:high].tolist()))
+            until = end  # where a single run, or none, goes on for more than this row
+            if high - low == 1 and starts[low] <= start and ends[low] >= end:
+                until = int(ends[low])
+            elif high == low:
+                until = int(starts[high]) if high < len(starts) else self.item_bytes
+            count = max(1, (until - start) // row)
+            yield start, count, seen
+            start += count * row
+
+
+def _rest(place: Place, smallest: float) -> int:
+    """Bytes from a place to the end of its step of the finest axis that is not too small."""
+    axes = sorted(zip(place.region.axes, place.steps), key=lambda pair: pair[0].stride)
+    inside, finer = place.byte, place.region.width
+    for axis, step in axes:
+        if axis.size > 1 and axis.stride >= smallest:
+            break
+        inside += step * axis.stride
+        finer += (axis.size - 1) * axis.stride
+    return max(1, finer - inside)
+
+
+def item_maps(layout: PoolLayout) -> list[ItemMap]:
+    """A map for each way in which items look, buffers that look alike gathered, in their order."""
+    inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
+    for region in layout.regions:
+        inside[region.buffer].append(region)
+    alike: dict[object, list[Buffer]] = {}
+    for buffer in layout.buffers:
+        regions = inside[buffer.name] = sorted(inside[buffer.name], key=lambda r: r.offset)
+        lowest = min((region.layer for region in regions), default=0)
+        looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
+        sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space
+        alike.setdefault((*sizes, *looks), []).append(buffer)
+    return [
+        ItemMap(
+            tuple(buffers),
+            tuple(inside[buffers[0].name]),
+            tuple(sorted({region.layer for b in buffers for region in inside[b.name]})),
+            layout.space_by_name[buffers[0].space],
+        )
+        for buffers in alike.values()
+    ]
+
+
+def span(first: Place | None, last: Place | None) -> str:
+    """Steps from one place to another in words: `entry 3, head 0-7`; empty where none is common."""
+    if first is None or last is None:
+        return ""
+    words = []
+    there = last.numbers
+    same = first.region.role == last.region.role
+    for name, step in first.numbers.items():
+        other = there.get(name)
+        if other == step:
+            words.append(f"{name} {step}")
+            continue
+        if same and other is not None:
+            words.append(f"{name} {step}-{other}")
+        break
+    return ", ".join(words)

@@ -1,0 +1,79 @@
+"""Layouts as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpool.layout import PoolLayout, Region, Space
+from kvpool.layout.sentences import axis_steps, steps
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
+    """One row per (owner, role) and shape, layers gathered; sizes in bytes."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in ("region", "layers", "dtype"):
+        table.add_column(name, overflow="fold")
+    table.add_column("items", justify="right")
+    table.add_column("item", justify="right")
+    table.add_column("axes")
+    table.add_column("cell", justify="right")
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for region in layout.regions:
+        grouped.setdefault(_row(layout, region), []).append(region.layer)
+    for (name, *rest), layers in grouped.items():
+        table.add_row(escape(name), steps(layers), *rest)
+    table.caption = "bytes; axes as steps x stride"
+    return table
+
+
+def human(nbytes: float) -> str:
+    """`73728` as `72.0 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def space_words(space: Space) -> str:
+    """How ids of a space address positions: `space kv: pages of 64 entries`."""
+    entries = "entry" if space.entries_per_item == 1 else "entries"
+    words = [
+        {
+            "paged": f"pages of {space.entries_per_item:,} {entries}",
+            "slot": "one item a request",
+            "ring": f"one ring of {space.entries_per_item:,} {entries} a request",
+        }[space.kind]
+    ]
+    if space.tokens_per_entry > 1:
+        words.append(f"an entry is {space.tokens_per_entry:,} tokens")
+    if space.window is not None:
+        steps = f", in steps of {space.window_step:,}" if space.window_step > 1 else ""
+        words.append(f"window {space.window:,}{steps}")
+    if space.ids is not None:
+        words.append(f"ids of {space.ids}")
+    return f"space {space.name}: {', '.join(words)}"
+
+
+def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
+    buffer = layout.buffer_of(region)
+    axes = sorted(region.axes, key=lambda axis: -axis.stride)
+    item = f"{buffer.item_bytes:,}"
+    if buffer.item_stride != buffer.item_bytes:
+        item += f"\nevery {buffer.item_stride:,}"
+    if region.offset:
+        item += f"\nfrom {region.offset:,}"
+    return (
+        f"{region.owner} {region.role}",
+        region.dtype,
+        f"{buffer.items:,}",
+        item,
+        "\n".join(f"{axis_steps(a)} x {a.stride:,}" for a in axes),
+        f"{region.width:,}",
+    )

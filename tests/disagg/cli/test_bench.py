@@ -1,0 +1,300 @@
+"""`kvpool bench`: what it times is checked, counted, listed and refused as it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from disagg.cli.bench import chart, host
+from disagg.cli.bench.case import QUICK
+from disagg.cli.bench.cases import GROUPS, all_cases
+from disagg.cli.bench.command import bench
+from disagg.cli.bench.measure import row_of
+from disagg.cli.bench.peer import Other
+from disagg.engines import base
+from disagg.engines.base import engine_names
+from disagg.engines.local import LocalEngine
+from disagg.plan import TransferPlan, plan
+from kvpool import Allocator
+from kvpool.device.cpu import CPUDevice
+from tests.disagg.engines.peers import ENGINES
+
+ROOT = Path(__file__).parents[3]
+KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": list}
+ROW_KEYS = {
+    *("group", "case", "engine", "bytes", "bound", "seconds", "reference_seconds"),
+    *("gib_per_second", "reference_gib_per_second", "ratio", "rounds", "reason", "failed"),
+}
+app = typer.Typer()
+app.command()(bench)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["--quick", *map(str, arguments)])
+
+
+def told(done):
+    """All that was printed, in one line without a box."""
+    return " ".join(done.output.replace("│", "").split())
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """All groups, engines and cases, once: what was printed, and the JSON."""
+    path = tmp_path_factory.mktemp("bench") / "all.json"
+    done = run("--json", path)
+    assert done.exit_code == 0, done.output
+    return told(done), json.loads(path.read_text())
+
+
+def test_every_group_has_rows_with_finite_positive_figures(everything):
+    _, found = everything
+    assert {row["group"] for row in found["rows"]} == set(GROUPS)
+    for row in found["rows"]:
+        if row["reason"] is None:
+            figures = row["seconds"], row["reference_seconds"], row["ratio"]
+            assert all(math.isfinite(each) and each > 0 for each in figures), row
+            rate = row["bytes"] / row["seconds"] / 2**30
+            assert row["gib_per_second"] == (pytest.approx(rate) if row["bytes"] else None)
+            assert row["rounds"] >= 3 and not row["failed"]
+
+
+def test_the_json_is_one_object_of_machine_versions_date_and_rows(everything):
+    _, found = everything
+    assert {key: type(value) for key, value in found.items()} == KEYS
+    assert all(set(row) == ROW_KEYS for row in found["rows"])
+    assert found["machine"]["device"] == "cpu" and found["machine"]["threads"] == "1"
+    assert torch.__version__.startswith(found["versions"]["torch"]) and found["quick"]
+    assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
+
+
+def test_every_engine_is_listed_with_figures_or_with_the_reason_why_not(everything):
+    printed, found = everything
+    rows = [row for row in found["rows"] if row["group"] == "transfer"]
+    assert {row["engine"] for row in rows} == set(engine_names())
+    assert {row["engine"] for row in rows if row["reason"] is None} >= set(ENGINES)
+    for row in rows:
+        if row["reason"] is not None:
+            assert row["ratio"] is row["seconds"] is None and row["bytes"] > 0
+            assert " ".join(row["reason"].split()) in printed
+
+
+PAGES, RUNS, READ, BOUND = 2, 1 << 20, 2 << 20, 64  # of the quick sizes
+COUNTED = {
+    # a token's values in bf16 and its bytes in the pool, halved: what a copy as heavy moves
+    **{
+        (group, name): tokens * (given + stored) // 2
+        for group in ("store", "load")
+        for name, tokens, given, stored in (
+            ("K and V 8 x 128, NHD", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
+            ("K and V 8 x 128, HND", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
+            ("MLA bf16, 1152 B", 128, 2 * (512 + 64), 1152),
+            ("MLA fp8, 656 B", 256, 2 * (512 + 64), 512 + 4 * 4 + 2 * 64),
+            ("index keys fp8, 132 B", 1280, 2 * 128, 128 + 4),
+            ("DSv4 fp8, 584 B", 256, 2 * 512, 448 + 2 * 64 + 7),
+        )
+    },
+    **{
+        ("move", f"MLA by {placement}, {ids} ids"): PAGES * 61 * 73_728
+        for placement in ("layer", "page")
+        for ids in ("device", "host")
+    },
+    **{
+        (group, name): RUNS // width * width
+        for group in ("gather", "scatter")
+        for name, width in (("512 B", 512), ("4 KiB", 4096), ("36 KiB", 36_864))
+    },
+    ("allocator", "256 requests, DSv4"): 256 * 5 * 8,
+    **{
+        ("plan", name): 0
+        for name in ("MLA", "DSv4, known shape", "MLA from TP8 x PP2, known shape")
+    },
+    **{("bind", f"MLA, 61 x 64 pages{cold}"): 61 * BOUND * 3 * 8 for cold in ("", ", cold")},
+    # 16 pages of 30 layers' latents and keys (ratio 4) and of 31 layers' latents (ratio 128), a
+    # window page of every layer, two rings of the 30
+    ("bind", "DSv4, 4,096 tokens"): (16 * (2 * 30 + 31) + 61 + 2 * 30) * 3 * 8,
+    **{
+        ("transfer", f"{engine}, {name}"): READ // width * width
+        for engine in engine_names()
+        for name, width in (
+            *(("1 KiB", 1024), ("4 KiB", 4096), ("36 KiB", 36_864), ("1 MiB", 1 << 20)),
+            ("one run", READ),
+        )
+    },
+}
+
+
+def test_bytes_are_those_of_the_formats(everything):
+    _, found = everything
+    counted = {(row["group"], row["case"]): row["bytes"] for row in found["rows"]}
+    assert len(counted) == len(found["rows"])
+    assert counted == COUNTED
+
+
+def test_a_ratio_is_that_of_times_taken_in_the_same_round():
+    case = all_cases(QUICK, [])[0]
+    slow = 10.0  # the machine, half of the time
+    row = row_of(case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)])
+    assert (row.ratio, row.rounds) == (0.5, 4)
+    assert (row.seconds, row.reference_seconds) == (5.5, 0.5)
+
+
+def nothing(*_, **__):
+    """Does none of the work."""
+
+
+def zeros(rows, where):
+    """Reads what is not there."""
+    return [torch.zeros(len(where), *row.view.shape[2:], dtype=row.dtype) for row in rows]
+
+
+def twice_as_far(allocator, requests, tokens, extend=Allocator.extend_batch):
+    """Locations of later tokens."""
+    return extend(allocator, requests, 2 * tokens)
+
+
+def half_of_the_layers(sources, dest):
+    """A plan for fewer layers than the destination has."""
+    regions = tuple(region for region in dest.regions if region.layer < 30)
+    return plan(sources, replace(dest, regions=regions))
+
+
+def one_page(made, source, *addresses, bind=TransferPlan.bind):
+    """Runs of the first positions."""
+    return bind(made, source, *addresses, tokens=range(64))
+
+
+def another_page(made, source, there, here, bind=TransferPlan.bind):
+    """Runs of as many bytes, to another page than was asked for."""
+    ids = np.roll(here.spans["kv"].ids, 1)
+    spans = {**here.spans, "kv": replace(here.spans["kv"], ids=ids)}
+    return bind(made, source, there, replace(here, spans=spans))
+
+
+@pytest.mark.parametrize(
+    ("group", "owner", "name", "instead"),
+    [
+        ("store", CPUDevice, "store_rows", nothing),
+        ("load", CPUDevice, "load_rows", staticmethod(zeros)),
+        ("move", CPUDevice, "copy_items", nothing),
+        ("gather", CPUDevice, "copy_runs", nothing),
+        ("scatter", CPUDevice, "copy_runs", nothing),
+        ("allocator", Allocator, "extend_batch", twice_as_far),
+        ("plan", host, "plan", half_of_the_layers),
+        ("bind", TransferPlan, "bind", one_page),
+        ("bind", TransferPlan, "bind", another_page),
+        ("transfer", LocalEngine, "read", nothing),
+    ],
+)
+def test_a_case_that_does_not_do_its_work_fails(monkeypatch, tmp_path, group, owner, name, instead):
+    monkeypatch.setattr(owner, name, instead)
+    chosen = ("--engine", "local") if group == "transfer" else ()
+    done = run("--only", group, *chosen, "--json", tmp_path / "rows.json")
+    assert done.exit_code == 1 and f"failed: {group}" in done.output
+    for row in json.loads((tmp_path / "rows.json").read_text())["rows"]:
+        assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
+
+
+def test_what_a_device_cannot_run_is_listed_with_its_reason(monkeypatch):
+    def missing(*_):
+        raise NotImplementedError("no such kernel.")
+
+    monkeypatch.setattr(CPUDevice, "copy_runs", missing)
+    done = run("--only", "gather", "--only", "allocator")
+    assert done.exit_code == 0
+    assert "not run: gather 512 B and 2 more: no such kernel." in told(done)
+    assert "256 requests" in done.output
+
+
+def test_what_breaks_is_listed_too_and_fails(monkeypatch):
+    def broken(*_):
+        raise OSError("the card fell out")
+
+    monkeypatch.setattr(CPUDevice, "copy_runs", broken)
+    done = run("--only", "gather", "--only", "allocator")
+    assert done.exit_code == 1
+    assert "failed: gather 512 B and 2 more: OSError: the card fell out" in told(done)
+    assert "256 requests" in done.output
+
+
+def test_a_process_that_dies_is_a_reason(monkeypatch):
+    monkeypatch.setattr(Other, "metadata", lambda other, _: (other.process.kill(), other._answer()))
+    done = run("--only", "transfer", "--engine", "local")
+    assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device", "abacus:0"], "no installed package offers 'abacus'"),
+        (["--device", "meta"], "device 'meta' has sizes and no memory"),
+        (["--only", "stores"], "--only stores: one of store, load"),
+        (["--engine", "pigeon"], "engine 'pigeon': known are"),
+        (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
+        (["--engine", "local", "--only", "store"], "--engine is for transfers"),
+        (["--json", "nowhere/x.json"], "there is no directory nowhere"),
+        (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
+        (["--chart", "x.gif"], "x.gif: a name that ends in .svg, .html, .png."),
+        (["--chart", "x.svg"], "matplotlib is not installed. pip install 'kvpool[viz]'."),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_anything_runs(monkeypatch, arguments, sentence):
+    monkeypatch.setattr(LocalEngine, "availability", lambda: "no such card. Put one in.")
+    known = {**base._entries(), "absent": base._entries()["local"]}
+    monkeypatch.setattr(base, "_entries", lambda: known)
+    monkeypatch.setattr(chart, "find_spec", lambda _: None)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert sentence in told(done)
+
+
+if find_spec("matplotlib"):  # of an extra: where it is installed, it must work
+
+    @pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])
+    def test_the_chart_has_a_bar_for_every_case(tmp_path, suffix):
+        path = tmp_path / f"bench{suffix}"
+        groups = "--only", "gather", "--only", "bind", "--only", "transfer"
+        done = run(*groups, "--engine", "local", "--chart", path)
+        assert done.exit_code == 0, done.output
+        data = path.read_bytes()
+        if suffix == ".png":
+            assert data.startswith(b"\x89PNG")
+            return
+        text = data.decode()
+        assert ("<html" in text) is (suffix == ".html") and text.count("<svg") == 1
+        for name in ("gather: 36 KiB", "bind: MLA, 61 x 64 pages, cold", "transfer: local, 1 MiB"):
+            assert name in text  # as a comment, where text is drawn as paths
+
+
+def test_the_suite_takes_a_device_and_writes_the_same_json(tmp_path):
+    path = tmp_path / "suite.json"
+    options = ["--device", "cpu", "--json", path, "--benchmark-enable", "-k", "allocator"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "tests/bench/test_cases.py",
+        *map(str, options),
+    ]
+    # a worker of xdist would pass on that it is one, and benchmarks are off there
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(path.read_text())
+    assert {key: type(value) for key, value in found.items()} == KEYS and not found["quick"]
+    (row,) = (row for row in found["rows"] if row["reason"] is None)
+    assert row["group"] == "allocator" and row["ratio"] > 0 and row["rounds"] == 20

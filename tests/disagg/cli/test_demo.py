@@ -1,0 +1,290 @@
+"""The demo is the claim: eight families, two engines, two processes, equal to one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer import Exit
+
+from disagg.cli.demo import command as demo
+from disagg.cli.demo.check import locations, same_as_pool, same_as_transformers
+from disagg.cli.demo.models import MODELS, Settings
+from disagg.cli.demo.run import prefill, transformers_cache
+from disagg.engines.base import engine_names
+from kvpool.allocator import Allocator
+from kvpool.integrations.transformers import PoolCache
+from tests.disagg.engines.peers import ENGINES
+
+KVPOOL = Path(sys.executable).with_name("kvpool")
+SMALL = Settings("llama", "local", (40,), 16, "float32", "float32", 0, 1, 8, 8)
+# around pages, windows and compressed entries of 4 and 128 tokens
+LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1000)
+PAGES = {"deepseek_v4": (256, 128)}
+
+
+def kvpool(*arguments):
+    return subprocess.run(
+        [KVPOOL, *map(str, arguments)], capture_output=True, text=True, timeout=240
+    )
+
+
+def prefill_side(pipe):
+    """Plays prefill's part of one demo after the other."""
+    while settings := pipe.recv():
+        demo.offer(pipe, settings)
+
+
+@pytest.fixture(scope="module")
+def play():
+    """Runs a demo between this process and another that plays prefill in all of them; returns the
+    verdict and what was printed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    peers: list[demo.Peer] = []
+
+    def run(settings):
+        if not peers or not peers[-1].process.is_alive():
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            peers.append(demo.Peer(here, process))
+        peer, console = peers[-1], Console(file=StringIO(), width=200)
+        peer.pipe.send(settings)
+        try:
+            good = demo.decode_process(peer, settings, 4, console)
+        except BaseException:
+            peer.process.kill()
+            raise
+        return good, console.file.getvalue()
+
+    yield run
+    for peer in peers[-1:]:
+        peer.pipe.send(None)
+        peer.process.join(30)
+        assert peer.process.exitcode == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_decode_elsewhere_equals_one_process(play, model, engine):
+    # the longest prompt is as much work as all others, and nothing new to a second engine
+    lengths = LENGTHS if engine == ENGINES[0] else LENGTHS[:-1]
+    here, there = PAGES.get(model, (16, 24))
+    settings = Settings(model, engine, lengths, 100, "bfloat16", "bfloat16", 0, 1, here, there)
+    good, said = play(settings)
+    assert good, said
+    claim = "logits of 4 of 4 decoded steps bit-equal to one process"
+    for other in ("same pool", "transformers' own cache"):
+        assert said.count(f"PASS {claim}, {other}") == len(lengths)
+    assert said.count("PASS") == 4 * len(lengths) and "FAIL" not in said
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(play, model):
+    good, said = play(Settings(model, "local", (130, 257), 100, "float32", "fp8", 0, 1, 0, 0))
+    assert good, said
+    assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
+    errors = re.findall(r"PASS largest logit error of fp8: ([\d.]+)% of the largest", said)
+    assert len(errors) == 2 and all(0 < float(error) < 10 for error in errors)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_npus_code_over_reference_operators_equals_one_process(play, model):
+    good, said = play(
+        Settings(model, "local", (70,), 50, "bfloat16", "bfloat16", 0, 1, 0, 0, "npu-reference")
+    )
+    assert good, said
+    assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_command_runs_both_processes_and_prints_the_verdict(engine):
+    done = kvpool(
+        "demo", "--engine", engine, "--prompt-tokens", 5, "--prompt-tokens", 130,
+        "--new-tokens", 4, "--chunk-tokens", 100, "--packing", "fp8",
+        "--prefill-page", 16, "--decode-page", 24, "--dtype", "bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS") == 6 and "FAIL" not in done.stdout
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt_oss", "qwen3_next", "deepseek_v4"])
+def single(request):
+    """A model's pool and transformers' own cache after the same prompt."""
+    page = {"deepseek_v4": 128}.get(request.param, 8)
+    settings = replace(SMALL, model=request.param, prompts=(140,), decode_page=page)
+    model, prompt = settings.build()
+    pool = settings.pool(model, page)
+    cache, own = PoolCache.new(pool, Allocator(pool)), transformers_cache(model)
+    with torch.no_grad():
+        for each in (cache, own):
+            prefill(model, prompt, each, settings.chunks(140))
+    return pool, cache.requests[0].address(), own
+
+
+def test_the_byte_verdict_sees_every_region(single):
+    pool, address, own = single
+    right = same_as_transformers(pool, address, own)
+    assert not right.wrong
+    for region in pool.layout.regions:
+        alive = pool.layout.space_of(region).alive(140)
+        item, entry = divmod(int(locations(pool.layout.space_of(region), address, alive)[-1]),
+                             pool.layout.space_of(region).entries_per_item)  # fmt: skip
+        view = pool.view(region.role, region.layer)
+        cell = (view[item, entry] if region.axis("entry") else view[item]).view(torch.uint8)
+        flipped = cell.reshape(-1)[-1:] ^ 1
+        before = cell.clone()
+        cell.view(-1)[-1:] = flipped
+        # of a closed window transformers keeps half, and that is not the last byte
+        half = region.role.endswith("state") and alive.stop % 4 == 0 and region.role[:2] == "c4"
+        assert same_as_transformers(pool, address, own).wrong == (0 if half else 1), region
+        cell.copy_(before)
+    assert same_as_transformers(pool, address, own) == right
+
+
+def test_two_pools_of_one_request_are_compared_byte_by_byte(single):
+    pool, address, _ = single
+    live = pool.layout.live_bytes(140)
+    assert same_as_pool(pool, address, pool, address) == (0, live)
+
+
+def mislead(pipe, settings):
+    """A prefill that computes one token more than decode made room for."""
+    demo.prefill_process(pipe, replace(settings, prompts=(settings.prompts[0] + 1,)))
+
+
+def vanish(pipe, settings):
+    """A prefill that ends before it has said where it is."""
+    os._exit(3)
+
+
+def vanish_later(pipe, settings):
+    """A prefill that ends once it has said where it is, without an endpoint there."""
+    pipe.send(("address", "tcp://127.0.0.1:9"))
+    os._exit(4)
+
+
+def stop_listening(pipe, settings):
+    """A prefill that shakes hands, cannot be told to go, and ends a little later."""
+
+    def close():
+        pipe.close()
+        time.sleep(0.5)
+        os._exit(5)
+
+    pipe.recv = close
+    demo.offer(pipe, settings)
+
+
+@pytest.mark.parametrize(
+    ("instead", "sentence"),
+    [
+        (mislead, "41 tokens, decode made room for 40"),
+        (vanish, "prefill ended with status 3"),
+        (vanish_later, "prefill ended with status 4"),
+        (stop_listening, "prefill ended with status 5"),
+    ],
+)
+def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(
+    monkeypatch, capsys, instead, sentence
+):
+    monkeypatch.setattr(demo, "prefill_process", instead)
+    with pytest.raises(Exit) as ended:
+        demo.demo(prompt_tokens=[40], prefill_page=8, decode_page=8)
+    assert ended.value.exit_code == 1
+    said = capsys.readouterr().out
+    assert "FAIL" in said and sentence in said
+
+
+def test_a_reason_with_brackets_is_printed_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "engine_class", lambda _: type("E", (), {"availability": missing}))
+    with pytest.raises(Exit):
+        demo.demo()
+    assert "not there. Install kvpool[nixl]." in capsys.readouterr().out
+
+
+def missing():
+    return "not there. Install kvpool[nixl]."
+
+
+def prefill_of(parent: int) -> int:
+    """The process that `parent` spawned, once it is there."""
+    for _ in range(200):
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                line = Path(f"/proc/{entry}/cmdline").read_bytes()
+                status = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == parent and b"--multiprocessing-fork" in line:
+                    return int(entry)
+        time.sleep(0.1)
+    raise AssertionError("the demo has spawned no process")
+
+
+@pytest.mark.parametrize("ended", [signal.SIGKILL, signal.SIGTERM])
+def test_the_prefill_process_ends_with_its_parent(ended):
+    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.DEVNULL)
+    child = prefill_of(running.pid)
+    time.sleep(1)
+    running.send_signal(ended)
+    running.wait(20)
+    for _ in range(100):
+        try:
+            if " Z " in Path(f"/proc/{child}/stat").read_text():
+                return
+        except OSError:  # gone, perhaps while it was being read
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the prefill process has outlived its parent by ten seconds")
+
+
+def test_a_prefill_process_that_is_killed_is_exit_status_1():
+    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.PIPE, text=True)
+    child = prefill_of(running.pid)
+    time.sleep(1)
+    os.kill(child, signal.SIGKILL)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "FAIL prefill ended with status -9" in said
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["explain", "--help"]])
+def test_help_is_there(arguments):
+    done = kvpool(*arguments)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--dtype", "int8", "one of float32, bfloat16, float16, got 'int8'"),
+        ("--packing", "int4", "one of float32, fp8, mxfp8, got 'int4'"),
+        ("--engine", "pigeon", f"one of {', '.join(engine_names())}, got 'pigeon'"),
+        ("--model", "gpt", f"one of {', '.join(MODELS)}, got 'gpt'"),
+    ],
+)
+def test_bad_options_are_refused_by_a_sentence(option, value, sentence):
+    done = kvpool("demo", option, value)
+    assert done.returncode == 2
+    assert sentence in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_built():
+    done = kvpool("demo", "--device", "gpu")
+    assert done.returncode == 1
+    assert "FAIL device 'gpu': no installed package offers 'gpu'" in done.stdout

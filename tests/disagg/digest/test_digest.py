@@ -1,0 +1,545 @@
+"""Digests of what was moved: equal on both sides whatever the layouts, and of these bytes only."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import disagg.digest.cell_hash
+import disagg.digest.digest
+from disagg.digest.digest import Piece, differing, digests, from_wire, pieces, to_wire
+from disagg.plan import TransferPlan, plan
+from kvpool import MHA, PoolLayout, RequestAddress, Shard, Space, Span
+from kvpool.item import Cell, Repeat, Seq, Skip
+from kvpool.layout.types import MAX_PARTS
+from tests.disagg.plan.test_geometry import geometries
+from tests.oracle import blank, built, fill, live, merged, move, place, state
+from tests.pools import CLASSES, GDN, PACKED, mha, mla
+
+TOKENS = 29
+ROOM = {"num_pages": 12, "num_window_pages": 20}
+
+EVERY = {
+    "equal": ({}, {}),
+    "page placement": ({}, {"placement": "page"}),
+    "page size": ({"page_size": 8}, {"page_size": 16}),
+    "tp up": ({"tp": 1}, {"tp": 2}),
+    "tp down": ({"tp": 4}, {"tp": 1}),
+    "pp": ({"pp": 2}, {"placement": "page"}),
+}
+SOME = {
+    "swa": {"window pages": ({}, {"window_page_size": 4})},
+    "mha": {
+        "order": ({}, {"order": "hnd"}),
+        "order and tp": ({"tp": 4}, {"order": "hnd", "tp": 2}),
+    },
+    "hybrid": {
+        "order": ({}, {"full": MHA(4, 8, 16, order="hnd")}),
+        "taps": ({"tp": 2}, {"linear": replace(GDN, conv_layout="taps_first")}),
+    },
+    "dsv4": {
+        "ring": ({}, {"speculation": True}),
+        "shorter ring": ({"speculation": True}, {"window_page_size": 8}),
+    },
+}
+CASES = {
+    f"{name}: {change}": (CLASSES[name], *sides)
+    for name in CLASSES
+    for change, sides in (EVERY | SOME.get(name, {})).items()
+}
+every = pytest.mark.parametrize("case", CASES)
+
+
+@dataclass(repr=False)
+class Moved:
+    """A hand-off that has happened."""
+
+    sources: list
+    dest: object
+    there: list[RequestAddress]
+    here: RequestAddress
+    made: TransferPlan
+
+    def pieces(self, source, tokens=range(TOKENS)):
+        return pieces(self.made, source, tokens, self.here.num_tokens)
+
+    def digests(self, source, each=False, given=None):
+        """Of the source's memory, and of the destination's."""
+        given = self.pieces(source) if given is None else given
+        return tuple(
+            values(holder, address, given, each)
+            for holder, address in (
+                (self.sources[source], self.there[source]),
+                (self.dest, self.here),
+            )
+        )
+
+    def report(self):
+        """What `differing` says, over all sources."""
+        found = []
+        for source in range(len(self.sources)):
+            edges = np.cumsum([len(piece.entries) for piece in self.pieces(source)])
+            sides = (np.split(side, edges)[:-1] for side in self.digests(source, each=True))
+            found += differing(self.pieces(source), *sides, self.dest.layout)
+        return found
+
+
+def values(holder, address, given, each=False):
+    """The steps of a digest, put together."""
+    parts = [part for part in digests(holder.layout, address, given, each) if part is not None]
+    return np.concatenate([np.empty(0, dtype=np.uint64), *parts])
+
+
+def ranks(build, tp=1, pp=1, **more):
+    stages = np.array_split(np.arange(4), pp)
+    return [
+        build(layers=stage.tolist(), total_kv_layers=4, shard=Shard(rank, tp), **ROOM, **more)
+        for stage in stages
+        for rank in range(tp)
+    ]
+
+
+def moved(sources, dest, tokens=TOKENS):
+    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
+    here = place(dest, tokens)
+    for source, address in zip(sources, there):
+        fill(source, address)
+    blank(dest)
+    return Moved(sources, dest, there, here, move(sources, dest, there, here))
+
+
+known: dict[str, list[Moved]] = {}
+
+
+def case_of(name) -> list[Moved]:
+    """One hand-off for each decode rank of a case; made once."""
+    if name not in known:
+        build, source, dest = CASES[name]
+        known[name] = [moved(ranks(build, **source), into) for into in ranks(build, **dest)]
+    return known[name]
+
+
+def nbytes(layout, piece):
+    size = layout.region_by_key[piece.key].width * len(piece.entries)
+    for _, low, high in piece.box:
+        size *= high - low
+    return size
+
+
+@every
+def test_both_sides_have_the_same_digests_of_all_that_was_moved(case):
+    for each in case_of(case):
+        every_piece = 0
+        for source in range(len(each.sources)):
+            assert np.equal(*each.digests(source)).all()
+            assert np.equal(*each.digests(source, each=True)).all()
+            every_piece += sum(nbytes(each.dest.layout, piece) for piece in each.pieces(source))
+        assert every_piece == each.dest.layout.live_bytes(TOKENS)
+        assert each.report() == []
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packings_of_all_pools_have_equal_digests_over_other_pages(name):
+    each = moved([PACKED[name](**ROOM)], PACKED[name](**ROOM, page_size=8))
+    assert np.equal(*each.digests(0)).all() and each.digests(0)[0].size
+
+
+@settings(max_examples=50)
+@given(geometries(layers=6, pp=3, page=20), st.integers(1, 60))
+def test_any_two_geometries_have_the_same_digests(geometry, tokens):
+    model, source, dest, where = geometry
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    each = moved(pools, dest.pool(model, *where, tokens), tokens)
+    found = 0
+    for number in range(len(pools)):
+        given = each.pieces(number, range(tokens))
+        assert np.equal(*each.digests(number, each=True, given=given)).all()
+        found += sum(nbytes(each.dest.layout, piece) for piece in given)
+    assert found == each.dest.layout.live_bytes(tokens)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(CASES)), st.data())
+def test_a_flipped_byte_is_named_by_region_and_position(name, data):
+    each = data.draw(st.sampled_from(case_of(name)), label="rank")
+    layout = each.dest.layout
+    region = data.draw(st.sampled_from(layout.regions), label="region")
+    space = layout.space_of(region)
+    entries = live(space, range(TOKENS), TOKENS)
+    assume(entries.size)
+    entry = data.draw(st.sampled_from(entries.tolist()), label="entry")
+    row, at = entry_of(each.dest, each.here, region, entry), []
+    for size in row.shape:
+        at.append(data.draw(st.integers(0, size - 1)))
+    flip = data.draw(st.integers(1, 255), label="flip")
+    row[tuple(at)] ^= flip
+    try:
+        (sentence,) = each.report()
+        differ = sum(int((a != b).sum()) for a, b in map(each.digests, range(len(each.sources))))
+    finally:
+        row[tuple(at)] ^= flip
+    assert differ == 1
+    assert sentence.startswith(f"{region.owner} layer {region.layer} {region.role}")
+    size = space.tokens_per_entry
+    first, last = entry * size, entry * size + size - 1
+    what = f"position {first} differs" if size == 1 else f"positions {first}-{last} differ"
+    assert sentence.endswith(": its state differs." if space.kind == "slot" else f": {what}.")
+    assert not each.report()
+
+
+def entry_of(holder, address, region, entry):
+    """The bytes of one entry, `[axes but entry, byte]`, to be written to."""
+    space, view = holder.layout.space_of(region), state(holder).views[region.key]
+    ids = address.spans[space.id_list].ids
+    item = view[ids[entry // space.entries_per_item if space.kind == "paged" else 0]]
+    return item if region.axis("entry") is None else item[entry % space.entries_per_item]
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(CASES)), st.data())
+def test_a_byte_that_is_dead_or_padding_or_another_request_s_changes_nothing(name, data):
+    each = data.draw(st.sampled_from(case_of(name)), label="rank")
+    (memory,) = state(each.dest).memory
+    dead = np.flatnonzero(~alive(each.dest, each.here))
+    chosen = data.draw(st.lists(st.integers(0, dead.size - 1), min_size=1), label="bytes")
+    before = memory.copy()
+    memory[dead[chosen]] ^= 0x5A
+    try:
+        assert not each.report()
+    finally:
+        memory[...] = before
+
+
+def alive(holder, address):
+    """Which bytes of a holder's memory are live bytes of a request."""
+    (memory,) = state(holder).memory
+    before = memory.copy()
+    memory[...] = 0
+    for region in holder.layout.regions:
+        for entry in live(holder.layout.space_of(region), range(TOKENS), TOKENS).tolist():
+            entry_of(holder, address, region, entry)[...] = 1
+    found = memory.astype(bool)
+    memory[...] = before
+    return found
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(CASES)), st.sampled_from(("positions", "layers", "steps")), st.data())
+def test_what_is_exchanged_between_positions_layers_or_steps_shows(name, what, data):
+    each = data.draw(st.sampled_from(case_of(name)), label="rank")
+    layout = each.dest.layout
+    region = other = data.draw(st.sampled_from(layout.regions), label="region")
+    entries = live(layout.space_of(region), range(TOKENS), TOKENS).tolist()
+    assume(entries)
+    one = two = data.draw(st.sampled_from(entries), label="entry")
+    if what == "positions":
+        two = data.draw(st.sampled_from(entries), label="other entry")
+    elif what == "layers":
+        alike = [r for r in layout.regions if (r.owner, r.role) == (region.owner, region.role)]
+        other = data.draw(st.sampled_from(alike), label="other layer")
+    rows = [entry_of(each.dest, each.here, r, e) for r, e in ((region, one), (other, two))]
+    if what == "steps":
+        assume(rows[0].ndim > 1)
+        steps = [data.draw(st.integers(0, rows[0].shape[0] - 1)) for _ in rows]
+        rows = [row[step] for row, step in zip(rows, steps)]
+    were = [row.copy() for row in rows]
+    assume(not np.array_equal(*were))
+    rows[0][...], rows[1][...] = were[1], were[0]
+    try:
+        found = set()
+        for source in range(len(each.sources)):
+            changed = np.not_equal(*each.digests(source)).tolist()
+            found |= {piece.key for piece, differs in zip(each.pieces(source), changed) if differs}
+        assert found == {region.key, other.key} and each.report()
+    finally:
+        rows[0][...], rows[1][...] = were
+
+
+@every
+def test_digests_add_up_whoever_sends_and_in_whatever_chunks(case):
+    """By (owner, layer, role): those of the whole request, had it come from one rank."""
+    each, (build, _, dest) = case_of(case)[0], CASES[case]
+    alone = moved(ranks(build, **dest)[:1], ranks(build, **dest)[0])
+
+    def by_key(what, cuts):
+        found = {}
+        for start, stop in pairwise(cuts):
+            for source in range(len(what.sources)):
+                given = what.pieces(source, range(start, stop))
+                for piece, value in zip(given, what.digests(source, given=given)[1].tolist()):
+                    found[piece.key] = (found.get(piece.key, 0) + value) % 2**64
+        return found
+
+    whole = by_key(alone, (0, TOKENS))
+    assert by_key(each, (0, TOKENS)) == by_key(each, (0, 3, 4, 17, TOKENS)) == whole
+    assert set(whole) == {r.key for r in alone.dest.layout.regions if live_of(alone, r).size}
+
+
+def live_of(each, region):
+    return live(each.dest.layout.space_of(region), range(TOKENS), TOKENS)
+
+
+# the definition, in plain Python
+
+MASK = 2**64 - 1
+
+
+def mix(x):
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * factor & MASK
+    return x ^ (x >> 31)
+
+
+def by_hand(holder, address, piece):
+    """One digest an entry: sums over grid points, cut every 4096 bytes."""
+    weights = [mix(n) | 1 for n in range(1, 1027)]
+    region = holder.layout.region_by_key[piece.key]
+    axes = [axis for axis in region.axes if axis.name != "entry"]
+    seed = int(disagg.digest.cell_hash._seed(piece.key)[0])
+    found = []
+    for entry in piece.entries:
+        row, total = entry_of(holder, address, region, entry), 0
+        for steps in np.ndindex(*(high - low for _, low, high in piece.box)):
+            at, number = [], 0
+            for axis, step, (_, low, _) in zip(axes, steps, piece.box):
+                at.append(low + step - axis.start)
+                number = number * axis.total + low + step
+            raw = row[tuple(at)].tobytes()
+            cuts = range(0, len(raw), 4096)
+            for part, start in enumerate(cuts):
+                cell = raw[start : start + 4096].ljust(4096, b"\0")
+                words = np.frombuffer(cell, dtype="<u4").tolist()
+                lows = sum(
+                    w * (lo + (hi << 32)) for w, lo, hi in zip(weights, words[::2], words[1::2])
+                )
+                highs = sum(w * hi for w, hi in zip(weights[512:], words[1::2]))
+                place = (number * len(cuts) + part) * weights[1024] + entry * weights[1025]
+                total += mix((lows + highs + place + seed) & MASK)
+        found.append(total & MASK)
+    return found
+
+
+def long_cells(tp, order):
+    """Grid points of 9,002 bytes: two whole cells and a rest."""
+    sources = []
+    for rank in range(tp):
+        start, size = Shard(rank, tp).of(2)
+        heads = Repeat("head", size, Seq(Skip(6), Cell("temporal", 4501, "bf16")), start, 2)
+        page = Repeat("entry", 2, Seq(Cell("latent", 7, "uint8"), Skip(3)))
+        parts = [(1, "state", 4, heads), (0, "kv", 9, page)]
+        sources.append(built(parts[::order], [Space("state", "slot")], page=2))
+    return sources
+
+
+@pytest.mark.parametrize("case", ["mha: order and tp", "hybrid: taps", "dsv4: ring", "long cells"])
+def test_a_digest_is_what_its_definition_says(case):
+    some = case_of(case) if case in CASES else [moved(long_cells(2, 1), long_cells(1, -1)[0], 9)]
+    for each in some:
+        for source in range(len(each.sources)):
+            given = each.pieces(source, range(each.here.num_tokens))
+            expected = [n for piece in given for n in by_hand(each.dest, each.here, piece)]
+            for side in each.digests(source, each=True, given=given):
+                assert side.tolist() == expected
+
+
+def test_the_digest_of_known_bytes_stays_what_it_is():
+    """Another one needs another protocol: two kvpools would disagree."""
+    source = built([(3, "kv", 4, Repeat("entry", 2, Cell("latent", 3, "bf16")))], page=2)
+    address = place(source, 5, None)
+    source.views["target", 3, "latent"][...] = np.arange(48).reshape(4, 2, 6)
+    (value,) = values(source, address, [Piece(("target", 3, "latent"), (), range(1, 5))])
+    assert value == 3946965796553598967
+
+
+# steps
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_work_comes_in_small_steps_and_the_result_is_the_same(monkeypatch, each):
+    (this,) = case_of("hybrid: taps")
+    given = this.pieces(0)
+    whole = values(this.dest, this.here, given, each)
+    monkeypatch.setattr(disagg.digest.digest, "STEP_BYTES", 1 << 10)
+    monkeypatch.setattr(disagg.digest.cell_hash, "SLICE_BYTES", 1 << 9)
+    parts = list(digests(this.dest.layout, this.here, given, each))
+    assert len(parts) > sum(nbytes(this.dest.layout, piece) for piece in given) / 1024
+    assert any(part is None for part in parts)
+    assert np.array_equal(np.concatenate([p for p in parts if p is not None]), whole)
+
+
+def test_a_piece_asked_for_over_and_over_is_refused():
+    (this,) = case_of("mla: equal")
+    given = this.pieces(0)
+    with pytest.raises(ValueError, match="target layer 0 latent: the pieces up to this one are mo"):
+        values(this.dest, this.here, [*given, given[0]])
+
+
+# what anybody may ask for
+
+ROWS = Piece(("target", 1, "k"), (("head", 1, 3),), range(4, 9))
+OUTSIDE = {
+    "no such layer": (ROWS._replace(key=("target", 9, "k")), "'target' layer 9 'k': there is no"),
+    "no such role": (ROWS._replace(key=("target", 1, "k\n")), r"layer 1 'k\\n': there is no such"),
+    "heads that are not held": (ROWS._replace(box=(("head", 1, 5),)), "k: head 1 to 4 of a piece"),
+    "heads below": (ROWS._replace(box=(("head", 0, 2),)), "k: head 0 to 1 .* held are 1 to 3"),
+    "no heads": (ROWS._replace(box=(("head", 2, 2),)), "k: head 2 to 1 of a piece"),
+    "another axis": (
+        ROWS._replace(box=(("dim", 0, 1),)),
+        r"k: axes \['dim'\] of a piece, .* \['head'\]",
+    ),
+    "no axes": (ROWS._replace(box=()), r"k: axes \[\] of a piece, the region has"),
+    "too many entries": (ROWS._replace(entries=range(4, 31)), "k: entries 4 to 30 of a piece"),
+    "very many entries": (ROWS._replace(entries=range(2**63 - 1)), "keeps 0 to 29 of 30 tokens"),
+    "no entries": (ROWS._replace(entries=range(4, 4)), "k: entries 4 to 3 of a piece"),
+}
+
+
+@pytest.fixture(scope="module")
+def three_heads():
+    page = Repeat("entry", 4, Repeat("head", 3, Cell("k", 8, "bf16"), 1, 8))
+    return built([(layer, "kv", 12, page) for layer in range(2)], page=4)
+
+
+@pytest.mark.parametrize(("piece", "sentence"), OUTSIDE.values(), ids=OUTSIDE)
+def test_what_lies_outside_is_refused_by_name(three_heads, piece, sentence):
+    address = place(three_heads, 30)
+    assert values(three_heads, address, [ROWS]).size == 1
+    with pytest.raises(ValueError, match=sentence):
+        values(three_heads, address, [ROWS, piece])
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 12], [1, 2, 0], [1], []])
+def test_ids_outside_the_buffer_and_pages_that_are_not_there_are_refused(three_heads, ids):
+    address = RequestAddress(30, {"kv": Span(ids)})
+    with pytest.raises(ValueError, match=r"target layer 1 k: (item|space kv needs)"):
+        values(three_heads, address, [ROWS])
+    with pytest.raises(ValueError, match="target layer 1 k: no ids for space 'kv'"):
+        values(three_heads, RequestAddress(30, {}), [ROWS])
+
+
+def test_entries_that_have_left_a_window_are_refused():
+    (this,) = case_of("dsv4: equal")
+    piece = next(p for p in this.pieces(0) if p.key[2] == "swa.latent")
+    early = piece._replace(entries=range(piece.entries.start - 1, piece.entries.stop))
+    with pytest.raises(
+        ValueError, match=r"target layer 0 swa.latent: entries 22 to 28 .* 23 to 28"
+    ):
+        values(this.dest, this.here, [early])
+
+
+def test_memory_of_a_device_that_cannot_be_read_is_refused_by_name():
+    (this,) = case_of("mla: equal")
+    pool = mla(device="meta", **ROOM)
+    with pytest.raises(ValueError, match=r"buffer target.kv.0 on meta: .* has no memory"):
+        values(pool, this.here, this.pieces(0))
+
+
+numbers = st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1))
+names = st.one_of(st.sampled_from(("target", "k", "v", "head")), st.text(max_size=128))
+wild = st.builds(
+    Piece,
+    st.tuples(names, numbers, names),
+    st.lists(st.tuples(names, numbers, numbers), max_size=8).map(tuple),
+    st.builds(range, numbers, numbers),
+)
+
+
+@given(st.lists(wild, max_size=20))
+def test_pieces_travel_as_they_are(given):
+    assert from_wire(to_wire(given)) == given
+
+
+@given(st.lists(wild, min_size=1, max_size=3))
+def test_any_pieces_are_refused_or_digested(three_heads, given):
+    try:
+        assert values(three_heads, place(three_heads, 30), given).size == len(given)
+    except ValueError as error:
+        assert "layer" in str(error)
+
+
+@given(st.one_of(st.binary(), st.lists(wild, max_size=3).map(to_wire)), st.data())
+def test_rubbish_is_no_pieces(data, draw):
+    cut = draw.draw(st.integers(0, len(data)))
+    with suppress(ValueError):
+        from_wire(data[:cut] + draw.draw(st.binary(max_size=3)) + data[cut:])
+
+
+KIND = ["target", "k", [["head", 0, 1]], 0, 4]
+RUBBISH = {
+    "a kind that is not there": [[KIND], [0, 1], [0, 1]],
+    "a layer too few": [[KIND], [0, 0], [0]],
+    "a negative layer": [[KIND], [0], [-1]],
+    "a layer above 63 bits": [[KIND], [0], [2**63]],
+    "too many pieces": [[KIND], [0] * (MAX_PARTS + 1), [0] * (MAX_PARTS + 1)],
+    "a long name": [[["t" * 129, *KIND[1:]]], [0], [0]],
+    "too many axes": [[[*KIND[:2], [["head", 0, 1]] * 9, 0, 4]], [0], [0]],
+    "one thing more": [[KIND], [0], [0], 1],
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH.values(), ids=RUBBISH)
+def test_pieces_are_typed_and_bounded(what):
+    assert from_wire(msgspec.msgpack.encode([[KIND], [0, 0], [0, 7]]))[1].key[1] == 7
+    with pytest.raises(ValueError, match="malformed pieces"):
+        from_wire(msgspec.msgpack.encode(what))
+
+
+def test_too_many_pieces_are_not_sent():
+    with pytest.raises(ValueError, match="65537 pieces: at most 65536"):
+        to_wire([ROWS] * (MAX_PARTS + 1))
+
+
+def test_pieces_of_many_layers_are_few_bytes():
+    pool = mla(layers=range(61), device="meta")
+    given = pieces(plan([pool.layout], pool.layout), 0, range(29), 29)
+    assert len(given) == 122 and len(to_wire(given)) < 400
+
+
+# sentences
+
+
+def test_layers_that_differ_alike_share_a_sentence():
+    this = moved(ranks(mha, tp=2), mha(**ROOM))
+    ids = this.here.spans["kv"].ids.tolist()
+    for layer in (0, 1, 3):
+        for position in (5, 6, 7, 20):
+            this.dest.view("k", layer)[ids[position // 4], position % 4, 1] += 1
+    this.dest.view("v", 2)[ids[0], 0] += 1
+    assert this.report() == [
+        "target layers 0-1, 3 k (head 0-1 of 4): positions 5-7, 20 differ.",
+        "target layer 2 v (head 0-1 of 4): position 0 differs.",
+        "target layer 2 v (head 2-3 of 4): position 0 differs.",
+    ]
+
+
+def test_of_very_many_ranges_the_first_are_named():
+    this = moved([mla(num_pages=40)], mla(num_pages=40), 128)
+    ids = this.here.spans["kv"].ids.tolist()
+    this.dest.view("rope", 2)[ids, ::2] += 1
+    given = [piece for piece in this.pieces(0, range(128)) if piece.key[1:] == (2, "rope")]
+    sides = ([side] for side in this.digests(0, each=True, given=given))
+    (sentence,) = differing(given, *sides, this.dest.layout)
+    assert sentence == (
+        "target layer 2 rope: positions 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 "
+        "and 48 more ranges differ."
+    )
+
+
+def test_digests_of_other_pieces_are_not_compared():
+    with pytest.raises(ValueError, match="one array a piece, of one number an entry"):
+        differing([ROWS], [np.zeros(5, np.uint64)], [np.zeros(4, np.uint64)], mha().layout)
+
+
+def test_a_target_and_its_draft_are_told_apart():
+    both = [merged(mla(**ROOM), mla(layers=range(1), owner="draft", **ROOM)) for _ in range(2)]
+    this = moved(both[:1], both[1])
+    assert isinstance(both[1].layout, PoolLayout)
+    both[1].views["draft", 0, "latent"][...] += 1
+    assert this.report() == [f"draft layer 0 latent: positions 0-{TOKENS - 1} differ."]

@@ -1,0 +1,163 @@
+"""Engine ascend as far as that goes without an NPU: what it says is missing, what it refuses, and
+its code over the transport that Mooncake has here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from disagg.engines.base import EngineUnavailable, TransferError
+from disagg.engines.mooncake import ascend
+from disagg.engines.mooncake import engine as mooncake
+from disagg.engines.mooncake.ascend import ALIGNMENT, AscendEngine
+from disagg.plan.bind import CopyBatch
+from kvpool.layout import Slab
+from tests.disagg.engines.peers import ENGINES
+
+PARTS = {"_driver": "an NPU", "_cann": "CANN", "_transport": "USE_ASCEND_DIRECT"}
+
+
+def test_without_an_npu_it_says_so_and_imports_nothing_of_a_vendor():
+    if AscendEngine.availability() is None:
+        return  # an NPU is here
+    code = """
+import sys
+from disagg.engines.base import EngineUnavailable, create_engine
+try:
+    create_engine("ascend")
+except EngineUnavailable as error:
+    print(error)
+assert not {"torch", "torch_npu", "mooncake"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("engine 'ascend': missing: ")
+    with pytest.raises(EngineUnavailable, match="missing: "):
+        AscendEngine()
+
+
+@pytest.mark.parametrize("absent", [*PARTS, "torch_npu", None])
+def test_exactly_what_is_missing_is_named(monkeypatch, absent):
+    for part in PARTS:
+        monkeypatch.setattr(ascend, part, lambda part=part: part != absent)
+    names = {**PARTS, "torch_npu": "torch_npu"}
+    monkeypatch.setattr(ascend, "find_spec", lambda name: None if name == absent else "found")
+    said = AscendEngine.availability()
+    if absent is None:
+        assert (said is None) == ("mooncake" in ENGINES)
+    else:
+        named = [part for part, text in names.items() if text in said]
+        assert named == [absent]
+
+
+def test_a_mooncake_of_another_build_has_no_ascend_transport(another_mooncake):
+    library = another_mooncake / "engine.so"
+    for content, there in ((b"TcpTransport", False), (b"..21AscendDirectTransportE..", True)):
+        library.write_bytes(content)
+        assert ascend._transport() == there
+
+
+def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert not ascend._cann()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert not ascend._cann()
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libascendcl.so").touch()
+    assert ascend._cann()
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Nothing is missing: engines can be made, and the device that each thread sets is kept."""
+    devices = {}
+
+    @contextmanager
+    def device(index):
+        devices[threading.get_ident()] = index
+        yield
+
+    monkeypatch.setattr(AscendEngine, "availability", classmethod(lambda _: None))
+    monkeypatch.setitem(
+        sys.modules, "torch_npu", SimpleNamespace(npu=SimpleNamespace(device=device))
+    )
+    for switch in ("MC_FORCE_TCP", "MC_FORCE_HCA"):
+        monkeypatch.delenv(switch, raising=False)
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("slabs", "sentence"),
+    [
+        ([Slab(ALIGNMENT, ALIGNMENT)], "on cpu: engine ascend moves NPU memory only"),
+        ([Slab(ALIGNMENT, 5, "cuda:0")], "on cuda:0: engine ascend moves NPU memory only"),
+        (
+            [Slab(ALIGNMENT, 5, "npu:0"), Slab(2 * ALIGNMENT, 5, "npu:1")],
+            "on npu:1, others on npu:0: an engine serves one NPU",
+        ),
+        (
+            [Slab(3 * ALIGNMENT + 512, 5, "npu:0")],
+            "at 0x600200 on npu:0 does not begin at a multiple of 2 MiB. Allocate 2 MiB more",
+        ),
+        (
+            [Slab(2 * number * ALIGNMENT, 5, "npu:0") for number in range(257)],
+            "257 regions of memory, engine ascend registers 256. Put all buffers into one slab",
+        ),
+    ],
+)
+def test_slabs_that_an_npu_cannot_register_are_refused(pretended, monkeypatch, slabs, sentence):
+    monkeypatch.setattr(mooncake, "package", lambda: None)
+    with pytest.raises(TransferError, match=sentence):
+        AscendEngine().register(slabs)
+    assert not pretended
+
+
+def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):  # museum 33
+    monkeypatch.setattr(mooncake, "package", lambda: None)
+    engine = AscendEngine(chunk=ALIGNMENT)
+    with pytest.raises(TransferError, match="257 regions"):
+        engine.register([Slab(ALIGNMENT, 256 * ALIGNMENT + 1, "npu:0")])
+    with pytest.raises(ValueError, match="a multiple of 2 MiB"):
+        AscendEngine(chunk=ALIGNMENT + 1)
+    with pytest.raises(TransferError, match="before memory of one is registered"):
+        AscendEngine().metadata()
+
+
+def test_a_process_that_uses_mooncake_over_tcp_has_no_ascend(pretended, monkeypatch):
+    monkeypatch.setattr(mooncake, "package", lambda: None)
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    with pytest.raises(EngineUnavailable, match="MC_FORCE_TCP is set, so Mooncake uses tcp"):
+        AscendEngine()
+
+
+if "mooncake" in ENGINES:
+
+    def aligned(size):
+        """Host memory that passes for an NPU's: what Mooncake has here moves it over TCP."""
+        memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+        return memory[-memory.ctypes.data % ALIGNMENT :][:size]
+
+    def test_every_thread_sets_the_device_and_slabs_are_read_in_chunks(pretended):
+        source, dest = aligned(3 * ALIGNMENT), aligned(3 * ALIGNMENT)
+        source[:] = np.arange(source.size, dtype=np.uint32) >> 5
+        engines = [AscendEngine(chunk=ALIGNMENT) for _ in range(2)]
+        for engine, memory in zip(engines, (source, dest)):
+            engine.register([Slab(memory.ctypes.data, memory.nbytes, "npu:3")])
+        serving, reading = engines
+        peer = reading.connect(serving.metadata())
+        run = (source.ctypes.data + 7, dest.ctypes.data + 7, source.nbytes - 7)
+        transfer = reading.read(peer, CopyBatch(*np.array([run], dtype=np.int64).T))
+        while not reading.poll(transfer):
+            pass
+        assert np.array_equal(dest[7:], source[7:]) and not dest[:7].any()
+        assert reading.fence(peer, 0)
+        assert pretended == {threading.get_ident(): 3, peer.link._thread.ident: 3}
+        for engine in engines:
+            engine.close()

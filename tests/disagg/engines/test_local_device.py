@@ -1,0 +1,230 @@
+"""Device memory over engine local: shared, mapped, copied by its device, and refused by name."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.digest.digest import digests, pieces
+from disagg.engines.base import TransferError, create_engine
+from disagg.engines.local.device import offered
+from disagg.plan import plan
+from disagg.plan.bind import CopyBatch
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from kvpool.device import get_device
+from kvpool.device.cpu import CPUDevice
+from kvpool.layout import Slab
+from tests import oracle
+from tests.disagg.engines.shared_device import installed, there
+from tests.pools import CLASSES, mla
+from tests.processes import FORKS
+
+TOKENS = 21
+SIZE = 1 << 18
+
+
+def pattern():
+    return (np.arange(SIZE) * 2654435761 >> 11).astype(np.uint8)
+
+
+def owner(pipe):
+    """A process with memory of the device and of the host."""
+    with installed():
+        device, engine = get_device("shm:0"), create_engine("local")
+        memories = [each.allocate(SIZE).numpy() for each in (device, CPUDevice())]
+        for memory, name in zip(memories, ("shm:0", "cpu")):
+            memory[:] = pattern() if name == "cpu" else ~pattern()
+            engine.register([Slab(memory.ctypes.data, SIZE, name)])
+        pipe.send((engine.metadata(), [memory.ctypes.data for memory in memories]))
+        pipe.recv()
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def other():
+    """What another process says of its memory, and where its device's and its host's begin."""
+    pipe, there = FORKS.Pipe()
+    process = FORKS.Process(target=owner, args=(there,), daemon=True)
+    process.start()
+    yield pipe.recv()
+    pipe.send(None)
+    process.join(20)
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def here():
+    """The device, its memory, and an engine that reads into it."""
+    with installed():
+        device, engine = get_device("shm:1"), create_engine("local")
+        memory = device.allocate(SIZE).numpy()
+        engine.register([Slab(memory.ctypes.data, SIZE, "shm:1")])
+        yield device, memory, engine
+        engine.close()
+
+
+def batch_of(*runs):
+    return CopyBatch(*np.array(runs, dtype=np.int64).T)
+
+
+def test_memory_of_a_device_and_of_the_host_arrive_in_one_read(other, here):
+    (metadata, bases), (_, memory, engine) = other, here
+    own = CPUDevice().allocate(SIZE).numpy()
+    to = memory.ctypes.data
+    peer = engine.connect(metadata)
+    runs = [
+        (bases[0] + 7, to + 64, 100),
+        (bases[1] + 9, own.ctypes.data + 512, 50),
+        (bases[0], to + 1024, 8),
+    ]
+    transfer = engine.read(peer, batch_of(*runs))
+    while not engine.poll(transfer):
+        pass
+    truth = pattern()
+    expected = np.zeros((2, SIZE), dtype=np.uint8)
+    expected[0, 64:164], expected[0, 1024:1032] = ~truth[7:107], ~truth[:8]
+    expected[1, 512:562] = truth[9:59]
+    assert np.array_equal([memory, own], expected)
+
+
+def test_memory_of_the_process_itself_needs_no_mapping(here):
+    device, memory, engine = here
+    source, other = device.allocate(SIZE).numpy(), create_engine("local")
+    source[:] = pattern()
+    slab = Slab(source.ctypes.data, SIZE, "shm:1")
+    other.register([slab])
+    metadata = other.metadata()
+    transfer = engine.read(
+        engine.connect(metadata), batch_of((slab.base + 3, memory.ctypes.data, 64))
+    )
+    while not engine.poll(transfer):
+        pass
+    assert np.array_equal(memory[:64], pattern()[3:67]) and not device.attached
+    other.close()  # it offers nothing any more, so that what it said is a peer's word
+    engine.connect(metadata)
+    assert len(device.attached) == 1
+    assert [shared.base for shared in offered] == [memory.ctypes.data]
+
+
+def test_runs_between_the_host_and_a_device_are_refused(other, here):
+    (metadata, bases), (_, memory, engine) = other, here
+    own = CPUDevice().allocate(64).numpy()
+    peer = engine.connect(metadata)
+    for src, dst in ((bases[0], own.ctypes.data), (bases[1], memory.ctypes.data)):
+        with pytest.raises(TransferError, match="between the host and shm:1"):
+            engine.read(peer, batch_of((src, dst, 64)))
+    assert not memory.any() and not own.any()
+
+
+def test_a_fence_is_true_once_the_device_has_copied_and_unmaps(other, here):
+    (metadata, bases), (device, memory, engine) = other, here
+    peer = engine.connect(metadata)
+    with device.held:
+        transfer = engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
+        assert not engine.poll(transfer)
+        assert not engine.fence(peer, 0.01)
+        assert not memory.any() and not device.attached[-1].closed
+    assert engine.fence(peer)
+    assert engine.poll(transfer) and device.attached[-1].closed
+    assert np.array_equal(memory[:64], ~pattern()[:64])
+    with pytest.raises(TransferError, match="registered no memory"):
+        engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
+
+
+def test_bytes_beside_what_the_device_shares_are_refused(other, here):
+    (metadata, bases), (_, memory, engine) = other, here
+    peer = engine.connect(metadata)
+    for start in (bases[0] - 1, bases[0] + SIZE - 7):
+        with pytest.raises(TransferError, match="do not lie in memory"):
+            engine.read(peer, batch_of((start, memory.ctypes.data, 8)))
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("memory", ["shm:0", "cpu", ""])
+def test_the_host_reads_no_device(other, memory):
+    told = msgspec.msgpack.decode(other[0])
+    told["devices"][0][2] = memory
+    with pytest.raises(TransferError, match=rf"memory is on {memory}, ours on cpu: .* of one kind"):
+        create_engine("local").connect(msgspec.msgpack.encode(told))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"told": b"rubbish"}, "peer's memory on shm:0: it cannot be mapped"),
+        ({"nbytes": SIZE - 1}, f"{SIZE - 1} bytes, mapped are {SIZE}"),
+        ({"memory": "cuda:0"}, r"memory is on cuda:0, ours on shm:1"),
+        ({"nbytes": 0}, "malformed metadata"),
+        ({"base": -1}, "malformed metadata"),
+    ],
+    ids=lambda given: str(given)[:20],
+)
+def test_what_a_peer_says_wrongly_of_its_device_is_refused(other, here, change, said):
+    device, _, engine = here
+    told = msgspec.msgpack.decode(other[0])
+    fields = dict(zip(("base", "nbytes", "memory", "told"), told["devices"][0]))
+    told["devices"] = [list({**fields, **change}.values())]
+    with pytest.raises(TransferError, match=said):
+        engine.connect(msgspec.msgpack.encode(told))
+    assert all(mapping.closed for mapping in device.attached)
+
+
+def test_memory_that_a_device_cannot_share_is_refused_by_name(here):
+    _, memory, engine = here
+    where = memory.ctypes.data
+    for slab, said in (
+        (Slab(where + 64, 64, "shm:1"), "on shm:1: that is not where an allocation begins"),
+        (Slab(where, 64, "shm:0"), "on shm:0, others on shm:1: an engine serves one device"),
+    ):
+        with pytest.raises(TransferError, match=said):
+            engine.register([slab])
+    with pytest.raises(TransferError, match="there is no shm:7"):
+        create_engine("local").register([Slab(where, 64, "shm:7")])
+
+
+def test_a_device_that_shares_nothing_is_refused_by_name():
+    with pytest.raises(TransferError, match="'meta' shares no memory between processes"):
+        create_engine("local").register([Slab(1 << 20, 64, "meta")])
+
+
+# digests of what lies on a device
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_bytes_on_a_device_have_the_digests_of_the_same_bytes_on_the_host(name):
+    pool = CLASSES[name].but(num_pages=12, num_window_pages=16)()
+    address = oracle.place(pool, TOKENS)
+    oracle.fill(pool, address)
+    given = pieces(plan([pool.layout], pool.layout), 0, range(TOKENS), TOKENS)
+    assert given
+    with installed():
+        for each in (False, True):
+            host, device = (
+                [part.tolist() for part in digests(layout, address, given, each)]
+                for layout in (pool.layout, there(pool.layout, "shm:0"))
+            )
+            assert host == device
+        oracle.write(pool, address, range(TOKENS), salt=1)
+        made = digests(there(pool.layout, "shm:0"), address, given, True)
+        assert not {*np.concatenate([*made])} & {*np.concatenate(device)}
+
+
+def test_a_hand_off_between_devices_is_verified():
+    with installed():
+        pools = [mla.but(num_pages=12)(device=f"shm:{number}") for number in range(2)]
+        source, dest = pools
+        layouts = [there(pool.layout, f"shm:{number}") for number, pool in enumerate(pools)]
+        given, address = (oracle.place(pool, TOKENS, seed) for seed, pool in enumerate(pools))
+        oracle.fill(source, given)
+        oracle.blank(dest)
+        with (
+            PrefillEndpoint(layouts[0], create_engine("local")) as prefill,
+            DecodeEndpoint(layouts[1], create_engine("local"), verify="checksum") as decode,
+        ):
+            decode.connect([prefill.address], timeout=20)
+            decode.receive("good", address)
+            prefill.send("good", given)
+            assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+            oracle.assert_holds(dest, address)
+            assert decode.metrics("good").verify_seconds > 0

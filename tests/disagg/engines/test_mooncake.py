@@ -1,0 +1,469 @@
+"""Engine mooncake, and what it relies on of the package. Owners are processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.engines.base import EngineUnavailable, TransferError, create_engine
+from disagg.engines.mooncake import MooncakeEngine
+from disagg.engines.mooncake.link import CALL_RUNS, choose, fetch, hasten, start
+from disagg.plan.bind import CopyBatch
+from kvpool.layout import Slab
+from tests.disagg.engines.peers import ENGINES
+from tests.processes import stands_still
+
+__test__ = "mooncake" in ENGINES  # collected where the package is installed
+
+SIZE = 32 << 20
+BLOCK = 4096
+
+
+def pattern(size: int = SIZE) -> np.ndarray:
+    """Memory with a value in every byte, none of them 0."""
+    return (np.arange(size, dtype=np.uint32) * 2654435761 >> 11).astype(np.uint8) | 1
+
+
+def slab(memory: np.ndarray) -> Slab:
+    return Slab(memory.ctypes.data, memory.nbytes)
+
+
+def owner(pipe, options) -> None:
+    """Registers memory, and keeps it until it is told to end."""
+    memory, engine = pattern(), MooncakeEngine(**options)
+    engine.register([slab(memory)])
+    pipe.send((engine.metadata(), memory.ctypes.data))
+    pipe.recv()
+    engine.close()
+
+
+def until(condition, seconds=30):
+    """Waits; the time is for machines that stand still, not for what is tested."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Owner:
+    """A process with `SIZE` registered bytes."""
+
+    def __init__(self, **options):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, there = spawn.Pipe()
+        self.process = spawn.Process(target=owner, args=(there, options), daemon=True)
+        self.process.start()
+        there.close()
+        assert self.pipe.poll(60)
+        self.metadata, self.base = self.pipe.recv()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.join()
+
+    def stop(self):
+        """Stops every thread, and returns once they stand still."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        until(lambda: stands_still(self.process.pid))
+
+    def go_on(self):
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    @property
+    def address(self):
+        told = msgspec.msgpack.decode(self.metadata)
+        return f"{told['hostname']}:{told['port']}"
+
+
+@pytest.fixture(scope="module")
+def other():
+    """A peer to which nothing happens; it must exit well."""
+    with Owner() as process:
+        yield process
+        process.pipe.send(None)
+        process.process.join(20)
+        assert process.process.exitcode == 0
+
+
+@pytest.fixture
+def memory():
+    return np.zeros(SIZE, dtype=np.uint8)
+
+
+@pytest.fixture
+def engine(memory):
+    made = create_engine("mooncake")
+    made.register([slab(memory)])
+    yield made
+    made.close()
+
+
+def blocks(peer, memory, count, width=BLOCK, first=0):
+    """`count` runs of `width` bytes from block `first` on, to the same place here."""
+    offsets = np.arange(first, first + count, dtype=np.int64) * width
+    nbytes = np.full(count, width, dtype=np.int64)
+    return CopyBatch(peer.base + offsets, memory.ctypes.data + offsets, nbytes)
+
+
+def finish(engine, transfer):
+    while not engine.poll(transfer):
+        pass
+
+
+def settled(memory):
+    """What memory holds once it has not changed for a second."""
+    before = None
+    while before is None or not np.array_equal(before, memory):
+        before = memory.copy()
+        time.sleep(1)
+    return before
+
+
+def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memory):
+    lost, kept, connected = memory, np.zeros_like(memory), np.zeros(1, dtype=np.uint8)
+    choose("tcp")
+    makers = [start("tcp", "127.0.0.1", "") for _ in range(2)]
+    with Owner() as peer:
+        for maker in makers:
+            assert fetch(maker, peer.address, [[peer.base], [connected.ctypes.data], [1]])
+        peer.stop()
+        for maker, place in zip(makers, (lost, kept)):
+            batch = blocks(peer, place, 4 * CALL_RUNS)
+            assert not fetch(maker, peer.address, [column.tolist() for column in batch])
+        assert not lost.any() and not kept.any()
+        hasten(makers[1])
+        del maker, makers[1]
+        peer.go_on()
+        until(lost.any)
+        settled(lost)
+        assert not kept.any()
+        hasten(makers[0])
+        makers.clear()
+
+
+def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
+    count = 4 * CALL_RUNS + 3
+    finish(engine, engine.read(engine.connect(other.metadata), blocks(other, memory, count)))
+    assert np.array_equal(memory[: count * BLOCK], pattern()[: count * BLOCK])
+    assert not memory[count * BLOCK :].any()
+
+
+def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, other):
+    peer = engine.connect(other.metadata)
+    batch = blocks(other, memory, 64)
+    transfers = []
+    for first in range(0, 4096, 64):
+        columns = blocks(other, memory, 64, first=first)
+        batch.src[:], batch.dst[:] = columns.src, columns.dst
+        transfers.append(engine.read(peer, batch))
+    batch.src[:] = batch.dst[:] = 0
+    for transfer in transfers:
+        finish(engine, transfer)
+    assert np.array_equal(memory[: 4096 * BLOCK], pattern()[: 4096 * BLOCK])
+
+
+def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):  # museum 33
+    engine = MooncakeEngine(chunk=3 << 20)
+    engine.register([slab(memory)])
+    with Owner(chunk=(5 << 20) + 1) as peer:
+        link = engine.connect(peer.metadata)
+        border = (5 << 20) + 1
+        at, to = peer.base + border - 8, memory.ctypes.data
+        raw = start("tcp", "127.0.0.1", "")
+        assert not fetch(raw, peer.address, [[at], [to], [16]])
+        assert fetch(raw, peer.address, [[at], [to], [8]])
+        hasten(raw)
+        del raw
+        finish(engine, engine.read(link, blocks(peer, memory, 1, width=SIZE)))
+        assert np.array_equal(memory, pattern())
+    engine.close()
+
+
+def test_whoever_reaches_the_ports_of_a_process_can_write_what_it_registered(memory):
+    memory[:8] = 7
+    choose("tcp")
+    raw = start("tcp", "127.0.0.1", "")
+    with Owner() as peer:
+        assert raw.transfer_sync_write(peer.address, memory.ctypes.data, peer.base, 8) == 0
+        assert fetch(raw, peer.address, [[peer.base], [memory.ctypes.data + 8], [8]])
+    hasten(raw)
+    assert (memory[:16] == 7).all()
+
+
+def test_memory_that_mooncake_refuses_is_an_error(memory):  # museum 33
+    engine = MooncakeEngine()
+    engine.register([slab(memory)])
+    with pytest.raises(TransferError, match="overlap"):
+        engine.register([Slab(memory.ctypes.data + 4096, 4096)])
+    engine.metadata()
+    engine._engine.register_memory(1 << 40, 4096)  # behind the engine's back
+    with pytest.raises(TransferError, match=r"cannot register 4096 bytes at 0x10000000000 \(code"):
+        engine.register([Slab(1 << 40, 4096)])
+    engine.close()
+
+
+def test_memory_of_an_engine_that_only_reads_is_open_to_nobody(engine, memory, other):
+    assert engine._engine is None
+    peer = engine.connect(other.metadata)
+    transfer = engine.read(peer, CopyBatch(*np.array([[other.base], [memory.ctypes.data], [64]])))
+    while not engine.poll(transfer):
+        pass
+    assert engine._engine is None
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_neither_side_is_touched_outside_what_it_registered(engine, memory, other, side):
+    peer = engine.connect(other.metadata)
+    batch = blocks(other, memory, 3)
+    getattr(batch, side)[2] += SIZE - 2 * BLOCK - 1
+    batch.nbytes[2] += 2
+    with pytest.raises(TransferError, match="the peer" if side == "src" else "this engine"):
+        engine.read(peer, batch)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hostname": "a b"}, "no host name"),
+        ({"hostname": "host:1/"}, "no host name"),
+        ({"hostname": "x" * 300}, "no host name"),
+        ({"hostname": ""}, "no host name"),
+        ({"port": 0}, "malformed metadata"),
+        ({"port": 1 << 16}, "malformed metadata"),
+        ({"token": b"short"}, "a token of 5 bytes"),
+        ({"token_at": -1}, "malformed metadata"),
+        ({"token_at": (1 << 64) - 1}, "malformed metadata"),
+        ({"protocol": "rdma"}, "over 'rdma', this engine over 'tcp'"),
+        ({"ranges": [[4096, 0]]}, "overlap"),
+        ({"ranges": [[4096, 1 << 63]]}, "overlap"),
+        ({"ranges": [[-1, 5]]}, "overlap"),
+        ({"ranges": [[4096, 99], [4100, 9]]}, "overlap"),
+        ({"ranges": [[4096, 1]] * 70_000}, "malformed metadata"),
+        ({"more": 1}, "malformed metadata"),
+    ],
+)
+def test_metadata_that_lies_is_refused(engine, other, change, sentence):
+    told = msgspec.msgpack.decode(other.metadata)
+    with pytest.raises(TransferError, match=sentence):
+        engine.connect(msgspec.msgpack.encode({**told, **change}))
+
+
+def test_who_answers_must_be_the_peer(engine, memory, other):
+    told = msgspec.msgpack.decode(other.metadata)
+    for change, sentence in (({"token": bytes(16)}, "another process"), ({"port": 1}, "nobody")):
+        peer = engine.connect(msgspec.msgpack.encode({**told, **change}))
+        with pytest.raises(TransferError, match=f"{sentence} answers at 127.0.0.1:"):
+            finish(engine, engine.read(peer, blocks(other, memory, 1)))
+        with pytest.raises(TransferError, match=sentence):
+            engine.read(peer, blocks(other, memory, 1))
+        assert engine.fence(peer, 0)
+    assert not memory.any()
+
+
+def test_a_dead_peer_is_an_error_and_others_go_on(engine, memory, other):
+    with Owner() as peer:
+        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        finish(engine, engine.read(there, blocks(peer, memory, 1)))
+        transfer = engine.read(there, blocks(peer, memory, 2, width=SIZE // 2))
+        peer.process.kill()
+        with pytest.raises(TransferError, match="cannot read"):
+            while True:
+                finish(engine, transfer)
+                transfer = engine.read(there, blocks(peer, memory, 1))
+        assert engine.fence(there)
+        finish(engine, engine.read(elsewhere, blocks(other, memory, 64)))
+    assert np.array_equal(memory[: 64 * BLOCK], pattern()[: 64 * BLOCK])
+
+
+def test_a_stopped_peer_blocks_nobody_and_nothing_of_it_lands_after_the_fence(
+    engine, memory, other
+):
+    half, truth = SIZE // 2, pattern()
+    with Owner() as peer:
+        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        transfer = None
+        while transfer is None or transfer.ended.wait(0.2):  # it was too quick for us
+            peer.go_on()
+            memory[:half] = 0
+            transfer = engine.read(there, blocks(peer, memory, 16, width=1 << 20))
+            while not memory[0]:
+                pass
+            peer.stop()
+        assert not engine.poll(transfer)
+        assert not engine.fence(there, 0)
+        with pytest.raises(TransferError, match="given up"):
+            engine.read(there, blocks(peer, memory, 1))
+        finish(engine, engine.read(elsewhere, blocks(other, memory, 64, first=half // BLOCK)))
+        assert np.array_equal(memory[half : half + 64 * BLOCK], truth[half : half + 64 * BLOCK])
+        assert engine.fence(there)
+        after = memory.copy()
+        assert not np.array_equal(after[:half], truth[:half])
+        peer.go_on()
+        assert np.array_equal(settled(memory), after)
+        again = engine.connect(peer.metadata)
+        for link, process in ((again, peer), (elsewhere, other)):
+            memory[:] = 0
+            finish(engine, engine.read(link, blocks(process, memory, 4, width=SIZE // 4)))
+            assert np.array_equal(memory, truth)
+
+
+def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory):
+    engine = MooncakeEngine()
+    engine.register([slab(memory)])
+    with Owner() as peer:
+        peer.stop()
+        there = engine.connect(peer.metadata)
+        transfer = engine.read(there, blocks(peer, memory, 64))
+        assert not engine.poll(transfer)
+        assert engine.fence(there, 0)
+        engine.close()
+        peer.go_on()
+        with pytest.raises(TransferError, match="given up"):
+            finish(engine, transfer)
+    assert not memory.any()
+
+
+def test_close_ends_reads_in_flight(memory):
+    engine = MooncakeEngine()
+    engine.register([slab(memory)])
+    with Owner() as peer:
+        there = engine.connect(peer.metadata)
+        finish(engine, engine.read(there, blocks(peer, memory, 1)))
+        peer.stop()
+        engine.read(there, blocks(peer, memory, 16, width=1 << 20))
+        until(lambda: there.link._doubt)
+        engine.close()
+        after = memory.copy()
+        peer.go_on()
+        assert np.array_equal(settled(memory), after)
+
+
+def test_where_all_peers_share_one_transfer_engine_a_failed_read_is_never_quiet(memory, other):
+    engine = MooncakeEngine(shared=True)
+    engine.register([slab(memory)])
+    with Owner() as peer:
+        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        for link, process in ((there, peer), (elsewhere, other)):
+            finish(engine, engine.read(link, blocks(process, memory, 64)))
+        assert engine.fence(elsewhere, 0)
+        peer.process.kill()
+        with pytest.raises(TransferError, match="cannot read"):
+            finish(engine, engine.read(there, blocks(peer, memory, 64)))
+        with pytest.raises(TransferError, match="share one TransferEngine"):
+            engine.fence(there, 0)
+        again = engine.connect(other.metadata)
+        finish(engine, engine.read(again, blocks(other, memory, 64, first=64)))
+    engine.close()
+    assert np.array_equal(memory[: 128 * BLOCK], pattern()[: 128 * BLOCK])
+
+
+def test_thirty_peers_leave_no_thread_and_no_file_behind(engine, memory, other):
+    def held():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    for cycle in range(31):
+        peer = engine.connect(other.metadata)
+        finish(engine, engine.read(peer, blocks(other, memory, 1, first=cycle)))
+        assert engine.fence(peer, 0)
+        peer.link.join()
+        if cycle == 0:
+            before = held()
+    until(lambda: all(now <= then for now, then in zip(held(), before)))
+    assert np.array_equal(memory[: 31 * BLOCK], pattern()[: 31 * BLOCK])
+
+
+def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
+    choose("tcp")
+    seconds = []
+    for wake in (lambda _: time.sleep(0.1), hasten):
+        maker = start("tcp", "127.0.0.1", "")
+        time.sleep(0.05)  # its listener begins to wait
+        wake(maker)
+        began = time.perf_counter()
+        del maker
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] < seconds[0] / 2
+
+
+def test_a_protocol_is_established_or_refused():
+    # the package itself takes any protocol and uses TCP
+    code = """
+import os
+from disagg.engines.base import EngineUnavailable, TransferError, create_engine
+from disagg.engines.mooncake.link import package
+maker = package().TransferEngine()
+assert maker.initialize("127.0.0.1", "P2PHANDSHAKE", "pigeon", "") == 0
+for protocol, sentence in (("pigeon", "knows tcp, rdma"), ("ascend", "knows tcp, rdma")):
+    try:
+        create_engine("mooncake", protocol=protocol)
+    except EngineUnavailable as error:
+        assert sentence in str(error), error
+    else:
+        raise SystemExit(protocol)
+try:
+    create_engine("mooncake", protocol="rdma").metadata()
+except TransferError as error:
+    assert "cannot start rdma" in str(error), error
+else:
+    assert os.listdir("/sys/class/infiniband")
+try:
+    create_engine("mooncake")
+except EngineUnavailable as error:
+    assert "MC_FORCE_HCA is set" in str(error), error
+else:
+    raise SystemExit("two protocols")
+"""
+    free = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=free
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_missing_is_named(another_mooncake):
+    assert "kvpool[mooncake-cpu]" in MooncakeEngine.availability()
+    broken = "raise ImportError('liburing.so.2: cannot open shared object file')\n"
+    (another_mooncake / "engine.py").write_text(broken)
+    assert "liburing.so.2" in MooncakeEngine.availability()
+    assert "apt-get install" in MooncakeEngine.availability()
+    with pytest.raises(EngineUnavailable, match=r"engine 'mooncake': .*liburing\.so\.2"):
+        create_engine("mooncake")
+
+
+@pytest.mark.parametrize("options", [{"hostname": "a b"}, {"chunk": 0}, {"hostname": "h:1"}])
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        MooncakeEngine(**options)
+
+
+def test_a_call_leaves_python_to_other_threads(memory, other):
+    choose("tcp")
+    maker, turns, done = start("tcp", "127.0.0.1", ""), [0], threading.Event()
+    batch = blocks(other, memory, 512, width=SIZE // 512)
+    rows = [column.tolist() for column in batch]
+
+    def call():
+        assert fetch(maker, other.address, rows)
+        done.set()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not done.is_set():
+        turns[0] += 1
+        time.sleep(0.0001)
+    thread.join()
+    hasten(maker)
+    assert turns[0] > 5

@@ -1,0 +1,190 @@
+"""Any two geometries of one model: byte-exact, by position, and nothing else is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from disagg.plan import plan
+from disagg.plan.bind import IncompleteTransfer
+from kvpool.layout import RequestAddress, Span
+from kvpool.pools.base import Shard
+from kvpool.pools.mha import MHAPool
+from kvpool.pools.mla import MLAPool
+from tests.oracle import assert_holds, blank, fill, move, pages_for, place, write
+
+DTYPES = ("uint8", "float8_e4m3fn", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Model:
+    kind: str
+    layers: int
+    heads: int
+    dims: tuple[int, int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Side:
+    cuts: tuple[int, ...]
+    tp: int
+    page: int
+    order: str
+    placement: str
+
+    def pool(self, model, stage, rank, tokens, device="cpu"):
+        common = {
+            "layers": range(self.cuts[stage], self.cuts[stage + 1]),
+            "total_kv_layers": model.layers,
+            "num_pages": pages_for(tokens, self.page),
+            "page_size": self.page,
+            "dtype": model.dtype,
+            "shard": Shard(rank, self.tp),
+            "placement": self.placement,
+            "device": device,
+        }
+        first, second = model.dims
+        if model.kind == "mla":
+            return MLAPool(kv_lora_rank=first, qk_rope_head_dim=second, **common)
+        return MHAPool(
+            num_kv_heads=model.heads,
+            head_dim=first,
+            v_head_dim=second,
+            order=self.order,
+            **common,
+        )
+
+    def ranks(self):
+        return [(stage, rank) for stage in range(len(self.cuts) - 1) for rank in range(self.tp)]
+
+
+@st.composite
+def models(draw, layers=40, heads=16, dim=8, kinds=("mha", "mha", "mla")):
+    usual = [count for count in (1, 2, 4, 8, 12, 16) if count <= heads]
+    return Model(
+        draw(st.sampled_from(kinds)),
+        draw(st.integers(1, layers)),
+        draw(st.one_of(st.sampled_from(usual), st.integers(1, heads))),
+        (draw(st.integers(1, dim)), draw(st.integers(1, dim))),
+        draw(st.sampled_from(DTYPES)),
+    )
+
+
+@st.composite
+def sides(draw, model, pp=4, tp=8, page=64):
+    stages = draw(st.integers(1, min(pp, model.layers)))
+    inner = st.sets(st.integers(1, max(1, model.layers - 1)), min_size=stages - 1)
+    cuts = sorted(draw(inner))[: stages - 1]
+    ranks = [t for t in range(1, tp + 1) if model.heads % t == 0 or t % model.heads == 0]
+    return Side(
+        (0, *cuts, model.layers),
+        draw(st.sampled_from(ranks)),
+        draw(st.integers(1, page)),
+        draw(st.sampled_from(("nhd", "hnd"))),
+        draw(st.sampled_from(("layer", "page"))),
+    )
+
+
+@st.composite
+def geometries(draw, layers=40, heads=16, dim=8, pp=4, tp=8, page=64, **options):
+    model = draw(models(layers, heads, dim, **options))
+    source, dest = (draw(sides(model, pp, tp, page)) for _ in range(2))
+    return model, source, dest, draw(st.sampled_from(dest.ranks()))
+
+
+@given(geometries(), st.integers(1, 300), st.data())
+def test_any_geometry_is_byte_exact(geometry, tokens, data):
+    model, source, dest, where = geometry
+    prefix = data.draw(st.one_of(st.just(0), st.integers(0, tokens)), label="prefix")
+    seed = data.draw(st.integers(0, 2**16), label="seed")
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    into = dest.pool(model, *where, tokens)
+    addresses = [place(pool, tokens, seed + number) for number, pool in enumerate(pools, 1)]
+    for pool, address in zip(pools, addresses):
+        fill(pool, address)
+    address = place(into, tokens, seed)
+    blank(into)
+    write(into, address, range(prefix), salt=1)
+    move(pools, into, addresses, address, range(prefix, tokens))
+    assert_holds(into, address, range(prefix, tokens), kept=range(prefix))
+
+
+@settings(max_examples=50)
+@given(geometries(kinds=("mha",)))
+def test_a_rank_holds_the_heads_that_its_number_says(geometry):
+    model, source, _, _ = geometry
+    for stage, rank in source.ranks():
+        for region in source.pool(model, stage, rank, 1, "meta").layout.regions:
+            head = region.axis("head")
+            assert (head.start, head.total) == (rank * model.heads // source.tp, model.heads)
+            assert head.size == max(1, model.heads // source.tp)
+
+
+@settings(max_examples=60)
+@given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=5))
+def test_any_plan_proves_itself_by_brute_force(geometry):
+    model, source, dest, where = geometry
+    pools = [source.pool(model, *rank, 12) for rank in source.ranks()]
+    plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout).verify()
+
+
+@settings(max_examples=50)
+@given(
+    geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=9),
+    st.integers(1, 40),
+    st.sampled_from(("source", "destination")),
+    st.data(),
+)
+def test_an_id_outside_its_buffer_is_refused(geometry, tokens, who, data):
+    model, source, dest, where = geometry
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    into = dest.pool(model, *where, tokens)
+    made = plan([pool.layout for pool in pools], into.layout)
+    there, here = [place(pool, tokens) for pool in pools], place(into, tokens)
+    items = into.num_pages if who == "destination" else pools[0].num_pages
+    wrong = data.draw(st.sampled_from((0, items, items + 7, 2**40)), label="id")
+    if who == "destination":
+        here = _with_id(here, wrong, data)
+    else:
+        there = [_with_id(address, wrong, data) for address in there]
+    with pytest.raises(ValueError, match=f"{who}: item {wrong} of space kv lies outside 1 to"):
+        made.bind_all(there, here)
+
+
+def _with_id(address, wrong, data):
+    ids = address.spans["kv"].ids.copy()
+    ids[data.draw(st.integers(0, ids.size - 1))] = wrong
+    return RequestAddress(address.num_tokens, {"kv": Span(ids)})
+
+
+@settings(max_examples=50)
+@given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=9), st.integers(1, 40), st.data())
+def test_a_position_that_the_source_lacks_is_refused(geometry, tokens, data):
+    model, source, dest, where = geometry
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    into = dest.pool(model, *where, tokens)
+    made = plan([pool.layout for pool in pools], into.layout)
+    held = data.draw(st.integers(0, tokens - 1), label="held")
+    there = [place(pool, held) for pool in pools]
+    with pytest.raises(IncompleteTransfer, match=f"space kv holds positions up to {held - 1}"):
+        made.bind_all(there, place(into, tokens))
+    short = [RequestAddress(tokens, address.spans) for address in there]
+    if -(-held // source.page) < -(-tokens // source.page):
+        with pytest.raises(IncompleteTransfer, match="source: space kv needs the items"):
+            made.bind_all(short, place(into, tokens))
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.data())
+def test_an_id_listed_twice_is_refused(ids, data):
+    ids = list(dict.fromkeys(ids))
+    assert Span(ids).ids.tolist() == ids
+    assume(ids)
+    twice = data.draw(st.sampled_from(ids))
+    ids.insert(data.draw(st.integers(0, len(ids))), twice)
+    with pytest.raises(ValueError, match=f"item {twice} is listed twice"):
+        Span(np.array(ids))

@@ -1,0 +1,581 @@
+"""What a plan refuses, what it leaves out, how few runs it needs, and every kind of space."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from disagg.plan import IncompatibleLayouts, plan
+from disagg.plan.bind import IncompleteTransfer
+from kvpool.describe import describe, describe_buffer
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip
+from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from kvpool.pools.base import Shard
+from kvpool.pools.mha import MHAPool
+from kvpool.pools.mla import MLAPool
+from tests.oracle import State, apply, assert_holds, blank, built, fill, move, place
+
+COMMON = {"num_pages": 12, "page_size": 4, "dtype": "bf16"}
+
+
+def mha(layers=range(2), **options):
+    return MHAPool(layers=layers, num_kv_heads=4, head_dim=4, **{**COMMON, **options})
+
+
+def mla(layers=range(2), **options):
+    return MLAPool(layers=layers, kv_lora_rank=8, qk_rope_head_dim=4, **{**COMMON, **options})
+
+
+def hand_off(sources, dest, tokens, *, shuffled=True, allow_missing=()):
+    """Fills the sources, moves, compares all of dest; returns how many bytes each source sent."""
+    seeds = range(len(sources) + 1) if shuffled else [None] * (len(sources) + 1)
+    here, *there = (place(side, tokens, seed) for side, seed in zip([dest, *sources], seeds))
+    for source, address in zip(sources, there):
+        fill(source, address)
+    blank(dest)
+    made = move(sources, dest, there, here, allow_missing=allow_missing)
+    if made.missing:  # they are not the oracle's to compare with values, but with what was there
+        kept = tuple(r for r in dest.layout.regions if r.key not in made.missing)
+        assert all((dest.views[key] == 255).all() for key in made.missing)
+        dest = replace(dest, layout=replace(dest.layout, regions=kept))
+    assert_holds(dest, here)
+    return [batch.total for batch in made.bind_all(there, here)]
+
+
+def refusal(sources, dest, **options):
+    with pytest.raises(IncompatibleLayouts) as refused:
+        plan([source.layout for source in sources], dest.layout, **options)
+    return refused.value
+
+
+def test_all_reasons_are_listed_at_once():
+    page = Repeat("entry", 4, Seq(Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")))
+    wide = Repeat("entry", 4, Seq(Cell("latent", 16, "bf16"), Cell("rope", 4, "f32")))
+    index = Repeat("entry", 4, Cell("index_key", 4, "bf16"))
+    source = built([(0, "kv", 5, page), (1, "kv", 5, page)], page=4)
+    dest = built([(0, "kv", 5, wide), (1, "kv", 5, page), (1, "kv", 5, index)], page=4)
+    refused = refusal([source], dest)
+    assert [(r.owner, r.layer, r.role) for r in refused.reasons] == [
+        ("target", 0, "latent"),
+        ("target", 0, "rope"),
+        ("target", 1, "index_key"),
+    ]
+    text = str(refused)
+    assert text.startswith("3 reasons.\n")
+    assert (
+        "target layer 0 latent: 8 elements a cell on prefill, 16 elements a cell on decode." in text
+    )
+    assert "target layer 0 rope: bfloat16 on prefill, float32 on decode." in text
+    assert "target layer 1 index_key: prefill offers no such region" in text
+    assert "it holds none at all" in text
+
+
+def test_layers_that_share_a_reason_share_a_line():
+    refused = refusal([mla(range(6))], mla(range(6), dtype="e4m3"))
+    assert len(refused.reasons) == 12
+    assert str(refused).splitlines()[1:] == [
+        f"  target layers 0-5 {role}: bfloat16 on prefill, float8_e4m3fn on decode. "
+        "Build both pools with the same dtype and packing."
+        for role in ("latent", "rope")
+    ]
+
+
+PAGE = Repeat("entry", 4, Repeat("head", 2, Cell("k", 4, "bf16")))
+CLASHES = {
+    "axis names": (
+        Repeat("entry", 4, Repeat("channel", 2, Cell("k", 4, "bf16"))),
+        Space("kv", entries_per_item=4),
+        "['head'] axes on prefill, ['channel'] axes on decode",
+    ),
+    "axis totals": (
+        Repeat("entry", 4, Repeat("head", 2, Cell("k", 4, "bf16"), 0, 8)),
+        Space("kv", entries_per_item=4),
+        "{'head': 2} in all on prefill, {'head': 8} in all on decode",
+    ),
+    "kind of space": (
+        PAGE,
+        Space("kv", "ring", entries_per_item=4, window=4),
+        "paged space on prefill, ring space on decode",
+    ),
+    "tokens an entry": (
+        PAGE,
+        Space("kv", entries_per_item=4, tokens_per_entry=2),
+        "1 tokens an entry on prefill, 2 tokens an entry on decode",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "space", "sentence"), CLASHES.values(), ids=CLASHES.keys())
+def test_a_refusal_names_region_and_both_values(template, space, sentence):
+    source = built([(0, "kv", 5, PAGE)], page=4)
+    refused = refusal([source], built([(0, "kv", 5, template)], [space]))
+    assert f"target layer 0 k: {sentence}" in str(refused)
+
+
+def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
+    target, draft = mla(range(2)), mla(range(1), owner="draft")
+    dest = PoolLayout.merge(target.layout, draft.layout)
+    with pytest.raises(IncompatibleLayouts, match="draft layer 0 latent: prefill offers no such"):
+        plan([target.layout], dest)
+    with pytest.raises(IncompatibleLayouts, match=r"1 reason\.\n  draft layer 0 rope"):
+        plan([target.layout], dest, allow_missing={"latent"})
+    for allowed in ({"draft"}, {"latent", "rope"}):
+        made = plan([target.layout], dest, allow_missing=allowed)
+        assert made.missing == (("draft", 0, "latent"), ("draft", 0, "rope"))
+
+
+def test_what_only_sources_have_is_named_and_not_sent():
+    target, draft, dest = mha(range(2)), mha(range(1), owner="draft"), mha(range(1, 2))
+    made = plan([PoolLayout.merge(target.layout, draft.layout)], dest.layout)
+    assert set(made.unsent) == {
+        ("target", 0, "k"),
+        ("target", 0, "v"),
+        ("draft", 0, "k"),
+        ("draft", 0, "v"),
+    }
+    batch = made.bind(0, place(dest, 20), place(dest, 20))
+    assert batch.total == 20 * 2 * 4 * 4 * 2
+
+
+def test_a_rank_left_out_is_refused_with_what_is_offered():
+    ranks = [mha(shard=Shard(rank, 4)) for rank in range(4)]
+    refused = refusal([ranks[0], ranks[3]], mha())
+    assert (
+        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3: these "
+        "do not cover it exactly once. Plan with the layouts of all prefill ranks."
+    ) in str(refused)
+    assert "offers nothing of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
+
+
+def test_a_stage_left_out_is_refused_with_the_layers_that_are_held():
+    stages = [mha(layers, total_kv_layers=9) for layers in (range(3), range(3, 6), range(6, 9))]
+    refused = refusal([stages[0], stages[2]], mha(range(9)))
+    assert {r.layer for r in refused.reasons} == {3, 4, 5}
+    assert ("target layers 3-5 k: prefill offers no such region (it holds layers 0-2, 6-8)") in str(
+        refused
+    )
+
+
+def test_addresses_and_ranges_that_cannot_be_are_refused():
+    source, dest = mla(), mla()
+    made = plan([source.layout], dest.layout)
+    here = place(dest, 10)
+    with pytest.raises(ValueError, match="2 addresses for 1 sources"):
+        made.bind_all([here, here], here)
+    with pytest.raises(ValueError, match="source 1: this plan has sources 0 to 0"):
+        made.bind(1, here, here)
+    for tokens in (range(5, 11), range(0, 10, 2), range(-1, 4)):
+        with pytest.raises(ValueError, match="a range of positions within 0 to 10"):
+            made.bind(0, here, here, tokens=tokens)
+    with pytest.raises(ValueError, match="destination: no ids for space 'kv'"):
+        made.bind(0, here, RequestAddress(10, {}))
+
+
+def pages(*ids, tokens=None):
+    return RequestAddress(4 * len(ids) if tokens is None else tokens, {"kv": Span(list(ids))})
+
+
+LATENT, ROPE = Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")
+
+
+def with_gap(where, page, gap):
+    """A page of latent and rope rows with something of 8 bytes in or between them."""
+    row, gaps = Seq(LATENT, ROPE), Repeat("entry", page, gap) if isinstance(gap, Cell) else gap
+    rows = Repeat("entry", page, row)
+    if isinstance(gap, Skip):
+        gaps = Skip(gap.nbytes * page)
+    return {
+        "in the row": Repeat("entry", page, Seq(LATENT, gap, ROPE)),
+        "behind the row": Repeat("entry", page, Seq(row, gap)),
+        "before the row": Repeat("entry", page, Seq(gap, row)),
+        "behind the page": Seq(rows, gaps),
+        "before the page": Seq(gaps, rows),
+    }[where]
+
+
+GAPS = ["in the row", "behind the row", "before the row", "behind the page", "before the page"]
+INDEX, NOTHING = Cell("index_key", 4, "bf16"), Skip(8)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("where", GAPS)
+def test_what_means_something_on_decode_is_no_padding(where, page, shuffled):
+    template = with_gap(where, page, NOTHING)
+    source = built([(layer, "kv", 14, template) for layer in range(3)], page=page)
+    kinds = (NOTHING, INDEX, NOTHING)  # index keys on a subset of layers
+    dest = built(
+        [(layer, "kv", 14, with_gap(where, page, kind)) for layer, kind in enumerate(kinds)],
+        page=page,
+    )
+    hand_off([source], dest, 11, shuffled=shuffled, allow_missing={"index_key"})
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("where", GAPS)
+def test_what_means_something_on_prefill_is_not_sent_as_padding(where, page, shuffled):
+    source, dest = (
+        built([(0, "kv", 14, with_gap(where, page, gap))], page=page) for gap in (INDEX, NOTHING)
+    )
+    assert hand_off([source], dest, 11, shuffled=shuffled) == [11 * 24]
+
+
+def test_layers_that_another_replica_sends_are_not_sent_between_pages():
+    replicas = [mla(range(4), shard=Shard(rank, 2), placement="page") for rank in range(2)]
+    dest = mla(range(4), placement="page")
+    assert hand_off(replicas, dest, 40, shuffled=False) == [40 * 24 * 2] * 2
+
+
+def test_of_offers_that_overlap_each_byte_is_taken_once():
+    sources = [mha(), mha(shard=Shard(0, 2)), mha(shard=Shard(3, 4))]
+    assert sum(hand_off(sources, mha(), 30)) == 30 * 2 * 2 * 4 * 4 * 2
+
+
+@pytest.mark.parametrize("tokens", [12, 11, 9])
+def test_consecutive_pages_are_one_run_a_layer(tokens):
+    source, dest = mla(range(5)), mla(range(5))
+    there, here = pages(2, 3, 4, tokens=tokens), pages(7, 8, 9, tokens=tokens)
+    batch = plan([source.layout], dest.layout).bind(0, there, here)
+    assert batch.nbytes.tolist() == [tokens * 24] * 5
+
+
+def test_latent_and_rope_are_one_run_a_page():
+    batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
+    assert batch.nbytes.tolist() == [4 * 24] * 6
+
+
+def test_heads_of_a_token_side_by_side_are_one_run():
+    ranks = [mha(shard=Shard(rank, 2)) for rank in range(2)]
+    made = plan([rank.layout for rank in ranks], mha().layout)
+    for batch in made.bind_all([pages(2, 9)] * 2, pages(5, 3)):
+        assert batch.nbytes.tolist() == [2 * 4 * 2] * (8 * 2 * 2)  # tokens, K and V, layers
+
+
+@pytest.mark.parametrize("kind", [mha, mla])
+def test_all_layers_of_a_page_placed_side_by_side_are_one_run(kind):
+    source, dest = (kind(range(5), placement="page") for _ in range(2))
+    made = plan([source.layout], dest.layout)
+    row = 24 if kind is mla else 2 * 4 * 4 * 2
+    scattered = made.bind(0, pages(2, 9, 4), pages(7, 3, 5))
+    assert scattered.nbytes.tolist() == [4 * row * 5] * 3
+    consecutive = made.bind(0, pages(2, 3, 4), pages(7, 8, 9))
+    assert consecutive.nbytes.tolist() == [3 * 4 * row * 5]
+
+
+def test_equal_padding_travels_with_its_neighbours():
+    row = Seq(Cell("latent", 3, "bf16"), Skip(2), Cell("rope", 1, "f32"))
+    page = Pad(64, Repeat("entry", 4, row))
+    sides = [built([(0, "kv", 12, page)], page=4) for _ in range(2)]
+    batch = plan([sides[0].layout], sides[1].layout).bind(0, pages(2, 3, 4), pages(7, 8, 9))
+    assert batch.runs == 1
+    hand_off(sides[:1], sides[1], 30)
+
+
+def test_unequal_padding_stays_where_it_is():
+    row = Cell("latent", 3, "bf16"), Cell("rope", 1, "f32")
+    source = built([(0, "kv", 12, Repeat("entry", 4, Seq(row[0], Skip(2), row[1])))], page=4)
+    dest = built([(0, "kv", 12, Repeat("entry", 4, Seq(row[1], row[0], Skip(6))))], page=4)
+    hand_off([source], dest, 30)
+    hand_off([dest], source, 30)
+
+
+def test_a_batch_splits_without_losing_a_run():
+    batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
+    parts = list(batch.split(max_bytes=200, max_runs=5))
+    assert [part.nbytes.tolist() for part in parts] == [[96, 96]] * 3
+    assert np.concatenate([part.dst for part in parts]).tolist() == batch.dst.tolist()
+
+
+def npu_style(layers, items, page, dims):
+    """Latent and rope in two tensors `[L, I, E, 1, D]`, each stacked over layers."""
+    regions, buffers, memory, views = [], [], [], {}
+    for role, dim in zip(("latent", "rope"), dims):
+        tensor = torch.zeros(len(layers), items, page, 1, dim, dtype=torch.bfloat16)
+        seen = describe(
+            tensor[:, :, :, 0], ("layer", "item", "entry", "dim"), role=role, layer=layers
+        )
+        buffers.extend(seen.buffers)
+        regions.extend(seen.regions)
+        memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
+        for number, layer in enumerate(layers):
+            views["target", layer, role] = tensor[number, :, :, 0].view(torch.uint8).numpy()
+    space = Space("kv", entries_per_item=page)
+    layout = PoolLayout(tuple(buffers), tuple(regions), (space,), max(layers) + 1)
+    return State(layout, memory, views)
+
+
+@pytest.mark.parametrize("page", [4, 6])
+def test_a_row_of_latent_and_rope_and_two_stacked_tensors_are_the_same_regions(page):
+    row, apart = mla(range(3)), npu_style([0, 1, 2], 12, page, (8, 4))
+    hand_off([row], apart, 30)
+    hand_off([apart], row, 30)
+
+
+def described(named, page, buffer=None):
+    """State of tensors `[I, E, D]`, one for each layer and role, in `buffer` if there is one."""
+    seen = {
+        key: describe(tensor, ("item", "entry", "dim"), layer=key[0], role=key[1], buffer=buffer)
+        for key, tensor in named.items()
+    }
+    layout = PoolLayout(
+        tuple({buffer: 0 for each in seen.values() for buffer in each.buffers}),
+        tuple(region for each in seen.values() for region in each.regions),
+        (Space("kv", entries_per_item=page),),
+        total_kv_layers=max(layer for layer, _ in named) + 1,
+    )
+    whole = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in named.values()}
+    memory = [torch.empty(0, dtype=torch.uint8).set_(each).numpy() for each in whole.values()]
+    views = {("target", *key): tensor.view(torch.uint8).numpy() for key, tensor in named.items()}
+    return State(layout, memory, views)
+
+
+def test_layers_alike_but_for_their_item_stride_keep_their_own():
+    dense, wide = torch.zeros(12, 4, 6, dtype=torch.float32), torch.zeros(12, 7, 6)
+    engine = described({(0, "latent"): dense, (1, "latent"): wide[:, :4]}, 4)
+    template = Repeat("entry", 4, Cell("latent", 6, "f32"))
+    pool = built([(layer, "kv", 12, template) for layer in range(2)], page=4)
+    hand_off([engine], pool, 30)
+    hand_off([pool], engine, 30)
+
+
+def test_neighbours_in_one_entry_that_part_in_the_next_are_no_run():
+    crossed = torch.zeros(12, 24, dtype=torch.float32)
+    latent = crossed.as_strided((12, 2, 2), (24, 8, 1), 0)  # at 0 and 8
+    rope = crossed.as_strided((12, 2, 2), (24, 4, 1), 2)  # at 2 and 6
+    buffer = describe_buffer(crossed, ("item", "byte"), name="crossed")
+    engine = described({(0, "latent"): latent, (0, "rope"): rope}, 2, buffer)
+    row = Seq(Cell("latent", 2, "f32"), Cell("rope", 2, "f32"))
+    pool = built([(0, "kv", 12, Repeat("entry", 2, row))], page=2)
+    hand_off([engine], pool, 19)
+    hand_off([pool], engine, 19)
+
+
+ORDERS = [
+    ("item", "role", "head", "entry", "dim"),
+    ("item", "role", "entry", "head", "dim"),
+    ("item", "entry", "role", "head", "dim"),
+    ("role", "item", "head", "entry", "dim"),
+]
+
+
+@pytest.mark.parametrize("dims", ORDERS, ids="-".join)
+def test_k_and_v_in_one_tensor_of_any_dim_order_go_to_a_pool(dims):
+    sizes = {"item": 12, "role": 2, "head": 4, "entry": 6, "dim": 4}
+    tensor = torch.zeros([sizes[dim] for dim in dims], dtype=torch.bfloat16)
+    within = dims[0] == "item"  # both in one buffer, as their entries may interleave
+    buffer = describe_buffer(tensor, dims, name="k and v") if within else None
+    seen = describe(tensor, dims, role=("k", "v"), layer=0, buffer=buffer)
+    space = Space("kv", entries_per_item=6)
+    apart = tensor.permute([dims.index(d) for d in ("role", "item", "entry", "head", "dim")])
+    views = {
+        ("target", 0, role): apart[n].view(torch.uint8).numpy() for n, role in enumerate(("k", "v"))
+    }
+    engine = State(
+        PoolLayout(seen.buffers, seen.regions, (space,), 1),
+        [tensor.view(torch.uint8).numpy().reshape(-1)],
+        views,
+    )
+    hand_off([engine], mha(range(1)), 30)
+    hand_off([mha(range(1))], engine, 30)
+
+
+def window(size, page):
+    template = Repeat("entry", page, Cell("swa.latent", 6, "bf16"))
+    return built(
+        [(layer, "swa", 60 // page + 2, template) for layer in range(2)],
+        [Space("swa", entries_per_item=page, window=size)],
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 23, 24, 50])
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 6), (6, 4)])
+def test_of_a_window_only_the_last_positions_are_moved(tokens, prefill, decode):
+    hand_off([window(8, prefill)], window(8, decode), tokens)
+
+
+def test_layers_alike_but_for_their_space_go_by_their_own_ids():
+    def pool():
+        page = Repeat("entry", 4, Cell("latent", 6, "bf16"))
+        spaces = [Space(name, entries_per_item=4) for name in ("kv", "other")]
+        return built([(0, "kv", 12, page), (1, "other", 12, page)], spaces)
+
+    hand_off([pool()], pool(), 30)
+
+
+@pytest.mark.parametrize("dead", [(0, 3), (3, 0), (2, 4), (4, 4)])
+def test_lists_that_start_at_different_items_are_paired_by_position(dead):
+    source, dest, tokens = window(12, 4), window(12, 6), 50
+
+    def cut(address, first):
+        return RequestAddress(tokens, {"swa": Span(address.spans["swa"].ids[first:], first)})
+
+    there, here = cut(place(source, tokens, 1), dead[0]), cut(place(dest, tokens), dead[1])
+    fill(source, there)
+    blank(dest)
+    move([source], dest, [there], here)
+    assert_holds(dest, here)
+    assert here.spans["swa"].first_item == dead[1]
+
+
+def test_a_window_whose_head_is_not_offered_is_refused():
+    source, dest = window(12, 4), window(12, 4)
+    whole = place(source, 50)
+    late = RequestAddress(50, {"swa": Span(whole.spans["swa"].ids[10:], 10)})
+    made = plan([source.layout], dest.layout)
+    with pytest.raises(
+        IncompleteTransfer, match=r"source: space swa needs .* 36 to 51, .* 40 to 51"
+    ):
+        made.bind(0, late, whole)
+
+
+@pytest.mark.parametrize("wanted", [12, None])
+def test_entries_that_have_left_the_source_window_are_refused(wanted):
+    source, dest = window(8, 4), window(wanted, 4)
+    made = plan([source.layout], dest.layout)
+    made.bind(0, place(source, 8), place(dest, 8))  # nothing has left it yet
+    with pytest.raises(IncompleteTransfer, match="space swa"):
+        made.bind(0, place(source, 50), place(dest, 50))
+
+
+def ring(size):
+    template = Repeat("entry", size, Cell("c4.state", 4, "f32"))
+    space = Space("ring", "ring", entries_per_item=size, window=8)
+    return built([(layer, "ring", 5, template) for layer in range(2)], [space])
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 34), 1000, 1_000_003])
+@pytest.mark.parametrize(("prefill", "decode"), [(8, 16), (16, 8), (8, 8), (12, 16)])
+def test_live_entries_of_a_ring_land_by_position(tokens, prefill, decode):
+    source, dest = ring(prefill), ring(decode)
+    there, here = place(source, tokens, 1), place(dest, tokens)
+    last = range(max(0, tokens - 20), tokens)
+    fill(source, there, last)
+    blank(dest)
+    move([source], dest, [there], here)
+    assert_holds(dest, here, last)
+
+
+def test_a_ring_that_has_gone_on_is_refused():
+    source, dest = ring(8), ring(16)
+    made = plan([source.layout], dest.layout)
+    made.bind(0, place(source, 40), place(dest, 40))
+    with pytest.raises(IncompleteTransfer, match="space ring keeps entries from 33 alive"):
+        made.bind(0, place(source, 41), place(dest, 40))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 2), (2, 4), (4, 6)])
+def test_compressed_entries_are_moved_once_their_tokens_are_complete(tokens, prefill, decode):
+    source, dest = (
+        built(
+            [(0, "c4", 14, Repeat("entry", page, Cell("c4.latent", 6, "bf16")))],
+            [Space("c4", entries_per_item=page, tokens_per_entry=4)],
+        )
+        for page in (prefill, decode)
+    )
+    hand_off([source], dest, tokens)
+
+
+def compressed(page):
+    """Token pages, and compressed pages found by the ids of the token pages."""
+    return built(
+        [
+            (0, "kv", 14, Repeat("entry", page, Cell("latent", 4, "bf16"))),
+            (0, "c4", 14, Repeat("entry", page // 4, Cell("c4.latent", 6, "bf16"))),
+        ],
+        [Space("c4", entries_per_item=page // 4, tokens_per_entry=4, ids="kv")],
+        page=page,
+    )
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 27, 64])
+def test_compressed_pages_share_the_ids_of_token_pages(tokens):
+    hand_off([compressed(8)], compressed(16), tokens)
+
+
+def test_chunks_move_each_compressed_entry_with_its_last_token():
+    source, dest = compressed(8), compressed(16)
+    there, here = place(source, 50, 1), place(dest, 50)
+    fill(source, there)
+    blank(dest)
+    made = plan([source.layout], dest.layout)
+    ends = (0, 3, 4, 6, 21, 22, 23, 50)
+    sent = 0
+    for start, stop in pairwise(ends):
+        chunk = RequestAddress(stop, there.spans)
+        batch = made.bind(0, chunk, here, tokens=range(start, stop))
+        apply(batch, [source], dest)
+        assert_holds(dest, here, range(stop))
+        sent += batch.total
+    assert sent == 50 * 8 + 12 * 12
+
+
+def test_a_slot_is_moved_with_the_last_chunk_only():
+    def pool():
+        page = Repeat("entry", 4, Cell("latent", 4, "bf16"))
+        return built(
+            [(0, "kv", 12, page), (1, "state", 5, Cell("temporal", 8, "f32"))],
+            [Space("state", "slot")],
+            page=4,
+        )
+
+    source, dest = pool(), pool()
+    there, here = place(source, 30, 1), place(dest, 30)
+    blank(dest)
+    for chunk in (range(13), range(13, 29), range(29, 30)):
+        held = RequestAddress(chunk.stop, there.spans)
+        fill(source, held)  # the slot holds the state of the chunk's last position
+        move([source], dest, [held], here, chunk)
+        assert_holds(dest, here, range(chunk.stop))
+    with pytest.raises(IncompleteTransfer, match="the state in space state is that of 31 tokens"):
+        plan([source.layout], dest.layout).bind(0, RequestAddress(31, there.spans), here)
+
+
+SECTIONS = {"conv.q": (4, 3), "conv.k": (4, 3), "conv.v": (8, 5)}  # heads, dim
+
+
+def conv(rank, tp, order):
+    """Conv states of three taps, channels first `[role][head][dim][tap]` or window first
+    `[tap][role][head][dim]`.
+    """
+    parts = []
+    for role, (heads, dim) in SECTIONS.items():
+        start, size = Shard(rank, tp).of(heads)
+        cell = Cell(role, 1, "bf16")
+        inner = Repeat("tap", 3, cell) if order == "channels" else cell
+        parts.append(Repeat("head", size, Repeat("dim", dim, inner), start, heads))
+    template = Seq(*parts) if order == "channels" else Repeat("tap", 3, Seq(*parts))
+    return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 8), (8, 4)])
+@pytest.mark.parametrize(
+    "orders", [("channels", "window"), ("window", "channels"), ("window",) * 2]
+)
+def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
+    sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
+    for rank in range(decode):
+        hand_off(sources, conv(rank, decode, orders[1]), 30)
+
+
+def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
+    source = conv(0, 1, "channels")
+    tensor = torch.zeros(5, 3, 4 * 3 + 4 * 3 + 8 * 5, dtype=torch.bfloat16)  # [I, tap, channel]
+    buffer = describe_buffer(tensor, ("item", "tap", "channel"), name="conv", space="state")
+    regions, views, at = [], {}, 0
+    for role, (heads, dim) in SECTIONS.items():
+        part = tensor[:, :, at : at + heads * dim].unflatten(2, (heads, dim))
+        names = ("item", "tap", "head", "dim")
+        seen = describe(part, names, role=role, layer=1, cell=None, buffer=buffer)
+        regions.extend(seen.regions)
+        shown = part.permute(0, 2, 3, 1)[..., None].view(torch.uint8)  # [I, head, dim, tap, byte]
+        views["target", 1, role] = shown.numpy()
+        at += heads * dim
+    layout = PoolLayout((buffer,), tuple(regions), (Space("state", "slot"),), 2)
+    dest = State(layout, [tensor.view(torch.uint8).numpy().reshape(-1)], views)
+    hand_off([source], dest, 30)

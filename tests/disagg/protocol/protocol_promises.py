@@ -1,0 +1,228 @@
+"""What a world of the protocol model must keep, after every step and in the end."""
+
+from __future__ import annotations
+
+import re
+
+from disagg.protocol.status import KVPoll
+from disagg.runtime.staging import BUFFERS
+from tests.disagg.protocol.protocol_model import READ_TIMEOUT, Decode, Node, Prefill, World
+
+# why a room may fail, and what must have been done to one who had to do with it: see `caused`
+REASONS = {
+    r"rank .* (was silent for more|has not answered)": "mute prefill, cut",
+    # a hello that comes once more makes prefill wait for a decode that has hung up
+    "decode was silent": "mute decode, mute prefill, cut, unread, disconnect, repeat",
+    "does not know this decode": "cut, mute decode, mute prefill",
+    "has left .* unread": "unread",
+    "has disconnected": "disconnect",
+    "cannot be reached": "cut, mute decode, mute prefill, unread, disconnect",
+    "read from rank": "engine, mute decode, mute prefill, cut",
+    "its lease ran out": "lease",
+    "wanted twice|want it already|disagree on": "twice",
+    "decode made room for": "longer",
+    "cannot be served": "rubbish",
+    "does not follow|gave its pages away|gives no digests|differs from": "reorder",
+    "wants this room no more": "reorder, repeat",
+}
+
+
+def check(world: World) -> None:
+    """What holds after every step."""
+    assert not world.broken, world.broken
+    for node in world.everybody():
+        if node.alive:
+            pages_add_up(node)
+            for name in node.rooms._rooms:
+                failure = node.rooms.failure(name)
+                assert failure is None or caused(node, name, failure.reason), f"{name!r} {failure}"
+
+
+def pages_add_up(node: Node) -> None:
+    """Leased, quarantined and free pages, and those of other requests, are all."""
+    leases, held = node.rooms.leases(), node.held.values()
+    leased, quarantined = leases.leased.get("kv", 0), leases.quarantined.get("kv", 0)
+    others = sum(len(each.pages) for each in node.others)
+    assert leased == sum(len(each.pages) for each in held if each.ended is None)
+    assert quarantined == sum(len(each.pages) for each in held if each.ended is not None)
+    assert leased + quarantined + others == len(node.owners)
+    assert len(node.owners) + node.alloc.free_pages == node.pages
+
+
+def caused(node: Node, name, reason: str) -> bool:
+    """Whether something was done that explains it, to one who had to do with this room."""
+    world = node.world
+    service = node.service if isinstance(node, Prefill) else node.held[name].service
+    known = re.search(r"abort (\d+)\.", reason)
+    if known:
+        return world.aborts[int(known[1])] == (service, name)
+    wants = [f for f in world.faults if f[0] == "wanted" and f[2:4] == (service, name)]
+    pairs = {(want[1], rank.address) for want in wants for rank in world.ranks(service)}
+    return any(
+        (cause == "lease" and None is not world.lease <= world.now - world.began)
+        or (cause == "twice" and len(wants) > 1)
+        or (cause == "longer" and (cause, service, name) in world.faults)
+        or cause in world.network
+        or any((cause, *pair) in world.faults for pair in pairs)
+        for pattern, causes in REASONS.items()
+        if re.search(pattern, reason)
+        for cause in causes.split(", ")
+    )
+
+
+def settle(world: World) -> None:
+    """Everybody who lives is heard and who is dead is noticed; rooms that wait are aborted; then
+    nothing is left, and all works again.
+    """
+    world.traps.clear()
+    for node in world.everybody():
+        node.stopped = False
+        engine = node.engine
+        engine.patient, engine.meanwhile, engine.fate = False, None, ""
+        engine.trouble.clear()
+    go(world, 3)
+    timeouts = (node.timeout for node in world.everybody())
+    world.pass_time(max(timeouts) + (world.lease or 0) + READ_TIMEOUT + 3, True)
+    go(world, 10)  # parts of a few bytes take a turn each
+    for node in world.able():
+        for name in list(node.rooms.open_rooms()):
+            assert may_wait(node, name), f"{name!r} of {node.hello.generation} never ends"
+    for node in reversed(world.able()):
+        for name in list(node.rooms.open_rooms()):
+            late = world.network or isinstance(node, Decode)  # a want may come after its abort
+            assert late or not waited_for(node, name), f"{name!r} was aborted and goes on"
+            node.abort(name)
+        go(world, 3)
+    for node in world.able():
+        forget(node)
+        left = left_behind(node)
+        assert not left, left
+    for node in world.everybody():
+        while node.alive and node.others:
+            node.vacate()
+    work_again(world)
+
+
+def go(world: World, rounds: int) -> None:
+    world.live(rounds)
+    check(world)
+
+
+def may_wait(node: Node, name) -> bool:
+    """Whether a room is open because somebody who lives has not done his part."""
+    room = node.rooms._rooms[name]
+    if isinstance(node, Prefill):
+        conns = [node.peers.get(peer) for peer in room.wants.keys() - room.done]
+        leased = room.chunks and node.world.lease is not None
+        return not leased and all(conn is not None and conn.decode.alive for conn in conns)
+    ranks = [node.world.prefills[address] for address in room.link.addresses]
+    return all(rank.alive for rank in ranks) and not all(room.closed)
+
+
+def waited_for(node: Prefill, name) -> bool:
+    """Whether somebody wants a room and is not done with it."""
+    room = node.rooms._rooms[name]
+    return bool(room.wants.keys() - room.done)
+
+
+def forget(node: Node) -> None:
+    """Forgets what may be forgotten, and is refused the rest."""
+    for name in list(node.rooms._rooms):
+        reading = isinstance(node, Decode) and node.rooms.reading(name)
+        if node.rooms.poll(name).ended and not reading:
+            node.forget(name)
+        else:
+            try:
+                node.rooms.forget(name)
+            except ValueError as error:
+                assert "has not ended" in str(error)
+            else:
+                raise AssertionError(f"{name!r} can be forgotten")
+
+
+def left_behind(node: Node) -> list[str]:
+    """What a node that has nothing to do any more still keeps, and should not."""
+    rooms = node.rooms
+    if isinstance(node, Prefill):
+        peers = rooms.decodes.alive
+        kept = {
+            "rooms": rooms._rooms,
+            "open rooms": rooms._open,
+            "messages": rooms.outbox,
+            "checks": rooms.checks,
+            "digests": node.digester._jobs,
+            "wants": [name for peer in peers.values() for name in peer.rooms],
+            "peers": [peer for peer in peers if node.peers.get(peer) is None],
+            "silences": rooms.decodes._silence._heard.keys() ^ peers.keys(),
+        }
+    else:
+        links, reader = rooms.links, node.reader
+        ranks = {each.first + n: h for each in links.links for n, h in enumerate(each.hellos)}
+        hopeless = [fence for fence in reader._fences if fence.hopeless]
+        stage = node.engine.stage
+        kept = {
+            "rooms": rooms._rooms.keys()
+            ^ {fence.active.read.room for fence in hopeless if fence.active},
+            "open rooms": rooms._open,
+            "buffers": stage.owners
+            if stage and len(stage.owners) != BUFFERS - stage._usable
+            else (),
+            "reads": rooms.reads,
+            "checks": rooms.checks,
+            "digests": node.digester._jobs,
+            "messages": links.outbox,
+            "dials": links.dials,
+            "partings": links.partings,
+            "links": {id(link) for link in links.links}
+            ^ {id(link) for link in node.links.values()},
+            "ranks": links._at.keys() ^ ranks.keys(),
+            "silences": links._silence._heard.keys() - ranks.keys(),
+            "fences": [fence for fence in reader._fences if not fence.hopeless],
+            "busy lanes": [lane for lane in reader._lanes.values() if lane.queue or lane.active],
+            "lanes of nobody": reader._lanes.keys() - _lives(links.links),
+            "transfers": [each for each in node.engine.transfers if not each.peer.hopeless],
+        }
+    return [f"{what}: {value}" for what, value in kept.items() if value]
+
+
+def _lives(links) -> set[tuple[int, int, str]]:
+    """Links, ranks and their lives, as reads are told apart."""
+    known = ((link, source, hello) for link in links for source, hello in enumerate(link.hellos))
+    return {(id(link), source, hello.generation) for link, source, hello in known if hello}
+
+
+def work_again(world: World) -> None:
+    """Everybody is there, is greeted, and hands a room over with everybody."""
+    for node in world.everybody():
+        if not node.alive:
+            world.restart(node)
+    services = {node.service: 0 for node in world.prefills.values()}
+    for node in world.decodes:
+        for service in services:
+            if service in node.links and node.links[service].refusal is not None:
+                node.disconnect(service)
+            if service not in node.links:
+                node.connect(service)
+    world.pass_time(max(node.timeout for node in world.decodes), True)
+    readers = [node.options[0] for node in world.decodes]
+    for service in services:
+        if readers == [2, 2]:
+            succeed("together", service, world.decodes)
+        for node in world.decodes:
+            if node.options[0] == 1:
+                succeed(f"alone {node.number}", service, [node])
+
+
+def succeed(name, service: int, decodes) -> None:
+    """A room of two tokens is handed over."""
+    if not all(node.alloc.free_pages for node in decodes):  # what is in quarantine stays there
+        return
+    world = decodes[0].world
+    for node in world.ranks(service):
+        node.send(name, 2, 2)
+    for node in decodes:
+        node.want(name, service, 2, 0)
+    world.live(30)
+    for node in (*decodes, *world.ranks(service)):
+        assert node.rooms.poll(name) is KVPoll.Success, str(node.rooms.failure(name))
+        node.forget(name)

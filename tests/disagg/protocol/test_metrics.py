@@ -1,0 +1,297 @@
+"""What is counted, by hand and by the plan; what Prometheus gets; the line of a failure."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import urllib.request
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg.exporter import export
+from disagg.plan import plan
+from disagg.protocol.liveness import Leases
+from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.status import Failure
+from kvpool import RequestAddress, Span
+from tests.oracle import merged, place
+from tests.pools import CLASSES, mla
+
+TOKENS = 29
+ROOM = {"num_pages": 20, "num_window_pages": 40}
+
+
+def apart(pool):
+    """An address of which no two items are neighbours."""
+    spans = place(pool, TOKENS, None).spans
+    return RequestAddress(TOKENS, {name: Span(2 * span.ids) for name, span in spans.items()})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_runs_and_bytes_by_role_are_those_that_the_plan_explains(name):
+    there, here = (CLASSES[name](**ROOM, device="meta") for _ in range(2))
+    made, metrics = plan([there.layout], here.layout), RoomMetrics()
+    batch = made.bind(0, apart(there), apart(here))
+    metrics.bound(batch, 0.5)
+    explained: dict[tuple[str, str], RoleMetrics] = {}
+    for row in made.explain(TOKENS).rows:
+        roles = row.owner, ", ".join(row.roles)
+        known = explained.get(roles, RoleMetrics())
+        explained[roles] = known.plus(RoleMetrics(row.runs, row.nbytes))
+    assert metrics.by_role == explained
+    assert (metrics.runs, metrics.bytes_bound) == (batch.runs, batch.total)
+    assert (metrics.chunks, metrics.bind_seconds) == (1, 0.5)
+
+
+def test_bytes_by_role_are_those_of_rows_times_tokens_times_layers():
+    pools = [merged(mla(**ROOM), mla(layers=[0], owner="draft", **ROOM)) for _ in range(2)]
+    there, here = pools
+    made, metrics = plan([there.layout], here.layout), RoomMetrics()
+    for chunk in (range(13), range(13, TOKENS)):
+        batch = made.bind(0, place(there, TOKENS), place(here, TOKENS), tokens=chunk)
+        metrics.bound(batch, 0.0)
+    sizes = {roles: found.nbytes for roles, found in metrics.by_role.items()}
+    row = 2 * (16 + 8)
+    assert sizes == {
+        ("target", "latent, rope"): 4 * TOKENS * row,
+        ("draft", "latent, rope"): TOKENS * row,
+    }
+    assert metrics.chunks == 2 and metrics.bytes_bound == 5 * TOKENS * row
+    found = metrics.by_role["target", "latent, rope"]
+    assert found.bytes_per_run == found.nbytes / found.runs
+
+
+def test_a_copy_of_a_room_s_figures_stays_as_it_is():
+    pool, metrics = mla(**ROOM, device="meta"), RoomMetrics()
+    batch = plan([pool.layout], pool.layout).bind(0, apart(pool), apart(pool))
+    metrics.bound(batch, 0.0)
+    copy = replace(metrics)
+    before = json.dumps([copy.runs, list(copy.by_role.values())])
+    metrics.bound(batch, 0.0)
+    metrics.moved(100, 2.0)
+    assert json.dumps([copy.runs, list(copy.by_role.values())]) == before
+    assert metrics.runs == 2 * copy.runs and metrics.rate == 50
+
+
+counts = st.integers(0, 1 << 50)
+rooms = st.builds(
+    RoomMetrics,
+    chunks=counts,
+    bytes_moved=counts,
+    **{f"{phase}_seconds": st.integers(0, 1000) for phase in PHASES},
+    by_role=st.dictionaries(
+        st.tuples(st.sampled_from(("target", "draft")), st.sampled_from(("k", "v"))),
+        st.builds(RoleMetrics, counts, counts),
+    ),
+)
+failures = st.builds(
+    Failure,
+    st.sampled_from(("decode", "prefill")),
+    st.just("why"),
+    st.sampled_from(("abort", "lost")),
+)
+ended = st.lists(st.tuples(rooms, st.one_of(st.none(), failures)), max_size=8)
+
+
+@given(ended, ended)
+def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
+    totals = Totals()
+    for each in first:
+        totals.add(*each)
+    copy = totals.copy()
+    for each in more:
+        totals.add(*each)
+    totals.planned(0.25)
+    for found, given_rooms in ((copy, first), (totals, first + more)):
+        failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
+        assert found.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
+        assert found.failures == {key: failed.count(key) for key in failed}
+        assert found.chunks == sum(each.chunks for each, _ in given_rooms)
+        assert found.bytes_moved == sum(each.bytes_moved for each, _ in given_rooms)
+        for roles in {roles for each, _ in given_rooms for roles in each.by_role}:
+            parts = [each.by_role.get(roles, (0, 0)) for each, _ in given_rooms]
+            assert found.by_role[roles] == tuple(map(sum, zip(*parts)))
+        for phase in PHASES[1:]:
+            times = (getattr(each, f"{phase}_seconds") for each, _ in given_rooms)
+            assert found.seconds[phase] == sum(times)
+    assert (copy.seconds["plan"], totals.seconds["plan"]) == (0, 0.25)
+
+
+# the exporter, over HTTP
+
+
+@dataclass
+class Endpoint:
+    """One that answers with what it was given."""
+
+    now: Snapshot | Exception
+    asked: int = 0
+
+    def snapshot(self):
+        self.asked += 1
+        if isinstance(self.now, Exception):
+            raise self.now
+        return self.now
+
+
+def busy():
+    totals = Totals()
+    done = RoomMetrics(
+        chunks=3,
+        bytes_moved=4096,
+        wire_seconds=0.5,
+        by_role={
+            ("target", "latent, rope"): RoleMetrics(7, 4000),
+            ("draft", "k"): RoleMetrics(1, 96),
+        },
+    )
+    totals.add(done)
+    totals.add(RoomMetrics(total_seconds=2.0), Failure("prefill", "gone", "lost"))
+    leases = Leases({"kv": 12, "swa": 2}, {"kv": 1})
+    return Snapshot(totals, 4, 2, leases, "nixl", {"tx_bytes": 5.5}, {"hit": 3, "miss": 1})
+
+
+def scrape(server):
+    """All samples: the name, and the labels as a frozen set, to the value."""
+    url = f"http://{server.addr}:{server.port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_number_of_an_endpoint_is_served_under_its_name():
+    with export({"decode 0": Endpoint(busy())}) as server:
+        found = scrape(server)
+    expected = [
+        ("up", {}, 1),
+        ("rooms_total", {"outcome": "success"}, 1),
+        ("rooms_total", {"outcome": "failed"}, 1),
+        ("failures_total", {"side": "prefill", "kind": "lost"}, 1),
+        ("chunks_total", {}, 3),
+        ("moved_bytes_total", {}, 4096),
+        ("bound_bytes_total", {"owner": "target", "roles": "latent, rope"}, 4000),
+        ("bound_bytes_total", {"owner": "draft", "roles": "k"}, 96),
+        ("runs_total", {"owner": "target", "roles": "latent, rope"}, 7),
+        ("runs_total", {"owner": "draft", "roles": "k"}, 1),
+        *(
+            ("phase_seconds_total", {"phase": phase}, {"wire": 0.5, "total": 2.0}.get(phase, 0.0))
+            for phase in PHASES
+        ),
+        ("plans_total", {"cache": "hit"}, 3),
+        ("plans_total", {"cache": "miss"}, 1),
+        ("open_rooms", {}, 4),
+        ("alive_peers", {}, 2),
+        ("leased_items", {"space": "kv"}, 12),
+        ("leased_items", {"space": "swa"}, 2),
+        ("quarantined_items", {"space": "kv"}, 1),
+        ("engine", {"engine": "nixl", "counter": "tx_bytes"}, 5.5),
+    ]
+    assert found == {
+        (f"kvpool_{name}", frozenset({"endpoint": "decode 0", **labels}.items())): value
+        for name, labels, value in expected
+    }
+
+
+def test_numbers_are_read_when_they_are_asked_for_and_endpoints_come_and_go():
+    one, two = Endpoint(busy()), Endpoint(busy())
+    endpoints = {"one": one}
+    with export(endpoints) as server:
+        assert one.asked == 0
+        scrape(server)
+        endpoints["two"] = two
+        one.now = replace(one.now, open_rooms=9)
+        found = scrape(server)
+        assert (one.asked, two.asked) == (2, 1)
+        rooms = {
+            name: found["kvpool_open_rooms", frozenset({("endpoint", name)})] for name in endpoints
+        }
+        assert rooms == {"one": 9, "two": 4}
+        del endpoints["one"]
+        assert not any(("endpoint", "one") in labels for _, labels in scrape(server))
+
+
+def test_an_endpoint_that_does_not_answer_takes_no_other_with_it(caplog):
+    broken = Endpoint(RuntimeError("the endpoint was closed."))
+    with export({"broken": broken, "well": Endpoint(busy())}) as server:
+        found = scrape(server)
+    up = {
+        dict(labels)["endpoint"]: value
+        for (name, labels), value in found.items()
+        if name == "kvpool_up"
+    }
+    assert up == {"broken": 0, "well": 1}
+    assert found["kvpool_open_rooms", frozenset({("endpoint", "well")})] == 4
+    assert "endpoint 'broken' gives no numbers: the endpoint was closed." in caplog.text
+
+
+def test_no_endpoints_are_served_as_such():
+    with export({}) as server:
+        assert scrape(server) == {}
+
+
+def test_a_closed_server_gives_its_port_back():
+    server = export({})
+    port = server.port
+    server.close()
+    with export({}, port) as again:
+        assert again.port == port
+
+
+def test_a_port_that_is_taken_is_refused_by_number():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"export at 127\.0\.0\.1, port {port}: "):
+            export({}, port)
+    with pytest.raises(ValueError, match=r"port 65536: "):
+        export({}, 65536)
+
+
+def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(RuntimeError, match=r"pip install kvpool\[metrics\]"):
+        export({})
+
+
+# the line of a failure
+
+
+@given(st.text(), st.text(), st.one_of(st.integers(0, 2**63 - 1), st.text()))
+def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
+    with mock.patch.object(logging.getLogger("disagg"), "log") as said:
+        log_failure(
+            Failure("decode", reason, "read"),
+            room=name,
+            peer=peer,
+            generation="abc",
+            start=3,
+            tokens=29,
+            bytes_moved=1 << 40,
+            seconds=0.12345678,
+        )
+    (level, form, line), _ = said.call_args
+    assert (level, form) == (logging.WARNING, "%s")
+    assert line.isascii() and len(line.splitlines()) == 1
+    assert json.loads(line) == {
+        "event": "room failed",
+        "room": name,
+        "side": "decode",
+        "kind": "read",
+        "reason": reason,
+        "peer": peer,
+        "generation": "abc",
+        "start": 3,
+        "tokens": 29,
+        "bytes_moved": 1 << 40,
+        "seconds": 0.123457,
+    }

@@ -1,0 +1,237 @@
+"""The hand-off between real processes, over every engine, byte by byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disagg.engines.base import create_engine
+from disagg.plan import IncompatibleLayouts
+from disagg.runtime.endpoint import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
+from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
+from tests import oracle
+from tests.disagg.engines.peers import ENGINES, prefills
+
+TOKENS = 75
+MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
+
+
+def ready(pool, start=0, salt=1):
+    """A blank destination that holds a prefix of its own."""
+    address = oracle.place(pool, TOKENS, seed=99)
+    oracle.blank(pool)
+    oracle.write(pool, address, range(start), salt)
+    return address
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pp2_x_tp2_prefill_hands_over_to_one_decode_in_chunks(engine):
+    ranks = [
+        {**MHA, "layers": layers, "total_kv_layers": 5, "shard": Shard(rank, 2), "order": "hnd"}
+        for layers in ([0, 1, 2], [3, 4])
+        for rank in range(2)
+    ]
+    dest = MHAPool(layers=range(5), **{**MHA, "page_size": 8, "num_pages": 20})
+    address = ready(dest)
+    with (
+        prefills(engine, "MHAPool", ranks, TOKENS) as sources,
+        DecodeEndpoint(dest.layout, create_engine(engine)) as decode,
+    ):
+        decode.connect([source.address for source in sources], timeout=60)
+        decode.receive("r1", address)
+        for source in sources:
+            source.send("r1", 0, 20, last=False)
+        for source in sources:
+            source.send("r1", 20, TOKENS, aux={"first_token": 7})
+        assert decode.wait("r1", 60) is KVPoll.Success, decode.failure("r1")
+        assert decode.aux("r1") == {"first_token": 7}
+        oracle.assert_holds(dest, address)
+        assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
+        for source in sources:
+            assert source.call("wait", "r1", 30)[0] is KVPoll.Success
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("start", [0, 16, 33, TOKENS])
+def test_a_prefix_that_decode_holds_is_neither_read_nor_touched(engine, start):
+    dest = MLAPool(layers=range(3), **{**MLA, "page_size": 5, "num_pages": 30})
+    address = ready(dest, start)
+    with (
+        prefills(engine, "MLAPool", [{**MLA, "layers": range(3)}], TOKENS) as [source],
+        DecodeEndpoint(dest.layout, create_engine(engine)) as decode,
+    ):
+        source.send(1, 0, TOKENS)  # before anybody wants it
+        decode.connect([source.address], timeout=60)
+        decode.receive(1, address, start=start)
+        assert decode.wait(1, 60) is KVPoll.Success, decode.failure(1)
+        oracle.assert_holds(dest, address, range(start, TOKENS), kept=range(start))
+        assert decode.metrics(1).bytes_moved == (TOKENS - start) * dest.bytes_per_token
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_decode_ranks_read_one_room_and_prefill_waits_for_both(engine):
+    dests = [
+        MHAPool(layers=range(2), **{**MHA, "shard": Shard(rank, 2), "placement": "page"})
+        for rank in range(2)
+    ]
+    with prefills(engine, "MHAPool", [{**MHA, "layers": range(2)}], TOKENS) as [source]:
+        source.send(5, 0, TOKENS)
+        states = []
+        for dest in dests:
+            address = ready(dest)
+            with DecodeEndpoint(dest.layout, create_engine(engine), ranks=2) as decode:
+                decode.connect([source.address], timeout=60)
+                decode.receive(5, address)
+                assert decode.wait(5, 60) is KVPoll.Success, decode.failure(5)
+                oracle.assert_holds(dest, address)
+                states.append(source.call("wait", 5, 0.2)[0])
+        assert states == [KVPoll.Transferring, KVPoll.Success]
+
+
+@pytest.fixture
+def pair():
+    """Both endpoints in this process over `local`, with pools and addresses."""
+    source = MLAPool(layers=range(2), **MLA)
+    dest = MLAPool(layers=range(2), **MLA)
+    given = oracle.place(source, TOKENS)
+    oracle.fill(source, given)
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        yield prefill, given, decode, dest, ready(dest)
+
+
+def test_states_follow_the_protocol(pair):
+    prefill, given, decode, dest, address = pair
+    assert prefill.poll("r") is KVPoll.Bootstrapping
+    decode.receive("r", address)
+    assert prefill._wait(lambda: prefill.poll("r") is KVPoll.WaitingForInput, 10)
+    assert decode.poll("r") is KVPoll.WaitingForInput
+    prefill.send("r", RequestAddress(32, given.spans), last=False)
+    assert decode._wait(lambda: decode.poll("r") is KVPoll.Transferring, 10)
+    assert prefill.poll("r") is KVPoll.Transferring
+    with pytest.raises(ValueError, match="has succeeded"):
+        decode.aux("r")
+    prefill.send("r", given)
+    assert decode.wait("r", 10) is prefill.wait("r", 10) is KVPoll.Success
+    oracle.assert_holds(dest, address)
+    for side in (prefill, decode):
+        side.forget("r")
+
+
+def test_chunks_that_do_not_follow_one_another_are_refused_at_once(pair):
+    prefill, given, *_ = pair
+    prefill.send("r", given, tokens=range(10), last=False)
+    with pytest.raises(ValueError, match="positions up to 10 were sent"):
+        prefill.send("r", given, tokens=range(12, 20), last=False)
+    with pytest.raises(ValueError, match=f"holds {TOKENS} tokens"):
+        prefill.send("r", given, tokens=range(10, 20), last=True)
+    with pytest.raises(ValueError, match="aux values travel with the last chunk"):
+        prefill.send("r", given, tokens=range(10, 20), last=False, aux={"a": 1})
+    with pytest.raises(ValueError, match="aux: "):
+        prefill.send("r", given, aux={"a": object()})
+    prefill.send("r", given)
+    with pytest.raises(ValueError, match="last chunk was sent already"):
+        prefill.send("r", given)
+
+
+def test_a_prompt_of_another_length_fails_by_name(pair):
+    prefill, given, decode, dest, _ = pair
+    decode.receive("r", oracle.place(dest, TOKENS - 1))
+    prefill.send("r", given)
+    assert decode.wait("r", 10) is KVPoll.Failed
+    assert "75 tokens, decode made room for 74" in str(decode.failure("r"))
+    assert prefill.wait("r", 10) is KVPoll.Failed
+    assert "decode made room for 74" in str(prefill.failure("r"))
+
+
+def test_an_id_outside_the_pool_fails_that_room_and_no_other(pair):
+    prefill, given, decode, dest, address = pair
+    bad = RequestAddress(TOKENS, {"kv": Span(np.array([3, 4, 5, 6, 12]))})
+    decode.receive("bad", address)
+    prefill.send("bad", bad)
+    assert decode.wait("bad", 10) is KVPoll.Failed
+    assert "item 12 of space kv lies outside 1 to 11" in str(decode.failure("bad"))
+    assert not decode.reading("bad")
+    decode.receive("good", address)
+    prefill.send("good", given)
+    assert decode.wait("good", 10) is KVPoll.Success
+    oracle.assert_holds(dest, address)
+
+
+def test_either_side_can_abort_and_both_learn_why(pair):
+    prefill, given, decode, _, address = pair
+    decode.receive("a", address)
+    prefill.abort("a", "preempted")
+    assert decode.wait("a", 10) is KVPoll.Failed
+    assert str(decode.failure("a")) == "prefill: preempted"
+    decode.receive("b", address)
+    prefill.send("b", RequestAddress(16, given.spans), last=False)
+    assert prefill._wait(lambda: prefill.poll("b") is KVPoll.Transferring, 10)
+    decode.abort("b", "client went away")
+    assert prefill.wait("b", 10) is KVPoll.Failed
+    assert str(prefill.failure("b")) == "decode: client went away"
+
+
+def test_aux_values_on_which_ranks_disagree_fail_by_name():
+    dest = MHAPool(layers=range(2), **MHA)
+    ranks = [MHAPool(layers=range(2), **{**MHA, "shard": Shard(rank, 2)}) for rank in range(2)]
+    with DecodeEndpoint(dest.layout, create_engine("local")) as decode:
+        prefill = [PrefillEndpoint(pool.layout, create_engine("local")) for pool in ranks]
+        decode.connect([rank.address for rank in prefill], timeout=30)
+        decode.receive("r", ready(dest))
+        for number, (rank, pool) in enumerate(zip(prefill, ranks)):
+            rank.send("r", oracle.place(pool, TOKENS), aux={"first_token": number})
+        assert decode.wait("r", 10) is KVPoll.Failed
+        assert "ranks send different values of aux first_token" in str(decode.failure("r"))
+        for rank in prefill:
+            rank.close()
+
+
+def test_a_refusal_reaches_both_sides_with_all_reasons():
+    source = MLAPool(layers=range(2), **{**MLA, "dtype": "bf16"})
+    dest = MLAPool(layers=range(3), **MLA)
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        with pytest.raises(IncompatibleLayouts) as refused:
+            decode.connect([prefill.address], timeout=30)
+        decode.receive("r", ready(dest))
+        assert decode.poll("r") is KVPoll.Failed
+        assert prefill._wait(prefill.refusals, 10)
+        for text in (str(refused.value), str(decode.failure("r")), prefill.refusals()[0]):
+            assert "target layers 0-1 latent: bfloat16 on prefill, float32 on decode" in text
+            assert "target layer 2 rope: prefill offers no such region" in text
+
+
+def test_other_engines_are_refused_by_name():
+    pool = MLAPool(layers=range(2), **MLA)
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(pool.layout, create_engine("nixl")) as decode,
+        pytest.raises(HandshakeRefused, match="engine 'local' here, 'nixl' there"),
+    ):
+        decode.connect([prefill.address], timeout=30)
+
+
+def test_silence_is_a_time_out_that_names_the_address():
+    pool = MLAPool(layers=range(2), **MLA)
+    with (
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+        pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9"),
+    ):
+        decode.connect(["tcp://127.0.0.1:9"], timeout=0.3)
+
+
+def test_closing_an_endpoint_fails_its_rooms_on_the_other_side(pair):
+    prefill, given, decode, _, address = pair
+    decode.receive("r", address)
+    prefill.send("r", RequestAddress(16, given.spans), last=False)
+    assert prefill._wait(lambda: prefill.poll("r") is KVPoll.Transferring, 10)
+    decode.close()
+    assert prefill.wait("r", 10) is KVPoll.Failed
+    assert "closed" in str(prefill.failure("r"))

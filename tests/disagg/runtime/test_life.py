@@ -1,0 +1,463 @@
+"""The life of a hand-off: who is dead, what is leased, what returns, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from urllib.request import urlopen
+
+import pytest
+import zmq
+
+from disagg.engines.base import TransferError, create_engine
+from disagg.exporter import export
+from disagg.protocol import messages
+from disagg.protocol.messages import Hello, UnknownPeer, encode
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from kvpool import MHAPool, MLAPool, RequestAddress, Shard
+from tests import oracle
+from tests.disagg.engines.peers import ENGINES, prefills
+
+TOKENS = 75
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
+TIMEOUT = 0.6
+
+
+def pool(**more):
+    return MLAPool(layers=range(2), **{**MLA, **more})
+
+
+@contextmanager
+def prefill_side(bind="tcp://127.0.0.1:*", salt=0, **options):
+    """A prefill in this process that has computed one request."""
+    source = pool()
+    address = oracle.place(source, TOKENS)
+    oracle.write(source, address, range(TOKENS), salt)
+    with PrefillEndpoint(source.layout, create_engine("local"), bind, **options) as endpoint:
+        yield endpoint, address
+
+
+@contextmanager
+def decode_side(**options):
+    dest = pool(page_size=8, num_pages=40)
+    oracle.blank(dest)
+    with DecodeEndpoint(dest.layout, create_engine("local"), **options) as endpoint:
+        yield endpoint, dest, oracle.place(dest, TOKENS, 9)
+
+
+def until(endpoint, condition, seconds=20):
+    assert endpoint._wait(condition, seconds)
+
+
+def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
+    with (
+        prefill_side(lease=0.3) as (prefill, given),
+        decode_side() as (decode, _, address),
+    ):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        prefill.send("r", RequestAddress(32, given.spans), last=False)
+        assert prefill.leases().leased == {"kv": 5}
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        assert "its lease ran out: not every reader was done 0.3 s" in str(prefill.failure("r"))
+        assert prefill.leases().leased == {}
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert str(decode.failure("r")).startswith("prefill: its lease ran out")
+
+
+def test_a_room_that_nobody_wants_gives_its_pages_back():
+    with prefill_side(lease=0.2) as (prefill, given):
+        prefill.send("r", given)
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        assert "nobody wanted it" in str(prefill.failure("r"))
+
+
+def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
+    with prefill_side(lease=1.0) as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        time.sleep(1.5)
+        prefill.send("r", given)
+        assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+        oracle.assert_holds(dest, address)
+
+
+def test_a_done_that_comes_after_the_lease_is_no_success():
+    """What was read while pages had gone to another request is never called good."""
+    with (
+        prefill_side(lease=0.3) as (prefill, given),
+        decode_side() as (decode, _, address),
+    ):
+        decode.connect([prefill.address], timeout=20)
+        read, released = decode.engine.read, threading.Event()
+
+        def late(*given):
+            assert released.wait(20)
+            return read(*given)
+
+        decode.engine.read = late
+        decode.receive("r", address)
+        prefill.send("r", given)
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        released.set()
+        assert decode.wait("r", 20) is KVPoll.Failed
+        until(decode, lambda: not decode.reading("r"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engine):
+    dest = pool()
+    address = oracle.place(dest, TOKENS, 9)
+    oracle.blank(dest)
+    with (
+        prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}] * 2, TOKENS) as (one, two),
+        DecodeEndpoint(dest.layout, create_engine(engine), peer_timeout=TIMEOUT) as decode,
+    ):
+        link, other = (decode.connect([source.address], timeout=60) for source in (one, two))
+        decode.receive("lost", address, link=link)
+        decode.receive("other", oracle.place(dest, 0), link=other)
+        os.kill(one.process.pid, signal.SIGSTOP)
+        assert decode.wait("lost", 20) is KVPoll.Failed
+        reason = f"rank 0 of prefill ({one.address}) is lost: it was silent for more than 0.6 s."
+        assert str(decode.failure("lost")) == f"prefill: {reason}"
+        decode.receive("at once", address, link=link)
+        assert str(decode.failure("at once")) == f"prefill: {reason}"
+        assert decode.poll("other") is KVPoll.WaitingForInput
+        decode.forget("lost")
+        decode.receive("lost", address, link=other)  # the same room, from another prefill
+        two.send("lost", 0, TOKENS)
+        assert decode.wait("lost", 20) is KVPoll.Success, decode.failure("lost")
+        oracle.assert_holds(dest, address)
+        os.kill(one.process.pid, signal.SIGCONT)
+        until(decode, lambda: link.lost is None)
+        oracle.blank(dest)
+        decode.receive("again", address, link=link)
+        one.send("again", 0, TOKENS)
+        assert decode.wait("again", 20) is KVPoll.Success, decode.failure("again")
+        oracle.assert_holds(dest, address)
+
+
+def test_a_killed_prefill_is_noticed_and_a_new_life_at_its_address_is_greeted():
+    with decode_side(peer_timeout=TIMEOUT) as (decode, dest, address):
+        with prefills("local", "MLAPool", [{**MLA, "layers": range(2)}], TOKENS) as [source]:
+            link = decode.connect([source.address], timeout=60)
+            decode.receive("r", address)
+            first = link.hellos[0].generation
+            source.process.kill()
+            assert decode.wait("r", 20) is KVPoll.Failed
+            assert "is lost: it was silent" in str(decode.failure("r"))
+            source.call = lambda *_: None  # it cannot say goodbye
+            source.process = type("Gone", (), {"join": lambda *_: 0, "kill": int, "exitcode": 0})()
+        with prefill_side(link.addresses[0]) as (prefill, given):
+            until(decode, lambda: link.settled)
+            assert link.hellos[0].generation != first
+            decode.receive("again", address)
+            prefill.send("again", given)
+            assert decode.wait("again", 20) is KVPoll.Success, decode.failure("again")
+            oracle.assert_holds(dest, address)
+
+
+def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation():
+    """Museum 27: what carries another generation is refused, and the next hello works."""
+    with decode_side(peer_timeout=5) as (decode, dest, address):
+        with prefill_side() as (prefill, _):
+            link = decode.connect([prefill.address], timeout=20)
+            decode.receive("r", address)
+            at = prefill.address
+            prefill._abort_all = lambda reason: None  # it goes without a word
+        with prefill_side(at) as (prefill, given):
+            began = time.monotonic()
+            assert decode.wait("r", 20) is KVPoll.Failed
+            assert "does not know this decode any more" in str(decode.failure("r"))
+            assert time.monotonic() - began < 5
+            until(decode, lambda: link.settled)
+            decode.receive("again", address)
+            prefill.send("again", given)
+            assert decode.wait("again", 20) is KVPoll.Success, decode.failure("again")
+            oracle.assert_holds(dest, address)
+
+
+def test_a_dead_decode_fails_its_rooms_on_prefill_and_no_others():
+    with (
+        prefill_side(peer_timeout=TIMEOUT) as (prefill, given),
+        decode_side() as (decode, _, address),
+        decode_side() as (other, _, place),
+    ):
+        for each in (decode, other):
+            each.connect([prefill.address], timeout=20)
+        decode.receive("dead", address)
+        other.receive("lives", place)
+        prefill.send("dead", RequestAddress(16, given.spans), last=False)
+        until(prefill, lambda: prefill.poll("lives") is KVPoll.WaitingForInput)
+        until(prefill, lambda: prefill.poll("dead") is KVPoll.Transferring)
+        with decode._lock:  # its thread is stopped: not a word
+            assert prefill.wait("dead", 20) is KVPoll.Failed
+        assert str(prefill.failure("dead")) == "prefill: decode was silent for more than 0.6 s."
+        assert decode.wait("dead", 20) is KVPoll.Failed
+        prefill.send("lives", given)
+        assert other.wait("lives", 20) is KVPoll.Success
+
+
+def test_a_prefill_that_never_answers_fails_rooms_within_the_time_out():
+    with decode_side(peer_timeout=0.2) as (decode, _, address):
+        link = decode.connect(["tcp://127.0.0.1:9"])
+        decode.receive("r", address)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert "has not answered for more than 0.2 s" in str(decode.failure("r"))
+        decode.disconnect(link)
+        with pytest.raises(ValueError, match="was disconnected"):
+            decode.receive("s", address, link=link)
+
+
+def test_a_prefill_that_closes_says_so_and_nobody_waits_for_a_time_out():
+    with decode_side(peer_timeout=60) as (decode, _, address):
+        with prefill_side() as (prefill, _):
+            link = decode.connect([prefill.address], timeout=20)
+            decode.receive("r", address)
+            until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert str(decode.failure("r")) == "prefill: the endpoint was closed."
+        until(decode, lambda: link.lost is not None)
+        decode.receive("s", address)
+        assert "does not know this decode any more" in str(decode.failure("s"))
+
+
+def test_who_has_said_goodbye_greets_nobody():
+    """A hello that comes in between would be answered by a life that is over."""
+    with (
+        prefill_side() as (prefill, _),
+        decode_side() as (decode, _, _),
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.linger = 0
+        dealer.connect(prefill.address)
+        dealer.send(encode(decode._hello))
+        assert dealer.poll(20_000) and isinstance(messages.decode(dealer.recv()), Hello)
+        farewell = prefill._farewell
+
+        def late():
+            farewell()
+            dealer.send(encode(decode._hello))
+            time.sleep(0.3)  # it lies in the socket when the last turn begins
+
+        prefill._farewell = late
+        prefill.close()
+        heard = []
+        while dealer.poll(300):
+            heard.append(type(messages.decode(dealer.recv())))
+        assert heard == [UnknownPeer]
+
+
+def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
+    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
+        files = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            link = decode.connect([prefill.address], timeout=20)
+            decode.receive("r", address)
+            prefill.send("r", RequestAddress(16, given.spans), last=False)
+            decode.disconnect(link)
+            assert "decode has disconnected" in str(decode.failure("r"))
+            assert prefill.wait("r", 20) is KVPoll.Failed
+            until(decode, lambda: not decode.reading("r"))
+            decode.forget("r")
+            prefill.forget("r")
+        until(decode, lambda: not decode._dealers and not decode._leaving)
+        assert prefill.refusals() == []
+        # ZeroMQ closes files a moment later
+        until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files + 10)
+
+
+def test_a_stuck_read_fails_its_room_and_pages_wait_for_the_fence():
+    with prefill_side() as (prefill, given), decode_side(read_timeout=0.3) as (decode, dest, at):
+        decode.connect([prefill.address], timeout=20)
+        fenced, fence = threading.Event(), decode.engine.fence
+        decode.engine.poll = lambda transfer: False
+        decode.engine.fence = lambda peer, timeout=None: fenced.is_set() and fence(peer)
+        decode.receive("r", at)
+        prefill.send("r", given)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert "The peer is stuck" in str(decode.failure("r"))
+        assert decode.reading("r")
+        assert decode.leases().quarantined == {"kv": 10}
+        assert decode.leases().leased == {}
+        fenced.set()
+        until(decode, lambda: not decode.reading("r"))
+        assert decode.leases().quarantined == {}
+        del decode.engine.poll, decode.engine.fence
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        for side in (prefill, decode):
+            side.forget("r")
+        oracle.blank(dest)
+        decode.receive("r", at)
+        prefill.send("r", given)
+        assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+        oracle.assert_holds(dest, at)
+
+
+def test_one_rank_that_is_stuck_does_not_hold_up_another():
+    with (
+        prefill_side() as (prefill, given),
+        prefill_side() as (other, same),
+        decode_side() as (decode, dest, address),
+    ):
+        stuck, works = (decode.connect([each.address], timeout=20) for each in (prefill, other))
+        poll, read = decode.engine.poll, decode.engine.read
+        decode.engine.read = lambda peer, batch: (read(peer, batch), peer)[1]
+        first = []
+        decode.engine.poll = lambda peer: peer not in (first or ([first.append(peer)] and first))
+        decode.receive("stuck", oracle.place(dest, TOKENS, 1), link=stuck)
+        prefill.send("stuck", given)
+        until(decode, lambda: first)
+        decode.receive("works", address, link=works)
+        other.send("works", same)
+        assert decode.wait("works", 20) is KVPoll.Success, decode.failure("works")
+        assert decode.poll("stuck") is KVPoll.Transferring
+        decode.engine.poll = poll
+
+
+def test_values_that_must_come_are_missed_by_name_and_others_are_kept():
+    """sglang's positional aux buffers (museum 31): values have names, and are asked for by them."""
+    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address, aux=("first_token", "hidden"))
+        prefill.send("r", given, aux={"first_token": 7, "logprob": -1.5})
+        assert decode.wait("r", 20) is KVPoll.Failed
+        said = "prefill sent no aux value hidden (it sent: first_token, logprob)."
+        assert str(decode.failure("r")) == f"decode: {said}"
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        decode.receive("s", address, aux=["first_token"])
+        prefill.send("s", given, aux={"first_token": 7, "logprob": -1.5})
+        assert decode.wait("s", 20) is KVPoll.Success
+        assert decode.aux("s") == {"first_token": 7, "logprob": -1.5}
+        with pytest.raises(ValueError, match="a list of names"):
+            decode.receive("t", address, aux="first_token")
+
+
+@pytest.mark.parametrize(
+    "given", [{"peer_timeout": 0}, {"peer_timeout": 1e9}, {"lease": 0}, {"lease": -1}]
+)
+def test_time_outs_that_are_none_are_refused(given):
+    with pytest.raises(ValueError, match=next(iter(given))), prefill_side(**given):
+        pass
+
+
+@pytest.mark.parametrize("given", [{"read_timeout": 0}, {"verify": "md5"}])
+def test_options_that_are_none_are_refused(given):
+    with pytest.raises(ValueError, match=next(iter(given))), decode_side(**given):
+        pass
+
+
+# digests
+
+
+def mha(**more):
+    return MHAPool(
+        num_kv_heads=4, head_dim=8, dtype="bf16", num_pages=20, **{"layers": range(4), **more}
+    )
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(wrong):
+    ranks = [
+        mha(layers=layers, total_kv_layers=4, shard=Shard(rank, 2), order="hnd", page_size=16)
+        for layers in (range(3), [3])
+        for rank in range(2)
+    ]
+    dest = mha(page_size=8)
+    oracle.blank(dest)
+    address = oracle.place(dest, TOKENS, 9)
+    with DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum") as decode:
+        prefill = [PrefillEndpoint(each.layout, create_engine("local")) for each in ranks]
+        decode.connect([each.address for each in prefill], timeout=20)
+        decode.receive("r", address)
+        for each, source in zip(prefill, ranks):
+            given = oracle.place(source, TOKENS, 3)
+            oracle.fill(source, given)
+            each.send("r", given, tokens=range(40), last=False)
+        until(decode, lambda: decode.metrics("r").bytes_moved == 40 * dest.bytes_per_token)
+        if wrong:
+            page = int(address.spans["kv"].ids[2])
+            dest.view("v", 3)[page, 5, 2, 3] = 1
+        for each, source in zip(prefill, ranks):
+            each.send("r", oracle.place(source, TOKENS, 3))
+        assert decode.wait("r", 20) is (KVPoll.Failed if wrong else KVPoll.Success)
+        if wrong:
+            said = str(decode.failure("r"))
+            assert "what was read differs from what rank 3 of prefill" in said
+            assert said.endswith("target layer 3 v (head 2-3 of 4): position 21 differs.")
+        else:
+            oracle.assert_holds(dest, address)
+        for each in prefill:
+            assert each.wait("r", 20) is (KVPoll.Failed if wrong else KVPoll.Success)
+            each.close()
+
+
+def test_digests_that_cannot_be_made_fail_the_room_by_name(monkeypatch):
+    with prefill_side() as (prefill, given), decode_side(verify="checksum") as (decode, _, address):
+        decode.connect([prefill.address], timeout=20)
+
+        def broken(*_):
+            raise ValueError("no such memory")
+
+        monkeypatch.setattr(prefill._digester, "add", lambda *a: a[-1](None, "no such memory"))
+        decode.receive("r", address)
+        prefill.send("r", given)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert "gives no digests: no such memory" in str(decode.failure("r"))
+
+
+def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
+    """sglang's worker thread dies of one request's exception (museum 30)."""
+    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        read = decode.engine.read
+
+        def once(*_):
+            decode.engine.read = read
+            raise TransferError("injected")
+
+        decode.engine.read = once
+        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        decode.receive("good", address)
+        for room in ("bad", "good"):
+            prefill.send(room, given)
+        assert decode.wait("bad", 20) is KVPoll.Failed
+        assert "injected" in str(decode.failure("bad"))
+        assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+        until(decode, lambda: not decode.reading("bad"))
+
+
+def test_what_real_endpoints_count_is_served():
+    with (
+        prefill_side() as (prefill, given),
+        decode_side(verify="checksum") as (decode, dest, address),
+        export({"p": prefill, "d": decode}) as server,
+    ):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("good", address)
+        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        prefill.send("good", given)
+        assert decode.wait("good", 20) is prefill.wait("good", 20) is KVPoll.Success
+        decode.abort("bad", "preempted")
+        prefill.wait("bad", 20)
+        page = urlopen(f"http://{server.addr}:{server.port}/metrics").read().decode()
+        moved = TOKENS * dest.bytes_per_token
+        for line in (
+            'kvpool_rooms_total{endpoint="d",outcome="success"} 1.0',
+            'kvpool_failures_total{endpoint="d",kind="abort",side="decode"} 1.0',
+            'kvpool_failures_total{endpoint="p",kind="abort",side="decode"} 1.0',
+            f'kvpool_moved_bytes_total{{endpoint="d"}} {float(moved)}',
+            f'kvpool_bound_bytes_total{{endpoint="d",owner="target",roles="latent, rope"}} '
+            f"{float(moved)}",
+            'kvpool_alive_peers{endpoint="d"} 1.0',
+            'kvpool_alive_peers{endpoint="p"} 1.0',
+        ):
+            assert line in page.splitlines(), page
+        told = decode.metrics("good")
+        phases = (told.plan_seconds, told.bind_seconds, told.wait_seconds, told.wire_seconds)
+        assert all(0 < seconds < told.total_seconds + told.plan_seconds for seconds in phases)
+        assert told.verify_seconds > 0

@@ -1,0 +1,437 @@
+"""What endpoints answer to misuse, rubbish and bad luck: a sentence, and everybody else goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from disagg.engines.base import TransferError, create_engine
+from disagg.engines.local import LocalEngine
+from disagg.plan.bind import CopyBatch
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeRooms
+from disagg.protocol.prefill import PrefillRooms
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.runtime.io_thread import EndpointClosed
+from kvpool import MLAPool, RequestAddress, Span
+from kvpool.layout import Slab
+from tests import oracle
+
+TOKENS = 75
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
+
+
+@pytest.fixture
+def pair():
+    """Both endpoints in this process over `local`, connected, with their pools."""
+    source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
+    oracle.fill(source, oracle.place(source, TOKENS))
+    oracle.blank(dest)
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        yield prefill, oracle.place(source, TOKENS), decode, oracle.place(dest, TOKENS), dest
+
+
+def works(pair, room):
+    """A hand-off still succeeds, byte by byte."""
+    prefill, given, decode, address, dest = pair
+    oracle.blank(dest)
+    decode.receive(room, address)
+    prefill.send(room, given)
+    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
+    assert prefill.wait(room, 20) is KVPoll.Success
+    oracle.assert_holds(dest, address)
+
+
+@pytest.mark.parametrize("room", [-1, 1 << 63, True, None, 1.5, "x" * 257, "\udce9", b"r", (1, 2)])
+def test_a_room_that_cannot_travel_is_refused_at_once(pair, room):
+    prefill, given, decode, address, _ = pair
+    for call in (lambda: decode.receive(room, address), lambda: prefill.send(room, given)):
+        with pytest.raises(ValueError, match="a number from 0 to"):
+            call()
+    works(pair, "r")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "sentence"),
+    [
+        ("tcp://127.0.0.1:1", "a list of one or more addresses"),
+        ([], "a list of one or more addresses"),
+        (["localhost:1234"], "address 'localhost:1234'"),
+        (["tcp://127.0.0.1:1", "nonsense"], "address 'nonsense'"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(pair, addresses, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        pair[2].connect(addresses, timeout=1)
+    works(pair, "r")
+
+
+def test_numpy_integers_are_integers(pair):
+    prefill, given, decode, address, dest = pair
+    decode.receive(np.int64(5), RequestAddress(np.int64(TOKENS), address.spans), start=np.int32(0))
+    spans = {"kv": Span(given.spans["kv"].ids, np.int64(0))}
+    prefill.send(np.uint8(5), RequestAddress(np.int32(TOKENS), spans))
+    assert decode.wait(5, 20) is KVPoll.Success, decode.failure(5)
+    oracle.assert_holds(dest, address)
+
+
+def test_a_reason_of_any_text_and_length_reaches_the_other_side(pair):
+    prefill, _, decode, address, _ = pair
+    decode.receive("long", address)
+    prefill.abort("long", "x" * 70_000)
+    assert decode.wait("long", 20) is KVPoll.Failed
+    assert len(str(decode.failure("long"))) > 4000
+    decode.receive("odd", address)
+    assert prefill._wait(lambda: prefill.poll("odd") is KVPoll.WaitingForInput, 20)
+    decode.abort("odd", "caf\udce9")
+    assert prefill.wait("odd", 20) is KVPoll.Failed
+    assert "caf\\udce9" in str(prefill.failure("odd"))
+
+
+def test_aux_values_may_be_any_number(pair):
+    prefill, given, decode, address, _ = pair
+    decode.receive("r", address)
+    prefill.send("r", given, aux={"logprob": float("nan"), "hidden": b"\0" * 1000})
+    assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+    assert np.isnan(decode.aux("r")["logprob"])
+
+
+def test_a_link_of_another_endpoint_is_refused(pair):
+    prefill, _, decode, address, dest = pair
+    with DecodeEndpoint(dest.layout, create_engine("local")) as other:
+        link = other.connect([prefill.address], timeout=20)
+        with pytest.raises(ValueError, match="another endpoint's"):
+            decode.receive("r", address, link=link)
+
+
+def test_more_rooms_at_once_than_a_socket_queues_by_default():
+    source, dest = (
+        MLAPool(layers=[0], **{**MLA, "num_pages": 3002, "page_size": 1}) for _ in range(2)
+    )
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        page = [RequestAddress(1, {"kv": Span([n + 1])}) for n in range(3000)]
+        for room, address in enumerate(page):
+            prefill.send(room, address)
+        for room, address in enumerate(page):
+            decode.receive(room, address)
+        assert all(decode.wait(room, 60) is KVPoll.Success for room in range(3000))
+        assert all(prefill.wait(room, 60) is KVPoll.Success for room in range(3000))
+
+
+def test_after_close_calls_are_refused_and_no_stranger_is_written_to(pair, tmp_path):
+    prefill, given, *_ = pair
+    number = prefill._wake_write
+    prefill.close()
+    # one of these gets the pipe's number
+    files = [os.open(tmp_path / str(n), os.O_RDWR | os.O_CREAT) for n in range(20)]
+    assert number in files
+    for call in (lambda: prefill.send("r", given), lambda: prefill.abort("r", "late")):
+        with pytest.raises(EndpointClosed):
+            call()
+    assert all(os.fstat(file).st_size == 0 for file in files)
+    for file in files:
+        os.close(file)
+
+
+def test_who_waits_when_the_endpoint_closes_is_told(pair):
+    decode, address = pair[2], pair[3]
+    decode.receive("r", address)
+    ended: list[object] = []
+    waiter = threading.Thread(target=lambda: ended.append(decode.wait("r")))
+    waiter.start()
+    decode.close()
+    waiter.join(20)
+    assert ended == [KVPoll.Failed]
+    assert "closed" in str(decode.failure("r"))
+
+
+def test_an_address_in_use_is_a_sentence_and_leaves_nothing_behind(pair):
+    before = len(os.listdir("/proc/self/fd"))
+    for bind in (pair[0].address, "8000"):
+        with pytest.raises(ValueError, match="bind"):
+            PrefillEndpoint(pair[4].layout, create_engine("local"), bind=bind)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_hundred_endpoints_leave_no_file_and_no_thread_behind():
+    pool = MLAPool(layers=[0], **MLA)
+
+    def once():
+        with (
+            PrefillEndpoint(pool.layout, create_engine("local")) as prefill,
+            DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+        ):
+            decode.connect([prefill.address], timeout=20)
+
+    once()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(100):
+        once()
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before
+
+
+def test_rubbish_on_the_socket_is_dropped_and_the_others_go_on(pair):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(pair[0].address)
+        whole = messages.encode(messages.ReadRequest("g", "r", "a", 0, 5, 1))
+        for data in (b"", b"\xc1", b"x" * 10_000, whole, *(whole[:n] for n in range(len(whole)))):
+            stranger.send(data)
+        works(pair, "r")
+
+
+def test_a_hello_of_another_protocol_is_refused_by_number(pair):
+    later = {
+        "type": "hello",
+        "protocol": messages.PROTOCOL + 1,
+        "shape": "unknown",
+        "generation": 5,
+    }
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(pair[0].address)
+        stranger.send(msgspec.msgpack.encode(later))
+        assert stranger.poll(20_000)
+        assert "protocol 2 here, 3 there" in messages.decode(stranger.recv()).reasons[0]
+
+
+def test_a_fault_in_the_thread_fails_its_rooms_by_name_and_the_thread_lives(pair, monkeypatch):
+    _, _, decode, address, _ = pair
+    decode.receive("r", address)
+
+    def broken():
+        monkeypatch.undo()
+        raise OSError("cable pulled")
+
+    monkeypatch.setattr(decode.engine, "progress", broken)
+    assert decode.wait("r", 20) is KVPoll.Failed
+    assert "cable pulled" in str(decode.failure("r"))
+    works(pair, "next")
+
+
+def test_a_failed_read_that_cannot_be_fenced_keeps_the_rooms_pages_leased(pair, monkeypatch):
+    prefill, given, decode, address, _ = pair
+
+    def fail(*_):
+        raise TransferError("injected")
+
+    monkeypatch.setattr(decode.engine, "read", fail)
+    monkeypatch.setattr(decode.engine, "fence", fail)
+    decode.receive("r", address)
+    prefill.send("r", given)
+    assert decode.wait("r", 20) is KVPoll.Failed
+    assert decode.reading("r")
+    with pytest.raises(ValueError, match="wait for its reads"):
+        decode.forget("r")
+    monkeypatch.undo()
+    works(pair, "next")
+
+
+def machines():
+    """Both state machines, past the hello, and a pump that carries their messages."""
+    pool = MLAPool(layers=[0], **MLA)
+    prefill, decode = (
+        messages.Hello(messages.PROTOCOL, side, "local", pool.layout.to_msgpack(), b"", 10.0)
+        for side in "pd"
+    )
+    here, there = DecodeRooms(decode, pool.layout, 1), PrefillRooms(prefill)
+    link = here.links.connect(["x"])
+
+    def pump():
+        while here.links.outbox or there.outbox:
+            to_prefill, here.links.outbox = here.links.outbox, []
+            for _, data in to_prefill:
+                there.receive(b"d", messages.decode(data))
+            to_decode, there.outbox = there.outbox, []
+            for _, data in to_decode:
+                here.receive(0, messages.decode(data))
+
+    pump()
+    return here, there, link, pump, oracle.place(pool, 30)
+
+
+def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one():
+    here, there, link, pump, address = machines()
+    here.want("r", address, 0, link)
+    pump()
+    there.send("r", address, range(16), False, {})
+    late = there.outbox.copy()
+    there.outbox.clear()
+    here.abort("r", "retry")
+    pump()
+    here.forget("r")
+    there.forget("r")
+    here.want("r", address, 0, link)
+    pump()
+    for _, data in late:
+        here.receive(0, messages.decode(data))
+    assert not here.reads
+    assert here.poll("r") is KVPoll.WaitingForInput
+    pump()
+    assert there.poll("r") is KVPoll.WaitingForInput
+
+
+class Work:
+    """A mark of work that is told when it ends."""
+
+    over = False
+
+    def query(self):
+        if isinstance(self.over, Exception):
+            raise self.over
+        return self.over
+
+
+def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order():
+    here, there, link, pump, address = machines()
+    first, second = Work(), Work()
+    there.send("r", address, range(16), False, {}, first)
+    here.want("r", address, 0, link)
+    pump()
+    there.send("r", address, range(16, 30), True, {"token": 7}, second)
+    second.over = True  # the first has not ended, so that the second is not looked at
+    there.tick()
+    pump()
+    assert not here.reads
+    assert (there.poll("r"), there.computed("r")) == (KVPoll.Transferring, 30)
+    first.over = True
+    there.tick()
+    pump()
+    assert [read.tokens for read in here.reads] == [range(16), range(16, 30)]
+    for read in here.reads:
+        here.read_ended(read, None)
+    pump()
+    assert here.poll("r") is there.poll("r") is KVPoll.Success
+
+
+def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no():
+    _, there, _, _, address = machines()
+    there.send("r", address, range(30), True, {}, Work())
+    there.receive(b"d", messages.ReadRequest("p", "r", "a", 0, 30, 1))
+    there.receive(b"d", messages.ReadDone("p", "r", "a"))
+    ((_, data),) = there.outbox
+    assert messages.decode(data) == messages.ReleaseAck("p", "r", "a", False)
+
+
+def test_a_room_whose_device_fails_fails_by_name():
+    here, there, link, pump, address = machines()
+    work = Work()
+    here.want("r", address, 0, link)
+    there.send("r", address, range(30), True, {}, work)
+    pump()
+    work.over = RuntimeError("an illegal memory access")
+    there.tick()
+    pump()
+    assert str(there.failure("r")) == "prefill: its device failed: an illegal memory access"
+    assert (here.failure("r").reason, there.failure("r").kind) == (
+        there.failure("r").reason,
+        "device",
+    )
+    there.forget("r")
+    there.tick()
+
+
+def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back():
+    here, there, link, pump, address = machines()
+    here.want("r", address, 0, link)
+    pump()
+    here.abort("r", "lost on the way")
+    here.links.outbox.clear()
+    there.send("r", address, range(30), True, {})
+    pump()
+    assert there.poll("r") is KVPoll.Failed
+    assert "no more" in str(there.failure("r"))
+
+
+def test_a_released_room_that_was_never_done_is_no_success():
+    here, _, link, pump, address = machines()
+    here.want("r", address, 0, link)
+    pump()
+    attempt = here._rooms["r"].attempt
+    here.receive(0, messages.ReleaseAck("p", "r", attempt, True))
+    assert here.poll("r") is KVPoll.Failed
+
+
+def test_a_long_run_is_cut_and_parts_keep_both_bounds():
+    random = np.random.default_rng(0)
+    nbytes = random.integers(1, 100, 200) ** 2
+    src, dst = np.cumsum(nbytes) - nbytes + 7, np.cumsum(nbytes) * 3
+    whole = CopyBatch(src, dst, nbytes)
+    parts = list(whole.split(5000, 9))
+    assert all(part.total <= 5000 and part.runs <= 9 for part in parts)
+    moved = {}
+    for part in parts:
+        for a, b, n in zip(*(column.tolist() for column in part)):
+            moved.update(zip(range(b, b + n), range(a, a + n)))
+    expected = {}
+    for a, b, n in zip(src.tolist(), dst.tolist(), nbytes.tolist()):
+        expected.update(zip(range(b, b + n), range(a, a + n)))
+    assert moved == expected
+
+
+def told(engine):
+    return msgspec.msgpack.decode(engine.metadata())
+
+
+def test_metadata_of_ones_own_process_reaches_no_other_memory(tmp_path):
+    memory = np.zeros(1 << 16, dtype=np.uint8)
+    engine = LocalEngine()
+    engine.register([Slab(memory.ctypes.data, memory.size)])
+    lie = {**told(engine), "segments": [[4096, 4096, -1, 0, 0, 0]]}
+    peer = engine.connect(msgspec.msgpack.encode(lie))
+    with pytest.raises(TransferError, match="cannot be read"):
+        engine.read(peer, CopyBatch(*np.array([[4096], [memory.ctypes.data], [64]])))
+    engine.close()
+
+
+def test_a_pipe_in_place_of_memory_is_refused_without_waiting_for_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    handle = os.open(tmp_path / "pipe", os.O_RDWR)
+    status = os.fstat(handle)
+    engine = LocalEngine()
+    lie = {**told(engine), "segments": [[4096, 64, handle, 0, status.st_dev, status.st_ino]]}
+    with pytest.raises(TransferError, match="is no memory"):
+        engine.connect(msgspec.msgpack.encode(lie))
+    os.close(handle)
+
+
+def test_private_memory_that_the_kernel_keeps_in_two_mappings_is_one_segment():
+    memory = np.empty(8 << 20, dtype=np.uint8)  # numpy asks for huge pages: the ends split off
+    memory[:] = 7
+    engine = LocalEngine()
+    engine.register([Slab(memory.ctypes.data, memory.size)])
+    assert len(told(engine)["segments"]) == 1
+    dest = np.zeros_like(memory)
+    peer = engine.connect(engine.metadata())
+    engine.read(peer, CopyBatch(*np.array([[memory.ctypes.data], [dest.ctypes.data], [8 << 20]])))
+    assert (dest == 7).all()
+    engine.close()
+
+
+def test_a_dropped_pool_of_the_same_process_stays_readable_while_it_is_mapped():
+    pool = MLAPool(layers=[0], **MLA)
+    pool.view("latent", 0)[:] = 3
+    engine, reader = LocalEngine(), LocalEngine()
+    engine.register(pool.layout.slabs())
+    base = pool.layout.buffers[0].base
+    peer = reader.connect(engine.metadata())
+    del pool
+    gc.collect()
+    dest = np.zeros(16, dtype=np.float32)
+    reader.read(peer, CopyBatch(*np.array([[base], [dest.ctypes.data], [64]])))
+    assert (dest == 3).all()

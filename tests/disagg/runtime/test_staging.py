@@ -1,0 +1,272 @@
+"""Reads by way of a buffer: what arrives, how few runs are asked for, and when a buffer is free."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.engines.base import TransferError, create_engine
+from disagg.engines.local import LocalEngine
+from disagg.plan.bind import CopyBatch
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.runtime.staging import BUFFERS, LEAST_STAGING, cut, joined, stage_for
+from kvpool import MHAPool, Shard
+from kvpool.layout import Slab
+from tests import oracle
+from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.engines.shared_device import installed, there
+
+TOKENS = 75
+MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
+LAYERS = {"layers": range(3)}
+
+
+class Joining(LocalEngine):
+    """Counts what it is asked for, and wants long runs."""
+
+    run_overhead_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[int] = []
+
+    def read(self, peer, batch):
+        self.runs.append(batch.runs)
+        return super().read(peer, batch)
+
+
+# parts
+
+
+@st.composite
+def batches(draw):
+    """Runs that tile stretches of the source, in any order, to places that have none in common."""
+    lengths, sources, at = [], [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        at += draw(st.integers(0, 9))
+        for length in draw(st.lists(st.integers(1, 7), min_size=1, max_size=20)):
+            sources.append(at)
+            lengths.append(length)
+            at += length
+    for _ in range(draw(st.integers(0, 3))):  # what goes to two places
+        again = draw(st.integers(0, len(sources) - 1))
+        sources.append(sources[again])
+        lengths.append(lengths[again])
+    order = draw(st.permutations(range(len(sources))))
+    dst, ends = [0] * len(order), 0
+    for number in draw(st.permutations(range(len(order)))):
+        dst[number] = ends
+        ends += lengths[number] + draw(st.integers(0, 3))
+    columns = ([column[number] for number in order] for column in (sources, dst, lengths))
+    return CopyBatch(*(np.array(column, dtype=np.int64) for column in columns))
+
+
+def slabs_of(*bases):
+    """What a layout says of slabs that begin there."""
+    return SimpleNamespace(slabs=lambda: [Slab(base, 1, "cpu") for base in bases])
+
+
+def cheapest(runs, bases, run_overhead_bytes, total):
+    """The cost of the better of two ways to join sorted runs, counted one by one."""
+    ways = []
+    for most in (0, run_overhead_bytes):
+        count, read = 1, runs[0][1]
+        for (before, size), (src, nbytes) in pairwise(runs):
+            gap = src - before - size
+            if 0 <= gap <= most and not any(before < base <= src for base in bases):
+                read += gap
+            else:
+                count += 1
+            read += nbytes
+        ways.append((count * run_overhead_bytes + read + total, read))
+    return min(cost for cost, read in ways if read <= 8 * total)
+
+
+@settings(max_examples=400)
+@given(
+    batches(),
+    st.lists(st.integers(1, 60), max_size=2),
+    st.integers(1, 60),
+    st.integers(1, 40),
+    st.integers(1, 5),
+)
+def test_parts_bring_every_byte_once_within_their_bounds(
+    batch, more, run_overhead_bytes, max_bytes, max_runs
+):
+    runs = sorted(zip(batch.src.tolist(), batch.nbytes.tolist()), key=lambda run: run[0])
+    bases = [0, *(run[0] for run in runs if run[0] in more)]
+    found = joined(batch, slabs_of(*bases), run_overhead_bytes)
+    direct = batch.runs * run_overhead_bytes + batch.total
+    cost = cheapest(runs, bases, run_overhead_bytes, batch.total)
+    pays = batch.total < batch.runs * run_overhead_bytes and 2 * cost <= direct
+    assert (found is not None) is pays
+    if found is None:
+        return
+    assert found.read.runs * run_overhead_bytes + found.read.total + batch.total == cost
+    memory = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
+    expected, written = (np.zeros(4000, dtype=np.uint8) for _ in range(2))
+    for src, dst, nbytes in zip(*batch):
+        expected[dst : dst + nbytes] = memory[src : src + nbytes]
+    for part in cut(found, max_bytes, max_runs):
+        buffer = np.zeros(max_bytes, dtype=np.uint8)
+        assert 0 < part.read.total <= max_bytes and part.read.runs <= max_runs
+        assert part.wanted == part.scatter.total <= part.read.total
+        for src, dst, nbytes in zip(*part.read):
+            assert dst >= 0 and dst + nbytes <= max_bytes
+            assert not any(src < base < src + nbytes for base in bases)
+            buffer[dst : dst + nbytes] = memory[src : src + nbytes]
+        for src, dst, nbytes in zip(*part.scatter):
+            assert nbytes > 0 and src >= 0 and src + nbytes <= part.read.total
+            assert not written[dst : dst + nbytes].any()
+            written[dst : dst + nbytes] = buffer[src : src + nbytes]
+    assert (written == expected).all()
+
+
+def test_runs_are_joined_by_where_the_source_has_them():
+    src = np.arange(64, dtype=np.int64)[::-1] * 256
+    batch = CopyBatch(src, np.arange(64) * 1000, np.broadcast_to(np.int64(256), 64))
+    found = joined(batch, slabs_of(0), 8192)
+    assert [column.tolist() for column in found.read] == [[0], [0], [64 * 256]]
+    assert found.scatter.runs == 64 and found.scatter.dst[0] == 63_000
+    apart = CopyBatch(src * 4, batch.dst, batch.nbytes)  # one head of four
+    assert [column.tolist() for column in joined(apart, slabs_of(0), 8192).read] == [
+        [0],
+        [0],
+        [63 * 1024 + 256],
+    ]
+    assert joined(apart, slabs_of(0), 512) is None  # what lies between costs as much
+    assert joined(CopyBatch(src * 10, batch.dst, batch.nbytes), slabs_of(0), 8192) is None
+    assert joined(batch, slabs_of(*range(0, 1 << 14, 256)), 8192) is None
+    none = np.zeros(0, dtype=np.int64)
+    assert joined(CopyBatch(none, none, none), slabs_of(0), 8192) is None
+
+
+# rooms
+
+
+@pytest.mark.parametrize("staging", [LEAST_STAGING, 0])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_heads_of_four_ranks_arrive_in_a_decode_of_another_order(engine, staging):
+    ranks = [{**MHA, **LAYERS, "shard": Shard(rank, 4)} for rank in range(4)]
+    dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "page_size": 8, "num_pages": 20})
+    address = oracle.place(dest, TOKENS, seed=99)
+    oracle.blank(dest)
+    with (
+        prefills(engine, "MHAPool", ranks, TOKENS) as sources,
+        DecodeEndpoint(dest.layout, create_engine(engine), staging=staging) as decode,
+    ):
+        decode.connect([source.address for source in sources], timeout=60)
+        decode.receive("r1", address)
+        for first, end in ((0, 20), (20, TOKENS)):
+            for source in sources:
+                source.send("r1", first, end, last=end == TOKENS)
+        assert decode.wait("r1", 60) is KVPoll.Success, decode.failure("r1")
+        oracle.assert_holds(dest, address)
+        assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
+
+
+def hand_over(
+    source, dest, engine, rooms=1, tokens=TOKENS, on=lambda layout, memory: layout, **more
+):
+    """Rooms between endpoints of this process, their memory called `shm` by `on`."""
+    given, address = oracle.place(source, tokens), oracle.place(dest, tokens, seed=99)
+    oracle.fill(source, given)
+    layouts = on(source.layout, "shm:0"), on(dest.layout, "shm:1")
+    with (
+        PrefillEndpoint(layouts[0], create_engine("local")) as prefill,
+        DecodeEndpoint(layouts[1], engine, **more) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        for room in range(rooms):
+            oracle.blank(dest)
+            decode.receive(room, address)
+            prefill.send(room, given)
+            assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
+            oracle.assert_holds(dest, address)
+
+
+@pytest.mark.parametrize("staging", [LEAST_STAGING, 0])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_rank_s_heads_of_eight_arrive_with_what_lies_between_left_out(engine, staging):
+    shape = {**MHA, "num_kv_heads": 8}
+    dest = MHAPool(**LAYERS, **{**shape, "shard": Shard(5, 8)})
+    address = oracle.place(dest, TOKENS, seed=99)
+    oracle.blank(dest)
+    with (
+        prefills(engine, "MHAPool", [{**shape, **LAYERS}], TOKENS) as [source],
+        DecodeEndpoint(dest.layout, create_engine(engine), staging=staging, ranks=8) as decode,
+    ):
+        decode.connect([source.address], timeout=60)
+        decode.receive("r1", address)
+        source.send("r1", 0, TOKENS)
+        assert decode.wait("r1", 60) is KVPoll.Success, decode.failure("r1")
+        oracle.assert_holds(dest, address)
+        assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
+
+
+@pytest.mark.parametrize(("staging", "fewest"), [(LEAST_STAGING, False), (0, True)])
+def test_other_pages_and_orders_are_read_as_the_source_has_them(staging, fewest):
+    source = MHAPool(**LAYERS, **MHA)
+    dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd"})
+    engine = Joining()
+    hand_over(source, dest, engine, rooms=9, staging=staging)  # buffers are used again
+    runs_of_heads = 2 * 3 * TOKENS * 4
+    assert (sum(engine.runs) == 9 * runs_of_heads) is fewest
+    if not fewest:
+        assert sum(engine.runs) <= 9 * 2 * 3 * -(-TOKENS // 16)
+
+
+def test_more_than_a_buffer_comes_in_parts():
+    shape = {**MHA, "num_kv_heads": 8, "head_dim": 64, "num_pages": 80, "page_size": 64}
+    source, dest = (MHAPool(**LAYERS, **{**shape, "order": each}) for each in ("nhd", "hnd"))
+    engine, tokens = Joining(), 4500
+    hand_over(source, dest, engine, tokens=tokens, staging=4 << 20)
+    assert len(engine.runs) >= tokens * dest.bytes_per_token / (1 << 20)
+
+
+def test_a_device_scatters_what_came_to_its_memory_before_the_room_succeeds():
+    with installed():
+        shape = {**LAYERS, **MHA}
+        source = MHAPool(**shape, device="shm:0")
+        dest = MHAPool(**{**shape, "order": "hnd"}, device="shm:1")
+        engine = Joining()
+        hand_over(source, dest, engine, rooms=5, on=there)
+    assert sum(engine.runs) <= 5 * 2 * 3 * -(-TOKENS // 16)
+
+
+def test_a_stage_is_made_only_where_it_is_of_use():
+    layout = MHAPool(**LAYERS, **MHA).layout
+    offline = MHAPool(**LAYERS, **MHA, device="meta").layout
+    for where, engine, nbytes in (
+        (layout, LocalEngine(), LEAST_STAGING),  # runs cost it little
+        (layout, Joining(), 0),
+        (offline, Joining(), LEAST_STAGING),  # which shares no memory
+        (there(layout, "tpu:0"), Joining(), LEAST_STAGING),
+    ):
+        assert not stage_for(where, engine, nbytes).slabs
+    assert stage_for(layout, Joining(), LEAST_STAGING).buffer_bytes == LEAST_STAGING // BUFFERS
+    with pytest.raises(ValueError, match=r"staging=1000: 1,048,576 bytes or more, or 0"):
+        DecodeEndpoint(layout, Joining(), staging=1000)
+
+
+def test_buffers_that_are_lost_are_not_waited_for():
+    stage = stage_for(MHAPool(**LAYERS, **MHA).layout, Joining(), LEAST_STAGING)
+    src = np.arange(64) * 256
+    batch = CopyBatch(src, src[::-1], np.full(64, 256))
+    taken = [stage.take() for _ in range(BUFFERS)]
+    assert len({*taken}) == BUFFERS and stage.take() is None
+    stage.give(taken.pop())
+    stage.lose(BUFFERS - 1)
+    assert stage.take() is not None and stage.take() is None
+    (part,) = stage.parts(batch, slabs_of(0), Joining())
+    assert part.scatter is not None and part.read.runs == 1
+    stage.lose(1)
+    with pytest.raises(TransferError, match="all staging memory is held by peers"):
+        stage.take()
+    (part,) = stage.parts(batch, slabs_of(0), Joining())
+    assert part.scatter is None and part.read.runs == 64

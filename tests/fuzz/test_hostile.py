@@ -1,0 +1,309 @@
+"""Hostile bytes and hostile peers, a few at a time; `python -m tests.fuzz` takes a million.
+
+Here are also the inputs that once did harm.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from disagg.digest.digester import Verification, differences
+from disagg.engines.base import TransferError
+from disagg.engines.local import LocalEngine
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeRooms
+from disagg.protocol.prefill import MAX_WANTED, PrefillRooms
+from disagg.protocol.prefill_peers import MAX_PEERS
+from kvpool.layout import LayoutError, PoolLayout
+from tests.fuzz import build, local, machines, planning, samples
+from tests.fuzz.guard import guarded
+from tests.fuzz.targets import TARGETS
+
+MOST = 1 << 16
+KEPT = 20 << 20
+DOCUMENTS = [name for name, target in TARGETS.items() if target.mutate and target.share]
+KINDS = build.message_types()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(which=st.integers(0, 1 << 16), source=st.randoms(use_true_random=False))
+def test_hostile_bytes_are_read_or_refused_at_little_cost(name, which, source):
+    target, seeds = TARGETS[name], SEEDS[name]
+    data = target.mutate(seeds[which % len(seeds)], source, MOST)
+    guarded(lambda: target.run(data), len(data))
+
+
+@pytest.mark.parametrize("machine", [machines.prefill, machines.decode], ids=["prefill", "decode"])
+@settings(max_examples=100)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_a_peer_says_a_state_machine_goes_on(machine, seed):
+    guarded(lambda: machine(build.Seeded(seed)), MOST)
+
+
+SEEDS = {name: list(TARGETS[name].seeds()) for name in DOCUMENTS}
+
+
+# what is kept of hostile peers is bounded
+
+
+def flood(pairs):
+    """Prefill's rooms after messages by peer, during which they never kept more than `KEPT`."""
+    rooms = PrefillRooms(machines.hello(samples.LAYOUTS[0], "life"), None, machines.Clock())
+    tracemalloc.start()
+    try:
+        for peer, message in pairs:
+            rooms.receive(peer, message)
+            rooms.outbox.clear()
+        assert tracemalloc.get_traced_memory()[1] < KEPT
+    finally:
+        tracemalloc.stop()
+    return rooms
+
+
+def test_a_hundred_thousand_strangers_leave_as_many_peers_as_are_allowed():
+    hello = machines.hello(samples.LAYOUTS[0], "d")
+    rooms = flood((b"%d" % number, hello) for number in range(100_000))
+    assert len(rooms.decodes.alive) == MAX_PEERS
+
+
+def test_a_peer_that_wants_ever_more_rooms_gets_as_many_as_are_allowed():
+    hello = machines.hello(samples.LAYOUTS[0], "d")
+    wants = (
+        messages.ReadRequest("life", number, "a", 0, 5, 1) for number in range(MAX_WANTED + 5000)
+    )
+    rooms = flood([(b"a", hello), *((b"a", want) for want in wants)])
+    assert len(rooms.open_rooms()) == MAX_WANTED
+
+
+def test_rooms_that_were_wanted_and_given_up_are_forgotten(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 2000)
+    hello = machines.hello(samples.LAYOUTS[0], "d")
+
+    def flooding():
+        yield b"a", hello
+        for number in range(5000):
+            yield b"a", messages.ReadRequest("life", number, f"{number}", 0, 5, 1)
+            yield b"a", messages.Abort("life", number, f"{number}", "never mind")
+
+    rooms = flood(flooding())
+    assert not rooms.open_rooms()
+    kept = [number for number in range(5000) if rooms.failure(number) is not None]
+    assert kept == list(range(3000, 5000))
+
+
+# layouts that did harm
+
+
+def layout(buffers, regions):
+    """A layout of one space, as it travels: item bytes by buffer; buffer, offset, axes and width by
+    region.
+    """
+    return build.packed(
+        {
+            "version": 1,
+            "buffers": [
+                {
+                    "name": str(number),
+                    "space": "kv",
+                    "base": 0,
+                    "item_stride": size,
+                    "item_bytes": size,
+                    "items": 1,
+                    "memory": "meta",
+                }
+                for number, size in enumerate(buffers)
+            ],
+            "regions": [
+                {
+                    "owner": "target",
+                    "layer": number,
+                    "role": "k",
+                    "buffer": str(buffer),
+                    "offset": offset,
+                    "dtype": "uint8",
+                    "axes": [{"name": "head", "size": n, "stride": step} for n, step in axes],
+                    "width": width,
+                }
+                for number, (buffer, offset, axes, width) in enumerate(regions)
+            ],
+            "spaces": [{"name": "kv", "reserved": 0}],
+            "total_kv_layers": 1,
+        }
+    )
+
+
+@pytest.mark.parametrize("runs", [(1 << 18) + 1, 1 << 22, 1 << 40])
+def test_a_few_bytes_of_layout_cannot_ask_for_many_runs(runs):
+    data = layout([2 * runs], [(0, 0, [(runs, 2)], 1)])
+    with pytest.raises(LayoutError, match=f"an item of {runs} separate runs, at most 262144"):
+        PoolLayout.from_msgpack(data)
+    assert guarded(lambda: TARGETS["layout"].run(data), len(data)) == "refused"
+
+
+def test_the_most_runs_that_a_layout_may_have_fit_the_bounds():
+    data = layout([1 << 19], [(0, 0, [(1 << 18, 2)], 1)])
+    assert guarded(lambda: TARGETS["layout"].run(data), len(data)) == "read"
+    halves = layout(
+        [1 << 18, 1 << 18, 2 << 18],
+        [
+            (0, 0, [(1 << 17, 2)], 1),
+            (1, 0, [(1 << 17, 2)], 1),  # the same shape once more costs nothing
+            (2, 0, [(1 << 17, 4)], 1),
+        ],
+    )
+    assert guarded(lambda: TARGETS["layout"].run(halves), len(halves)) == "read"
+
+
+def test_item_shapes_made_to_have_one_hash_take_no_longer_than_others():
+    pairs = colliding(6000)
+    assert len({hash((*pair, ())) for pair in pairs}) == 1
+    seconds = []
+    for more in (0, 1):
+        regions = [(n, low, [], high - more * n) for n, (low, high) in enumerate(pairs)]
+        data = layout([1 << 62] * len(pairs), regions)
+        began = time.thread_time()
+        PoolLayout.from_msgpack(data)
+        seconds.append(time.thread_time() - began)
+    assert seconds[0] < 4 * seconds[1]
+
+
+def colliding(count):
+    """Pairs of numbers such that `(*pair, ())` has one hash for all: CPython's is invertible."""
+    first, second, start = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse = pow(second, -1, 1 << 64)
+    found: list[tuple[int, int]] = []
+    for low in range(1, 1 << 30):
+        mixed = (start + low * second) % (1 << 64)
+        mixed = (mixed << 31 | mixed >> 33) * first % (1 << 64)
+        high = (987654321 - mixed) * inverse % (1 << 64)
+        if count < high < (1 << 61) - 1:
+            found.append((low, high))
+            if len(found) == count:
+                break
+    return found
+
+
+def test_a_refusal_is_short_however_long_the_name_that_it_quotes():
+    spoilt = msgspec.msgpack.decode(samples.LAYOUTS[0].to_msgpack())
+    for name in ("x" * (1 << 20), "\n" * (1 << 20)):
+        spoilt["model"] = name
+        with pytest.raises(LayoutError, match="model: at most 128") as refused:
+            PoolLayout.from_msgpack(build.packed(spoilt))
+        assert len(str(refused.value)) < 5000
+
+
+# messages, plans and metadata that did harm
+
+
+def test_a_page_of_any_size_costs_no_more_than_its_padding():
+    own = samples.CASES[2].own  # keys and values in one row of 64 bytes
+    peer = msgspec.msgpack.decode(samples.heads(4, 1 << 40, 0, 8).to_msgpack())
+    for space in peer["spaces"]:
+        space["entries_per_item"] = 1 << 34
+    for region in peer["regions"]:
+        for axis in region["axes"]:
+            if axis["name"] == "entry":
+                axis["size"] = axis["total"] = 1 << 34
+    for number, buffer in enumerate(peer["buffers"]):
+        buffer["base"] = (number + 1) << 50
+        buffer["item_bytes"] = buffer["item_stride"] = 1 << 40
+    data = build.packed([2, [build.packed(peer)], []])
+    assert guarded(lambda: planning.run(data), len(data)) == "planned"
+    assert planning.plan([PoolLayout.from_msgpack(build.packed(peer))], own).routes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x81\x91\x01\xc0",  # a map whose key is a list
+        b"\x91" * 12 + b"\xc0",  # deeper than values are read
+    ],
+)
+def test_an_aux_value_that_none_sends_is_refused(value):
+    with pytest.raises(messages.WireError, match="malformed aux"):
+        messages.unpack_aux(b"\x81\xa1x" + value)
+
+
+def test_aux_keys_made_to_have_one_hash_are_refused_at_once():
+    pairs = colliding(20_000)
+    values = b"".join(build.packed([*pair, []]) + b"\xc0" for pair in pairs)
+    data = b"\x81\xa1x\xdf" + len(pairs).to_bytes(4, "big") + values
+    began = time.thread_time()
+    with pytest.raises(messages.WireError):
+        messages.unpack_aux(data)
+    assert time.thread_time() - began < 1  # it took 7 s
+
+
+@pytest.mark.parametrize("size", [1, 7, 9])
+def test_digests_that_are_no_whole_numbers_fail_the_room(size):
+    held = samples.LAYOUTS[0]
+    whole = Verification("r", "a", 0, held, samples.address(held), [], 0.0)
+    finer, sentence = differences(replace(whole, own=bytes(8), theirs=bytes(size)), "rank 0")
+    assert finer is None
+    assert f"{size} bytes of digests" in sentence
+
+
+@pytest.mark.parametrize(
+    "change", [{"host": b"\xa2\xff\xfe"}, {"started": b"\xa0", "pid": b"\xcf" + b"\x7f" * 8}]
+)
+def test_metadata_that_is_no_text_or_names_no_process_is_a_transfer_error(change):
+    told = {"host": "here", "pid": 0, "started": "now", "segments": []}
+    told = msgspec.msgpack.decode(local._meant(build.packed(told)))
+    fields = {key: change.get(key, build.packed(value)) for key, value in told.items()}
+    data = b"\x84" + b"".join(build.packed(key) + value for key, value in fields.items())
+    with pytest.raises(TransferError):
+        LocalEngine().connect(data)
+
+
+def test_reasons_that_a_peer_gives_are_kept_in_short():
+    hello = machines.hello(samples.LAYOUTS[0], "d")
+
+    def flooding():
+        for number in range(200):
+            yield b"a", hello
+            yield b"a", messages.ReadRequest("life", number, f"{number}", 0, 5, 1)
+            yield (
+                b"a",
+                messages.Abort("life", number, "a", "y" * (messages.MAX_TEXT - 3) + str(number)),
+            )
+            yield b"a", messages.Refuse(["z" * (messages.MAX_TEXT - 3) + str(number)] * 4)
+
+    rooms = flood(flooding())
+    assert len(str(rooms.failure(199))) < 5000
+
+
+def test_many_peers_together_open_no_more_rooms_than_are_allowed(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill.MAX_UNSENT", 5000)
+    hello = machines.hello(samples.LAYOUTS[0], "d")
+
+    def flooding():
+        for peer in range(4):
+            yield b"%d" % peer, hello
+            for number in range(2000):
+                yield b"%d" % peer, messages.ReadRequest("life", f"{peer}.{number}", "a", 0, 5, 1)
+
+    assert len(flood(flooding()).open_rooms()) == 5000
+
+
+def test_aux_values_before_the_last_chunk_fail_the_room():
+    own, peer = samples.CASES[0].own, samples.CASES[0].peers[0][0]
+    rooms = DecodeRooms(machines.hello(own, "d"), own, 1)
+    link = rooms.links.connect(["x"])
+    rooms.receive(0, machines.hello(peer, "life"))
+    rooms.want("r", samples.address(own), 0, link)
+    said = [message for _, message in machines.check_said(rooms.links.outbox)]
+    (want,) = (message for message in said if isinstance(message, messages.ReadRequest))
+    about = {"room": "r", "attempt": want.attempt, "generation": "life"}
+    rooms.receive(0, messages.decode(planning.ready(peer, 0, 5, about)))
+    assert rooms.failure("r") is None
+    about["aux"] = b"\x81\xa1x\x07"
+    rooms.receive(0, messages.decode(planning.ready(peer, 5, 9, about)))
+    assert "with the last chunk" in str(rooms.failure("r"))

@@ -1,0 +1,375 @@
+"""Public failures of whole hand-offs, re-enacted between endpoints: who is served with whom, who
+sends what, and who is not harmed.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import product
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from disagg.engines.base import create_engine
+from disagg.engines.local import LocalEngine
+from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
+from kvpool.describe import describe
+from kvpool.layout import PoolLayout, Space
+from tests.disagg.engines.peers import ENGINES
+from tests.oracle import (
+    DEST,
+    SOURCE,
+    State,
+    assert_holds,
+    blank,
+    fill,
+    move,
+    place,
+    state,
+    values,
+    write,
+)
+
+MHA = {"layers": range(2), "num_kv_heads": 8, "head_dim": 4, "dtype": "bf16"}
+MLA = {"layers": range(8), "kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "bf16"}
+
+
+def requests(pool, lengths):
+    """Addresses of several requests in one pool, in shuffled pages that none shares."""
+    ids = np.random.default_rng(len(lengths)).permutation(np.arange(1, pool.num_pages))
+    found, size = [], pool.page_size
+    for tokens in lengths:
+        count = -(-tokens // size)
+        found.append(RequestAddress(tokens, {"kv": Span(ids[:count])}))
+        ids = ids[count:]
+    return found
+
+
+def assert_only(dest, rooms):
+    """Every byte of the pool: the values of `rooms`, (address, salt) each, and else nothing."""
+    (memory,) = state(dest).memory
+    actual = memory.copy()
+    blank(dest)
+    for address, salt in rooms:
+        write(dest, address, range(address.num_tokens), salt)
+    assert np.array_equal(actual, memory)
+
+
+def chunks(address, size):
+    """A request's positions, `size` at a time."""
+    tokens = address.num_tokens
+    return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+
+
+def offer(prefill, room, address, tokens):
+    """Sends one chunk."""
+    last = tokens.stop == address.num_tokens
+    part = address if last else RequestAddress(tokens.stop, address.spans)
+    prefill.send(room, part, tokens=tokens, last=last)
+
+
+def offer_in_turn(prefill, rooms, size):
+    """Sends one chunk of each room, then the next of each."""
+    parts = {room: chunks(address, size) for room, address in rooms.items()}
+    for turn in range(max(map(len, parts.values()))):
+        for room, address in rooms.items():
+            for tokens in parts[room][turn : turn + 1]:
+                offer(prefill, room, address, tokens)
+
+
+def prefill_of(pool, engine="local"):
+    return PrefillEndpoint(pool.layout, create_engine(engine))
+
+
+def decode_of(pool, engine="local", ranks=1):
+    return DecodeEndpoint(pool.layout, create_engine(engine), ranks=ranks)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
+    """Museum 24: sglang (NIXL's list of sources was built once, for whoever came first)."""
+    lengths = (50, 17, 33, 64)
+    source = MHAPool(**MHA, num_pages=20, page_size=16)
+    given = requests(source, lengths)
+    blank(source, SOURCE)
+    for salt, address in enumerate(given):
+        write(source, address, range(address.num_tokens), salt)
+    with prefill_of(source, engine) as prefill, ExitStack() as stack:
+        ranks = []
+        for tp, page in ((4, 16), (8, 5)):
+            for rank in range(tp):
+                more = {"num_pages": 40, "page_size": page, "shard": Shard(rank, tp)}
+                dest = MHAPool(**MHA, **more, order="hnd" if tp == 8 else "nhd")
+                blank(dest)
+                decode = stack.enter_context(decode_of(dest, engine, tp))
+                decode.connect([prefill.address])
+                ranks.append((tp, decode, dest, requests(dest, lengths)))
+        # every other room is one group's
+        rooms = {room: (4, 8)[room % 2] for room in range(len(lengths))}
+        for tp, decode, _, into in ranks:
+            for room in (room for room in rooms if rooms[room] == tp):
+                decode.receive(room, into[room])
+        offer_in_turn(prefill, dict(enumerate(given)), 20)
+        for tp, decode, dest, into in ranks:
+            mine = [room for room in rooms if rooms[room] == tp]
+            for room in mine:
+                assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
+            assert_only(dest, [(into[room], room) for room in mine])
+        assert all(prefill.wait(room, 60) is KVPoll.Success for room in rooms)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_byte_of_a_replicated_latent_is_sent_once_and_by_all_in_turn(engine):
+    """Museum 32: TensorRT-LLM's duplicate-head factors for MLA, TP4 to TP2.
+
+    Every sender's replica has values of its own, so that decode's bytes tell who sent them.
+    """
+    tokens, prefills, dests = 37, [], []
+    with ExitStack() as stack:
+        for rank in range(4):
+            source = MLAPool(**MLA, num_pages=9, page_size=16, shard=Shard(rank, 4))
+            address = place(source, tokens, rank)
+            blank(source, SOURCE)
+            write(source, address, range(tokens), salt=rank)
+            prefills.append((stack.enter_context(prefill_of(source, engine)), address, source))
+        addresses = [prefill.address for prefill, *_ in prefills]
+        for rank in range(2):
+            dest = MLAPool(**MLA, num_pages=9, page_size=8, shard=Shard(rank, 2))
+            blank(dest)
+            decode = stack.enter_context(decode_of(dest, engine, 2))
+            decode.connect(addresses)
+            decode.receive("r", into := place(dest, tokens, 99))
+            dests.append((decode, dest, into))
+        for prefill, address, _ in prefills:
+            prefill.send("r", address)
+        for decode, dest, into in dests:
+            assert decode.wait("r", 60) is KVPoll.Success, decode.failure("r")
+            assert decode.metrics("r").bytes_moved == tokens * dest.bytes_per_token
+            assert senders(dest, into, 4) == [tokens * dest.bytes_per_token / 4] * 4
+
+
+def senders(dest, address, count):
+    """Bytes that came from each of `count` sources, told by their salt; every byte from one."""
+    sent = [0] * count
+    position = np.arange(address.num_tokens)
+    item = address.spans["kv"].ids[position // dest.page_size]
+    for key, view in state(dest).views.items():
+        found = view[item, position % dest.page_size]
+        wanted = [values(key, [position, np.arange(found.shape[-1])], n) for n in range(count)]
+        (sender,) = [n for n in range(count) if np.array_equal(found, wanted[n])]
+        sent[sender] += found.size
+    return sent
+
+
+PAGE, PAGES = 16, 7
+
+
+def tensors(*parts, drafts=0):
+    """An engine's own tensors: `dims`, layers, roles and elements a row, each. The last `drafts`
+    of the layers are the draft's.
+    """
+    seen, memory, views = [], [], {}
+    for dims, layers, roles, dim in parts:
+        sizes = {"layer": len(layers), "role": len(roles), "item": PAGES, "entry": PAGE, "dim": dim}
+        tensor = torch.zeros([sizes[name] for name in dims], dtype=torch.bfloat16)
+        memory.append(tensor.view(torch.uint8).view(-1).numpy())
+        target = len(layers) - drafts
+        for owner, start, stop in (("target", 0, target), ("draft", target, len(layers))):
+            held = layers[start:stop]
+            if not held:
+                continue
+            part = (
+                tensor.narrow(dims.index("layer"), start, len(held)) if "layer" in dims else tensor
+            )
+            seen.append(describe(part, dims, role=roles, layer=held, owner=owner))
+            for layer, role in product(range(len(held)), range(len(roles))):
+                at = {"layer": layer, "role": role}
+                rows = part[tuple(at.get(name, slice(None)) for name in dims)]
+                views[owner, held[layer], roles[role]] = rows.view(torch.uint8).numpy()
+    buffers = tuple(b for each in seen for b in each.buffers)
+    regions = tuple(r for each in seen for r in each.regions)
+    spaces = (Space("kv", entries_per_item=PAGE),)
+    return State(PoolLayout(buffers, regions, spaces, 5), memory, views)
+
+
+def hand_off(sources, dest, tokens=37, **options):
+    """Fills the sources, moves, and compares every byte that is not allowed to be missing."""
+    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
+    for source, address in zip(sources, there):
+        fill(source, address)
+    blank(dest)
+    made = move(sources, dest, there, into := place(dest, tokens), **options)
+    kept = tuple(r for r in dest.layout.regions if r.key not in made.missing)
+    assert_holds(replace(dest, layout=replace(dest.layout, regions=kept)), into)
+    return made
+
+
+STACKED = ("layer", "item", "entry", "dim")
+
+
+def test_groups_of_stacked_layers_land_by_layer_and_a_draft_layer_of_decode_is_untouched():
+    """Museum 6: sglang#23893 (NPU-MLA, PP2 to PP1: groups were cut at decode's count of layers)."""
+    rows = {"latent": 24, "rope": 8, "index_key": 12}
+    sources = [
+        tensors(*((STACKED, layers, [role], dim) for role, dim in rows.items()))
+        for layers in ([0, 1, 2], [3, 4])
+    ]
+    dest = tensors(*((STACKED, [*range(6)], [role], dim) for role, dim in rows.items()), drafts=1)
+    made = hand_off(sources, dest, allow_missing={"draft"})
+    assert set(made.missing) == {("draft", 5, role) for role in rows}
+
+
+def test_stages_whose_tensors_are_composed_otherwise_are_paired_by_what_they_hold():
+    """Museum 11: vllm-ascend#15900 (paired by the tensors' position in a list)."""
+    sources = [
+        tensors((("role", "layer", "item", "entry", "dim"), [2, 0, 1], ["v", "k"], 24)),
+        tensors((STACKED, [4, 3], ["k"], 24), (STACKED, [3, 4], ["v"], 24)),
+    ]
+    paged = ("item", "role", "entry", "dim")
+    hand_off(sources, tensors(*((paged, [layer], ["k", "v"], 24) for layer in (3, 0, 4, 2, 1))))
+
+
+class Faulty(LocalEngine):
+    """Raises, as no engine should, from `where` ("read" or "poll") when `bad(batch)` says so."""
+
+    def __init__(self, where, bad):
+        super().__init__()
+        self.where, self.bad = where, bad
+
+    def read(self, peer, batch):
+        bad = self.bad(batch)
+        if bad and self.where == "read":
+            raise ZeroDivisionError("injected")
+        return super().read(peer, batch), bad
+
+    def poll(self, transfer):
+        inner, bad = transfer
+        if bad:
+            raise ZeroDivisionError("injected")
+        return super().poll(inner)
+
+
+@pytest.mark.parametrize("where", ["read", "poll"])
+def test_an_exception_in_one_request_fails_it_by_name_and_no_other(where):
+    """Museum 30: sglang (the thread that serves all requests dies)."""
+    source, dest = (MLAPool(**{**MLA, "layers": [0]}, num_pages=40, page_size=4) for _ in range(2))
+    rooms = ["a", "bad", "b", "after"]
+    lengths = [21, 33, 19, 30]
+    given = dict(zip(rooms, requests(source, lengths)))
+    into = dict(zip(rooms, reversed(requests(dest, lengths[::-1]))))
+    blank(source, SOURCE)
+    for salt, address in enumerate(given.values()):
+        write(source, address, range(address.num_tokens), salt)
+    blank(dest)
+    (buffer,) = dest.layout.buffers
+
+    def bad(batch):
+        return np.isin((batch.dst - buffer.base) // buffer.item_stride, into["bad"].spans["kv"].ids)
+
+    engine = Faulty(where, lambda batch: bad(batch).any())
+    with prefill_of(source) as prefill, DecodeEndpoint(dest.layout, engine) as decode:
+        decode.connect([prefill.address])
+        for room in rooms[:3]:
+            decode.receive(room, into[room])
+        offer_in_turn(prefill, {room: given[room] for room in rooms[:3]}, 11)
+        for side in (decode, prefill):
+            assert side.wait("bad", 30) is KVPoll.Failed
+            assert "injected" in str(side.failure("bad"))
+            assert side.wait("a", 30) is side.wait("b", 30) is KVPoll.Success
+        decode.receive("after", into["after"])
+        prefill.send("after", given["after"])
+        assert decode.wait("after", 30) is KVPoll.Success, decode.failure("after")
+        dest.item_bytes_view(buffer)[into["bad"].spans["kv"].ids.tolist()] = DEST
+        assert_only(dest, [(into[room], salt) for salt, room in enumerate(rooms) if room != "bad"])
+
+
+@contextmanager
+def overheard(address):
+    """An address that leads to `address`, and what passes either way."""
+    stop, said = Event(), {"decode": [], "prefill": []}
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as front:
+        front.bind("tcp://127.0.0.1:*")
+
+        def carry():
+            with context.socket(zmq.DEALER) as back:
+                back.connect(address)
+                name = b""
+                while not stop.is_set():
+                    while front.poll(5):
+                        name, data = front.recv_multipart()
+                        said["decode"].append(data)
+                        back.send(data)
+                    while back.poll(5):
+                        said["prefill"].append(data := back.recv())
+                        front.send_multipart([name, data])
+
+        thread = Thread(target=carry)
+        thread.start()
+        yield front.getsockopt_string(zmq.LAST_ENDPOINT), said
+        stop.set()
+        thread.join()
+
+
+def rubbish(messages):
+    """Messages as they are, cut, and with changed bytes, and what is none at all."""
+    random = np.random.default_rng(29)
+    found = [b"", b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
+    for data in messages:
+        found.extend(data[:length] for length in random.integers(0, len(data), 4))
+        for _ in range(10):
+            changed = np.frombuffer(data, np.uint8).copy()
+            changed[random.integers(0, changed.size, 3)] = random.integers(0, 256, 3)
+            found.append(changed.tobytes())
+    return found
+
+
+def test_hostile_decodes_and_prefills_harm_nobody_else():
+    """Museum 29: sglang (one bad frame ends the bootstrap thread).
+
+    Strangers of either side greet as somebody else did, and then say what he said, spoilt.
+    """
+    source, dest = (MLAPool(**MLA, num_pages=40, page_size=4) for _ in range(2))
+    given, into = requests(source, (50, 30)), requests(dest, (50, 30, 20))
+    blank(source, SOURCE)
+    for salt, address in enumerate(given):
+        write(source, address, range(address.num_tokens), salt)
+    with prefill_of(source) as prefill, decode_of(dest) as decode:
+        with overheard(prefill.address) as (address, said), decode_of(dest) as other:
+            other.connect([address], timeout=30)
+            other.receive("overheard", into[0])
+            prefill.send("overheard", given[0])
+            assert other.wait("overheard", 30) is KVPoll.Success
+        blank(dest)
+        good = decode.connect([prefill.address], timeout=30)
+        decode.receive("first", into[0], link=good)
+        offer(prefill, "first", given[0], range(25))
+        with zmq.Context() as context:
+            port = int(prefill.address.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+            for data in rubbish(said["decode"]):
+                with context.socket(zmq.DEALER) as stranger:
+                    stranger.connect(prefill.address)
+                    stranger.send(said["decode"][0])
+                    stranger.send(data)
+            with context.socket(zmq.ROUTER) as stranger:
+                stranger.bind("tcp://127.0.0.1:*")
+                for number, data in enumerate(rubbish(said["prefill"])):
+                    bad = decode.connect([stranger.getsockopt_string(zmq.LAST_ENDPOINT)])
+                    decode.receive(number, into[2], link=bad)
+                    name, *_ = stranger.recv_multipart()
+                    stranger.send_multipart([name, said["prefill"][0]])
+                    stranger.send_multipart([name, data])
+                prefill.send("first", given[0])
+                assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
+        decode.receive("second", into[1], link=good)
+        prefill.send("second", given[1])
+        assert decode.wait("second", 30) is KVPoll.Success, decode.failure("second")
+        assert all(decode.poll(room) is not KVPoll.Success for room in range(number))
+        assert_only(dest, list(zip(into, range(2))))

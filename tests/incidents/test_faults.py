@@ -1,0 +1,147 @@
+"""Public failures of peers that abort, restart and die, re-enacted between real processes."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from disagg.protocol.status import KVPoll
+from tests.disagg.engines.peers import ENGINES
+from tests.faults.orders import Course
+from tests.faults.shapes import SHAPES
+from tests.faults.values import MOST_TOKENS
+from tests.faults.world import BOUND, PATIENCE, World
+
+# over TCP NIXL's reads are really in flight; inside a host they end within the call
+OVER = ["nixl tcp" if engine == "nixl" else f"{engine} pair" for engine in ENGINES]
+WHOLE = Course(MOST_TOKENS - 1, 3, (), 0.0, 0, 0.0, 0.1)
+BESIDE = Course(90, 5, (), 0.0, 0, 0.0, 0.0)
+PAIRS = [(prefill, decode) for prefill in ("p0", "p1") for decode in ("d0", "d1")]
+
+
+@pytest.fixture(scope="module", params=OVER)
+def begin(request):
+    """Begins a request from p0 to d1 in a world of two prefills and two decodes. In the end all
+    must be well: then the next test uses the world again.
+    """
+    kept = []
+
+    @contextmanager
+    def begun():
+        world = kept.pop() if kept else World(SHAPES[request.param])
+        try:
+            world.ensure()
+            world.tripped = None
+            yield world, world.order("p0", ["d1"], WHOLE)
+            assert_whole(world)
+        except BaseException:
+            world.kill()
+            raise
+        kept.append(world)
+
+    yield begun
+    for world in kept:
+        try:
+            world.close()
+        finally:
+            world.kill()
+
+
+def struck(world):
+    """Waits until the point was met; when that was."""
+    assert world.until(lambda: world.tripped is not None, PATIENCE)
+    return world.tripped
+
+
+def ended(world, room):
+    """How a room ends on each side that is still there: state and reason."""
+    assert world.until(room.over, PATIENCE), f"stuck: {room}"
+    return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
+
+
+def failed(world, pairs):
+    """Between which of these no request succeeds now."""
+    rooms = {(p, d): world.order(p, [d], BESIDE) for p, d in pairs}
+    for room in rooms.values():
+        ended(world, room)
+    return [pair for pair, room in rooms.items() if not room.succeeded()]
+
+
+def assert_whole(world):
+    """Everybody serves everybody again; no page is lost, and no byte of another's was touched."""
+    world.ensure()
+    pairs = PAIRS
+    while pairs:  # who was given up may hear so only now
+        pairs = failed(world, pairs)
+    for name in world.peers:
+        held = world.ask(name, "audit")
+        assert not held["problems"], held
+        assert not held["orders"], held
+        assert all(every == free for every, free in held["items"].values()), held
+
+
+def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(begin):
+    """Museum 26: sglang#24527, #30233."""
+    with begin() as (world, room):
+        world.tell("d1", "trip_abort", 5, room.number, "no longer needed")
+        struck(world)
+        ends = ended(world, room)
+        assert {state for state, _ in ends.values()} == {KVPoll.Failed}
+        assert all("no longer needed" in reason for _, reason in ends.values())
+
+
+def test_source_pages_that_were_handed_out_before_they_were_read_fail_their_reader(begin):
+    """Museum 26: TensorRT-LLM#14565."""
+    with begin() as (world, room):
+        world.trip("d1", "read", 5, "d1", signal.SIGSTOP)
+        struck(world)
+        world.tell("p0", "abort", room.number, "no longer needed")
+        assert world.until(lambda: "p0" in room.back, PATIENCE)
+        assert "d1" not in room.ended
+        world.signal("d1", signal.SIGCONT)
+        ends = ended(world, room)
+        assert {state for state, _ in ends.values()} == {KVPoll.Failed}
+
+
+def test_a_prefill_that_restarts_between_plan_and_post_is_another_one(begin):
+    """Museum 27: nixl#2051, vllm#49238, smg#2382."""
+    with begin() as (world, room):
+        world.trip("d1", "take ChunkReady", 1, "d1", signal.SIGSTOP)
+        struck(world)
+        world.signal("p0", signal.SIGKILL)
+        world.bury("p0")
+        world.ensure(stopped=["d1"])
+        world.signal("d1", signal.SIGCONT)
+        state, reason = ended(world, room)["d1"]
+        assert state is KVPoll.Failed
+        assert "rank 0 of prefill (tcp://127.0.0.1:" in reason
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", ["p0", "d1"])
+def test_a_peer_that_dies_silently_is_noticed_and_harms_only_its_own_rooms(begin, victim, how):
+    """Museum 28: nixl#795, TensorRT-LLM#12988, vllm#26171."""
+    with begin() as (world, room):
+        other = "d1" if victim == "p0" else "p0"
+        world.trip("d1", "read", 5, victim, how)
+        at = struck(world)
+        assert not failed(world, [pair for pair in PAIRS if victim not in pair])
+        assert world.until(lambda: other in room.ended, BOUND), f"not noticed: {room}"
+        when, state, reason = room.ended[other]
+        assert state is KVPoll.Failed
+        assert when - at < BOUND
+        assert ("decode was silent" if other == "p0" else "rank 0 of prefill (tcp:") in reason
+        world.until(lambda: other in room.back, BOUND)
+        # what a stopped peer was asked for may land as long as it may go on
+        quarantined = world.ask(other, "audit")["leases"].quarantined
+        kept = (other, how, quarantined) == ("d1", signal.SIGSTOP, {"kv": -(-WHOLE.tokens // 8)})
+        assert other in room.back or kept
+        if how == signal.SIGKILL:
+            world.bury(victim)
+            return
+        world.signal(victim, signal.SIGCONT)
+        state, _ = ended(world, room)[victim]
+        # decode may have read and said so what prefill hears only now
+        assert state is KVPoll.Failed or room.done == {"d1": 0}

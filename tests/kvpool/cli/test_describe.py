@@ -1,0 +1,224 @@
+"""`kvpool describe`: files and configs in, tables, JSON and pictures out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvpool import MHAPool, NSAPool, Shard
+from kvpool.cli.describe import describe
+from kvpool.layout import PoolLayout
+from kvpool.layout.sentences import steps
+from kvpool.models import declare, declare_draft
+
+KVPOOL = Path(sys.executable).with_name("kvpool")
+APP = typer.Typer(rich_markup_mode=None)  # as kvpool.cli
+APP.command()(describe)
+COMMON = {"layers": range(3), "num_pages": 9, "page_size": 64, "device": "meta"}
+TINY = '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, \
+"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'
+
+
+def run(*arguments, fails=False):
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, [str(a) for a in arguments])
+    assert done.exit_code == (2 if fails else 0), done.output
+    assert not fails or isinstance(done.exception, SystemExit)
+    return done
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "layout.json"
+    path.write_text(nsa().to_json())
+    return path
+
+
+def nsa():
+    return NSAPool(packing="fp8", **COMMON).layout
+
+
+# what is read
+
+
+def test_a_layout_file_is_printed_region_by_region(file):
+    said = run(file).stdout
+    for words in ("layout.json", "target latent.scale", "0-2", "from 8,192", "entry 64 x 656"):
+        assert words in said
+    assert "space kv: pages of 64 entries" in said
+
+
+def test_json_and_msgpack_say_the_same(file):
+    packed = file.with_name("layout")
+    packed.write_bytes(nsa().to_msgpack())
+    assert run(packed).stdout.splitlines()[1:] == run(file).stdout.splitlines()[1:]
+
+
+def test_json_out_is_the_layout_that_went_in(file):
+    assert PoolLayout.from_json(run(file, "--json").stdout) == nsa()
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ([], {"dtype": "bf16", "page_size": 64, "num_pages": 1024}),
+        (["--dtype", "fp32"], {"dtype": "f32", "page_size": 64, "num_pages": 1024}),
+        (
+            ["--packing", "fp8", "--page-size", 16, "--tp", 4, "--rank", 3, "--items", 7],
+            {"packing": "fp8", "page_size": 16, "num_pages": 7, "shard": Shard(3, 4)},
+        ),
+    ],
+)
+def test_a_config_gives_the_layout_of_its_pool(options, given):
+    expected = declare("qwen3_235b").build(device="meta", **given).layout
+    assert PoolLayout.from_json(run("qwen3_235b", *options, "--json").stdout) == expected
+
+
+def test_a_config_file_a_directory_and_an_absent_head_dim_are_read_by_the_models(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(TINY)
+    (one, other) = (run(what, "--json").stdout for what in (path, tmp_path))
+    assert one == other
+    assert PoolLayout.from_json(one).model == "llama"
+
+
+def test_every_space_of_a_model_has_items():
+    layout = PoolLayout.from_json(run("deepseek_v4", "--packing", "fp8", "--json").stdout)
+    assert {buffer.items for buffer in layout.buffers} == {1024}
+    assert {"kv", "swa", "ring"} <= set(layout.space_by_name)
+    assert "2, 4, ..., 42" in run("deepseek_v4").stdout
+
+
+def test_a_draft_is_described_beside_its_target():
+    said = run("deepseek_v32", "--packing", "fp8", "--draft", "--json").stdout
+    common = {"num_pages": 1024, "packing": "fp8", "device": "meta"}
+    parts = [d("deepseek_v32").build(**common).layout for d in (declare, declare_draft)]
+    assert PoolLayout.from_json(said) == PoolLayout.merge(*parts)
+
+
+def test_what_describe_writes_explain_reads(tmp_path):
+    paths = []
+    for rank in range(2):
+        paths.append(tmp_path / f"{rank}.json")
+        paths[-1].write_text(
+            run("llama_3_1_70b", "--tp", 2, "--rank", rank, "--json").stdout, encoding="utf-8"
+        )
+    whole = tmp_path / "whole.json"
+    whole.write_text(run("llama_3_1_70b", "--page-size", 16, "--json").stdout)
+    done = subprocess.run(
+        [KVPOOL, "explain", *paths, whole], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resharded" in done.stdout
+
+
+# what is written
+
+
+def test_pictures_are_written_where_they_are_asked_for(file, tmp_path):
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    done = run(file, "--svg", svg, "--html", html)
+    assert "target index_key" in done.stdout
+    assert done.stderr == f"wrote {svg}\nwrote {html}\n"
+    assert ElementTree.parse(svg).getroot().get("width") == "1150"
+    page = html.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "index_key.scale, entry 63: bytes 8,444 to 8,447" in page
+
+
+def test_json_stays_json_when_a_picture_is_written(file, tmp_path):
+    done = run(file, "--json", "--svg", tmp_path / "a.svg")
+    assert PoolLayout.from_json(done.stdout) == nsa()
+
+
+def test_the_command_is_part_of_kvpool(file):
+    done = subprocess.run([KVPOOL, "describe", file], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "index_key" in done.stdout
+
+
+def test_a_shard_is_shown_with_the_steps_it_holds(tmp_path):
+    path = tmp_path / "layout"
+    path.write_text(
+        MHAPool(
+            num_kv_heads=8, head_dim=64, dtype="bf16", shard=Shard(1, 4), **COMMON
+        ).layout.to_json()
+    )
+    assert "head 2-3 of 8 x 128" in run(path).stdout
+
+
+def test_names_in_brackets_are_printed_as_they_are(tmp_path):
+    path = tmp_path / "layout"
+    path.write_text(nsa().to_json().replace('"kv"', '"[red]kv"').replace("target", "[b]target"))
+    said = run(path).stdout
+    assert "[b]target latent" in said
+    assert "space [red]kv: pages" in said
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1, 2, 5], "0-2, 5"),
+        ([2, 4, 6], "2, 4, 6"),
+        ([2, 4, 6, 8], "2, 4, ..., 8"),
+        ([8, 2, 6, 4], "2, 4, ..., 8"),
+        ([2, 4, 6, 9], "2, 4, 6, 9"),
+        ([0, 1, 4, 5, 8, 9, 12, 13], "0-1, 4-5, ..., 12-13"),
+        ([0, 1, 4, 5, 8, 9, 12], "0-1, 4-5, 8-9, 12"),
+    ],
+)
+def test_layers_that_go_on_as_they_begin_are_cut_short(numbers, says):
+    assert steps(numbers) == says
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "config 'nowhere': no file that can be read"),
+        (["a\0b"], "no file that can be read (embedded null byte)"),
+        (["deepseek_v3", "--tp", "4", "--rank", "4"], "shard: rank 4 of 4"),
+        (["deepseek_v3", "--rank", "1"], "shard: rank 1 of 1"),
+        (["deepseek_v3", "--dtype", "bf17"], "dtype 'bf17': one of bf16"),
+        (["deepseek_v3", "--dtype", "mxfp8"], "packing: MLA takes fp8"),
+        (["deepseek_v4", "--page-size", "64"], "pages of 64 tokens are no whole entries of 128"),
+        (["llama_3_1_70b", "--tp", "3"], "8 heads cannot be split over 3 ranks"),
+        (["llama_3_1_70b", "--draft"], "names no draft layers"),
+        (["llama_3_1_70b", "--svg", "/nowhere/a.svg"], "--svg /nowhere/a.svg: No such file"),
+    ],
+)
+def test_what_cannot_be_described_is_refused_with_a_sentence(arguments, says):
+    said = " ".join(run(*arguments, fails=True).stderr.split())
+    assert " ".join(says.split()) in said
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "neither a layout (JSON or msgpack) nor a model config"),
+        (b"[1]", "neither a layout"),
+        (b"\xff\xfe", "malformed layout"),
+        (b'{"buffers": [], "version": 9}', "layout version 9"),
+        (b'{"regions": 1}', "malformed layout"),
+        (b"{" * 100_000, "neither a layout"),
+        (b'{"model_type": "nothing"}', "model_type 'nothing': known are"),
+    ],
+)
+def test_a_file_that_is_neither_layout_nor_config_is_refused(tmp_path, content, says):
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    assert says in " ".join(run(path, fails=True).stderr.split())
+
+
+def test_options_of_models_do_not_change_a_layout_file(file):
+    said = " ".join(run(file, "--tp", 2, "--dtype", "bf16", fails=True).stderr.split())
+    assert "is a layout: --dtype, --tp cannot change it. Leave them out" in said

@@ -1,0 +1,275 @@
+"""docs/formats.md as a reader uses it: its formulas, against numbers written by hand.
+
+The numbers are worked out from the words of the formats ("all 576-byte rows, then all 8-byte scale
+rows"), never from templates.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
+from kvpool.cli.formats import FORMATS, document
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip
+from kvpool.pools.kinds import MHA, MLA, gated_delta_net, kda, mamba2
+from kvpool.render.markdown import written
+from tests.kvpool.layout.test_template import paint
+
+FILE = Path(__file__).parents[3] / "docs" / "formats.md"
+COMMON = {"layers": range(2), "num_pages": 2, "num_slots": 2, "device": "meta"}
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", FILE.read_text(), re.S | re.M))
+
+
+def rows(title):
+    """role -> (dtype, first byte, width, {axis: steps}, formula) of a section's tables."""
+    found = {}
+    for row in re.findall(r"^\| (.*) \|$", SECTIONS[title], re.M):
+        role, dtype, first, width, axes, formula = row.split(" | ")
+        if role == "role":
+            continue
+        steps = re.findall(r"(\w+) ([\d,]+) x ", axes)
+        number = {name: int(n.replace(",", "")) for name, n in steps}
+        first, width = (int(n.replace(",", "")) for n in (first, width))
+        found[role] = dtype, first, width, number, formula.strip("`")
+    return found
+
+
+def begins(title, role, **steps):
+    """Where the document says that a cell begins."""
+    return eval(rows(title)[role][-1], {"__builtins__": {}}, steps)
+
+
+def items(title):
+    """(bytes, bytes an entry, bytes of padding) of each buffer of a section."""
+    sizes = (
+        r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) an entry)?(?:; ([\d,]+) bytes are)?"
+    )
+    return [
+        tuple(int(n.replace(",", "")) if n else None for n in found)
+        for found in re.findall(sizes, SECTIONS[title], re.M)
+    ]
+
+
+def test_the_document_is_what_the_templates_say():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpool.cli.formats"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    again = "python -m kvpool.cli.formats > docs/formats.md"
+    assert FILE.read_text() == done.stdout == document(), f"docs/formats.md is stale: {again}"
+
+
+@pytest.mark.parametrize(
+    ("title", "role", "steps", "byte"),
+    [
+        ("MHA bf16, NHD", "k", {"entry": 5, "head": 3}, (5 * 8 + 3) * 128 * 2),
+        ("MHA bf16, NHD", "v", {"entry": 63, "head": 7}, 131_072 - 256),
+        ("MHA bf16, HND", "k", {"entry": 5, "head": 3}, (3 * 64 + 5) * 128 * 2),
+        ("MHA fp8, NHD", "k.scale", {"entry": 63, "head": 7}, 2_044),
+        ("MHA fp8, NHD", "k.scale", {"entry": 5, "head": 0}, 160),
+        ("MHA mxfp8, NHD", "v.scale", {"entry": 5, "head": 3}, 5 * 32 + 3 * 4),
+        ("Sliding-window MHA bf16", "swa.v", {"entry": 127, "head": 0}, 127 * 1_024),
+        ("MLA bf16", "rope", {"entry": 63}, 73_728 - 128),
+        ("MLA fp8, 656 bytes", "latent", {"entry": 1}, 656),
+        ("MLA fp8, 656 bytes", "latent.scale", {"entry": 5}, 3_792),
+        ("MLA fp8, 656 bytes", "rope", {"entry": 63}, 41_984 - 128),
+        ("Index key bf16", "index_key", {"entry": 63}, 16_128),
+        ("Index key fp8, 132 bytes", "index_key", {"entry": 63}, 8_064),
+        ("Index key fp8, 132 bytes", "index_key.scale", {"entry": 5}, 8_212),
+        ("Index key fp8, 132 bytes", "index_key.scale", {"entry": 63}, 8_444),
+        ("DeepSeek-V4 window latent bf16", "swa.rope", {"entry": 1}, 1_024 + 896),
+        ("DeepSeek-V4 window latent fp8, 584 bytes", "swa.rope", {"entry": 127}, 73_600),
+        ("DeepSeek-V4 window latent fp8, 584 bytes", "swa.latent.scale", {"entry": 127}, 74_744),
+        ("DeepSeek-V4 compressed latent fp8, ratio 4", "c4.latent", {"entry": 5}, 2_880),
+        ("DeepSeek-V4 compressed latent fp8, ratio 4", "c4.latent.scale", {"entry": 63}, 37_368),
+        ("DeepSeek-V4 compressed latent fp8, ratio 128", "c128.latent.scale", {"entry": 1}, 1_160),
+        ("DeepSeek-V4 index key fp8", "c4.index_key.scale", {"entry": 63}, 8_444),
+        ("DeepSeek-V4 compressor state, ratio 4", "c4.state", {"entry": 7}, 57_344),
+        ("DeepSeek-V4 indexer compressor state, ratio 4", "c4.index_state", {"entry": 7}, 14_336),
+        ("DeepSeek-V4 compressor state, ratio 128", "c128.state", {"entry": 127}, 520_192),
+        # channels first: a channel is 3 taps of 2 bytes; q and k have 2,048 channels, v 4,096
+        ("Gated DeltaNet, channels first", "conv.k", {"head": 0, "dim": 0, "tap": 0}, 2_048 * 6),
+        (
+            "Gated DeltaNet, channels first",
+            "conv.v",
+            {"head": 31, "dim": 127, "tap": 2},
+            49_152 - 2,
+        ),
+        # taps first: a tap is 8,192 channels of 2 bytes
+        (
+            "Gated DeltaNet, taps first",
+            "conv.v",
+            {"head": 2, "dim": 3, "tap": 1},
+            16_384 + (4_096 + 2 * 128 + 3) * 2,
+        ),
+        ("Gated DeltaNet, taps first", "temporal", {"head": 31}, 31 * 128 * 128 * 4),
+        (
+            "Kimi Delta Attention, taps first",
+            "conv.k",
+            {"head": 1, "dim": 2, "tap": 2},
+            2 * 12_288 * 2 + (4_096 + 130) * 2,
+        ),
+        (
+            "Kimi Delta Attention, channels first",
+            "conv.k",
+            {"head": 1, "dim": 2, "tap": 2},
+            (4_096 + 130) * 6 + 4,
+        ),
+        # x has 8,192 channels, B and C 1,024 each
+        (
+            "Mamba-2, channels first",
+            "conv.b",
+            {"head": 7, "dim": 127, "tap": 2},
+            9_216 * 6 - 2,
+        ),
+        ("Mamba-2, taps first", "conv.c", {"head": 0, "dim": 0, "tap": 1}, 20_480 + 9_216 * 2),
+        ("Mamba-2, taps first", "temporal", {"head": 127}, 127 * 64 * 128 * 4),
+    ],
+)
+def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte):
+    assert begins(title, role, **steps) == byte
+    known = rows(title)[role][3]
+    assert set(steps) == set(known) and all(steps[axis] < known[axis] for axis in steps)
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("MHA bf16, NHD", [(131_072, 2_048, None)] * 2),
+        ("MHA fp8, NHD", [(65_536, 1_024, None)] * 2 + [(2_048, 32, None)] * 2),
+        ("Sliding-window MHA bf16", [(131_072, 1_024, None)] * 2),
+        ("MLA bf16", [(73_728, 1_152, None)]),
+        ("MLA fp8, 656 bytes", [(41_984, 656, None)]),
+        ("Index key bf16", [(16_384, 256, None)]),
+        ("Index key fp8, 132 bytes", [(8_448, 132, None)]),
+        ("DeepSeek-V4 window latent fp8, 584 bytes", [(74_880, 584, 128 + 128)]),
+        ("DeepSeek-V4 compressed latent fp8, ratio 4", [(37_440, 584, 64 + 64)]),
+        ("DeepSeek-V4 compressed latent fp8, ratio 128", [(1_728, 584, 2 + 560)]),
+        ("DeepSeek-V4 index key fp8", [(8_448, 132, None)]),
+        ("DeepSeek-V4 compressor state, ratio 4", [(65_536, 8_192, None)]),
+        ("DeepSeek-V4 compressor state, ratio 128", [(524_288, 4_096, None)]),
+        ("Gated DeltaNet, channels first", [(49_152, None, None), (2 << 20, None, None)]),
+        ("Kimi Delta Attention, taps first", [(73_728, None, None), (2 << 20, None, None)]),
+        ("Mamba-2, taps first", [(61_440, None, None), (4 << 20, None, None)]),
+    ],
+)
+def test_an_item_has_the_bytes_that_were_worked_out_by_hand(title, expected):
+    assert items(title) == expected
+    summary = re.search(rf"^\| \[{re.escape(title)}\].*\| (.*) \|$", FILE.read_text(), re.M)
+    assert summary.group(1) == " + ".join(f"{size:,}" for size, _, _ in expected)
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_template_of_a_section_puts_its_roles_where_its_formulas_do(title):
+    names = {"Cell": Cell, "Pad": Pad, "Repeat": Repeat, "Seq": Seq, "Skip": Skip}
+    codes = re.findall(r"^`[\w.]+`: `(.*)`$", SECTIONS[title], re.M)
+    assert len(codes) == len(items(title))
+    formulas = {role: compile(row[-1], role, "eval") for role, row in rows(title).items()}
+    for code, (size, _, spare) in zip(codes, items(title)):
+        template = eval(code, {"__builtins__": {}}, names)
+        assert written(template) == code
+        painted = paint(template) if size < 1 << 20 else []
+        assert not painted or (len(painted), painted.count(None)) == (size, spare or 0)
+        for at, byte in enumerate(painted):
+            if byte and byte[2] == 0:
+                assert eval(formulas[byte[0]], {"__builtins__": {}}, dict(byte[1])) == at
+
+
+def test_every_format_has_a_section_and_a_source():
+    assert list(SECTIONS) == [each.title for each in FORMATS]
+    packages = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0", "kvpool's own", "OCP"
+    for title, text in SECTIONS.items():
+        source = re.search(r"^Source: (.*)$", text, re.M).group(1)
+        assert any(name in source for name in packages), title
+        (code,) = re.findall(r"^`(\w+\(.*\))`", text, re.M)
+        ast.parse(code)
+
+
+@pytest.mark.parametrize(
+    ("pool", "titles"),
+    [
+        (
+            lambda: MHAPool(num_kv_heads=8, head_dim=128, dtype="bf16", page_size=64, **COMMON),
+            ["MHA bf16, NHD"],
+        ),
+        (
+            lambda: MHAPool(num_kv_heads=8, head_dim=128, packing="fp8", page_size=64, **COMMON),
+            ["MHA fp8, NHD"],
+        ),
+        (
+            lambda: NSAPool(packing="fp8", page_size=64, **COMMON),
+            ["MLA fp8, 656 bytes", "Index key fp8, 132 bytes"],
+        ),
+        (
+            lambda: SWAPool(
+                full=MHA(8, 128),
+                swa=MHA(8, 64),
+                window_layers=[1],
+                window=128,
+                window_page_size=128,
+                dtype="bf16",
+                page_size=64,
+                num_window_pages=3,
+                **COMMON,
+            ),
+            ["MHA bf16, NHD", "Sliding-window MHA bf16"],
+        ),
+        (
+            lambda: DSv4Pool(
+                compress_ratios=[4, 128],
+                packing="fp8",
+                page_size=256,
+                num_window_pages=3,
+                **COMMON,
+            ),
+            [
+                title
+                for title in SECTIONS
+                if title.startswith("DeepSeek-V4") and "bf16" not in title
+            ],
+        ),
+        *(
+            (
+                lambda linear=linear: HybridLinearPool(
+                    full=MLA(),
+                    linear=linear,
+                    linear_layers=[1],
+                    dtype="bf16",
+                    page_size=64,
+                    **COMMON,
+                ),
+                ["MLA bf16", title],
+            )
+            for title, linear in (
+                ("Gated DeltaNet, channels first", gated_delta_net(16, 32, 128, 128, 4)),
+                ("Kimi Delta Attention, taps first", kda(32, 128, 4)),
+                ("Mamba-2, channels first", mamba2(128, 64, 8, 128, 4)),
+            )
+        ),
+        (lambda: MLAPool(dtype="bf16", page_size=64, **COMMON), ["MLA bf16"]),
+    ],
+)
+def test_pools_hold_what_the_document_says(pool, titles):
+    """Offset, width and axes of every region of the pool, by role."""
+    described = {
+        role: (dtype, first, width, steps, eval(formula, {"__builtins__": {}}, steps))
+        for title in titles
+        for role, (dtype, first, width, steps, formula) in rows(title).items()
+    }
+    held = {
+        r.role: (
+            r.dtype,
+            r.offset,
+            r.width,
+            {axis.name: axis.size for axis in r.axes},
+            r.offset + sum(axis.size * axis.stride for axis in r.axes),
+        )
+        for r in pool().layout.regions
+    }
+    assert held == described

@@ -1,0 +1,688 @@
+"""PoolCache against transformers' own DynamicCache: the same logits and the same bytes, or a
+refusal.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from disagg.cli.demo.check import same_as_transformers  # noqa: E402
+from kvpool import (  # noqa: E402
+    Allocator,
+    DSv4Pool,
+    HybridLinearPool,
+    KVPool,
+    MHAPool,
+    MLAPool,
+    NSAPool,
+    OutOfPages,
+    Shard,
+    SWAPool,
+)
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+    **EXPERTS,
+    **LATENT,
+}
+INDEX = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3, "num_key_value_heads": 2},
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "num_experts": 4,
+        **EXPERTS,
+    },
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": {**DEEPSEEK, **INDEX},
+    "gpt_oss": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        **EXPERTS,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "num_local_experts": 4,
+        **EXPERTS,
+        **LATENT,
+    },
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "n_routed_experts": 4,
+        "layer_types": ["sliding_attention", CSA, HCA, CSA],
+        "compress_rates": {CSA: 4, HCA: 16},
+        "sliding_window": 9,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        **INDEX,
+        **EXPERTS,
+    },
+}
+KINDS = {
+    "llama": MHAPool,
+    "qwen3_moe": MHAPool,
+    "deepseek_v3": MLAPool,
+    "deepseek_v32": NSAPool,
+    "gpt_oss": SWAPool,
+    "qwen3_next": HybridLinearPool,
+    "kimi_linear": HybridLinearPool,
+    "deepseek_v4": DSv4Pool,
+}
+PAGED = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32")
+# no choice among experts or tokens that a rounding could turn
+SMOOTH = {"num_experts_per_tok": 4, "topk_group": 2, "index_topk": 99, "initializer_range": 0.05}
+PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors are tiny: on a busy machine, threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@lru_cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    config = transformers.AutoConfig.for_model(family, **COMMON, **CONFIGS[family])
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(dtype).eval()
+
+
+def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) -> Any:
+    if model.config.model_type == "deepseek_v4":  # both ratios must divide a page
+        page_size = 16 * page_size
+    sizes = {"num_pages": num_pages, "num_window_pages": 60, "num_slots": 6}
+    common = {"page_size": page_size, "dtype": model.dtype, **sizes, **common}
+    return pool_for(model.config, **common)
+
+
+def prompt(rows: int, tokens: int = PROMPT) -> torch.Tensor:
+    return torch.randint(0, 128, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def run(
+    model: Any,
+    cache: Any,
+    ids: torch.Tensor,
+    padding: tuple[int, ...] | None = None,
+    chunks: tuple[int, ...] = CHUNKS,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Logits `[B, T, vocabulary]` of each chunk and of each greedy step."""
+    ids = ids.clone()
+    mask = torch.ones(ids.shape[0], cache.get_seq_length() + ids.shape[1] + steps, dtype=torch.long)
+    for row, columns in enumerate(padding or ()):
+        mask[row, :columns] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = []
+    for size in (*chunks, *[1] * steps):
+        start = cache.get_seq_length()
+        end = start + size
+        kwargs = {} if padding is None else {"attention_mask": mask[:, :end]}
+        logits.append(
+            model(
+                ids[:, :size],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                **kwargs,
+            ).logits
+        )
+        assert cache.get_seq_length() == end
+        ids = ids[:, size:] if size < ids.shape[1] else logits[-1][:, -1:].argmax(-1)
+    return logits
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def held(cache: PoolCache, role: str, layer: int) -> torch.Tensor:
+    """`[B, T, ...]` from the typed view and the requests' page ids alone."""
+    view = cache.pool.view(role, layer)
+    return torch.stack(
+        [view[pages(request)].flatten(0, 1)[: request.num_tokens] for request in cache.requests]
+    )
+
+
+def pages(request: Any) -> torch.Tensor:
+    return torch.tensor(request.address().spans["kv"].ids)
+
+
+class Row:
+    """One row of transformers' own cache."""
+
+    def __init__(self, held: Any, row: int) -> None:
+        self.held, self.row = held, row
+
+    def __getattr__(self, name: str) -> Any:
+        return self.of(getattr(self.held, name))
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[self.row : self.row + 1]
+        if isinstance(value, dict):
+            return {key: self.of(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [Row(each, self.row) for each in value]
+        return value
+
+
+def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) -> None:
+    for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
+        assert torch.equal(a, b), f"step {step}"
+    for row, request in enumerate(ours.requests):
+        found = same_as_transformers(ours.pool, request.address(), Row(theirs, row))
+        assert found.checked and not found.wrong
+    assert not any(ours.pool.item_bytes_view(b)[0].any() for b in ours.pool.layout.buffers), (
+        "a padding item is written"
+    )
+    ours.allocator.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("padding", [None, (0, 6)], ids=["one row", "padded rows"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
+    if padding and family == "deepseek_v4":
+        padding = (0, 0)  # a compressed entry of padding and tokens has no meaning
+    model, ids = model_of(family, dtype), prompt(1 if padding is None else 2)
+    pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
+    ours = PoolCache.new(pool, Allocator(pool), ids.shape[0])
+    expected = run(model, theirs, ids, padding)
+    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+@pytest.mark.parametrize(
+    ("family", "common"),
+    [
+        ("llama", {"order": "hnd"}),
+        ("llama", {"order": "hnd", "placement": "page"}),
+        ("qwen3_moe", {"placement": "page"}),
+        ("deepseek_v3", {"placement": "page"}),
+        *((family, {"placement": "page"}) for family in list(CONFIGS)[3:]),
+    ],
+    ids=str,
+)
+def test_neither_page_size_nor_order_nor_placement_changes_a_bit(family, common, page_size):
+    model, ids = model_of(family, torch.bfloat16), prompt(2)
+    pool = pool_of(model, page_size, num_pages=100, **common)
+    theirs = transformers.DynamicCache(config=model.config)
+    ours = PoolCache.new(pool, Allocator(pool), 2)
+    padding = None if family == "deepseek_v4" else (3, 0)
+    expected = run(model, theirs, ids, padding)
+    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_generate_gives_the_tokens_of_dynamic_cache(family):
+    model, ids = model_of(family), prompt(2)
+    pool = pool_of(model)
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    kwargs["attention_mask"] = torch.ones_like(ids)
+    ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
+    assert torch.equal(ours, model.generate(ids, **kwargs))
+
+
+@pytest.mark.parametrize("family", PAGED)
+def test_a_pool_filled_by_others_goes_on_where_it_was(family):
+    model, ids = model_of(family, torch.bfloat16), prompt(2)
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids)
+    source = pool_of(model)
+    prefilled = PoolCache.new(source, Allocator(source), 2)
+    logits = run(model, prefilled, ids[:, :28], chunks=(11, 17), steps=0)
+
+    dest = pool_of(model, page_size=8, placement="page")
+    allocator = Allocator(dest)
+    allocator.extend(allocator.new_request(), 3)  # so that page ids differ
+    requests = [allocator.new_request() for _ in range(2)]
+    for row, request in enumerate(requests):
+        allocator.extend(request, 28)
+        for region in dest.layout.regions:
+            values = held(prefilled, region.role, region.layer)[row]
+            for position in range(28):
+                page, entry = pages(request)[position // 8], position % 8
+                dest.view(region.role, region.layer)[page, entry] = values[position]
+    ours = PoolCache(dest, allocator, requests)
+    assert [ours.get_seq_length(layer) for layer in (0, 1)] == [28, 28]
+    assert ours.get_mask_sizes(9, 1) == (37, 0)
+    logits += run(model, ours, ids[:, 28:], chunks=(1,))
+    assert_same(model, ours, theirs, logits, expected)
+
+
+def test_batch_and_single_rows_share_a_pool():
+    model, ids = model_of("llama"), prompt(2)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    caches = [PoolCache.new(pool, allocator, 1) for _ in range(2)]
+    alone = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    for chunk in (slice(0, 13), slice(13, 29)):  # interleaved: pages of the rows alternate
+        for row, (ours, theirs) in enumerate(zip(caches, alone)):
+            part = ids[row : row + 1, chunk]
+            chunks = (part.shape[1],)
+            got = run(model, ours, part, chunks=chunks, steps=0)
+            expected = run(model, theirs, part, chunks=chunks, steps=0)
+            assert_same(model, ours, theirs, got, expected)
+
+
+def test_inference_mode_and_no_grad_can_alternate():
+    model, ids = model_of("llama"), prompt(1)
+    pool = pool_of(model)
+    ours = PoolCache.new(pool, Allocator(pool))
+    theirs = transformers.DynamicCache(config=model.config)
+    for guard in (torch.inference_mode, torch.no_grad):
+        with guard():
+            a = model(ids, past_key_values=ours).logits
+            assert torch.equal(a, model(ids, past_key_values=theirs).logits)
+
+
+def test_update_returns_what_a_dynamic_layer_returns():
+    pool = MHAPool(
+        num_kv_heads=2, head_dim=4, v_head_dim=6, layers=range(2), num_pages=9, page_size=3,
+        dtype="bf16", order="hnd",
+    )  # fmt: skip
+    ours, theirs = PoolCache.new(pool, Allocator(pool), 2), transformers.DynamicCache()
+    for tokens in (4, 1, 2):
+        for layer in (1, 0):  # whichever layer comes first extends
+            k = torch.randn(2, tokens, 2, 4).bfloat16().transpose(1, 2)
+            v = torch.randn(2, tokens, 2, 6).bfloat16().transpose(1, 2)
+            for a, b in zip(ours.update(k, v, layer), theirs.update(k, v, layer), strict=True):
+                assert torch.equal(a, b)
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+        assert {request.num_tokens for request in ours.requests} == {theirs.get_seq_length()}
+    assert ours.get_max_length() == theirs.get_max_length() == -1
+    assert ours.batch_size == 2
+    assert ours.is_sliding == [False, False]
+    assert not ours.is_compileable
+    assert not ours.is_croppable
+
+
+def test_out_of_pages_leaves_all_rows_as_they_were():
+    model, ids = model_of("llama"), prompt(2)
+    pool = pool_of(model, page_size=8, num_pages=8)  # 7 to give: 4 for row 0, 3 for row 1
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator, 2)
+    run(model, ours, ids[:, :20], chunks=(20,), steps=0)
+    before = pool._slab.clone()
+    with pytest.raises(OutOfPages, match=r"kv: 2 more items of 8 tokens are needed, 1 of 7 are"):
+        run(model, ours, ids[:, 20:], chunks=(9,), steps=0)
+    assert [request.num_tokens for request in ours.requests] == [20, 20]
+    assert (ours.get_seq_length(), allocator.free_pages) == (20, 1)
+    assert torch.equal(pool._slab, before)
+    allocator.check_integrity()
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids[:, :24], chunks=(20, 4), steps=0)
+    logits = run(model, ours, ids[:, 20:24], chunks=(4,), steps=0)
+    assert_same(model, ours, theirs, logits, expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("common", "sentence"),
+    [
+        ({"dtype": "bf16"}, r"layer 0 k: .*torch.float32 on cpu, .*torch.bfloat16 on cpu"),
+        ({"shard": Shard(1, 2)}, r"\[1, 2, 29, 16\].* \[1, 1, 29, 16\].*heads 1-1 of 2"),
+        ({"layers": [0, 1]}, r"layer 2: .* the pool holds \(0, 1\)"),
+        ({"layers": [1, 2]}, r"layer 0: .* the pool holds \(1, 2\)"),
+        ({"device": "meta"}, r"on cpu, .* on meta"),
+    ],
+    ids=["dtype", "shard", "last layer", "first layer", "device"],
+)
+def test_a_pool_that_does_not_fit_the_model_is_refused(common, sentence):
+    model = model_of("llama")
+    pool = pool_of(model, **common)
+    ours = PoolCache.new(pool, Allocator(pool))
+    with pytest.raises(ValueError, match=sentence):
+        run(model, ours, prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_other_dims_other_rows_and_gradients_are_refused():
+    model, ids = model_of("deepseek_v3"), prompt(1)
+    pool = MLAPool(
+        kv_lora_rank=16, qk_rope_head_dim=8, layers=range(3), num_pages=9, page_size=4, dtype="f32"
+    )
+    with pytest.raises(ValueError, match=r"latent: .*\[1, 1, 29, 32\].*\[1, 1, 29, 16\]"):
+        run(model, PoolCache.new(pool, Allocator(pool)), ids, chunks=(PROMPT,), steps=0)
+    pool = pool_of(model)
+    with pytest.raises(ValueError, match=r"\[1, 1, 29, 32\].*\[2, 1, 29, 32\]"):
+        run(model, PoolCache.new(pool, Allocator(pool), 2), ids, chunks=(PROMPT,), steps=0)
+    with pytest.raises(ValueError, match="no gradients are kept"):
+        model(ids, past_key_values=PoolCache.new(pool, Allocator(pool)))
+    assert not pool._slab.any()
+
+
+def test_requests_that_make_no_batch_are_refused():
+    pool = pool_of(model_of("llama"))
+    allocator = Allocator(pool)
+    first, second = allocator.new_request(), allocator.new_request()
+    allocator.extend(second, 3)
+    with pytest.raises(ValueError, match=r"requests: \[0, 3\] tokens"):
+        PoolCache(pool, allocator, [first, second])
+    with pytest.raises(ValueError, match="each once, got 2"):
+        PoolCache(pool, allocator, [first, first])
+    with pytest.raises(ValueError, match="one or more, each once, got 0"):
+        PoolCache(pool, allocator, [])
+    with pytest.raises(ValueError, match=r"other pools' items\. Use Allocator\(pool\)"):
+        PoolCache(pool_of(model_of("llama")), allocator, [first])
+    allocator.free(first)
+    with pytest.raises(ValueError, match="freed"):
+        PoolCache(pool, allocator, [first])
+
+
+def test_requests_changed_behind_the_cache_are_noticed():
+    pool = pool_of(model_of("llama"))
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator, 2)
+    states = torch.zeros(2, 2, 4, 16)
+    allocator.extend(ours.requests[1], 4)
+    with pytest.raises(ValueError, match="row 1: 4 tokens, not the 0 that this cache was given"):
+        ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 0
+    ours = PoolCache.new(pool, allocator, 2)
+    allocator.free(ours.requests[1])
+    with pytest.raises(ValueError, match="freed"):
+        ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 0
+
+
+def test_layers_of_one_forward_that_disagree_are_noticed():
+    pool = pool_of(model_of("llama"))
+    ours = PoolCache.new(pool, Allocator(pool))
+    states = torch.zeros(1, 2, 4, 16)
+    ours.update(states, states, 0)
+    with pytest.raises(ValueError, match="layer 1 attention: 3 new tokens, others got 4"):
+        ours.update(states[:, :, :3], states[:, :, :3], 1)
+    ours.update(states, states, 1)
+    with pytest.raises(RuntimeError, match=r"layer 2 attention: 0 tokens, others 4"):
+        ours.update(states, states, 0)
+    ours.update(states, states, 2)
+    ours.update(states, states, 0)
+    assert ours.requests[0].num_tokens == 8
+
+
+def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
+    pool = pool_of(model_of("llama"))
+    ours = PoolCache.new(pool, Allocator(pool))
+    calls = {
+        "reset": (),
+        "crop": (-1,),
+        "reorder_cache": (torch.tensor([0]),),
+        "batch_repeat_interleave": (2,),
+        "batch_select_indices": (torch.tensor([0]),),
+        "offload": (0,),
+        "prefetch": (0,),
+        "activate_past_recording": (),
+    }
+    for name, args in calls.items():
+        with pytest.raises(NotImplementedError, match=r"PoolCache: .* is not supported\. [A-Z]"):
+            getattr(ours, name)(*args)
+    with pytest.raises(NotImplementedError, match="deepcopy"):
+        copy.deepcopy(ours)
+
+
+def test_pool_for_takes_the_pool_that_the_model_needs():
+    for family, kind in KINDS.items():
+        pool = pool_of(model_of(family), layers=[1], owner="target")
+        assert type(pool) is kind
+        assert pool.total_kv_layers == CONFIGS[family]["num_hidden_layers"]
+    elements = {
+        "llama": 3 * 2 * 2 * 16,
+        "qwen3_moe": 2 * 2 * 2 * 24,
+        "deepseek_v3": 3 * (32 + 8),
+        "deepseek_v32": 3 * (32 + 8 + 16),
+        "gpt_oss": 1 * 2 * 2 * 16,
+        "qwen3_next": 1 * 2 * 2 * 16,
+        "kimi_linear": 1 * (32 + 8),
+        "deepseek_v4": 2 * (32 + 16) / 4 + 32 / 16,
+    }
+    for family, width in elements.items():
+        assert pool_of(model_of(family)).bytes_per_token == width * 4
+    with pytest.raises(ValueError, match=r"gpt2.*deepseek_v3.*llama"):
+        pool_for(transformers.GPT2Config(), num_pages=4, page_size=4, dtype="f32")
+
+
+NEEDS = {
+    ("deepseek_v32", MLAPool): "layer 0: the model keeps index keys, the pool holds",
+    ("qwen3_next", MHAPool): "layer 0: the model keeps linear-attention state 0, the pool holds",
+    ("deepseek_v4", MHAPool): r"layer 0 k: the model gives",
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), NEEDS)
+def test_a_model_that_keeps_state_the_pool_does_not_hold_is_refused(family, kind):
+    model = model_of(family)
+    common = {"layers": range(4), "num_pages": 9, "page_size": 16, "dtype": "f32"}
+    dims = {"kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    pool = kind(**common, **(dims if kind is MLAPool else {"num_kv_heads": 2, "head_dim": 16}))
+    with pytest.raises(ValueError, match=NEEDS[family, kind]):
+        run(model, PoolCache.new(pool, Allocator(pool)), prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_compressors_of_which_the_pool_holds_nothing_are_refused():
+    model = model_of("deepseek_v4")
+    pool = pool_of(model, compress_ratios=(0, 0, 0, 0))
+    with pytest.raises(ValueError, match="layer 1: the model keeps compressor states"):
+        run(model, PoolCache.new(pool, Allocator(pool)), prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_states_that_the_model_does_not_give_are_noticed():
+    model = model_of("deepseek_v3")
+    pool = pool_of(model_of("deepseek_v32"))
+    ours = PoolCache.new(pool, Allocator(pool))
+    run(model, ours, prompt(1)[:, :4], chunks=(4,), steps=0)
+    with pytest.raises(RuntimeError, match=r"layer 0 indexer: 0 tokens, others 4.* no such state"):
+        run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
+
+
+def test_a_draft_is_given_what_its_target_was_given():
+    model, small = model_of("llama"), model_of("gpt_oss")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    request = allocator.new_request()
+    ours = [PoolCache(pool, allocator, [request]) for pool in (target, draft)]
+    ids = prompt(1)
+    for chunk in (slice(0, 11), slice(11, 28), slice(28, 29)):
+        for cache, each in zip(ours, (model, small)):  # the target's forward makes room for both
+            run(each, cache, ids[:, chunk], chunks=(ids[:, chunk].shape[1],), steps=0)
+    assert request.num_tokens == 29
+    again = PoolCache(draft, allocator, [request])
+    theirs = transformers.DynamicCache(config=small.config)
+    expected = run(small, theirs, ids, steps=2)
+    with pytest.raises(ValueError, match="row 0: 29 tokens, not the 28"):
+        ours[1].tokens = 28
+        ours[1].given = dict.fromkeys(ours[1].given, 28)
+        run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
+    last = expected[-3][:, -1:].argmax(-1)
+    for step in (-2, -1):
+        (logits,) = run(small, again, last, chunks=(1,), steps=0)
+        assert torch.equal(logits, expected[step])
+        last = logits.argmax(-1)
+
+
+def test_what_a_draft_was_not_given_does_not_count_as_cached():
+    model, small = model_of("llama"), model_of("qwen3_moe")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    ours = PoolCache.new(target, allocator)
+    run(model, ours, prompt(1), steps=0)
+    assert PoolCache(target, allocator, ours.requests).get_seq_length() == PROMPT
+    late = PoolCache(draft, allocator, ours.requests)
+    assert late.get_seq_length() == 0
+    (logits,) = run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
+    theirs = transformers.DynamicCache(config=small.config)
+    assert torch.equal(logits, run(small, theirs, prompt(1), chunks=(PROMPT,), steps=0)[0])
+
+
+def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
+    model, small = model_of("llama"), model_of("gpt_oss")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    ours = PoolCache.new(target, allocator)
+    run(model, ours, prompt(1), steps=0)
+    late = PoolCache(draft, allocator, ours.requests)
+    with pytest.raises(ValueError, match="space swa: tokens left the window before draft was"):
+        run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
+
+
+def test_tokens_received_after_some_were_computed_count_as_cached():
+    model, ids = model_of("llama"), prompt(1)
+    pools = [pool_of(model) for _ in range(2)]
+    allocators = [Allocator(pool) for pool in pools]
+    whole, part = (PoolCache.new(pool, each) for pool, each in zip(pools, allocators))
+    run(model, whole, ids, steps=0)
+    run(model, part, ids[:, :11], chunks=(11,), steps=0)
+    (request,) = part.requests
+    allocators[1].extend(request, 18, received=True)
+    for region in pools[0].layout.regions:
+        role, layer = region.role, region.layer
+        values = pools[0].gather(role, layer, allocators[0].locations(whole.requests[0])["kv"])
+        pools[1].scatter(layer, allocators[1].locations(request)["kv"], {role: values})
+    ours = PoolCache(pools[1], allocators[1], [request])
+    assert ours.get_seq_length() == PROMPT
+    again = [run(model, cache, ids[:, :1], chunks=(1,), steps=0)[0] for cache in (whole, ours)]
+    assert torch.equal(*again)
+
+
+def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
+    model, ids = model_of("qwen3_next"), prompt(1)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, ours, ids, chunks=(PROMPT,), steps=0)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="a forward failed half-way"):
+        run(model, ours, ids, chunks=(PROMPT,), steps=0)
+    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
+        PoolCache(pool, allocator, ours.requests)
+    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
+        allocator.fork(ours.requests[0], 8)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "deepseek_v4", "deepseek_v32"])
+def test_what_is_refused_is_refused_before_the_request_has_grown(family):
+    model, ids = model_of(family), prompt(2)
+    pool = pool_of(model)
+    allocator = Allocator(pool)
+    ours = PoolCache.new(pool, allocator)
+    for each, rows in ((model, 2), (model_of(family, torch.bfloat16), 1)):
+        with pytest.raises(ValueError, match="with a request for every row"):
+            run(each, ours, ids[:rows], chunks=(PROMPT,), steps=0)
+        assert (ours.requests[0].num_tokens, ours.get_seq_length()) == (0, 0)
+    assert not pool._slab.any()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_index_keys_are_not_rounded_unless_all_is(family):
+    model = model_of(family)
+    pool = pool_of(model, index_packing="fp8")
+    with pytest.raises(ValueError, match=r"index_key: stored as fp8.*index_packing='float32'"):
+        PoolCache.new(pool, Allocator(pool))
+
+
+def test_a_pool_without_kinds_is_refused():
+    class Keys(KVPool):
+        def declare(self):
+            yield from MHAPool.declare(pool)
+
+    pool = MHAPool(num_kv_heads=2, head_dim=4, layers=[0], num_pages=4, page_size=2, dtype="f32")
+    keys = Keys(layers=[0], num_pages=4, page_size=2, dtype="f32")
+    with pytest.raises(ValueError, match="Keys: PoolCache reads the kinds of state of a UnionPool"):
+        PoolCache.new(keys, Allocator(keys))
+
+
+@pytest.mark.parametrize("packing", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing):
+    if packing == "mxfp8" and KINDS[family] not in (MHAPool, SWAPool):
+        packing = "fp8"
+    numbers = {**COMMON, **CONFIGS[family]}
+    numbers.update((name, SMOOTH[name]) for name in SMOOTH if name in numbers)
+    config = transformers.AutoConfig.for_model(family, **numbers)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    pool = pool_of(model, packing=packing)
+    ours = PoolCache.new(pool, Allocator(pool))
+    theirs = transformers.DynamicCache(config=config)
+    chunks = (11, 17, 1)
+    expected = run(model, theirs, prompt(1), steps=0, chunks=chunks)
+    logits = run(model, ours, prompt(1), steps=0, chunks=chunks)
+    for a, b in zip(logits[1:], expected[1:], strict=True):
+        error = float((a - b).abs().max() / b.abs().max())
+        assert 0 < error < 0.15, f"{error:.1%}"
+
+
+def test_pages_need_not_follow_each_other():
+    pool = pool_of(model_of("llama"), page_size=4)
+    allocator = Allocator(pool)
+    ours, other = PoolCache.new(pool, allocator), allocator.new_request()
+    states = torch.zeros(1, 2, 3, 16)
+    for n in range(1, 4):
+        for layer in range(3):
+            k, _ = ours.update(states + n, states - n, layer)
+            assert k[0, 0, :, 0].tolist() == [x for x in range(1, n + 1) for _ in range(3)]
+        allocator.extend(other, 4)
+    assert (np.diff(pages(ours.requests[0])) > 1).any()

@@ -1,0 +1,460 @@
+"""Layouts that travel: exact round trips, and decoders that take nothing on trust."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import MISSING, fields
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_bytes, item_regions
+from kvpool.layout import VERSION, Axis, Buffer, LayoutError, PoolLayout, Region, Space
+from kvpool.layout.codec import MAX_BYTES, MAX_PARTS
+
+CODECS = {
+    "msgpack": (PoolLayout.to_msgpack, PoolLayout.from_msgpack, msgspec.msgpack.encode),
+    "json": (PoolLayout.to_json, PoolLayout.from_json, msgspec.json.encode),
+}
+both = pytest.mark.parametrize(("write", "read", "encode"), list(CODECS.values()), ids=list(CODECS))
+
+
+def sample() -> PoolLayout:
+    """Two MLA layers of pages, one compressed space that shares their ids, one ring."""
+    row = Seq(Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16"))
+    page = Repeat("entry", 4, row)
+    short = Repeat("entry", 1, Repeat("head", 2, Cell("c4.latent", 8, "e4m3"), 2, 8))
+    ring = Repeat("entry", 8, Cell("c4.state", 2, "f32"))
+    parts = [("kv", 0, page), ("kv", 5, page), ("c4", 0, short), ("ring", 0, ring)]
+    buffers, regions = [], []
+    for n, (space, layer, item) in enumerate(parts):
+        size = item_bytes(item)
+        buffers.append(Buffer(f"b{n}", space, n << 20, size, size, 9))
+        regions += item_regions(item, owner="target", layer=layer, buffer=f"b{n}")
+    spaces = (
+        Space("kv", "paged", 4),
+        Space("c4", "paged", 1, 4, ids="kv"),
+        Space("ring", "ring", 8, window=4, reserved=0),
+    )
+    return PoolLayout(tuple(buffers), tuple(regions), spaces, 6, "model", "life")
+
+
+def raw() -> dict:
+    """The sample as plain maps and lists, to be spoilt."""
+    return msgspec.msgpack.decode(sample().to_msgpack())
+
+
+# exact round trips
+
+NAMES = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=6)
+DTYPES = st.sampled_from(["uint8", "e4m3", "bf16", "f32", "int64"])
+
+
+@st.composite
+def templates(draw, roles, depth=2):
+    kinds = ["cell", "repeat", "seq", "pad"] if depth else ["cell"]
+    match draw(st.sampled_from(kinds)):
+        case "cell":
+            return Cell(roles(), draw(st.integers(1, 4)), draw(DTYPES))
+        case "repeat":
+            start, size, rest = (draw(st.integers(0, 3)) for _ in range(3))
+            return Repeat(
+                f"axis{depth}",
+                size + 1,
+                draw(templates(roles, depth - 1)),
+                start,
+                start + size + 1 + rest,
+            )
+        case "seq":
+            parts = draw(st.lists(templates(roles, depth - 1), min_size=1, max_size=2))
+            return Seq(*parts, Skip(draw(st.integers(1, 9))))
+        case _:
+            return Pad(draw(st.integers(1, 64)), draw(templates(roles, depth - 1)))
+
+
+@st.composite
+def layouts(draw):
+    names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    spaces = [
+        Space(
+            name,
+            "paged",
+            draw(st.integers(1, 4)),
+            draw(st.sampled_from([1, 4, 128])),
+            draw(st.none() | st.integers(1, 9)),
+            draw(st.integers(0, 2)),
+        )
+        for name in names
+    ]
+    spaces.append(Space("s", "slot")) if "s" not in names else None
+    spaces.append(Space("r", "ring", 4, window=2)) if "r" not in names else None
+    count, buffers, regions = 0, [], []
+    base = draw(st.sampled_from([0, 64, 1 << 47, (1 << 63) - (1 << 40)]))
+    prefix = draw(NAMES)
+
+    def role():
+        nonlocal count
+        count += 1
+        return f"{prefix}{count}"
+
+    for n in range(draw(st.integers(0, 4))):
+        space = draw(st.sampled_from(spaces))
+        item = draw(templates(role))
+        if space.kind != "slot":
+            item = Repeat("entry", space.entries_per_item, item)
+        size = item_bytes(item)
+        stride, items = size + draw(st.integers(0, 100)), draw(st.integers(3, 1000))
+        buffers.append(Buffer(f"{prefix}{n}", space.name, base, stride, size, items))
+        owner, layer = draw(st.sampled_from(["target", "draft"])), draw(st.integers(0, 1 << 40))
+        regions += item_regions(item, owner=owner, layer=layer, buffer=f"{prefix}{n}")
+        base += stride * items
+    return PoolLayout(
+        tuple(buffers),
+        tuple(regions),
+        tuple(spaces),
+        draw(st.integers(0, 100)),
+        draw(st.text(st.characters().filter(str.isprintable), max_size=9)),
+        draw(st.text(st.characters().filter(str.isprintable), max_size=9)),
+    )
+
+
+@both
+@given(held=layouts())
+def test_a_round_trip_is_exact(write, read, encode, held):
+    back = read(write(held))
+    assert back == held
+    assert repr(back) == repr(held)  # the same types down to the last tuple
+    assert write(back) == write(held)
+    assert back.fingerprint() == held.fingerprint()
+
+
+@both
+def test_the_largest_integers_survive(write, read, encode):
+    top = (1 << 63) - 1
+    held = PoolLayout(
+        (Buffer("b", "kv", top - 3, 1, 1, 3),),
+        (Region("target", top, "k", "b", 0, "uint8", (Axis("head", 1, top, top - 1, top),), 1),),
+        (Space("kv", tokens_per_entry=top, window=top),),
+        top,
+    )
+    assert read(write(held)) == held
+
+
+def test_json_is_read_as_text_and_as_bytes():
+    text = sample().to_json()
+    assert PoolLayout.from_json(text) == PoolLayout.from_json(text.encode()) == sample()
+
+
+def test_msgpack_is_read_from_any_bytes():
+    data = sample().to_msgpack()
+    assert PoolLayout.from_msgpack(bytearray(data)) == sample()
+    assert PoolLayout.from_msgpack(memoryview(data)) == sample()
+
+
+@both
+def test_fields_with_defaults_may_be_left_out(write, read, encode):
+    spare = {"version": VERSION, "buffers": [], "regions": [], "spaces": [], "total_kv_layers": 0}
+    assert read(encode(spare)) == PoolLayout((), (), (), 0)
+
+
+# malformed
+
+
+@both
+def test_every_cut_is_refused(write, read, encode):
+    whole = write(sample())
+    for end in range(len(whole)):
+        with pytest.raises(LayoutError, match=r"malformed layout: .*truncated"):
+            read(whole[:end])
+
+
+@both
+def test_bytes_after_the_end_are_refused(write, read, encode):
+    whole = encode(raw())
+    with pytest.raises(LayoutError, match=r"malformed layout: .*trailing"):
+        read(whole + b"0")
+
+
+@both
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_refused(write, read, encode, data):
+    with pytest.raises(LayoutError, match=r"malformed layout|layout version"):
+        read(data)
+
+
+@given(st.text())
+def test_random_text_is_refused(text):
+    with pytest.raises(LayoutError, match=r"malformed layout|layout version"):
+        PoolLayout.from_json(text)
+
+
+def test_text_that_is_no_unicode_is_refused():
+    with pytest.raises(LayoutError, match="malformed layout"):
+        PoolLayout.from_json("\ud800")
+
+
+def test_bytes_that_are_no_unicode_are_refused():
+    data = sample().to_msgpack().replace(b"latent", b"\xff\xfe\xff\xfe\xff\xfe")
+    with pytest.raises(LayoutError, match=r"malformed layout: .*utf-8"):
+        PoolLayout.from_msgpack(data)
+    with pytest.raises(LayoutError, match=r"malformed layout: .*utf-8"):
+        PoolLayout.from_json(sample().to_json().encode().replace(b"latent", b"\xff\xfe\xff"))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        b"\x91\x81\x80\x01",  # a map as a key
+        b"\x91\x81\x91\x80\x01",  # a list of a map as a key
+        b"\x91\xd7\xff" + b"\xff" * 8,  # a timestamp that is none
+        b"\x91\xd4\x05\x00",  # an extension
+        b"\x91\xc1",  # a byte that means nothing
+        b"\xdd\xff\xff\xff\xff",  # a list that says it has 2**32-1 parts
+        b"\x91\xdf\xff\xff\xff\xff",
+        b"\x91\xdb\xff\xff\xff\xff",
+        b"\x91" * 100_000,  # deeper than any stack
+    ],
+)
+def test_hostile_msgpack_is_refused(inner):
+    head = b"\x82\xa7version\x01\xa7buffers"
+    with pytest.raises(LayoutError, match="malformed layout"):
+        PoolLayout.from_msgpack(head + inner)
+
+
+@pytest.mark.parametrize(
+    "inner", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "1e999", '"\\ud800"']
+)
+def test_hostile_json_is_refused(inner):
+    with pytest.raises(LayoutError, match="malformed layout"):
+        PoolLayout.from_json('{"version":1,"buffers":' + inner)
+    with pytest.raises(LayoutError, match="malformed layout"):
+        PoolLayout.from_json('{"version":1,"buffers":[' + inner + "]}")
+
+
+@both
+@pytest.mark.parametrize("value", [None, True, 7, 1.5, "layout", [], [1, 2], {}])
+def test_what_is_no_layout_at_all_is_refused(write, read, encode, value):
+    with pytest.raises(LayoutError, match="malformed layout"):
+        read(encode(value))
+
+
+PARTS = {"layout": PoolLayout, "buffers": Buffer, "regions": Region, "spaces": Space, "axes": Axis}
+
+
+def part(spoilt: dict, where: str) -> dict:
+    """One part of a kind, in a raw layout."""
+    if where == "layout":
+        return spoilt
+    return spoilt["regions"][0]["axes"][0] if where == "axes" else spoilt[where][0]
+
+
+FIELDS = [(where, field) for where, kind in PARTS.items() for field in fields(kind)]
+named = pytest.mark.parametrize(
+    ("where", "field"), FIELDS, ids=[f"{where}.{field.name}" for where, field in FIELDS]
+)
+VALUES = {"None": None, "bool": True, "float": 1.0, "int": 1, "str": "1", "tuple": [0], "map": {}}
+
+
+@both
+@named
+def test_a_value_of_another_type_is_refused(write, read, encode, where, field):
+    wrong = [value for kind, value in VALUES.items() if kind not in field.type]
+    assert len(wrong) >= 5
+    for value in wrong:
+        spoilt = raw()
+        part(spoilt, where)[field.name] = value
+        with pytest.raises(LayoutError, match="malformed layout"):
+            read(encode(spoilt))
+
+
+@both
+@named
+def test_a_missing_field_is_refused_by_name(write, read, encode, where, field):
+    spoilt = raw()
+    del part(spoilt, where)[field.name]
+    if field.default is MISSING:
+        with pytest.raises(LayoutError, match=rf"malformed layout: .*{field.name}"):
+            read(encode(spoilt))
+    else:
+        with suppress(LayoutError):  # the default need not fit the rest
+            read(encode(spoilt))
+
+
+@both
+@pytest.mark.parametrize("where", PARTS)
+def test_an_unknown_field_is_refused_by_name(write, read, encode, where):
+    spoilt = raw()
+    part(spoilt, where)["surprise"] = 1
+    with pytest.raises(LayoutError, match=r"malformed layout: .*unknown field `surprise`"):
+        read(encode(spoilt))
+
+
+@both
+@pytest.mark.parametrize("where", ["buffers", "regions", "spaces"])
+def test_parts_that_are_no_list_are_refused(write, read, encode, where):
+    spoilt = raw()
+    spoilt[where] = {"0": spoilt[where][0]}
+    with pytest.raises(LayoutError, match=rf"malformed layout: Expected `array`.*{where}"):
+        read(encode(spoilt))
+
+
+@both
+def test_an_untrue_layout_is_refused_with_the_sentence_of_the_constructor(write, read, encode):
+    spoilt = raw()
+    spoilt["regions"][0]["offset"] = 2
+    with pytest.raises(LayoutError, match=r"target layer 0 latent: overlaps target layer 0 rope"):
+        read(encode(spoilt))
+    spoilt["regions"][0]["dtype"] = "float7"
+    with pytest.raises(LayoutError, match=r"target layer 0 latent: dtype 'float7' is not known"):
+        read(encode(spoilt))
+
+
+# another version
+
+
+@both
+@pytest.mark.parametrize("version", [0, 2, -1, 1 << 40])
+def test_another_version_is_refused_by_its_number(write, read, encode, version):
+    spoilt = {**raw(), "version": version}
+    with pytest.raises(
+        LayoutError, match=rf"layout version {version}: this kvpool reads version 1"
+    ):
+        read(encode(spoilt))
+
+
+@both
+def test_another_version_is_named_before_its_unknown_fields(write, read, encode):
+    with pytest.raises(LayoutError, match=r"layout version 2: this kvpool reads version 1"):
+        read(encode({"version": 2, "pools": [{"shape": 1}]}))
+
+
+# too large
+
+
+@both
+def test_more_than_the_largest_size_is_refused_unread(write, read, encode):
+    with pytest.raises(LayoutError, match=f"{MAX_BYTES + 1} bytes: at most {MAX_BYTES}"):
+        read(b"\x00" * (MAX_BYTES + 1))
+
+
+@both
+def test_a_layout_that_no_decoder_would_take_is_not_written(write, read, encode):
+    names = ["x" * 100 + str(number) for number in range(MAX_PARTS)]
+    huge = PoolLayout((), (), tuple(map(Space, names)), 0)
+    with pytest.raises(LayoutError, match=rf"bytes: at most {MAX_BYTES}"):
+        write(huge)
+
+
+def comb(count: int) -> PoolLayout:
+    """One buffer of `count` regions of one byte."""
+    return PoolLayout(
+        (Buffer("b", "kv", 0, count, count, 2),),
+        tuple(Region("t", n, "k", "b", n, "uint8", (), 1) for n in range(count)),
+        (Space("kv"),),
+        count,
+    )
+
+
+@both
+@pytest.mark.parametrize("where", ["buffers", "regions", "spaces"])
+def test_more_than_the_largest_number_of_parts_is_refused(write, read, encode, where):
+    spoilt = raw()
+    spoilt[where] = spoilt[where][:1] * (MAX_PARTS + 1)
+    with pytest.raises(LayoutError, match=rf"length <= {MAX_PARTS} - at|at most {MAX_BYTES}"):
+        read(encode(spoilt))
+
+
+def test_the_largest_number_of_regions_travels():
+    whole = comb(MAX_PARTS)
+    assert PoolLayout.from_msgpack(whole.to_msgpack()) == whole
+
+
+def test_more_regions_than_a_decoder_takes_are_not_written():
+    with pytest.raises(LayoutError, match=f"at most {MAX_PARTS}"):
+        comb(MAX_PARTS + 1).to_msgpack()
+
+
+def test_a_total_that_no_codec_can_write_is_no_layout():
+    with pytest.raises(LayoutError, match=r"total_kv_layers: 0 to 2\*\*63-1, got"):
+        PoolLayout((), (), (), 1 << 64)
+
+
+@pytest.mark.parametrize("where", ["model", "generation"])
+def test_text_that_no_codec_can_write_is_no_layout(where):
+    with pytest.raises(LayoutError, match=where):
+        PoolLayout((), (), (), 0, **{where: "\ud800"})
+
+
+def test_a_name_that_no_codec_can_write_is_no_name():
+    with pytest.raises(LayoutError, match="space"):
+        Space("\ud800")
+
+
+# mutated
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "insert", "delete"]), st.integers(0, 1 << 16), st.integers(0, 255)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def mutate(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
+    """Bytes flipped, inserted and deleted."""
+    edited = bytearray(data)
+    for what, place, value in edits:
+        at = place % len(edited)
+        if what == "flip":
+            edited[at] ^= value
+        elif what == "insert":
+            edited.insert(at, value)
+        else:
+            del edited[at]
+    return bytes(edited)
+
+
+@both
+@settings(max_examples=400)
+@given(edits=EDITS)
+def test_mutated_bytes_give_a_layout_or_a_layout_error(write, read, encode, edits):
+    try:
+        back = read(mutate(encode(raw()), edits))
+    except LayoutError as error:
+        assert str(error)
+    else:
+        assert read(write(back)) == back
+
+
+def spots(value: object, path: tuple = ()):
+    """Paths of every value in a tree of maps and lists."""
+    yield path
+    children = value.items() if isinstance(value, dict) else ()
+    children = enumerate(value) if isinstance(value, list) else children
+    for key, child in children:
+        yield from spots(child, (*path, key))
+
+
+SPOTS = list(spots(raw()))[1:]
+LEAVES = st.none() | st.booleans() | st.floats() | st.text(max_size=3)
+LEAVES |= st.integers(-3, 9) | st.integers(-(1 << 63), (1 << 64) - 1)
+TREES = LEAVES | st.lists(LEAVES, max_size=2) | st.dictionaries(st.text(max_size=3), LEAVES)
+
+
+@both
+@settings(max_examples=400)
+@given(where=st.sampled_from(SPOTS), value=TREES)
+def test_a_changed_value_gives_a_layout_or_a_layout_error(write, read, encode, where, value):
+    spoilt = inner = raw()
+    for step in where[:-1]:
+        inner = inner[step]
+    inner[where[-1]] = value
+    try:
+        back = read(encode(spoilt))
+    except LayoutError as error:
+        assert str(error)
+    else:
+        assert read(write(back)) == back

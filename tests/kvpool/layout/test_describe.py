@@ -1,0 +1,365 @@
+"""Tensors described: every region's address formula lands where torch says the element is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from kvpool.describe import describe, describe_buffer
+from kvpool.layout import Axis, LayoutError, PoolLayout, Space
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+def address(tensor: torch.Tensor, index: tuple[int, ...]) -> int:
+    """Where torch says an element is; on `meta`, from the start of the storage."""
+    element = tensor[index]
+    if tensor.device.type == "meta":
+        return element.storage_offset() * element.element_size()
+    return element.data_ptr()
+
+
+def assert_lands(seen, tensor, dims, *, roles=("k",), layers=(0,), cell="dim", owner="target"):
+    """Each region's formula agrees with torch at the corners and at random indices."""
+    buffers = {buffer.name: buffer for buffer in seen.buffers}
+    regions = {region.key: region for region in seen.regions}
+    assert set(regions) == {(owner, layer, role) for layer in layers for role in roles}
+    corners = product(*({0, size - 1} for size in tensor.shape))
+    draw = random.Random(0)
+    inside = ([draw.randrange(size) for size in tensor.shape] for _ in range(200))
+    for index in (*corners, *map(tuple, inside)):
+        at = dict(zip(dims, index))
+        layer, role = layers[at.pop("layer", 0)], roles[at.pop("role", 0)]
+        region = regions[owner, layer, role]
+        home = buffers[region.buffer]
+        byte = at.pop(cell, 0) * tensor.element_size()
+        assert 0 <= byte < region.width
+        where = home.base + at.pop("item") * home.item_stride + region.offset + byte
+        assert set(at) == {axis.name for axis in region.axes}
+        where += sum(at[axis.name] * axis.stride for axis in region.axes)
+        assert where == address(tensor, index)
+
+
+def lay(seen, entries=1, space="kv"):
+    """The description as a whole layout, which validates it."""
+    spaces = (Space(space, entries_per_item=entries),)
+    return PoolLayout(seen.buffers, seen.regions, spaces, 100)
+
+
+NHD = ("item", "entry", "head", "dim")
+
+
+@DEVICES
+def test_a_contiguous_tensor(device):
+    tensor = torch.zeros(5, 16, 4, 32, dtype=torch.bfloat16, device=device)
+    seen = describe(tensor, NHD, role="k", layer=7)
+    assert_lands(seen, tensor, NHD, layers=(7,))
+    (buffer,), (region,) = seen.buffers, seen.regions
+    assert (buffer.name, buffer.space, buffer.memory) == ("target.k.7", "kv", device)
+    assert (buffer.items, buffer.item_stride, buffer.item_bytes) == (5, 4096, 4096)
+    assert (region.offset, region.width, region.dtype) == (0, 64, "bfloat16")
+    assert region.axes == (Axis("entry", 16, 256), Axis("head", 4, 64))
+    lay(seen, 16)
+
+
+@DEVICES
+def test_a_transposed_tensor(device):
+    """HND memory, named in the order of its dims."""
+    tensor = torch.zeros(5, 4, 16, 32, dtype=torch.bfloat16, device=device)
+    hnd = ("item", "head", "entry", "dim")
+    one = describe(tensor, hnd, role="k", layer=0)
+    two = describe(tensor.transpose(1, 2), NHD, role="k", layer=0)
+    assert one == two
+    assert_lands(one, tensor, hnd)
+    assert_lands(two, tensor.transpose(1, 2), NHD)
+    lay(one, 16)
+
+
+@DEVICES
+def test_a_slice_of_items_entries_and_heads(device):
+    whole = torch.zeros(9, 16, 8, 32, dtype=torch.float16, device=device)
+    part = whole[2:8:2, 4:12, 3:5]
+    seen = describe(part, NHD, role="k", layer=0)
+    assert_lands(seen, part, NHD)
+    assert seen.buffers[0].item_stride == 2 * 16 * 8 * 32 * 2
+    assert seen.buffers[0].base == address(whole, (2, 4, 3, 0))
+    lay(seen, 8)
+
+
+@DEVICES
+def test_a_strided_view_with_holes(device):
+    flat = torch.zeros(10_000, dtype=torch.float32, device=device)
+    part = flat.as_strided((4, 6, 3, 8), (1000, 100, 20, 1), 37)
+    seen = describe(part, NHD, role="k", layer=0)
+    assert_lands(seen, part, NHD)
+    assert seen.buffers[0].item_bytes == (5 * 100 + 2 * 20 + 8) * 4
+    lay(seen, 6)
+
+
+@DEVICES
+def test_k_and_v_and_layers_stacked_in_one_tensor(device):
+    """NPU MHA: `[2, L, pages, page, H, D]`."""
+    tensor = torch.zeros(2, 3, 5, 16, 4, 8, dtype=torch.bfloat16, device=device)
+    dims = ("role", "layer", *NHD)
+    seen = describe(tensor, dims, role=("k", "v"), layer=(4, 9, 6))
+    assert_lands(seen, tensor, dims, roles=("k", "v"), layers=(4, 9, 6))
+    assert [buffer.name for buffer in seen.buffers] == [
+        f"target.{role}.{layer}" for layer in (4, 9, 6) for role in ("k", "v")
+    ]
+    assert len(lay(seen, 16).slabs()) == 1
+
+
+@DEVICES
+def test_k_and_v_side_by_side_in_each_page(device):
+    """`[pages, 2, page, H, D]`: the two buffers interleave."""
+    tensor = torch.zeros(5, 2, 16, 4, 8, dtype=torch.bfloat16, device=device)
+    dims = ("item", "role", "entry", "head", "dim")
+    seen = describe(tensor, dims, role=("k", "v"), layer=0)
+    assert_lands(seen, tensor, dims, roles=("k", "v"))
+    assert {buffer.item_stride for buffer in seen.buffers} == {2 * 16 * 4 * 8 * 2}
+    lay(seen, 16)
+
+
+@DEVICES
+def test_all_layers_of_a_page_side_by_side(device):
+    tensor = torch.zeros(5, 3, 16, 8, dtype=torch.float32, device=device)
+    dims = ("item", "layer", "entry", "dim")
+    seen = describe(tensor, dims, role="latent", layer=range(3))
+    assert_lands(seen, tensor, dims, roles=("latent",), layers=range(3))
+    lay(seen, 16)
+
+
+@DEVICES
+def test_a_tensor_viewed_as_another_dtype(device):
+    raw = torch.zeros(5, 16, 656, dtype=torch.uint8, device=device)
+    for part in (raw[..., 512:528].view(torch.float32), raw[..., 528:].view(torch.bfloat16)):
+        seen = describe(part, ("item", "entry", "dim"), role="k", layer=0)
+        assert_lands(seen, part, ("item", "entry", "dim"))
+        assert f"torch.{seen.regions[0].dtype}" == str(part.dtype)
+        lay(seen, 16)
+
+
+@DEVICES
+def test_slices_of_one_fused_row_are_regions_of_one_buffer(device):
+    tensor = torch.zeros(5, 64, 576, dtype=torch.bfloat16, device=device)
+    dims = ("item", "entry", "dim")
+    home = describe_buffer(tensor, dims, name="kv.0")
+    assert (home.items, home.item_stride, home.item_bytes) == (5, 73_728, 73_728)
+    latent = describe(tensor[..., :512], dims, role="latent", layer=0, buffer=home)
+    rope = describe(tensor[..., 512:], dims, role="rope", layer=0, buffer=home)
+    assert_lands(latent, tensor[..., :512], dims, roles=("latent",))
+    assert_lands(rope, tensor[..., 512:], dims, roles=("rope",))
+    assert (latent.regions[0].offset, rope.regions[0].offset) == (0, 1024)
+    assert latent.buffers == rope.buffers == (home,)
+    spaces = (Space("kv", entries_per_item=64),)
+    PoolLayout((home,), latent.regions + rope.regions, spaces, 1)
+
+
+def test_a_buffer_of_a_padded_tensor_ends_with_its_last_element():
+    flat = torch.zeros(4000, dtype=torch.float32)
+    part = flat.as_strided((3, 4, 8), (1000, 100, 1), 5)
+    home = describe_buffer(part, ("item", "entry", "dim"), name="b", space="swa")
+    assert (home.name, home.space, home.base) == ("b", "swa", flat.data_ptr() + 20)
+    assert (home.item_stride, home.item_bytes) == (4000, (3 * 100 + 8) * 4)
+    assert home.end == part[2, 3, 7].data_ptr() + 4
+
+
+@DEVICES
+def test_a_shard_of_heads(device):
+    tensor = torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16, device=device)
+    seen = describe(tensor, NHD, role="k", layer=0, shards={"head": (4, 8)})
+    assert seen.regions[0].axis("head") == Axis("head", 2, 64, start=4, total=8)
+    assert seen.regions[0].axis("entry") == Axis("entry", 16, 128)
+    assert_lands(seen, tensor, NHD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, "float8_e4m3fn", "e4m3"])
+def test_bytes_that_mean_fp8(dtype):
+    tensor = torch.zeros(5, 16, 128, dtype=torch.uint8)
+    dims = ("item", "entry", "dim")
+    seen = describe(tensor, dims, role="index_key", layer=0, dtype=dtype)
+    assert (seen.regions[0].dtype, seen.regions[0].width) == ("float8_e4m3fn", 128)
+    assert_lands(seen, tensor, dims, roles=("index_key",))
+
+
+def test_bytes_that_mean_wider_elements():
+    tensor = torch.zeros(5, 16, 4, dtype=torch.uint8)
+    seen = describe(tensor, ("item", "entry", "dim"), role="s", layer=0, dtype="f32")
+    assert (seen.regions[0].dtype, seen.regions[0].width) == ("float32", 4)
+
+
+@DEVICES
+def test_one_item(device):
+    """Of one item torch keeps no meaningful stride."""
+    tensor = torch.zeros(4, 16, 8, dtype=torch.float32, device=device)[:1]
+    dims = ("item", "entry", "dim")
+    for one in (
+        tensor,
+        tensor.as_strided((1, 16, 8), (1, 8, 1)),
+        tensor.as_strided((1, 16, 8), (0, 8, 1)),
+    ):
+        seen = describe(one, dims, role="k", layer=0)
+        assert_lands(seen, one, dims)
+        assert seen.buffers[0].items == 1
+        assert seen.buffers[0].end - seen.buffers[0].base == 512
+        PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=16, reserved=0),), 1)
+
+
+def test_one_item_fits_a_buffer_of_one_item_whatever_its_stride():
+    tensor = torch.zeros(1, 16, 8)
+    home = describe_buffer(tensor, ("item", "entry", "dim"), name="b")
+    odd = tensor.as_strided((1, 16, 4), (77, 8, 1), 4)
+    seen = describe(odd, ("item", "entry", "dim"), role="k", layer=0, buffer=home)
+    assert_lands(seen, odd, ("item", "entry", "dim"))
+
+
+@DEVICES
+def test_without_a_cell_every_element_is_one(device):
+    """A conv state whose channels may be reordered: taps outermost in memory."""
+    tensor = torch.zeros(5, 3, 24, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    dims = ("item", "channel", "tap")
+    seen = describe(tensor, dims, role="conv.q", layer=0, space="state", cell=None)
+    assert seen.regions[0].axes == (Axis("channel", 24, 2), Axis("tap", 3, 48))
+    assert seen.regions[0].width == 2
+    assert_lands(seen, tensor, dims, roles=("conv.q",), cell=None)
+    layout = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1)
+    assert layout.space_of(seen.regions[0]).kind == "slot"
+
+
+def test_a_cell_may_have_any_name():
+    tensor = torch.zeros(5, 16, 4)
+    dims = ("item", "entry", "scale")
+    seen = describe(tensor, dims, role="s", layer=0, cell="scale")
+    assert seen.regions[0].width == 16
+    assert_lands(seen, tensor, dims, roles=("s",), cell="scale")
+
+
+def test_a_cell_of_one_element_may_have_any_stride():
+    tensor = torch.zeros(5, 16, 8)[..., :1]
+    seen = describe(tensor, ("item", "entry", "dim"), role="s", layer=0)
+    assert seen.regions[0].width == 4
+    assert_lands(seen, tensor, ("item", "entry", "dim"), roles=("s",))
+
+
+def test_owner_and_space_are_those_given():
+    tensor = torch.zeros(5, 16, 8)
+    dims = ("item", "entry", "dim")
+    seen = describe(tensor, dims, role="swa.k", layer=3, owner="draft", space="swa")
+    assert (seen.buffers[0].name, seen.buffers[0].space) == ("draft.swa.k.3", "swa")
+    assert_lands(seen, tensor, dims, roles=("swa.k",), layers=(3,), owner="draft")
+
+
+def test_nothing_is_copied():
+    tensor = torch.zeros(5, 16, 8)
+    held = describe(tensor, ("item", "entry", "dim"), role="k", layer=0)
+    assert held.buffers[0].base == tensor.data_ptr()
+
+
+# errors
+
+THREE = ("item", "entry", "dim")
+
+
+@pytest.mark.parametrize(
+    ("dims", "more", "says"),
+    [
+        (
+            ("item", "dim"),
+            {},
+            r"dims \('item', 'dim'\): 2 names for a tensor of shape \(5, 16, 8\)",
+        ),
+        (("page", "entry", "dim"), {}, r"dims .*: each name once, and one of them 'item'"),
+        (("item", "item", "dim"), {}, r"dims .*: each name once"),
+        (("item", "dim", "entry"), {}, r"elements of 'dim' lie 32 bytes apart, .* 4 apart"),
+        (THREE, {"layer": (0, 1)}, r"2 of layer named, but the tensor has no such dim"),
+        (THREE, {"role": ("k", "v")}, r"2 of role named, but the tensor has no such dim"),
+        (THREE, {"layer": ()}, r"0 of layer named, but the tensor has no such dim"),
+        (("layer", "item", "dim"), {"layer": (0, 1)}, r"2 of layer named, but the tensor holds 5"),
+        (("layer", "item", "dim"), {}, r"1 of layer named, but the tensor holds 5"),
+        (("role", "item", "dim"), {"role": ("k", "v")}, r"2 of role named, .* holds 5"),
+        (THREE, {"shards": {"head": (0, 8)}}, r"shards names \['head'\], the axes are \['entry'\]"),
+        (THREE, {"shards": {"dim": (0, 8)}}, r"shards names \['dim'\]"),
+        (THREE, {"shards": {"entry": (1, 16)}}, r"axis entry: steps 1 to 17 do not fit in .* 16"),
+        (THREE, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
+        (THREE, {"dtype": "f64", "cell": None}, r"a cell of 4 bytes is no whole float64"),
+        (THREE, {"layer": -1}, r"target k layer: 0 to 2\*\*63-1, got -1"),
+        (("entry", "item", "dim"), {}, r"items of \d+ bytes overlap at a stride of 32"),
+    ],
+)
+def test_names_that_do_not_fit_a_tensor_are_refused(dims, more, says):
+    with pytest.raises(ValueError, match=says):
+        describe(torch.zeros(5, 16, 8), dims, **{"role": "k", "layer": 0, **more})
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 8), (5, 0, 8), (5, 16, 0)])
+def test_an_empty_tensor_is_refused(shape):
+    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) holds nothing"):
+        describe(torch.zeros(shape), THREE, role="k", layer=0)
+    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) holds nothing"):
+        describe_buffer(torch.zeros(shape), THREE, name="b")
+
+
+def test_a_dtype_without_a_name_is_refused():
+    with pytest.raises(ValueError, match=r"dtype torch.complex64 is not known"):
+        describe(torch.zeros(5, 16, 8, dtype=torch.complex64), THREE, role="k", layer=0)
+
+
+def test_heads_that_share_their_bytes_are_no_layout():
+    """`expand` gives a stride of 0: eight heads of one head's memory."""
+    tensor = torch.zeros(5, 16, 1, 32).expand(5, 16, 8, 32)
+    with pytest.raises(LayoutError, match="target layer 0 k: overlaps itself"):
+        lay(describe(tensor, NHD, role="k", layer=0), 16)
+
+
+def test_items_that_share_their_bytes_are_refused():
+    with pytest.raises(LayoutError, match=r"buffer target.k.0 item_stride: 1 to .* got 0"):
+        describe(torch.zeros(1, 16, 8).expand(5, 16, 8), THREE, role="k", layer=0)
+
+
+def test_layers_that_share_their_bytes_are_no_layout():
+    tensor = torch.zeros(1, 5, 16, 8).expand(2, 5, 16, 8)
+    seen = describe(tensor, ("layer", *THREE), role="k", layer=(0, 1))
+    with pytest.raises(
+        LayoutError, match=r"buffer target.k.1: base .* lies inside buffer target.k.0"
+    ):
+        lay(seen, 16)
+
+
+def test_a_region_outside_its_buffer_is_refused():
+    whole = torch.zeros(5, 16, 24)
+    home = describe_buffer(whole[..., 8:16], THREE, name="middle")
+    for part in (whole[..., :8], whole[..., 16:], whole[..., 4:12], whole[..., 12:20]):
+        with pytest.raises(
+            LayoutError, match=r"target layer 0 k: .* outside item 0 of buffer middle"
+        ):
+            describe(part, THREE, role="k", layer=0, buffer=home)
+    describe(whole[..., 10:12], THREE, role="k", layer=0, buffer=home)
+
+
+def test_a_region_of_a_later_item_is_refused():
+    whole = torch.zeros(5, 16, 8)
+    home = describe_buffer(whole[:4], THREE, name="b")
+    with pytest.raises(LayoutError, match="outside item 0 of buffer b"):
+        describe(whole[1:], THREE, role="k", layer=0, buffer=home)
+
+
+def test_a_region_of_another_item_count_or_stride_is_refused():
+    whole = torch.zeros(6, 16, 8)
+    home = describe_buffer(whole, THREE, name="b")
+    with pytest.raises(LayoutError, match=r"5 items every 512 bytes, but buffer b has 6 every 512"):
+        describe(whole[:5], THREE, role="k", layer=0, buffer=home)
+    with pytest.raises(
+        LayoutError, match=r"3 items every 1024 bytes, but buffer b has 6 every 512"
+    ):
+        describe(whole[::2], THREE, role="k", layer=0, buffer=home)
+
+
+def test_a_tensor_of_another_memory_does_not_fit_a_buffer():
+    tensor = torch.zeros(5, 16, 8)
+    home = replace(describe_buffer(tensor, THREE, name="b"), memory="cuda:0")
+    with pytest.raises(LayoutError, match=r"buffer b.* cuda:0"):
+        describe(tensor, THREE, role="k", layer=0, buffer=home)

@@ -1,0 +1,775 @@
+"""What a layout may say, and what it is refused for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from kvpool.layout import (
+    VERSION,
+    Axis,
+    Buffer,
+    LayoutError,
+    PoolLayout,
+    Region,
+    RequestAddress,
+    Slab,
+    Space,
+    Span,
+)
+
+TOO_BIG = 1 << 63
+
+
+def buffer(name="b", space="kv", base=0, stride=64, nbytes=64, items=4, memory="cpu"):
+    return Buffer(name, space, base, stride, nbytes, items, memory)
+
+
+def region(role="k", offset=0, width=16, axes=(), owner="target", layer=0, home="b", dtype="uint8"):
+    return Region(owner, layer, role, home, offset, dtype, tuple(axes), width)
+
+
+def layout(*regions, buffers=(buffer(),), spaces=(Space("kv"),), total=1, **more):
+    return PoolLayout(tuple(buffers), regions, tuple(spaces), total, **more)
+
+
+# one part at a time: its values, and what it refuses
+
+
+def test_a_whole_axis_totals_its_size():
+    axis = Axis("head", 8, 128)
+    assert (axis.start, axis.stop, axis.total) == (0, 8, 8)
+
+
+def test_a_shard_of_an_axis_stops_where_the_next_starts():
+    assert Axis("head", 2, 128, start=4, total=8).stop == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"name": ""}, r"axis: a name of 1 to 128 characters, got ''"),
+        ({"name": "x" * 129}, r"axis: a name of 1 to 128 characters, got 'x{129}'"),
+        ({"size": 0}, r"axis head size: 1 to 2\*\*63-1, got 0"),
+        ({"size": TOO_BIG}, r"axis head size: .* got 9223372036854775808"),
+        ({"stride": -1}, r"axis head stride: 0 to 2\*\*63-1, got -1"),
+        ({"stride": TOO_BIG}, r"axis head stride: .* got 9223372036854775808"),
+        ({"start": -1, "total": 8}, r"axis head start: 0 to 2\*\*63-1, got -1"),
+        ({"start": 1}, r"axis head: steps 1 to 3 do not fit in a total of 2"),
+        ({"start": 7, "total": 8}, r"axis head: steps 7 to 9 do not fit in a total of 8"),
+        ({"total": 1}, r"axis head: steps 0 to 2 do not fit in a total of 1"),
+    ],
+)
+def test_an_axis_that_cannot_be_is_refused(wrong, says):
+    with pytest.raises(LayoutError, match=says):
+        Axis(**{"name": "head", "size": 2, "stride": 128, **wrong})
+
+
+def test_axes_are_kept_as_entry_then_head_then_by_name():
+    axes = [Axis(name, 2, 8) for name in ("tap", "head", "dim", "entry")]
+    kept = region(axes=axes)
+    assert [axis.name for axis in kept.axes] == ["entry", "head", "dim", "tap"]
+    assert kept == region(axes=reversed(axes))
+
+
+def test_a_region_knows_its_bytes_and_its_end():
+    grid = region(offset=10, width=4, axes=[Axis("head", 3, 100), Axis("entry", 5, 7)])
+    assert grid.nbytes == 4 * 3 * 5
+    assert grid.end == 10 + 2 * 100 + 4 * 7 + 4
+    assert (grid.key, str(grid)) == (("target", 0, "k"), "target layer 0 k")
+    assert grid.axis("head") == Axis("head", 3, 100)
+    assert grid.axis("tap") is None
+
+
+@pytest.mark.parametrize(("given", "kept"), [("bf16", "bfloat16"), ("e4m3", "float8_e4m3fn")])
+def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
+    assert region(dtype=given).dtype == kept
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"owner": ""}, r"region owner: a name of 1 to 128 characters, got ''"),
+        ({"role": ""}, r"draft layer 7 role: a name of 1 to 128 characters, got ''"),
+        ({"layer": -1}, r"draft rope layer: 0 to 2\*\*63-1, got -1"),
+        ({"home": ""}, r"draft layer 7 rope buffer: a name .* got ''"),
+        ({"offset": -1}, r"draft layer 7 rope offset: 0 to 2\*\*63-1, got -1"),
+        ({"width": 0}, r"draft layer 7 rope width: 1 to 2\*\*63-1, got 0"),
+        ({"width": 3}, r"draft layer 7 rope width: 3 bytes are no whole bfloat16 \(2\)"),
+        ({"dtype": "bf17"}, r"draft layer 7 rope: dtype 'bf17' is not known"),
+        (
+            {"axes": [Axis(f"a{n}", 1, 0) for n in range(9)]},
+            r"draft layer 7 rope: 9 axes, at most 8 are supported",
+        ),
+        (
+            {"axes": [Axis("head", 1, 0), Axis("head", 2, 4)]},
+            r"draft layer 7 rope: an axis is named twice in \['head', 'head'\]",
+        ),
+    ],
+)
+def test_a_region_that_cannot_be_is_refused(wrong, says):
+    right = {"owner": "draft", "layer": 7, "role": "rope", "dtype": "bfloat16", "width": 2}
+    with pytest.raises(LayoutError, match=says):
+        region(**{**right, **wrong})
+
+
+def test_a_buffer_ends_with_its_last_item_and_not_with_its_last_stride():
+    assert buffer(base=1000, stride=64, nbytes=40, items=4).end == 1000 + 3 * 64 + 40
+
+
+def test_the_stride_of_a_single_item_means_nothing():
+    assert buffer(stride=1, nbytes=40, items=1).end == 40
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"name": ""}, r"buffer: a name .* got ''"),
+        ({"space": ""}, r"buffer b space: a name .* got ''"),
+        ({"memory": ""}, r"buffer b memory: a name .* got ''"),
+        ({"base": -1}, r"buffer b base: 0 to 2\*\*63-1, got -1"),
+        ({"base": TOO_BIG}, r"buffer b base: .* got 9223372036854775808"),
+        ({"nbytes": 0}, r"buffer b item_bytes: 1 to 2\*\*63-1, got 0"),
+        ({"stride": 0}, r"buffer b item_stride: 1 to 2\*\*63-1, got 0"),
+        ({"items": 0}, r"buffer b items: 1 to 2\*\*63-1, got 0"),
+        ({"stride": 63}, r"buffer b: items of 64 bytes overlap at a stride of 63"),
+        ({"base": TOO_BIG - 100}, r"buffer b end: 0 to 2\*\*63-1, got 9223372036854775964"),
+        ({"stride": 1 << 62}, r"buffer b end: 0 to 2\*\*63-1, got 1383505805528216"),
+    ],
+)
+def test_a_buffer_that_cannot_be_is_refused(wrong, says):
+    with pytest.raises(LayoutError, match=says):
+        buffer(**wrong)
+
+
+def test_an_item_of_a_compressed_space_holds_all_its_tokens():
+    assert Space("c4", "paged", entries_per_item=64, tokens_per_entry=4).tokens_per_item == 256
+
+
+def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
+    assert Space("kv").id_list == "kv"
+    assert Space("c4", ids="kv").id_list == "kv"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"name": ""}, r"space: a name .* got ''"),
+        ({"kind": "heap"}, r"space s kind: one of paged, slot, ring, got 'heap'"),
+        ({"entries_per_item": 0}, r"space s entries_per_item: 1 to 2\*\*63-1, got 0"),
+        ({"tokens_per_entry": 0}, r"space s tokens_per_entry: 1 to 2\*\*63-1, got 0"),
+        ({"reserved": -1}, r"space s reserved: 0 to 2\*\*63-1, got -1"),
+        ({"ids": ""}, r"space s ids: a name of 1 to 128 characters, got ''"),
+        ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
+        ({"kind": "slot", "entries_per_item": 2}, r"space s: a slot has no entries"),
+        ({"kind": "slot", "tokens_per_entry": 4}, r"space s: a slot has no entries"),
+        ({"kind": "slot", "window": 1}, r"space s: a slot has no entries"),
+        (
+            {"kind": "ring", "entries_per_item": 8},
+            r"space s: a ring of 8 entries cannot keep a window of None alive",
+        ),
+        (
+            {"kind": "ring", "entries_per_item": 8, "window": 6, "window_step": 4},
+            r"space s: a ring of 8 entries cannot keep a window of 6 alive in steps of 4",
+        ),
+        ({"window_step": 0}, r"space s window_step: 1 to 2\*\*63-1, got 0"),
+        ({"window_step": 4}, r"space s: a window_step of 4 needs a window"),
+        ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
+        (
+            {"kind": "ring", "entries_per_item": 8, "window": 9},
+            r"space s: a ring of 8 entries cannot keep a window of 9 alive",
+        ),
+    ],
+)
+def test_a_space_that_cannot_be_is_refused(wrong, says):
+    with pytest.raises(LayoutError, match=says):
+        Space(**{"name": "s", **wrong})
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_a_ring_keeps_at_most_as_many_entries_as_it_has(window):
+    assert Space("s", "ring", entries_per_item=8, window=window).window == window
+
+
+@pytest.mark.parametrize(
+    ("space", "tokens", "alive"),
+    [
+        ({"kind": "slot"}, 0, range(0)),
+        ({"kind": "slot"}, 9, range(1)),
+        ({}, 9, range(9)),
+        ({"tokens_per_entry": 4}, 11, range(2)),
+        ({"window": 4}, 9, range(5, 9)),
+        ({"window": 4}, 3, range(3)),
+        ({"window": 4, "window_step": 4}, 8, range(4, 8)),
+        ({"window": 4, "window_step": 4}, 11, range(4, 11)),
+        ({"window": 0, "window_step": 128}, 256, range(256, 256)),
+        ({"window": 0, "window_step": 128}, 255, range(128, 255)),
+    ],
+)
+def test_a_space_says_which_entries_are_alive(space, tokens, alive):
+    assert Space("s", **space).alive(tokens) == alive
+
+
+def test_live_bytes_count_what_is_alive_and_no_padding():
+    kv, c4 = Space("kv", entries_per_item=8), Space("c4", "paged", 2, 4, ids="kv")
+    swa, state = Space("swa", entries_per_item=8, window=5), Space("state", "slot")
+    spaces, sizes = (kv, c4, swa, state), (8, 2, 8, 1)
+    buffers = [Buffer(s.name, s.name, 1000 * n, 100, 100, 9) for n, s in enumerate(spaces)]
+    regions = [
+        Region("target", 0, s.name, s.name, 0, "uint8", axes, 3)
+        for s, size in zip(spaces, sizes)
+        for axes in [(Axis("entry", size, 4),) if size > 1 else ()]
+    ]
+    layout = PoolLayout(buffers, regions, spaces, 1)
+    assert [layout.live_bytes(n) for n in (0, 1, 4, 11)] == [0, 9, 3 * (4 + 1 + 4 + 1), 57]
+
+
+def test_parts_are_frozen():
+    parts = (Axis("head", 1, 0), region(), buffer(), Space("kv"), layout(), Slab(0, 1))
+    for part in parts:
+        with pytest.raises(AttributeError):
+            setattr(part, fields(part)[0].name, "other")
+
+
+# whole layouts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"version": 2}, r"layout version 2: this kvpool reads version 1"),
+        ({"total_kv_layers": -1}, r"total_kv_layers: 0 to 2\*\*63-1, got -1"),
+        ({"buffers": (buffer(), buffer(base=4096))}, r"buffer b: declared twice"),
+        ({"spaces": (Space("kv"), Space("kv"))}, r"space kv: declared twice"),
+        (
+            {"regions": (region(), region(offset=32))},
+            r"region target layer 0 k: declared twice",
+        ),
+        ({"spaces": ()}, r"buffer b: space 'kv' is not declared \(declared: none\)"),
+        (
+            {"spaces": (Space("swa"), Space("ring"))},
+            r"buffer b: space 'kv' is not declared \(declared: swa, ring\)",
+        ),
+        ({"buffers": ()}, r"target layer 0 k: buffer 'b' is not declared"),
+        (
+            {"spaces": (Space("kv", reserved=4),)},
+            r"buffer b: 4 items, of which space kv reserves 4",
+        ),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(wrong, says):
+    right = {
+        "version": VERSION,
+        "buffers": (buffer(),),
+        "regions": (region(),),
+        "spaces": (Space("kv"),),
+        "total_kv_layers": 1,
+    }
+    with pytest.raises(LayoutError, match=says):
+        PoolLayout(**{**right, **wrong})
+
+
+def test_the_same_role_of_another_owner_or_layer_is_another_region():
+    held = layout(
+        region(offset=0), region(offset=16, owner="draft"), region(offset=32, layer=1), total=2
+    )
+    assert set(held.region_by_key) == {("target", 0, "k"), ("draft", 0, "k"), ("target", 1, "k")}
+
+
+def test_owner_and_role_with_spaces_in_them_do_not_run_into_one_another():
+    one = region(owner="t", layer=1, role="k layer 2 v", offset=0)
+    two = region(owner="t layer 1 k", layer=2, role="v", offset=16)
+    assert len(layout(one, two, total=3).region_by_key) == 2
+
+
+def test_a_layout_finds_the_buffer_and_space_of_a_region():
+    held = layout(region())
+    assert held.buffer_of(region()) is held.buffers[0]
+    assert held.space_of(region()) is held.spaces[0]
+
+
+def test_regions_that_touch_do_not_overlap():
+    layout(region("k", 0, 32), region("v", 32, 32))
+
+
+def test_regions_that_overlap_are_refused_with_both_ranges():
+    says = r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: "
+    with pytest.raises(LayoutError, match=says + r"bytes 0 to 33 and 32 to 64\."):
+        layout(region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3))
+
+
+def test_the_order_of_declaration_does_not_hide_an_overlap():
+    with pytest.raises(LayoutError, match=r"target layer 0 k: overlaps target layer 0 v"):
+        layout(region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33))
+
+
+@pytest.mark.parametrize("stride", [0, 1, 15])
+def test_a_region_that_overlaps_itself_is_refused(stride):
+    says = r"target layer 0 k: overlaps itself in an item of buffer b: bytes 0 to 16 and "
+    with pytest.raises(LayoutError, match=says + f"{stride} to {stride + 16}"):
+        layout(region(width=16, axes=[Axis("head", 2, stride)]))
+
+
+def test_two_axes_that_meet_in_one_byte_are_refused():
+    with pytest.raises(LayoutError, match="overlaps itself"):
+        layout(region(width=4, axes=[Axis("head", 4, 8), Axis("tap", 2, 16)]))
+
+
+def test_a_stride_of_zero_is_fine_where_there_is_one_step():
+    layout(region(axes=[Axis("head", 1, 0)]))
+
+
+def test_regions_that_interleave_without_touching_are_legal():
+    """Latent and rope in one row: each region's gaps hold the other."""
+    rows = Axis("head", 4, 16)
+    layout(region("latent", 0, 12, [rows]), region("rope", 12, 4, [rows]))
+
+
+def test_regions_that_interleave_and_touch_are_refused():
+    rows = Axis("head", 4, 16)
+    with pytest.raises(
+        LayoutError, match=r"latent: overlaps target layer 0 rope .* 0 to 13 and 12"
+    ):
+        layout(region("latent", 0, 13, [rows]), region("rope", 12, 4, [rows]))
+
+
+def test_a_clash_in_a_later_buffer_of_another_shape_is_found():
+    homes = [buffer("one"), buffer("two", base=4096)]
+    right = [region("k", 0, 32, home="one"), region("v", 32, 32, home="one")]
+    wrong = [
+        region("k", 0, 32, layer=1, home="two"),
+        region("v", 31, 32, layer=1, home="two"),
+    ]
+    with pytest.raises(LayoutError, match="target layer 1 k: overlaps target layer 1 v"):
+        layout(*right, *wrong, buffers=homes, total=2)
+
+
+@pytest.mark.parametrize("past", [region("k", 49, 16), region("k", 0, 16, [Axis("head", 4, 17)])])
+def test_a_region_that_leaves_its_item_is_refused(past):
+    says = rf"target layer 0 k: ends at byte {past.end} of an item of 64 \(buffer b\)"
+    with pytest.raises(LayoutError, match=says):
+        layout(past)
+
+
+def test_a_region_may_not_lie_in_the_gap_between_items():
+    with pytest.raises(LayoutError, match=r"target layer 0 k: ends at byte 48 of an item of 40"):
+        layout(region("k", 32, 16), buffers=[buffer(stride=64, nbytes=40)])
+
+
+def test_an_item_of_too_many_separate_runs_is_refused_unlisted():
+    size = 1 << 40
+    comb = region(width=1, axes=[Axis("head", size, 2)])
+    with pytest.raises(LayoutError, match=rf"buffer b: an item of {size} separate runs, at most"):
+        layout(comb, buffers=[buffer(stride=4 * size, nbytes=4 * size)])
+
+
+def byte_list(held: Region) -> list[int]:
+    """Every byte of a region in its item, from the formula of DESIGN section 3."""
+    steps = product(*(range(axis.size) for axis in held.axes))
+    starts = [
+        held.offset + sum(a * axis.stride for a, axis in zip(step, held.axes)) for step in steps
+    ]
+    return [start + b for start in starts for b in range(held.width)]
+
+
+ITEM = 40
+AXES = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 13)), max_size=3)
+GRIDS = st.tuples(st.integers(0, 20), st.integers(1, 5), AXES)
+
+
+@settings(max_examples=500)
+@given(st.lists(GRIDS, min_size=1, max_size=3))
+def test_regions_are_refused_exactly_when_a_set_of_bytes_says_so(grids):
+    regions = [
+        region(f"r{n}", offset, width, [Axis(f"a{i}", *axis) for i, axis in enumerate(axes)])
+        for n, (offset, width, axes) in enumerate(grids)
+    ]
+    used = Counter(byte for held in regions for byte in byte_list(held))
+    leaves, overlaps = max(used) >= ITEM, max(used.values()) > 1
+    event(f"leaves={leaves} overlaps={overlaps}")
+    if leaves or overlaps:
+        with pytest.raises(LayoutError, match="ends at byte" if leaves else "overlaps"):
+            layout(*regions, buffers=[buffer(stride=ITEM, nbytes=ITEM)])
+    else:
+        layout(*regions, buffers=[buffer(stride=ITEM, nbytes=ITEM)])
+
+
+# buffers among each other
+
+
+def test_buffers_that_touch_do_not_overlap():
+    layout(buffers=[buffer("one", base=0), buffer("two", base=256)])
+
+
+def test_buffers_that_overlap_are_refused_with_both_ranges():
+    says = r"buffer two: base 255 lies inside buffer one \(0 to 256, items of 64 every 64\)"
+    with pytest.raises(LayoutError, match=says):
+        layout(buffers=[buffer("two", base=255), buffer("one", base=0)])
+
+
+def test_the_same_addresses_of_two_memories_do_not_overlap():
+    layout(buffers=[buffer(name, memory=name) for name in ("cpu", "cuda:0", "cuda:1")])
+
+
+def test_buffers_without_memory_do_not_overlap():
+    layout(buffers=[buffer(name, memory="meta") for name in ("one", "two")])
+
+
+def page(name, base, nbytes, stride=96, items=4):
+    return buffer(name, base=base, stride=stride, nbytes=nbytes, items=items)
+
+
+def test_buffers_that_interleave_at_one_stride_are_legal():
+    """Page placement: all layers of a page side by side."""
+    layout(buffers=[page("one", 0, 32), page("two", 32, 48), page("three", 80, 16)])
+
+
+@pytest.mark.parametrize(
+    ("second", "third"),
+    [
+        (page("two", 31, 48), page("three", 80, 16)),  # into the one before
+        (page("two", 32, 48), page("three", 79, 16)),
+        (page("two", 32, 48), page("three", 80, 17)),  # into the next item of the first
+        (page("two", 32, 48, stride=95), page("three", 80, 16)),  # drifts
+        (page("two", 0, 32), page("three", 80, 16)),  # the same bytes
+        (page("two", 32, 48, items=1), page("three", 80, 17)),  # behind the second, not the first
+    ],
+)
+def test_buffers_that_interleave_and_touch_are_refused(second, third):
+    with pytest.raises(LayoutError, match=r"buffer (two|three|one): base \d+ lies inside buffer"):
+        layout(buffers=[page("one", 0, 32), second, third], spaces=[Space("kv", reserved=0)])
+
+
+PLACES = st.tuples(
+    st.integers(0, 60), st.sampled_from([8, 16, 24]), st.integers(1, 24), st.integers(1, 4)
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(PLACES, min_size=2, max_size=4))
+def test_no_accepted_layout_has_two_buffers_that_share_a_byte(places):
+    buffers = [
+        buffer(f"b{n}", base=base, stride=stride, nbytes=min(nbytes, stride), items=items)
+        for n, (base, stride, nbytes, items) in enumerate(places)
+    ]
+    used = Counter(
+        b.base + item * b.item_stride + byte
+        for b in buffers
+        for item in range(b.items)
+        for byte in range(b.item_bytes)
+    )
+    shared = max(used.values()) > 1
+    in_order = sorted(buffers, key=lambda b: b.base)
+    apart = all(one.end <= two.base for one, two in pairwise(in_order))
+    try:
+        layout(buffers=buffers, spaces=[Space("kv", reserved=0)])
+        accepted = True
+    except LayoutError:
+        accepted = False
+    event(f"shared={shared} apart={apart} accepted={accepted}")
+    assert not (accepted and shared)
+    assert accepted or not apart
+
+
+# spaces among each other
+
+
+def test_compressed_pages_share_the_ids_of_their_tokens_pages():
+    kv, c4 = Space("kv", entries_per_item=256), Space("c4", "paged", 64, 4, ids="kv")
+    c128 = Space("c128", "paged", 2, 128, ids="kv")
+    assert {space.id_list for space in layout(buffers=(), spaces=(kv, c4, c128)).spaces} == {"kv"}
+
+
+@pytest.mark.parametrize(
+    ("spaces", "says"),
+    [
+        (
+            (Space("kv"), Space("c4", ids="swa")),
+            r"space c4: shares the ids of 'swa', which has no id list of its own",
+        ),
+        (
+            (Space("kv"), Space("c4", ids="kv"), Space("c128", ids="c4")),
+            r"space c128: shares the ids of 'c4', which has no id list of its own",
+        ),
+        (
+            (Space("kv", entries_per_item=256), Space("c4", "paged", 32, 4, ids="kv")),
+            r"space c4: an item holds 128 tokens, an item of kv, whose ids it shares, 256",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_shared_are_refused(spaces, says):
+    with pytest.raises(LayoutError, match=says):
+        layout(buffers=(), spaces=spaces)
+
+
+def test_the_entries_of_a_region_are_those_of_its_space():
+    pages = [Space("kv", entries_per_item=4)]
+    layout(region(axes=[Axis("entry", 4, 16)]), spaces=pages)
+    with pytest.raises(
+        LayoutError, match=r"target layer 0 k: 3 entries, but an item of space kv holds 4"
+    ):
+        layout(region(axes=[Axis("entry", 3, 16)]), spaces=pages)
+    with pytest.raises(LayoutError, match=r"target layer 0 k: 1 entries, .* space kv holds 4"):
+        layout(region(axes=[Axis("head", 4, 16)]), spaces=pages)
+
+
+def test_entries_cannot_be_sharded():
+    with pytest.raises(
+        LayoutError, match=r"target layer 0 k: entries cannot be sharded, got 4 of 8"
+    ):
+        layout(
+            region(axes=[Axis("entry", 4, 16, start=4, total=8)]),
+            spaces=[Space("kv", entries_per_item=4)],
+        )
+
+
+def test_a_slot_has_no_entries():
+    slots = [Space("kv", "slot")]
+    layout(region("temporal", axes=[Axis("head", 4, 16)]), spaces=slots)
+    with pytest.raises(LayoutError, match=r"temporal: has an entry axis, .* space kv is a slot"):
+        layout(region("temporal", axes=[Axis("entry", 1, 16)]), spaces=slots)
+
+
+def test_a_ring_has_entries():
+    ring = [Space("kv", "ring", entries_per_item=4, window=2)]
+    layout(region("c4.state", axes=[Axis("entry", 4, 16)]), spaces=ring)
+    with pytest.raises(LayoutError, match=r"c4.state: 2 entries, but an item of space kv holds 4"):
+        layout(region("c4.state", axes=[Axis("entry", 2, 16)]), spaces=ring)
+
+
+# what a layout is asked
+
+
+def test_a_space_has_the_items_that_each_of_its_buffers_has():
+    homes = [buffer("one", items=5), buffer("two", base=4096, items=4)]
+    other = buffer("three", "swa", base=8192, items=9)
+    held = layout(buffers=[*homes, other], spaces=[Space("kv"), Space("swa"), Space("ring")])
+    assert held.items_by_space == {"kv": 4, "swa": 9}
+
+
+def test_buffers_less_than_a_page_apart_are_one_slab():
+    near = [buffer("one", base=0), buffer("two", base=256 + 4095)]
+    assert layout(buffers=near).slabs() == [Slab(0, 256 + 4095 + 256)]
+
+
+def test_buffers_a_page_apart_are_two_slabs():
+    far = [buffer("two", base=256 + 4096), buffer("one", base=0)]
+    assert layout(buffers=far).slabs() == [Slab(0, 256), Slab(4352, 256)]
+
+
+def test_interleaved_buffers_are_one_slab():
+    held = layout(buffers=[page("two", 32, 48), page("one", 0, 32), page("three", 80, 16)])
+    assert held.slabs() == [Slab(0, 4 * 96)]
+
+
+def test_a_slab_ends_with_the_longest_of_its_interleaved_buffers():
+    held = layout(buffers=[page("one", 0, 32), page("two", 32, 48, items=2)])
+    assert held.slabs() == [Slab(0, 3 * 96 + 32)]
+
+
+def test_a_slab_lies_in_one_memory():
+    apart = [buffer("one", memory="cuda:1"), buffer("two", base=256, memory="cuda:0")]
+    assert layout(buffers=apart).slabs() == [Slab(256, 256, "cuda:0"), Slab(0, 256, "cuda:1")]
+
+
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=8))
+def test_slabs_are_sorted_apart_and_reach_every_buffer(gaps):
+    buffers, base = [], 0
+    for n, gap in enumerate(gaps):
+        buffers.append(buffer(f"b{n}", base=base + gap))
+        base += gap + 256
+    slabs = layout(buffers=buffers[::-1]).slabs()
+    assert all(one.end + 4096 <= two.base for one, two in pairwise(slabs))
+    assert all(sum(s.base <= b.base and b.end <= s.end for s in slabs) == 1 for b in buffers)
+    assert {s.base for s in slabs} <= {b.base for b in buffers}
+    assert {s.end for s in slabs} <= {b.end for b in buffers}
+
+
+def target():
+    return layout(region(), total=61, model="m", generation="g1")
+
+
+def draft(space=Space("kv"), owner="draft", base=4096, name="d"):
+    return layout(
+        region(owner=owner, layer=61, home=name),
+        buffers=[buffer(name, space.name, base=base)],
+        spaces=[space],
+        total=1,
+        model="d",
+        generation="g2",
+    )
+
+
+def test_a_target_merges_with_its_draft():
+    whole = PoolLayout.merge(target(), draft())
+    assert set(whole.region_by_key) == {("target", 0, "k"), ("draft", 61, "k")}
+    assert [b.name for b in whole.buffers] == ["b", "d"]
+    assert whole.spaces == (Space("kv"),)
+    assert (whole.total_kv_layers, whole.model, whole.generation) == (61, "m", "g1")
+
+
+def test_a_draft_may_bring_a_space_of_its_own():
+    whole = PoolLayout.merge(target(), draft(Space("draft.kv", entries_per_item=1, reserved=2)))
+    assert [space.name for space in whole.spaces] == ["kv", "draft.kv"]
+
+
+def test_a_layout_merges_with_two_drafts_and_with_none():
+    both = [draft(owner="draft0"), draft(owner="draft1", base=8192, name="e")]
+    assert len(PoolLayout.merge(target(), *both).regions) == 3
+    assert PoolLayout.merge(target()) == target()
+
+
+def test_spaces_of_one_name_that_differ_do_not_merge():
+    says = r"space kv: .*reserved=1.* and .*reserved=2.* cannot share ids"
+    with pytest.raises(LayoutError, match=says):
+        PoolLayout.merge(target(), draft(Space("kv", reserved=2)))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (draft(name="b"), r"buffer b: declared twice"),
+        (draft(base=128), r"buffer d: base 128 lies inside buffer b"),
+        (
+            layout(region(home="d"), buffers=[buffer("d", base=4096)]),
+            r"region target layer 0 k: declared twice",
+        ),
+    ],
+)
+def test_pools_that_claim_the_same_thing_do_not_merge(other, says):
+    with pytest.raises(LayoutError, match=says):
+        PoolLayout.merge(target(), other)
+
+
+# fingerprints
+
+
+def pool(
+    b=None, r=None, a=None, s=None, total=8, model="m", generation="g", order=1, base=0, device=0
+):
+    """Two buffers and two spaces; `b`, `r`, `a`, `s` replace fields of the first part of a kind."""
+    axis = replace(Axis("head", 2, 32, start=2, total=8), **(a or {}))
+    space = replace(Space("kv", reserved=1), **(s or {}))
+    first = replace(
+        Buffer("b", space.name, base, 256, 128, 4, f"cuda:{device}"),
+        **{"space": space.name, **(b or {})},
+    )
+    region_ = replace(Region("target", 3, "k", first.name, 0, "bfloat16", (axis,), 16), **(r or {}))
+    second = Buffer("other", "other", base + (1 << 20), 256, 256, 4, f"cuda:{device}")
+    beside = Region("target", 3, "v", "other", 0, "bfloat16", (), 16)
+    return PoolLayout(
+        (first, second)[::order],
+        (region_, beside)[::order],
+        (space, Space("other"))[::order],
+        total,
+        model,
+        generation,
+    )
+
+
+SAME = {
+    "Buffer.base": pool(base=1 << 30),
+    "Buffer.memory, the number": pool(device=7),
+    "PoolLayout.generation": pool(generation="another life"),
+    "the order of declaration": pool(order=-1),
+}
+OTHER = {
+    "Buffer.name": pool(b={"name": "c"}),
+    "Buffer.space": pool(b={"space": "other"}),
+    "Buffer.item_stride": pool(b={"item_stride": 512}),
+    "Buffer.item_bytes": pool(b={"item_bytes": 96}),
+    "Buffer.items": pool(b={"items": 5}),
+    "Buffer.memory": pool(b={"memory": "npu:0"}),
+    "Region.owner": pool(r={"owner": "draft"}),
+    "Region.layer": pool(r={"layer": 4}),
+    "Region.role": pool(r={"role": "latent"}),
+    "Region.buffer": pool(r={"buffer": "other", "offset": 64}),
+    "Region.offset": pool(r={"offset": 16}),
+    "Region.dtype": pool(r={"dtype": "float16"}),
+    "Region.axes": pool(r={"axes": ()}),
+    "Region.width": pool(r={"width": 8}),
+    "Axis.name": pool(a={"name": "channel"}),
+    "Axis.size": pool(a={"size": 1}),
+    "Axis.stride": pool(a={"stride": 16}),
+    "Axis.start": pool(a={"start": 4}),
+    "Axis.total": pool(a={"total": 16}),
+    "Space.name": pool(s={"name": "swa"}),
+    "Space.kind": pool(s={"kind": "slot"}),
+    "Space.entries_per_item": pool(s={"entries_per_item": 2}, r={"axes": (Axis("entry", 2, 32),)}),
+    "Space.tokens_per_entry": pool(s={"tokens_per_entry": 4}),
+    "Space.window": pool(s={"window": 128}),
+    "Space.window_step": pool(s={"window": 128, "window_step": 4}),
+    "Space.reserved": pool(s={"reserved": 2}),
+    "Space.ids": pool(s={"ids": "other"}),
+    "PoolLayout.total_kv_layers": pool(total=9),
+    "PoolLayout.model": pool(model="n"),
+}
+CHECKED = {name.partition(",")[0] for name in (*SAME, *OTHER)}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_a_fingerprint_ignores(what):
+    assert SAME[what] != pool()
+    assert SAME[what].fingerprint() == pool().fingerprint()
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_a_fingerprint_tells_apart(what):
+    assert OTHER[what].fingerprint() != pool().fingerprint()
+
+
+def test_no_two_fingerprints_are_alike():
+    assert len({held.fingerprint() for held in (pool(), *OTHER.values())}) == len(OTHER) + 1
+
+
+def test_every_field_of_a_layout_is_ignored_or_told_apart_above():
+    every = {
+        f"{kind.__name__}.{field.name}"
+        for kind in (Axis, Region, Buffer, Space, PoolLayout)
+        for field in fields(kind)
+    }
+    held = {f"PoolLayout.{name}" for name in ("version", "buffers", "regions", "spaces")}
+    assert CHECKED - {"the order of declaration"} == every - held
+
+
+# request addresses
+
+
+def test_a_span_keeps_a_copy_of_its_ids_that_nobody_can_change():
+    ids = [7, 3, 5]
+    span = Span(ids, first_item=2)
+    ids[0] = 0
+    assert span.ids.tolist() == [7, 3, 5]
+    with pytest.raises(ValueError, match="read-only"):
+        span.ids[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "first", "says"),
+    [
+        ([1, -2], 0, r"span ids: -2 is negative"),
+        ([4, 1, 4], 0, r"span ids: item 4 is listed twice"),
+        ([1.0], 0, r"span ids: a flat list of integers, got float64\(1,\)"),
+        ([[1, 2]], 0, r"span ids: a flat list of integers, got int64\(1, 2\)"),
+        ([1], -1, r"span first_item: 0 to \d+, got -1"),
+        ([1], 1 << 41, r"span first_item: 0 to \d+, got \d+"),
+    ],
+)
+def test_a_span_that_cannot_be_is_refused(ids, first, says):
+    with pytest.raises(ValueError, match=says):
+        Span(ids, first)
+
+
+def test_a_request_may_hold_nothing():
+    assert RequestAddress(0, {"kv": Span([])}).spans["kv"].ids.size == 0
+
+
+@pytest.mark.parametrize("tokens", [-1, (1 << 40) + 1])
+def test_a_request_of_an_impossible_length_is_refused(tokens):
+    with pytest.raises(ValueError, match=rf"num_tokens: 0 to \d+, got {tokens}"):
+        RequestAddress(tokens, {})

@@ -1,0 +1,225 @@
+"""From a model's config to its pool: the bytes and layers of hand arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, PoolLayout, Shard, SWAPool
+from kvpool.models import declare, declare_draft, shipped
+from kvpool.pools.kinds import MHA
+
+FEW = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
+CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
+
+# name: pool, layers, bytes a token in bf16, in fp8
+V4_FP8 = 21 * (37440 / 256 + 132 / 4) + 20 * 1728 / 256  # pages padded to whole rows of 576
+SHIPPED = {
+    "deepseek_v3": (MLAPool, 61, 61 * 1152, 61 * 656),
+    "deepseek_v32": (NSAPool, 61, 61 * (1152 + 132), 61 * (656 + 132)),
+    "deepseek_v4": (DSv4Pool, 43, 21 * (1024 + 132) / 4 + 20 * 1024 / 128, V4_FP8),
+    "gpt_oss_120b": (SWAPool, 36, 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * (64 + 4)),
+    "kimi_linear_48b": (HybridLinearPool, 27, 7 * 1152, 7 * 656),
+    "llama_3_1_70b": (MHAPool, 80, 80 * 2 * 8 * 128 * 2, 80 * 2 * 8 * (128 + 4)),
+    "qwen3_235b": (MHAPool, 94, 94 * 2 * 4 * 128 * 2, 94 * 2 * 4 * (128 + 4)),
+    "qwen3_next_80b": (HybridLinearPool, 48, 12 * 2 * 2 * 256 * 2, 12 * 2 * 2 * (256 + 4)),
+}
+every_shipped = pytest.mark.parametrize("name", SHIPPED)
+
+
+def config_of(name, **changes):
+    held = json.loads((CONFIGS / f"{name}.json").read_text())
+    return {k: v for k, v in {**held, **changes}.items() if v is not ...}
+
+
+def small(declaration, **more):
+    return declaration.build(**{"packing": "fp8", **FEW, **more})
+
+
+def layers_with(pool, role):
+    return tuple(r.layer for r in pool.layout.regions if r.role == role)
+
+
+def test_the_models_of_the_facts_are_shipped():
+    assert shipped() == tuple(SHIPPED)
+
+
+@every_shipped
+def test_a_token_takes_the_bytes_of_hand_arithmetic(name):
+    pool_class, layers, bf16, fp8 = SHIPPED[name]
+    declared = declare(name)
+    assert (declared.pool, declared.layers) == (pool_class, tuple(range(layers)))
+    assert (declared.owner, declared.total_kv_layers) == ("target", layers)
+    assert small(declared, packing=None, dtype="bf16").bytes_per_token == bf16
+    assert small(declared).bytes_per_token == fp8
+
+
+@every_shipped
+def test_what_is_declared_has_the_layout_that_it_says(name):
+    pool = small(declare(name))
+    pool.check_integrity()
+    assert pool.layout.model == config_of(name)["model_type"]
+    assert {region.owner for region in pool.layout.regions} == {"target"}
+
+
+def test_only_every_fourth_layer_of_qwen3_next_keeps_tokens():
+    pool = small(declare("qwen3_next_80b"))
+    assert layers_with(pool, "k") == tuple(range(3, 48, 4))
+    slot = [b.item_bytes for b in pool.layout.buffers if b.space == "state"]
+    assert len(slot) == 2 * 36
+    assert sum(slot) == 36 * ((16 * 128 + 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 4)
+
+
+def test_kimi_counts_its_layers_from_one():
+    pool = small(declare("kimi_linear_48b"))
+    assert layers_with(pool, "latent") == (3, 7, 11, 15, 19, 23, 26)
+    slot = [b.item_bytes for b in pool.layout.buffers if b.space == "state"]
+    assert sum(slot) == 20 * (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4)
+
+
+def test_every_other_layer_of_gpt_oss_keeps_a_window_only():
+    pool = small(declare("gpt_oss_120b"))
+    assert layers_with(pool, "swa.k") == tuple(range(0, 36, 2))
+    assert layers_with(pool, "k") == tuple(range(1, 36, 2))
+    assert pool.layout.space_by_name["swa"].window == 128
+
+
+def test_deepseek_v4_has_compressed_entries_by_ratio_and_a_window_everywhere():
+    pool = small(declare("deepseek_v4"))
+    assert layers_with(pool, "swa.latent") == tuple(range(43))
+    assert layers_with(pool, "c4.latent") == layers_with(pool, "c4.index_key")
+    assert layers_with(pool, "c4.latent") == tuple(range(2, 43, 2))
+    assert layers_with(pool, "c128.latent") == tuple(range(3, 43, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("deepseek_v3", {"latent", "rope"}),
+        ("deepseek_v32", {"latent", "rope", "index_key", "index_key.scale"}),
+        ("deepseek_v4", {"swa.latent", "swa.rope", "swa.latent.scale"}),
+    ],
+)
+def test_a_draft_layer_comes_after_the_last_and_shares_the_targets_ids(name, roles):
+    layers = SHIPPED[name][1]
+    draft = declare_draft(name)
+    assert (draft.layers, draft.owner, draft.total_kv_layers) == ((layers,), "draft", layers)
+    fp8 = {"latent.scale"} if name != "deepseek_v4" else set()
+    pool = small(draft)
+    assert {region.role for region in pool.layout.regions} == roles | fp8
+    merged = PoolLayout.merge(small(declare(name)).layout, pool.layout)
+    assert len(merged.spaces) == len(small(declare(name)).layout.spaces)
+
+
+@pytest.mark.parametrize("name", ["llama_3_1_70b", "qwen3_next_80b", "kimi_linear_48b"])
+def test_a_config_that_names_no_draft_layers_has_no_draft(name):
+    assert declare_draft(name) is None
+
+
+def test_qwen3_next_has_a_full_attention_draft_if_its_config_says_so():
+    draft = declare_draft(config_of("qwen3_next_80b", num_nextn_predict_layers=2))
+    assert (draft.pool, draft.layers) == (MHAPool, (48, 49))
+    assert small(draft).bytes_per_token == 2 * 2 * 2 * (256 + 4)
+
+
+def test_a_draft_whose_attention_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="llama config: it names 1 draft layers"):
+        declare_draft(config_of("llama_3_1_70b", num_nextn_predict_layers=1))
+
+
+def test_draft_ratios_that_are_too_many_are_refused():
+    config = config_of("deepseek_v4")
+    config["compress_ratios"] += [0, 0]
+    with pytest.raises(ValueError, match="43 entries, or 44 with the draft's, got 46"):
+        declare_draft(config)
+    assert declare(config).arguments["compress_ratios"] == (0, 0, *(4, 128) * 20, 4)
+
+
+def test_a_path_a_directory_a_name_and_a_dict_say_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek_v32")))
+    given = ["deepseek_v32", config_of("deepseek_v32"), tmp_path, str(tmp_path / "config.json")]
+    assert all(declare(config) == declare(given[0]) for config in given)
+
+
+def test_a_stage_a_shard_and_a_page_size_are_given_when_building():
+    declared = declare("llama_3_1_70b")
+    pool = small(declared, layers=range(40, 80), shard=Shard(1, 4), page_size=16)
+    assert (pool.start_layer, pool.end_layer, pool.total_kv_layers) == (40, 80, 80)
+    assert pool.bytes_per_token == 40 * 2 * 2 * (128 + 4)
+    assert (pool.page_size, declared.page_size, declare("deepseek_v4").page_size) == (16, 64, 256)
+
+
+def test_a_declaration_fills_a_budget_as_its_pool_class_does():
+    common = {"dtype": "bf16", "device": "meta", "layers": range(2)}
+    pool = declare("deepseek_v3").from_budget(1 << 20, **common)
+    alike = MLAPool.from_budget(1 << 20, page_size=64, total_kv_layers=61, **common)
+    assert pool.num_pages == alike.num_pages == (1 << 20) // (2 * 64 * 1152)
+
+
+# windows
+
+
+DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DENSE |= {"num_hidden_layers": 4}
+WINDOWS = [
+    ("mistral", {}, ()),
+    ("mistral", {"sliding_window": None}, ()),
+    ("mistral", {"sliding_window": 32}, (0, 1, 2, 3)),
+    ("mixtral", {"sliding_window": 32}, (0, 1, 2, 3)),
+    ("qwen3", {"sliding_window": 32, "max_window_layers": 1}, ()),
+    (
+        "qwen3",
+        {"sliding_window": 32, "max_window_layers": 1, "use_sliding_window": True},
+        (1, 2, 3),
+    ),
+    ("qwen3", {"sliding_window": 32, "max_window_layers": 4, "use_sliding_window": True}, ()),
+    ("qwen3_moe", {"sliding_window": 32, "use_sliding_window": True}, (0, 1, 2, 3)),
+    ("gemma3_text", {"sliding_window": 32, "sliding_window_pattern": 2}, (0, 2)),
+    ("gemma3_text", {"sliding_window": 32, "sliding_window_pattern": 1}, ()),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "windowed"), WINDOWS)
+def test_layers_keep_a_window_where_the_config_says_so(model, changes, windowed):
+    declared = declare({"model_type": model, **DENSE, **changes})
+    if not windowed:
+        assert (declared.pool, dict(declared.arguments)) == (
+            MHAPool,
+            {"num_kv_heads": 2, "head_dim": 16},
+        )
+        return
+    assert declared.pool is SWAPool
+    assert declared.arguments == {"full": MHA(2, 16), "window_layers": windowed, "window": 32}
+
+
+def test_gemma3_is_read_inside_text_config_with_the_defaults_that_published_configs_rely_on():
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
+    declared = declare({"model_type": "gemma3", "text_config": {**text, "hidden_size": 2560}})
+    assert (declared.model, declared.arguments["full"]) == ("gemma3", MHA(4, 256))
+    full = set(range(34)) - set(declared.arguments["window_layers"])
+    assert full == {5, 11, 17, 23, 29}
+
+
+def test_the_first_llamas_have_a_kv_head_for_every_head():
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    declared = declare({**config, "num_hidden_layers": 1})
+    assert declared.arguments == {"num_kv_heads": 4, "head_dim": 16}
+
+
+def test_index_keys_lie_on_the_layers_whose_indexer_is_full():
+    types = ["full", "shared", "shared", "full"]
+    config = config_of("deepseek_v32", num_hidden_layers=4, indexer_types=types)
+    assert layers_with(small(declare(config)), "index_key") == (0, 3)
+    assert layers_with(small(declare(config)), "latent") == (0, 1, 2, 3)
+    assert layers_with(small(declare_draft(config)), "index_key") == (4,)
+
+
+def test_a_window_that_engines_read_differently_is_refused():
+    config = config_of("qwen3_235b", use_sliding_window=True, sliding_window=32)
+    with pytest.raises(ValueError, match=r"qwen3_moe config: max_window_layers.*Give layer_types"):
+        declare({**config, "max_window_layers": 47})
+    types = ["full_attention"] * 47 + ["sliding_attention"] * 47
+    pool = declare({**config, "max_window_layers": 47, "layer_types": types})
+    assert tuple(pool.arguments["window_layers"]) == tuple(range(47, 94))

@@ -1,0 +1,206 @@
+"""The lists that connectors take agree with the layout and with the memory, for every pool."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kvpool import Shard, StateType
+from kvpool.pools.buf_infos import BufInfos
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, hybrid_mla, hybrid_nsa, mha, mla, nsa, swa
+
+every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
+
+SCALED = ("fp8", "mxfp8")
+
+
+def buffers_of(pool, layers, role):
+    """Buffers of the first role in them, by layer."""
+    regions = pool.layout.region_by_key
+    return [pool.layout.buffer_of(regions["target", layer, role]) for layer in layers]
+
+
+def listed(infos, layers, buffers):
+    """Whether four lists say where buffers are."""
+    assert infos.layer_ids == list(layers)
+    assert infos.data_ptrs == [b.base for b in buffers]
+    assert infos.data_lens == [b.items * b.item_stride for b in buffers]
+    assert infos.item_lens == [b.item_bytes for b in buffers] == [b.item_stride for b in buffers]
+    for numbers in infos[-4:]:
+        assert all(type(number) is int for number in numbers)
+
+
+def expect(build, packing):
+    """By hand: (roles that begin a buffer, layers) of the main cache, then (kind, role, layers,
+    sharded steps) of every state component.
+    """
+    every_layer = [0, 1, 2, 3]
+    scales = packing in SCALED
+
+    def kv(layers, prefix=""):
+        names = [f"{prefix}k", f"{prefix}v"]
+        names += [f"{prefix}k.scale", f"{prefix}v.scale"] if scales else []
+        return [(name, layers) for name in names]
+
+    if build.startswith("mha"):
+        return kv(every_layer), []
+    if build == "mla":
+        return [("latent", every_layer)], []
+    if build == "nsa":
+        return [("latent", every_layer)], [(StateType.NSA, "index_key", [1, 3], 0)]
+    if build == "swa":
+        window = [("swa.latent", [0, 2])] if packing != "mxfp8" else kv([0, 2], "swa.")
+        heads = 2 if packing == "mxfp8" else 0
+        return kv([1, 3]), [(StateType.SWA, role, layers, heads) for role, layers in window]
+    if build == "hybrid":
+        states = [("conv.q", 2 * 3 + 2 * 3 + 4 * 5), ("temporal", 4)]
+        return kv([3]), [(StateType.MAMBA, role, [0, 1, 2], steps) for role, steps in states]
+    if build == "hybrid mla":
+        states = [("conv.q", 3 * 4 * 3), ("temporal", 4)]
+        linear = [(StateType.MAMBA, role, [0, 1, 2], steps) for role, steps in states]
+        return [("latent", [3])], linear
+    if build == "hybrid nsa":
+        states = [("conv.x", 4 * 3 + 2 * 5 + 2 * 5), ("temporal", 4)]
+        linear = [(StateType.MAMBA, role, [0, 2], steps) for role, steps in states]
+        return [("latent", [1, 3])], [(StateType.NSA, "index_key", [3], 0), *linear]
+    rings = [("c2.state", [1, 3]), ("c2.index_state", [1, 3]), ("c8.state", [2])]
+    main = [("c2.latent", [1, 3]), ("c2.index_key", [1, 3]), ("c8.latent", [2])]
+    return main, [
+        (StateType.SWA, "swa.latent", every_layer, 0),
+        *((StateType.DSV4, role, layers, 0) for role, layers in rings),
+    ]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_every_kind_of_buffer_is_listed_once_in_order(name):
+    pool = PACKED[name]()
+    main, states = expect(*name.rsplit(" ", 1)) if "speculating" not in name else expect("dsv4", "")
+    infos = pool.get_contiguous_buf_infos()
+    layers = [layer for _, held in main for layer in held]
+    listed(infos, layers, [b for role, held in main for b in buffers_of(pool, held, role)])
+    assert pool.kv_buf_groups == len(main)
+    found = pool.get_state_buf_infos()
+    assert [component.state_type for component in found] == [kind for kind, *_ in states]
+    for component, (_, role, held, steps) in zip(found, states):
+        listed(BufInfos(*component[1:5]), held, buffers_of(pool, held, role))
+        assert component.dim_per_tensor == [steps] * len(held)
+    count = len(infos.data_ptrs) + sum(len(each.data_ptrs) for each in found)
+    assert count == len(pool.layout.buffers)
+    assert (pool.total_kv_layers, pool.start_layer, pool.end_layer) == (4, 0, 4)
+
+
+@every
+def test_what_a_view_writes_lies_at_pointer_plus_id_times_item_length(build):
+    pool = build()
+    rows = list(zip(*pool.get_contiguous_buf_infos()))
+    for component in pool.get_state_buf_infos():
+        rows += zip(*component[1:5])
+    by_pointer = {row[0]: row for row in rows}
+    random = np.random.default_rng(1)
+    for region in pool.layout.regions:
+        view = pool.view(region.role, region.layer).view(torch.uint8)
+        buffer = pool.layout.buffer_of(region)
+        pointer, length, item_length, layer = by_pointer[buffer.base]
+        assert layer == region.layer
+        assert length == buffer.items * item_length
+        item = int(random.integers(1, buffer.items))
+        before = ctypes.string_at(pointer, length)
+        pattern = random.integers(1, 255, view.shape[1:], dtype=np.uint8)
+        view[item] = torch.from_numpy(pattern)
+        after = bytearray(ctypes.string_at(pointer, length))
+        start = pointer + item * item_length
+        got = np.frombuffer(ctypes.string_at(start, item_length), dtype=np.uint8)
+        grid = np.lib.stride_tricks.as_strided(
+            got[region.offset :],
+            (*(axis.size for axis in region.axes), region.width),
+            (*(axis.stride for axis in region.axes), 1),
+        )
+        assert (grid == pattern).all()
+        inside = slice(item * item_length, (item + 1) * item_length)
+        changed = np.frombuffer(before, dtype=np.uint8) != np.frombuffer(after, dtype=np.uint8)
+        assert changed.sum() == changed[inside].sum() <= region.nbytes
+
+
+@every
+def test_listed_memory_lies_in_the_pools_one_slab_and_apart(build):
+    pool = build()
+    rows = list(zip(*pool.get_contiguous_buf_infos()))
+    for component in pool.get_state_buf_infos():
+        rows += zip(*component[1:5])
+    start = pool._slab.data_ptr()
+    spans = sorted((pointer, pointer + length) for pointer, length, _, _ in rows)
+    assert spans[0][0] == start and spans[-1][1] <= start + pool.nbytes
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
+    pool = build(placement="page", device="meta")
+    says = (
+        "target: with placement='page' the layers of a page lie side by side, .* Read pool.layout"
+    )
+    with pytest.raises(ValueError, match=says):
+        pool.get_contiguous_buf_infos()
+    if build(device="meta").get_state_buf_infos():
+        with pytest.raises(ValueError, match=says):
+            pool.get_state_buf_infos()
+    else:
+        assert pool.get_state_buf_infos() == []
+    assert pool.kv_buf_groups == build(device="meta").kv_buf_groups
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "main", "states"),
+    [
+        (nsa, [0, 2], [0, 2], []),
+        (swa, [0, 2], [], [[0, 2]]),
+        (swa, [1], [1, 1], []),
+        (hybrid, [0, 1], [], [[0, 1], [0, 1]]),
+        (hybrid, [3], [3, 3], []),
+        (hybrid_mla, [1, 3], [3], [[1], [1]]),
+        (hybrid_nsa, [0, 1], [1], [[0], [0]]),
+        (hybrid_nsa, [1, 3], [1, 3], [[3]]),
+        (dsv4, [0], [], [[0]]),
+        (dsv4, [2], [2], [[2], [2]]),
+        (dsv4, [0, 1], [1, 1], [[0, 1], [1], [1]]),
+    ],
+)
+def test_a_stage_lists_the_layers_that_it_holds(build, layers, main, states):
+    pool = build(layers=layers, total_kv_layers=61)
+    infos = pool.get_contiguous_buf_infos()
+    assert infos.layer_ids == main
+    assert [len(column) for column in infos] == [len(main)] * 4
+    assert [component.layer_ids for component in pool.get_state_buf_infos()] == states
+    assert (pool.start_layer, pool.end_layer) == (layers[0], layers[-1] + 1)
+    assert pool.total_kv_layers == 61
+
+
+def test_kinds_of_state_have_names_of_their_own():
+    kinds = {"SWA": "swa", "NSA": "nsa", "MAMBA": "mamba", "DSV4": "dsv4"}
+    assert {kind.name: kind.value for kind in StateType} == kinds
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_pools_of_one_kind_of_state_list_no_other(build):
+    assert build().get_state_buf_infos() == []
+
+
+def test_what_is_sharded_is_that_of_this_rank():
+    whole, part = (hybrid(shard=shard).get_state_buf_infos() for shard in (Shard(), Shard(1, 4)))
+    assert [component.dim_per_tensor[0] for component in whole] == [2 * 3 + 2 * 3 + 4 * 5, 4]
+    assert [component.dim_per_tensor[0] for component in part] == [3 + 3 + 5, 1]
+    two = swa(swa=None, shard=Shard(0, 2)).get_state_buf_infos()
+    assert [component.dim_per_tensor for component in two] == [[2, 2], [2, 2]]
+
+
+def test_a_draft_is_listed_like_a_target():
+    draft = dsv4(owner="draft", own_spaces=True, layers=[3], total_kv_layers=1)
+    assert draft.get_contiguous_buf_infos().layer_ids == [3, 3]
+    assert [s.state_type for s in draft.get_state_buf_infos()] == [StateType.SWA] + [
+        StateType.DSV4
+    ] * 2
+    assert draft.total_kv_layers == 1

@@ -1,0 +1,185 @@
+"""As many pages as fit and no more, beside what so many requests need at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import Allocator, Space
+from kvpool.pools.budget import items_per_request
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, nsa, swa
+
+NUMBERS = ("num_pages", "num_window_pages", "num_slots")
+META = {"device": "meta"}
+STAGES = {
+    "linear layers only": hybrid.but(layers=[0, 1]),
+    "windows only": swa.but(layers=[0, 2]),
+    "no compressed layer": dsv4.but(layers=[0]),
+}
+
+every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
+
+
+def numbers(pool) -> dict[str, int]:
+    return {name: getattr(pool, name) for name in NUMBERS}
+
+
+def grows(pool) -> bool:
+    return pool.bytes_per_token > 0
+
+
+def fits_exactly(build, nbytes, **more):
+    """Builds, and checks that one more page would not fit; returns the pool."""
+    pool = build.from_budget(nbytes, **META, **more)
+    assert pool.nbytes <= nbytes
+    pool.check_integrity()
+    next_larger = {**numbers(pool), "num_pages": pool.num_pages + 1}
+    given = {key: value for key, value in more.items() if key not in ("requests", "chunk_tokens")}
+    assert build(**META, **given, **next_larger).nbytes > nbytes
+    return pool
+
+
+@every
+@pytest.mark.parametrize("placement", ["layer", "page"])
+@pytest.mark.parametrize("nbytes", [60_000, 99_999, 1_000_000, 12_345_678])
+def test_a_budget_is_used_up_to_less_than_a_page(build, placement, nbytes):
+    pool = fits_exactly(build, nbytes, placement=placement, requests=2)
+    assert pool.num_pages > 2
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("row", [(1, 1), (2, 1), (5, 2), (1000, 9), (63, 1), (64, 1)])
+@pytest.mark.parametrize("placement", ["layer", "page"])
+def test_a_budget_is_used_up_where_pages_are_no_multiples_of_the_alignment(
+    page_size, row, placement
+):
+    build = mla.but(packing="uint8", kv_lora_rank=row[0], qk_rope_head_dim=row[1])
+    for nbytes in (64_000, 100_001):
+        fits_exactly(build, nbytes, page_size=page_size, placement=placement)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(CLASSES)),
+    st.integers(60_000, 3_000_000),
+    st.sampled_from(["layer", "page"]),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
+def test_any_budget_is_used_up(name, nbytes, placement, requests, chunk_tokens):
+    more = {"placement": placement, "requests": requests, "chunk_tokens": chunk_tokens}
+    fits_exactly(CLASSES[name], nbytes, **more)
+
+
+@every
+def test_the_least_budget_holds_one_page_and_a_byte_less_is_refused(build):
+    with pytest.raises(ValueError, match="target: 1 bytes hold no page of") as refused:
+        build.from_budget(1, **META)
+    least = int(str(refused.value).split()[-2].replace(",", ""))
+    assert build.from_budget(least, **META).num_pages == 2
+    assert build.from_budget(least, **META).nbytes == least
+    with pytest.raises(ValueError, match=f"{least:,} would"):
+        build.from_budget(least - 1, **META)
+
+
+@pytest.mark.parametrize("build", STAGES.values(), ids=STAGES.keys())
+def test_what_does_not_grow_takes_what_requests_need_and_no_more(build):
+    one, two = (build.from_budget(n, requests=3, **META) for n in (100_000, 10_000_000))
+    assert numbers(one) == numbers(two)
+    assert (one.num_pages, one.nbytes) == (2, two.nbytes)
+    assert not grows(one)
+
+
+@pytest.mark.parametrize(
+    ("build", "requests", "chunk_tokens", "windows", "slots"),
+    [
+        # 6 before a chunk of 1: of 7 entries in pages of 2, up to 4 hold some
+        (swa, 1, 1, 4 + 1, 2),
+        (swa, 3, 1, 12 + 1, 2),
+        (swa, 1, 9, 8 + 1, 2),  # 15 entries
+        (swa, 1, 10, 9 + 1, 2),  # 16 entries
+        (swa, 1, 11, 9 + 1, 2),  # 17 entries
+        (hybrid, 7, 5, 2, 8),
+        (dsv4, 1, 1, 3 + 1, 2),  # 7 entries in pages of 4
+        (dsv4, 4, 3, 4 * 3 + 1, 5),  # 9 entries
+        (dsv4, 4, 5, 4 * 4 + 1, 5),  # 11 entries
+        (mla, 9, 9, 2, 2),
+    ],
+)
+def test_window_pages_and_slots_are_those_that_requests_hold_at_worst(
+    build, requests, chunk_tokens, windows, slots
+):
+    more = {"requests": requests, "chunk_tokens": chunk_tokens}
+    pool = build.from_budget(1_000_000, **META, **more)
+    held = {b.space: b.items for b in pool.layout.buffers}
+    assert held.get("swa", 2) == windows
+    assert {n for name, n in held.items() if name in ("state", "c2.ring", "c8.ring")} in (
+        set(),
+        {slots},
+    )
+
+
+@pytest.mark.parametrize("build", [*CLASSES.values(), *STAGES.values()])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 16, 33])
+def test_requests_of_any_length_never_run_out_of_windows_or_slots(build, requests, chunk_tokens):
+    more = {"requests": requests, "chunk_tokens": chunk_tokens}
+    pool = build.from_budget(1_000_000, **META, **more)
+    alloc = Allocator(pool)
+    usable = (pool.num_pages - 1) * pool.page_size // requests
+    batch = [alloc.new_request() for _ in range(requests)]
+    for number, request in enumerate(batch):  # windows begin at different places in their pages
+        alloc.extend(request, min(number, chunk_tokens))
+    chunks = min(60, (usable - pool.page_size - requests) // chunk_tokens)
+    assert chunks > 5 or not grows(pool)
+    for _ in range(chunks if grows(pool) else 60):
+        alloc.extend_batch(batch, chunk_tokens)
+    alloc.check_integrity()
+    assert {alloc.free_items(name) for name in {"state", "ring"} & set(alloc.lists)} <= {0}
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 9),
+    st.sampled_from([1, 1, 2, 4]),
+    st.sampled_from([1, 1, 2, 4]),
+    st.integers(1, 5),
+    st.integers(1, 12),
+)
+def test_items_per_request_are_those_of_the_worst_place_in_a_page(window, step, per, size, chunk):
+    window = max(window, 1 if step == 1 else 0)
+    space = Space("w", "paged", size, per, window=window, window_step=step)
+    worst = 0
+    for before in range(4 * size * per * step + window * per):
+        entries = before // per
+        first = max(0, entries - entries % step - window) // size
+        last = (before + chunk - 1) // (per * size)
+        worst = max(worst, last + 1 - first)
+    assert worst <= items_per_request(space, chunk)
+    if step == 1:
+        assert worst == items_per_request(space, chunk)
+
+
+@pytest.mark.parametrize("space", [Space("s", "slot"), Space("r", "ring", 8, window=4)])
+def test_a_request_has_one_slot_or_ring(space):
+    assert items_per_request(space, 1000) == 1
+
+
+@pytest.mark.parametrize(("requests", "chunk_tokens"), [(0, 1), (1, 0), (-1, 5)])
+def test_no_requests_and_no_chunks_are_refused(requests, chunk_tokens):
+    with pytest.raises(ValueError, match=f"1 or more, got {requests}, {chunk_tokens}"):
+        swa.from_budget(10**6, requests=requests, chunk_tokens=chunk_tokens, **META)
+
+
+def test_a_pool_with_memory_takes_no_more_than_its_budget():
+    pool = nsa.from_budget(123_456)
+    assert pool.layout.buffers[0].memory == "cpu"
+    assert pool.nbytes == pool._slab.numel() <= 123_456
+    assert pool.num_pages == nsa.from_budget(123_456, **META).num_pages
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_of_items_beside_a_budget_is_refused(number):
+    with pytest.raises(ValueError, match=f"{number}: from_budget counts them itself"):
+        swa.from_budget(10**6, **{number: 5})

@@ -1,0 +1,700 @@
+"""MHAPool and MLAPool: what they say of their memory, what they write into it, what they cost."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvpool import BufferSpec, DeviceUnavailable, KVPool, LayoutError, MHAPool, MLAPool, Shard
+from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
+from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+
+MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
+PAGES, PAGE, HEADS, DIM, V_DIM, LAYERS = 5, 4, 3, 8, 16, (0, 2, 3)
+LATENT, ROPE = 16, 8
+DTYPES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
+ORDERS, PLACEMENTS = ("nhd", "hnd"), ("layer", "page")
+
+orders = pytest.mark.parametrize("order", ORDERS)
+placements = pytest.mark.parametrize("placement", PLACEMENTS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+devices = pytest.mark.parametrize("device", ["cpu", "meta"])
+
+
+def mha(**more):
+    return MHAPool(
+        **{
+            "num_kv_heads": HEADS,
+            "head_dim": DIM,
+            "v_head_dim": V_DIM,
+            "layers": LAYERS,
+            "num_pages": PAGES,
+            "page_size": PAGE,
+            "dtype": "bfloat16",
+            **more,
+        }
+    )
+
+
+def mla(**more):
+    return MLAPool(
+        **{
+            "kv_lora_rank": LATENT,
+            "qk_rope_head_dim": ROPE,
+            "layers": LAYERS,
+            "num_pages": PAGES,
+            "page_size": PAGE,
+            "dtype": "bfloat16",
+            **more,
+        }
+    )
+
+
+# what a pool says
+
+
+def mha_template(role, dim, order, dtype="bfloat16", heads=HEADS, start=0, total=HEADS):
+    cell = Cell(role, dim, dtype)
+    if order == "nhd":
+        return Repeat("entry", PAGE, Repeat("head", heads, cell, start, total))
+    return Repeat("head", heads, Repeat("entry", PAGE, cell), start, total)
+
+
+@devices
+@placements
+@orders
+@dtypes
+def test_an_mha_pool_holds_the_regions_of_its_template(device, placement, order, dtype):
+    pool = mha(device=device, placement=placement, order=order, dtype=dtype)
+    pool.check_integrity()
+    expected = [
+        replace(region, buffer="?")
+        for role, dim in (("k", DIM), ("v", V_DIM))
+        for layer in LAYERS
+        for region in item_regions(
+            mha_template(role, dim, order, dtype), owner="target", layer=layer, buffer="?"
+        )
+    ]
+    assert [replace(region, buffer="?") for region in pool.layout.regions] == expected
+    assert len({region.buffer for region in pool.layout.regions}) == 2 * len(LAYERS)
+
+
+@devices
+@placements
+@dtypes
+def test_an_mla_pool_holds_the_regions_of_its_template(device, placement, dtype):
+    pool = mla(device=device, placement=placement, dtype=dtype)
+    pool.check_integrity()
+    row = Seq(Cell("latent", LATENT, dtype), Cell("rope", ROPE, dtype))
+    expected = [
+        replace(region, buffer="?")
+        for layer in LAYERS
+        for region in item_regions(
+            Repeat("entry", PAGE, row), owner="target", layer=layer, buffer="?"
+        )
+    ]
+    assert [replace(region, buffer="?") for region in pool.layout.regions] == expected
+    assert len({region.buffer for region in pool.layout.regions}) == len(LAYERS)
+
+
+@devices
+@placements
+@orders
+def test_a_view_has_item_entry_head_and_element_at_the_addresses_of_the_layout(
+    device, placement, order
+):
+    pool = mha(device=device, placement=placement, order=order)
+    for role, dim in (("k", DIM), ("v", V_DIM)):
+        view = pool.view(role, 2)
+        assert view.shape == (PAGES, PAGE, HEADS, dim)
+        assert (str(view.dtype), view.device.type) == ("torch.bfloat16", device)
+        region = pool.layout.region_by_key["target", 2, role]
+        buffer = pool.layout.buffer_of(region)
+        for item, entry, head, element in product(*map(range, view.shape)):
+            where = buffer.base + item * buffer.item_stride + region.offset + element * 2
+            where += entry * region.axis("entry").stride + head * region.axis("head").stride
+            one = view[item, entry, head, element]
+            at = one.storage_offset() * 2 if device == "meta" else one.data_ptr()
+            assert at == where
+
+
+def test_check_integrity_sees_a_view_that_lies_elsewhere():
+    pool = mha()
+    pool._views["k", 0] = pool.view("k", 2)
+    with pytest.raises(LayoutError, match="target layer 0 k"):
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_placement_by_page_puts_all_layers_of_a_page_side_by_side(build):
+    buffers = build(placement="page").layout.buffers
+    page = sum(buffer.item_bytes for buffer in buffers)
+    assert {buffer.item_stride for buffer in buffers} == {page}
+    assert max(b.base + b.item_bytes for b in buffers) - min(b.base for b in buffers) == page
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_placement_by_layer_leaves_no_gap_between_pages(build):
+    assert all(b.item_stride == b.item_bytes for b in build(placement="layer").layout.buffers)
+
+
+@pytest.mark.parametrize(("build", "placement"), list(product((mha, mla), PLACEMENTS)))
+def test_a_pool_is_one_slab_that_holds_all_it_allocated(build, placement):
+    pool = build(placement=placement)
+    (slab,) = pool.layout.slabs()
+    assert slab.base % 64 == 0
+    assert pool.nbytes - 64 < slab.nbytes <= pool.nbytes
+    assert sum(b.items * b.item_bytes for b in pool.layout.buffers) <= slab.nbytes
+
+
+def test_memory_is_zeroed():
+    pool = mha()
+    (slab,) = pool.layout.slabs()
+    assert ctypes.string_at(slab.base, slab.nbytes) == bytes(slab.nbytes)
+
+
+def test_owner_layers_and_model_are_in_the_layout():
+    pool = mha(owner="draft", layers=[61], total_kv_layers=1, model="deepseek")
+    assert {region.key for region in pool.layout.regions} == {
+        ("draft", 61, "k"),
+        ("draft", 61, "v"),
+    }
+    assert (pool.layout.total_kv_layers, pool.layout.model) == (1, "deepseek")
+
+
+@pytest.mark.parametrize("layers", [[0], [7], [3, 1, 60], range(20, 40), {5, 2}, iter([4, 0])])
+def test_any_subset_of_layers_can_be_held(layers):
+    layers = list(layers)
+    for pool in (mha(layers=iter(layers), total_kv_layers=61), mla(layers=layers)):
+        pool.check_integrity()
+        assert pool.layers == tuple(sorted(layers))
+        assert {region.layer for region in pool.layout.regions} == set(layers)
+        assert (pool.start_layer, pool.end_layer) == (min(layers), max(layers) + 1)
+
+
+def test_the_last_layer_is_excluded_and_the_total_counts_the_model():
+    stage = mla(layers=range(20, 40), total_kv_layers=61)
+    assert (stage.start_layer, stage.end_layer, stage.total_kv_layers) == (20, 40, 61)
+    assert mla(layers=range(20, 40)).total_kv_layers == 40
+
+
+def test_a_draft_merges_with_its_target():
+    target, draft = mla(), mla(owner="draft", layers=[61])
+    merged = type(target.layout).merge(target.layout, draft.layout)
+    assert {region.owner for region in merged.regions} == {"target", "draft"}
+
+
+def test_two_lives_of_one_pool_have_one_fingerprint():
+    one, two = mha(), mha()
+    assert one.layout != two.layout
+    assert one.layout.fingerprint() == two.layout.fingerprint()
+    assert one.layout.fingerprint() != mha(order="hnd").layout.fingerprint()
+
+
+# shards
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "expected"),
+    [
+        (1, 8, [(0, 8)]),
+        (4, 8, [(0, 2), (2, 2), (4, 2), (6, 2)]),
+        (4, 4, [(0, 1), (1, 1), (2, 1), (3, 1)]),
+        (4, 2, [(0, 1), (0, 1), (1, 1), (1, 1)]),  # replicas
+        (8, 1, [(0, 1)] * 8),
+    ],
+)
+def test_a_shard_of_heads_is_a_part_or_a_replica(size, heads, expected):
+    assert [Shard(rank, size).of(heads) for rank in range(size)] == expected
+
+
+@orders
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_the_ranks_of_a_group_hold_all_heads_equally_often(order, size):
+    held = []
+    for rank in range(size):
+        pool = mha(num_kv_heads=4, order=order, shard=Shard(rank, size), device="meta")
+        pool.check_integrity()
+        axis = pool.layout.region_by_key["target", 2, "k"].axis("head")
+        assert axis.total == 4
+        assert pool.view("k", 2).shape[2] == axis.size == max(1, 4 // size)
+        held += range(axis.start, axis.stop)
+    assert {held.count(head) for head in range(4)} == {max(1, size // 4)}
+
+
+def test_every_rank_of_a_group_holds_all_of_a_latent_row():
+    prints = {mla(shard=Shard(rank, 4), device="meta").layout.fingerprint() for rank in range(4)}
+    assert prints == {mla(device="meta").layout.fingerprint()}
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_its_group_is_refused(rank, size):
+    with pytest.raises(ValueError, match=rf"shard: rank {rank} of {size}"):
+        Shard(rank, size)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"shard: 6 heads cannot be split over 4 ranks"):
+        mha(num_kv_heads=6, shard=Shard(0, 4))
+
+
+# reads and writes: whole memory against a copy that is written by hand
+
+
+def slab_bytes(pool) -> np.ndarray:
+    """A copy of all bytes of a pool, read through its address."""
+    (slab,) = pool.layout.slabs()
+    return np.frombuffer(ctypes.string_at(slab.base, slab.nbytes), dtype=np.uint8).copy()
+
+
+def marked(pool) -> np.ndarray:
+    """Fills a pool with MARK and returns its bytes."""
+    (slab,) = pool.layout.slabs()
+    ctypes.memset(slab.base, MARK, slab.nbytes)
+    return slab_bytes(pool)
+
+
+def buffer_start(pool, role, layer) -> tuple[int, int]:
+    """Offset of a role's buffer in the slab, and its item stride."""
+    buffer = pool.layout.buffer_of(pool.layout.region_by_key["target", layer, role])
+    return buffer.base - pool.layout.slabs()[0].base, buffer.item_stride
+
+
+def as_bytes(values: torch.Tensor) -> np.ndarray:
+    """`[..., element]` as bytes `[..., byte]`."""
+    return values.contiguous().view(torch.uint8).numpy()
+
+
+def draw(*shape, dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+
+
+def zeros(*shape) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+LOCATIONS = [4, 19, 6, 0, 13]  # one in the padding page, in no order
+
+
+@orders
+@placements
+@dtypes
+def test_set_kv_buffer_writes_the_given_locations_and_nothing_else(order, placement, dtype):
+    pool, size = mha(order=order, placement=placement, dtype=dtype), DTYPES[dtype]
+    expected = marked(pool)
+    k, v = draw(5, HEADS, DIM, dtype=dtype), draw(5, HEADS, V_DIM, dtype=dtype)
+    pool.set_kv_buffer(2, LOCATIONS, k, v)
+    for role, values, dim in (("k", k, DIM), ("v", v, V_DIM)):
+        start, stride = buffer_start(pool, role, 2)
+        for n, location in enumerate(LOCATIONS):
+            page, entry = divmod(location, PAGE)
+            for head in range(HEADS):
+                row = entry * HEADS + head if order == "nhd" else head * PAGE + entry
+                at = start + page * stride + row * dim * size
+                expected[at : at + dim * size] = as_bytes(values)[n, head]
+    assert (slab_bytes(pool) == expected).all()
+    for got, given in zip(pool.get_kv_buffer(2, LOCATIONS), (k, v)):
+        assert (as_bytes(got) == as_bytes(given)).all()
+        assert (got.dtype, got.shape) == (given.dtype, given.shape)
+
+
+@placements
+@dtypes
+def test_set_kv_buffer_of_latent_rows_writes_nothing_else(placement, dtype):
+    pool, size = mla(placement=placement, dtype=dtype), DTYPES[dtype]
+    expected = marked(pool)
+    latent, rope = draw(5, LATENT, dtype=dtype), draw(5, ROPE, dtype=dtype)
+    pool.set_kv_buffer(3, LOCATIONS, latent, rope)
+    start, stride = buffer_start(pool, "latent", 3)
+    row = (LATENT + ROPE) * size
+    for n, location in enumerate(LOCATIONS):
+        at = start + location // PAGE * stride + location % PAGE * row
+        expected[at : at + LATENT * size] = as_bytes(latent)[n]
+        expected[at + LATENT * size : at + row] = as_bytes(rope)[n]
+    assert (slab_bytes(pool) == expected).all()
+    for got, given in zip(pool.get_kv_buffer(3, LOCATIONS), (latent, rope)):
+        assert (as_bytes(got) == as_bytes(given)).all()
+        assert (got.dtype, got.shape) == (given.dtype, given.shape)
+
+
+@pytest.mark.parametrize("locations", [[], np.array([], dtype=np.int64), torch.tensor([])])
+def test_writing_no_location_writes_nothing(locations):
+    pool = mha()
+    before = marked(pool)
+    pool.set_kv_buffer(0, locations, zeros(0, HEADS, DIM), zeros(0, HEADS, V_DIM))
+    assert (slab_bytes(pool) == before).all()
+    assert pool.get_kv_buffer(0, locations)[0].shape == (0, HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [list, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32), tuple],
+)
+def test_locations_come_in_any_shape_of_integers(given):
+    pool = mla()
+    latent, rope = draw(5, LATENT, dtype="bfloat16"), draw(5, ROPE, dtype="bfloat16")
+    pool.set_kv_buffer(0, given(LOCATIONS), latent, rope)
+    assert torch.equal(pool.view("latent", 0).flatten(0, 1)[LOCATIONS], latent)
+    assert torch.equal(pool.get_kv_buffer(0, given(LOCATIONS))[1], rope)
+
+
+@dtypes
+def test_values_of_another_dtype_are_refused(dtype):
+    pool = mla(dtype=dtype)
+    before = marked(pool)
+    says = rf"target layer 0 latent: values \(1, 16\) torch.int8, the pool takes .* torch.{dtype}"
+    with pytest.raises(ValueError, match=says):
+        pool.scatter(0, [5], {"latent": torch.zeros(1, LATENT, dtype=torch.int8)})
+    assert (slab_bytes(pool) == before).all()
+
+
+def test_values_of_a_graph_are_written_without_it():
+    pool = mla(dtype="float32")
+    pool.scatter(0, [5], {"latent": torch.ones(1, LATENT, requires_grad=True)})
+    assert pool.gather("latent", 0, [5]).sum() == LATENT
+    assert not pool.view("latent", 0).requires_grad
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("viewed", [True, False])
+@pytest.mark.parametrize("written", [True, False])
+def test_inference_mode_changes_nothing(built, viewed, written):
+    with torch.inference_mode(built):
+        pool = mla(dtype="float32")
+    with torch.inference_mode(viewed):
+        pool.view("latent", 0)
+    with torch.inference_mode(written):
+        pool.scatter(0, [5], {"latent": torch.ones(1, LATENT)})
+    pool.scatter(0, [6], {"latent": torch.ones(1, LATENT)})
+    assert pool.gather("latent", 0, [5, 6]).sum() == 2 * LATENT
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+def test_bits_of_every_dtype_come_back_as_they_were(dtype):
+    """Any dtype that a pool can be built with can be written and read."""
+    pool = mla(dtype=dtype)
+    bits = torch.arange(LATENT * ITEMSIZE[dtype], dtype=torch.uint8)[None] % 2
+    latent = bits.view(getattr(torch, dtype))
+    pool.scatter(0, [5], {"latent": latent})
+    assert torch.equal(pool.gather("latent", 0, [5]).view(torch.uint8), bits)
+
+
+def test_what_is_read_is_a_copy():
+    pool = mla()
+    got, _ = pool.get_kv_buffer(0, [5])
+    got.fill_(1)
+    assert not pool.view("latent", 0).any()
+
+
+@pytest.mark.parametrize(
+    ("build", "values"),
+    [
+        (mha, (zeros(1, HEADS, DIM), zeros(1, HEADS, V_DIM))),
+        (mla, (zeros(1, LATENT), zeros(1, ROPE))),
+    ],
+)
+@pytest.mark.parametrize("outside", [-1, PAGES * PAGE, 1 << 40])
+def test_a_location_outside_is_refused_and_nothing_is_written(build, values, outside):
+    pool = build()
+    before = marked(pool)
+    says = rf"target layer 0 (k|latent): location {outside} of {PAGES * PAGE}"
+    with pytest.raises(IndexError, match=says):
+        pool.set_kv_buffer(0, [outside], *values)
+    with pytest.raises(IndexError, match=says):
+        pool.get_kv_buffer(0, [outside])
+    assert (slab_bytes(pool) == before).all()
+
+
+@pytest.mark.parametrize("locations", [[1.5], [True], [[1, 2]]])
+def test_locations_that_are_no_flat_integers_are_refused(locations):
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        mla().get_kv_buffer(0, locations)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, HEADS, DIM), (HEADS, DIM), (5, 1, DIM), (5, HEADS, 1), (5, DIM), (6, HEADS, DIM)]
+)
+def test_values_of_another_shape_are_refused(shape):
+    """No broadcast: one token's K over five tokens is a bug of the caller."""
+    with pytest.raises(ValueError, match=r"target layer 0 k: values .* the pool takes \(5, 3, 8\)"):
+        mha().scatter(0, LOCATIONS, {"k": zeros(*shape)})
+
+
+def test_a_layer_or_role_that_is_not_held_is_refused():
+    with pytest.raises(KeyError, match=r"target layer 1 k: not held here"):
+        mha().view("k", 1)
+    with pytest.raises(KeyError, match=r"target layer 2 latent: .*\['k', 'v'\]"):
+        mha().view("latent", 2)
+
+
+@pytest.mark.parametrize(
+    ("held", "scale"), [("e5m2", "f32"), ("e4m3", "bf16"), ("uint8", "f16"), ("int8", "f64")]
+)
+def test_floats_for_a_format_that_is_not_known_are_refused(held, scale):
+    class Keys(KVPool):
+        def declare(self):
+            row = Seq(Cell("key", 16, held), Cell("key.scale", 2, scale))
+            yield BufferSpec("key", self.layers, "kv", Repeat("entry", self.page_size, row))
+
+    pool = Keys(layers=[0], num_pages=3, page_size=4, dtype="bf16")
+    before = slab_bytes(pool)
+    kinds = (getattr(torch, dtype_name(each)) for each in (held, scale))
+    says = r"target layer 0 key: floats for {} with scales of {}.*give values and".format(*kinds)
+    with pytest.raises(ValueError, match=says):
+        pool.write(0, [5], {"key": torch.ones(1, 16)})
+    assert (slab_bytes(pool) == before).all()
+
+
+def test_a_read_or_write_of_no_role_is_refused():
+    pool = mha()
+    for call in (pool.read_roles, lambda *_: pool.write(0, [1], {})):
+        with pytest.raises(ValueError, match=r"target layer 0: no role is named"):
+            call((), 0, [1])
+
+
+def test_roles_are_read_together_as_they_are_alone():
+    pool = mha()
+    k, v = (draw(5, HEADS, dim, dtype="bfloat16") for dim in (DIM, V_DIM))
+    pool.set_kv_buffer(0, LOCATIONS, k, v)
+    read = pool.read_roles(("v", "k", "v"), 0, LOCATIONS)
+    for found, given in zip(read, (v, k, v)):
+        assert torch.equal(found, given)
+    assert len({found.data_ptr() for found in read}) == 3
+    with pytest.raises(KeyError, match=r"target layer 0 latent"):
+        pool.read_roles(("k", "latent"), 0, LOCATIONS)
+
+
+def test_a_pool_without_memory_refuses_reads_and_writes():
+    pool = mla(device="meta")
+    with pytest.raises(DeviceUnavailable, match="no memory to write, read or copy"):
+        pool.set_kv_buffer(0, [5], zeros(1, LATENT), zeros(1, ROPE))
+    with pytest.raises(DeviceUnavailable, match="no memory to write, read or copy"):
+        pool.get_kv_buffer(0, [5])
+
+
+# listings
+
+
+@orders
+def test_an_mha_pool_lists_all_k_then_all_v(order):
+    pool = mha(order=order)
+    infos = pool.get_contiguous_buf_infos()
+    assert infos.layer_ids == [*LAYERS, *LAYERS]
+    assert infos.item_lens == [PAGE * HEADS * DIM * 2] * 3 + [PAGE * HEADS * V_DIM * 2] * 3
+    assert infos.data_lens == [PAGES * length for length in infos.item_lens]
+    views = [pool.view("k", layer) for layer in LAYERS] + [
+        pool.view("v", layer) for layer in LAYERS
+    ]
+    assert infos.data_ptrs == [view.data_ptr() for view in views]
+    for pointer, length, view in zip(infos.data_ptrs, infos.item_lens, views):
+        assert pointer + 3 * length == view[3].data_ptr()
+    assert pool.kv_buf_groups == 2
+    assert len(infos.data_ptrs) == 2 * len(LAYERS)
+
+
+def test_an_mla_pool_lists_one_buffer_a_layer():
+    pool = mla()
+    infos = pool.get_contiguous_buf_infos()
+    assert infos.layer_ids == [*LAYERS]
+    assert infos.item_lens == [PAGE * (LATENT + ROPE) * 2] * 3
+    assert infos.data_lens == [PAGES * PAGE * (LATENT + ROPE) * 2] * 3
+    assert infos.data_ptrs == [pool.view("latent", layer).data_ptr() for layer in LAYERS]
+    assert pool.kv_buf_groups == 1
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_a_listing_agrees_with_the_layout(build):
+    pool = build()
+    infos = pool.get_contiguous_buf_infos()
+    listed = set(zip(infos.data_ptrs, infos.data_lens, infos.item_lens))
+    assert listed == {(b.base, b.end - b.base, b.item_stride) for b in pool.layout.buffers}
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_a_listing_is_refused_where_it_cannot_be_true(build):
+    with pytest.raises(ValueError, match=r"target: with placement='page' .* Read pool.layout"):
+        build(placement="page").get_contiguous_buf_infos()
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_a_pool_without_state_lists_no_state(build):
+    assert build().get_state_buf_infos() == []
+
+
+# sizes
+
+
+@placements
+def test_deepseek_v3_takes_1152_bytes_a_layer_and_token(placement):
+    pool = MLAPool(
+        layers=range(61),
+        num_pages=9,
+        page_size=64,
+        dtype="bf16",
+        device="meta",
+        placement=placement,
+    )
+    assert pool.bytes_per_token == 61 * 1152
+    assert pool.nbytes == 9 * 64 * 61 * 1152
+
+
+@placements
+@orders
+def test_llama_70b_takes_80_layers_of_8_heads_of_k_and_v(order, placement):
+    pool = MHAPool(
+        num_kv_heads=8,
+        head_dim=128,
+        layers=range(80),
+        num_pages=9,
+        page_size=16,
+        dtype=torch.bfloat16,
+        device="meta",
+        order=order,
+        placement=placement,
+    )
+    assert pool.bytes_per_token == 80 * 8 * 128 * 2 * 2
+    assert pool.nbytes == 9 * 16 * pool.bytes_per_token
+
+
+def test_bytes_per_token_are_those_of_this_rank():
+    whole, part = mha(num_kv_heads=4), mha(num_kv_heads=4, shard=Shard(1, 2))
+    assert part.bytes_per_token == whole.bytes_per_token / 2
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_pool_of_a_tebibyte_on_meta_takes_no_memory():
+    before, mapped = resident(), mappings()
+    pages = (1 << 40) // (61 * 64 * 1152) + 1
+    pool = MLAPool(layers=range(61), num_pages=pages, page_size=64, dtype="bf16", device="meta")
+    pool.check_integrity()
+    assert pool.nbytes >= 1 << 40
+    assert pool.view("latent", 60).shape == (pages, 64, 512)
+    assert resident() - before < 64 << 20
+    assert mappings() == mapped
+
+
+@placements
+def test_a_pool_on_meta_says_what_the_same_pool_with_memory_says(placement):
+    one, two = (mha(device=device, placement=placement).layout for device in ("meta", "cpu"))
+    start = two.slabs()[0].base
+    moved = tuple(replace(b, base=b.base - start, memory="meta") for b in two.buffers)
+    assert replace(two, buffers=moved) == one
+
+
+# lifetimes
+
+
+def mappings() -> int:
+    """How many pools' memories are mapped in this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:kvpool")
+
+
+def handles() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("build", [mha, mla])
+def test_memory_is_unmapped_with_the_pool(build):
+    before = mappings()
+    pool = build()
+    pool.check_integrity()
+    assert mappings() == before + 1
+    del pool
+    assert mappings() == before
+
+
+def test_memory_lives_as_long_as_a_view():
+    before = mappings()
+    view = mha().view("v", 3)
+    assert mappings() == before + 1
+    view[4, 3] = 1
+    assert view[4, 3].float().sum() == HEADS * V_DIM
+    del view
+    assert mappings() == before
+
+
+def test_what_was_read_does_not_keep_the_memory():
+    before = mappings()
+    got = mla().get_kv_buffer(0, [5])
+    assert mappings() == before
+    assert got[0].shape == (1, LATENT)
+
+
+def test_pools_leak_no_file_descriptors():
+    before = handles()
+    for _ in range(20):
+        mha().check_integrity()
+    assert handles() == before
+
+
+def test_a_pool_that_is_refused_leaves_nothing_behind():
+    before, opened = mappings(), handles()
+    with pytest.raises(LayoutError):
+        mla(owner="")
+    with pytest.raises(LayoutError):
+        mha(model="m", dtype="bf16", head_dim=0)
+    assert (mappings(), handles()) == (before, opened)
+
+
+# refusals
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(
+        DeviceUnavailable, match=r"device 'abacus:3': .* 'abacus' \(installed: .*cpu.*meta.*\)"
+    ):
+        mha(device="abacus:3")
+
+
+@pytest.mark.parametrize(
+    ("build", "wrong", "says"),
+    [
+        (mla, {"layers": []}, r"target layers: distinct numbers from 0, got \[\]"),
+        (mla, {"layers": [1, 1]}, r"target layers: distinct numbers from 0, got \[1, 1\]"),
+        (mla, {"layers": [-1, 0]}, r"target layers: distinct numbers from 0, got \[-1, 0\]"),
+        (mla, {"num_pages": 1}, r"num_pages: 2 or more, got 1. Item 0 of space 'kv' is reserved"),
+        (mla, {"num_pages": -5}, r"target num_pages: 2 or more, got -5"),
+        (mla, {"page_size": 0}, r"target page_size: 1 or more, got 0"),
+        (mla, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
+        (mla, {"dtype": torch.complex64}, r"dtype torch.complex64 is not known"),
+        (mla, {"placement": "token"}, r"target placement: one of .*'layer', 'page'.* got 'token'"),
+        (mla, {"total_kv_layers": 3}, r"target total_kv_layers: 3, but layer 3 is held"),
+        (mla, {"kv_lora_rank": 0}, r"cell latent count: 1 or more, got 0"),
+        (mla, {"owner": ""}, r"owner: a name of 1 to 128 characters, got ''"),
+        (mha, {"order": "dnh"}, r"order: one of .*'nhd', 'hnd'.* got 'dnh'"),
+        (mha, {"num_kv_heads": 0}, r"heads?: .* got 0|axis head size: .* got 0"),
+        (mha, {"head_dim": 0}, r"cell k count: 1 or more, got 0"),
+        (mha, {"v_head_dim": 0}, r"cell v count: 1 or more, got 0"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_with_a_sentence(build, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        build(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"pages": 5}, {"num_heads": 8}])
+def test_an_argument_that_does_not_exist_is_refused(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        mla(**wrong)
+
+
+def test_the_declared_item_sizes_are_those_of_the_buffers():
+    pool = mha(order="hnd")
+    sizes = {b.name: b.item_bytes for b in pool.layout.buffers}
+    assert sizes["target.k.2"] == item_bytes(mha_template("k", DIM, "hnd"))
+    assert sizes["target.v.2"] == item_bytes(mha_template("v", V_DIM, "hnd"))

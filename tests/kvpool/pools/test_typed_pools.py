@@ -1,0 +1,675 @@
+"""NSA, SWA, HybridLinear and DSv4 pools: their bytes by hand, what is written comes back, and what
+cannot be is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpool import (
+    MHA,
+    MLA,
+    DSv4Pool,
+    HybridLinearPool,
+    IndexKey,
+    LayoutError,
+    MHAPool,
+    MLAPool,
+    NSAPool,
+    Shard,
+    SWAPool,
+)
+from kvpool.pools.kinds import LinearState, gated_delta_net, kda, mamba2
+from tests.pools import (
+    CLASSES,
+    INDEX,
+    KDA,
+    MAMBA2,
+    PACKED,
+    ROW,
+    dsv4,
+    hybrid,
+    hybrid_mla,
+    hybrid_nsa,
+    mha,
+    mla,
+    nsa,
+    swa,
+)
+
+LARGE = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
+CONV_LAYOUTS = ("channels_first", "taps_first")
+PLACEMENTS = ("layer", "page")
+
+every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
+placements = pytest.mark.parametrize("placement", PLACEMENTS)
+
+
+def items(pool, layer=0) -> dict[str, int]:
+    """Bytes of an item of a layer's buffers, by what follows the owner in their names."""
+    found = {buffer.name: buffer.item_bytes for buffer in pool.layout.buffers}
+    return {
+        name.removeprefix("target.").removesuffix(f".{layer}"): size
+        for name, size in found.items()
+        if name.endswith(f".{layer}")
+    }
+
+
+def draw(*shape, dtype=torch.bfloat16, seed=1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# sizes, with the models' own numbers (bytes by hand)
+
+
+@pytest.mark.parametrize(("packing", "row"), [("bf16", 1152), ("fp8", 656), ("f32", 2304)])
+def test_a_page_of_64_latent_rows(packing, row):
+    pool = MLAPool(layers=[0], page_size=64, packing=packing, **LARGE)
+    assert items(pool) == {"kv": 64 * row}
+    assert items(pool)["kv"] == {"bf16": 73_728, "fp8": 41_984, "f32": 147_456}[packing]
+    assert pool.bytes_per_token == row
+
+
+@pytest.mark.parametrize(("packing", "index"), [("bf16", "fp8"), ("fp8", "fp8"), ("fp8", "bf16")])
+def test_a_page_of_64_index_keys_is_8448_bytes_whatever_the_rows_are(packing, index):
+    pool = NSAPool(layers=[0, 1], page_size=64, packing=packing, index_packing=index, **LARGE)
+    key = {"fp8": 8_448, "bf16": 16_384}[index]
+    assert items(pool) == {"kv": 64 * {"bf16": 1152, "fp8": 656}[packing], "index_key": key}
+
+
+@pytest.mark.parametrize(
+    ("packing", "sizes"),
+    [
+        ("bf16", {"k": 16 * 8 * 192 * 2, "v": 16 * 8 * 128 * 2}),
+        (
+            "fp8",
+            {"k": 16 * 8 * 192, "v": 16 * 8 * 128, "k.scale": 16 * 8 * 4, "v.scale": 16 * 8 * 4},
+        ),
+        (
+            "mxfp8",
+            {"k": 16 * 8 * 192, "v": 16 * 8 * 128, "k.scale": 16 * 8 * 6, "v.scale": 16 * 8 * 4},
+        ),
+    ],
+)
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+def test_a_page_of_16_tokens_of_8_heads(packing, sizes, order):
+    given = {"num_kv_heads": 8, "head_dim": 192, "v_head_dim": 128, "order": order}
+    assert items(MHAPool(layers=[0], page_size=16, packing=packing, **given, **LARGE)) == sizes
+
+
+# per buffer of DeepSeek-V4: window pages of 128, token pages of 256 (64 entries of 4, 2 of 128)
+V4_SIZES = {
+    "fp8": {"swa.latent": 74_880, "c4.latent": 37_440, "c4.index_key": 8_448, "c128.latent": 1_728},
+    "bf16": {
+        "swa.latent": 131_072,
+        "c4.latent": 65_536,
+        "c4.index_key": 8_448,
+        "c128.latent": 2_048,
+    },
+}
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+@pytest.mark.parametrize("packing", ["fp8", "bf16"])
+def test_a_v4_layer_of_either_ratio(packing, speculation):
+    pool = DSv4Pool(
+        layers=range(3),
+        compress_ratios=(0, 4, 128),
+        page_size=256,
+        packing=packing,
+        speculation=speculation,
+        **LARGE,
+    )
+    rings = 2 if speculation else 1
+    expected = {
+        **V4_SIZES[packing],
+        "c4.state": rings * 8 * 2 * 2 * 512 * 4,
+        "c4.index_state": rings * 8 * 2 * 2 * 128 * 4,
+        "c128.state": rings * 128 * 2 * 512 * 4,
+    }
+    assert items(pool, 0) == {"swa.latent": expected["swa.latent"]}
+    assert items(pool, 1) == {
+        name: size for name, size in expected.items() if not name.startswith("c128")
+    }
+    assert items(pool, 2) == {
+        name: size for name, size in expected.items() if not name.startswith("c4")
+    }
+    spaces = pool.layout.space_by_name
+    assert {
+        name: (space.entries_per_item, space.tokens_per_entry, space.id_list)
+        for name, space in spaces.items()
+    } == {
+        "kv": (256, 1, "kv"),
+        "swa": (128, 1, "swa"),
+        "ring": (1, 1, "ring"),
+        "c4": (64, 4, "kv"),
+        "c4.ring": (rings * 8, 1, "ring"),
+        "c128": (2, 128, "kv"),
+        "c128.ring": (rings * 128, 1, "ring"),
+    }
+    assert list(spaces["c4.ring"].alive(7)) == [0, 1, 2, 3, 4, 5, 6]
+    assert list(spaces["c4.ring"].alive(8)) == [4, 5, 6, 7]
+    assert list(spaces["c128.ring"].alive(259)) == [256, 257, 258]
+    assert spaces["c128.ring"].alive(256) == range(256, 256)
+
+
+@pytest.mark.parametrize("conv_layout", CONV_LAYOUTS)
+def test_slots_of_three_kinds_of_linear_attention(conv_layout):
+    def sizes(linear):
+        pool = HybridLinearPool(
+            full=MHA(2, 256),
+            linear=linear,
+            linear_layers=[0],
+            layers=[0],
+            page_size=64,
+            packing="bf16",
+            **LARGE,
+        )
+        assert pool.bytes_per_token == 0
+        return items(pool)
+
+    qwen3_next = gated_delta_net(16, 32, 128, 128, 4, conv_layout)
+    assert sizes(qwen3_next) == {"conv": 8192 * 3 * 2, "temporal": 32 * 128 * 128 * 4}
+    kimi = kda(32, 128, 4, conv_layout)
+    assert sizes(kimi) == {"conv": 3 * 4096 * 3 * 2, "temporal": 32 * 128 * 128 * 4}
+    mamba = mamba2(128, 64, 8, 128, 4, conv_layout)
+    assert sizes(mamba) == {"conv": (8192 + 2 * 1024) * 3 * 2, "temporal": 128 * 64 * 128 * 4}
+
+
+def test_gpt_oss_keeps_every_other_layer_of_a_window():
+    pool = SWAPool(
+        full=MHA(8, 64),
+        window_layers=range(0, 36, 2),
+        window=128,
+        layers=range(36),
+        page_size=64,
+        packing="bf16",
+        **LARGE,
+    )
+    assert pool.bytes_per_token == 18 * 2 * 8 * 64 * 2
+    assert items(pool, 0) == {"swa.k": 65_536, "swa.v": 65_536}
+    assert items(pool, 1) == {"k": 65_536, "v": 65_536}
+
+
+# what every pool holds
+
+
+@every
+@placements
+def test_views_described_back_are_the_layout(build, placement):
+    for device in ("cpu", "meta"):
+        build(device=device, placement=placement).check_integrity()
+
+
+@every
+def test_placements_differ_in_base_and_stride_only(build):
+    one, two = (build(placement=p, device="meta").layout for p in PLACEMENTS)
+    assert one.regions == two.regions and one.spaces == two.spaces
+    for left, right in zip(
+        sorted(one.buffers, key=lambda b: b.name), sorted(two.buffers, key=lambda b: b.name)
+    ):
+        assert replace(left, base=0, item_stride=1 << 20) == replace(
+            right, base=0, item_stride=1 << 20
+        )
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+@pytest.mark.parametrize("layers", [[0], [1], [2], [3], [0, 2], [1, 3], [2, 3], [0, 1]])
+def test_a_stage_holds_what_the_whole_model_has_in_its_layers(build, layers):
+    """Stages without any full, linear or compressed layer among them."""
+    whole, stage = build(device="meta"), build(layers=iter(layers), total_kv_layers=4)
+    stage.check_integrity()
+    assert stage.layout.regions == tuple(r for r in whole.layout.regions if r.layer in layers)
+    assert stage.total_kv_layers == 4
+    assert (stage.start_layer, stage.end_layer) == (layers[0], layers[-1] + 1)
+    used = {buffer.space for buffer in stage.layout.buffers}
+    used |= {stage.layout.space_by_name[name].id_list for name in used}
+    assert {space.name for space in stage.layout.spaces} == used
+    assert all(whole.layout.space_by_name[s.name] == s for s in stage.layout.spaces)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [mha, swa, hybrid, hybrid_mla, hybrid_nsa],
+    ids=["mha", "swa", "gdn", "kda", "mamba2"],
+)
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("packing", ["bf16", "fp8"])
+def test_the_shards_of_a_group_tile_every_sharded_axis(build, size, packing):
+    whole = build(packing=packing, device="meta").layout
+    held: dict[tuple, list[int]] = {}
+    for rank in range(size):
+        pool = build(packing=packing, device="meta", shard=Shard(rank, size))
+        pool.check_integrity()
+        for region in pool.layout.regions:
+            assert region.dtype == whole.region_by_key[region.key].dtype
+            for axis in region.axes:
+                held.setdefault((region.key, axis.name), []).extend(range(axis.start, axis.stop))
+    for region in whole.regions:
+        for axis in region.axes:
+            steps = held[region.key, axis.name]
+            copies = size if axis.name != "head" else max(1, size // axis.total)
+            assert sorted(steps) == sorted([*range(axis.size)] * copies), (region, axis)
+
+
+@pytest.mark.parametrize("build", [mla, nsa, dsv4])
+def test_nothing_of_a_latent_belongs_to_a_head(build):
+    prints = {build(device="meta", shard=Shard(r, 4)).layout.fingerprint() for r in range(4)}
+    assert prints == {build(device="meta").layout.fingerprint()}
+
+
+# what is written comes back
+
+LOCATIONS = [9, 30, 11, 4]  # no order, three pages
+TOLERANCE = {"bf16": 0, "f32": 0, "fp8": 2.0**-4, "mxfp8": 2.0**-4}
+
+
+def agree(read: torch.Tensor, given: torch.Tensor, packing: str, block: int) -> None:
+    """Equal, or within what fp8 allows: 2**-4 of a value or 2**-10 of its block's scale, and what
+    rounding to the pool's dtype adds.
+    """
+    assert (read.shape, read.dtype) == (given.shape, given.dtype)
+    if not TOLERANCE[packing]:
+        assert torch.equal(read, given)
+        return
+    exact = given.double().unflatten(-1, (-1, min(block, given.shape[-1])))
+    scale = exact.abs().amax(-1, keepdim=True) / 448 * 2  # ue8m0: up to twice
+    bound = torch.maximum(exact.abs() / 16, scale / 1024)
+    error = (read.double().unflatten(-1, (-1, exact.shape[-1])) - exact).abs()
+    assert (error <= bound + exact.abs() * 1.1 * 2**-8).all()
+    assert error.any()
+
+
+def dtype_of(packing: str) -> torch.dtype:
+    return torch.float32 if packing == "f32" else torch.bfloat16
+
+
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8", "mxfp8"])
+@placements
+def test_k_and_v_come_back(order, packing, placement):
+    pool = mha(
+        order=order, packing=packing, placement=placement, head_dim=96, v_head_dim=64, num_pages=9
+    )
+    dtype = dtype_of(packing)
+    k, v = draw(4, 4, 96, dtype=dtype), draw(4, 4, 64, dtype=dtype, seed=2)
+    pool.set_kv_buffer(1, LOCATIONS, k, v)
+    block = 32 if packing == "mxfp8" else 1 << 30
+    for read, given in zip(pool.get_kv_buffer(1, LOCATIONS), (k, v)):
+        agree(read, given, packing, block)
+    assert not any(view.any() for n in (0, 2, 3) for view in (pool.view("k", n), pool.view("v", n)))
+
+
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+@placements
+def test_latents_and_index_keys_come_back(packing, placement):
+    pool = nsa(packing=packing, placement=placement, kv_lora_rank=256, index_head_dim=128)
+    dtype = dtype_of(packing)
+    latent, rope, keys = (draw(4, n, dtype=dtype, seed=n) for n in (256, 8, 128))
+    pool.set_kv_buffer(3, LOCATIONS, latent, rope)
+    pool.set_index_key(3, LOCATIONS, keys)
+    read, read_rope = pool.get_kv_buffer(3, LOCATIONS)
+    agree(read, latent, packing, 128)
+    assert torch.equal(read_rope, rope)
+    agree(pool.get_index_key(3, LOCATIONS), keys, "fp8", 128)
+    with pytest.raises(KeyError, match=r"target layer 2: no IndexKey here \(it has MLA\)"):
+        pool.set_index_key(2, LOCATIONS, keys)
+
+
+@pytest.mark.parametrize("index_packing", ["bf16", "f32"])
+def test_index_keys_of_a_float_packing_come_back_exactly(index_packing):
+    pool = nsa(index_packing=index_packing)
+    keys = draw(4, 16)
+    pool.set_index_key(1, LOCATIONS, keys)
+    assert torch.equal(pool.get_index_key(1, LOCATIONS), keys)
+
+
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+def test_full_and_window_layers_of_different_kinds_keep_apart(packing):
+    pool = swa(packing=packing)
+    dtype = dtype_of(packing)
+    k, v = draw(4, 4, 8, dtype=dtype), draw(4, 4, 16, dtype=dtype, seed=2)
+    latent, rope = draw(4, 16, dtype=dtype, seed=3), draw(4, 8, dtype=dtype, seed=4)
+    where = [9, 20, 11, 4]  # window pages of 2
+    pool.set_kv_buffer(1, LOCATIONS, k, v)
+    pool.set_kv_buffer(2, where, latent, rope)
+    for read, given in zip(pool.get_kv_buffer(1, LOCATIONS), (k, v)):
+        agree(read, given, packing, 1 << 30)
+    read, read_rope = pool.get_kv_buffer(2, where)
+    agree(read, latent, packing, 128)
+    assert torch.equal(read_rope, rope)
+    assert pool.view("swa.latent", 2).shape == (11, 2, 16)
+    assert pool.view("k", 1).shape == (9, 4, 4, 8)
+    with pytest.raises(IndexError, match=r"target layer 2 swa.latent: location 22 of 22"):
+        pool.get_kv_buffer(2, [22])
+
+
+def test_window_and_full_heads_of_different_sizes():
+    pool = swa(swa=MHA(2, 4, order="hnd"), window_page_size=4)
+    assert pool.view("swa.v", 0).shape == (11, 4, 2, 4)
+    assert pool.view("v", 1).shape == (9, 4, 4, 16)
+    pool.set_kv_buffer(0, [5, 6], draw(2, 2, 4), draw(2, 2, 4, seed=2))
+    assert torch.equal(pool.get_kv_buffer(0, [6, 5])[1], draw(2, 2, 4, seed=2).flip(0))
+
+
+LINEAR = {
+    "gdn": gated_delta_net(2, 4, 3, 5, 4),
+    "kda": KDA,
+    "mamba2": MAMBA2,
+}
+
+
+@pytest.mark.parametrize("linear", LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("conv_layout", CONV_LAYOUTS)
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+@placements
+def test_linear_states_come_back_and_channels_lie_as_the_taps_say(
+    linear, conv_layout, packing, placement
+):
+    pool = hybrid(
+        linear=replace(linear, conv_layout=conv_layout), packing=packing, placement=placement
+    )
+    dtype = dtype_of(packing)
+    channels = sum(heads * dim for _, heads, dim in linear.sections)
+    conv = draw(2, channels, 3, dtype=dtype)
+    temporal = draw(2, 4, *linear.state_shape, dtype=torch.float32, seed=2)
+    pool.set_linear_state(1, [3, 1], conv, temporal)
+    read = pool.get_linear_state(1, [3, 1])
+    assert torch.equal(read[0], conv) and torch.equal(read[1], temporal)
+    assert [r.dtype for r in read] == [dtype, torch.float32]
+    buffer = pool.layout.buffer_by_name["target.conv.1"]
+    stored = pool.item_bytes_view(buffer)[1].view(dtype)  # of the second state
+    shape = (channels, 3) if conv_layout == "channels_first" else (3, channels)
+    expected = conv[1] if conv_layout == "channels_first" else conv[1].t()
+    assert torch.equal(stored.reshape(shape), expected)
+    state = pool.item_bytes_view(pool.layout.buffer_by_name["target.temporal.1"])[1]
+    assert torch.equal(state.view(torch.float32).reshape(temporal.shape[1:]), temporal[1])
+    assert not pool.view("temporal", 0).any() and not pool.view("temporal", 1)[2].any()
+
+
+@pytest.mark.parametrize("linear", LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("conv_layout", CONV_LAYOUTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_heads_of_every_section(linear, conv_layout, size):
+    linear = replace(linear, conv_layout=conv_layout)
+    temporal = draw(1, 4, *linear.state_shape, dtype=torch.float32)
+    sections = {name: draw(1, h, d, 3, seed=h * d) for name, h, d in linear.sections}
+    for rank in range(size):
+        pool = hybrid(linear=linear, shard=Shard(rank, size))
+        parts = []
+        for name, heads, _ in linear.sections:
+            mine = heads * rank // size
+            parts.append(sections[name][:, mine : mine + max(1, heads // size)])
+        conv = torch.cat([part.flatten(1, 2) for part in parts], dim=1)
+        own = temporal[:, 4 * rank // size : 4 * (rank + 1) // size]
+        pool.set_linear_state(0, [2], conv, own)
+        for (name, _, _), part in zip(linear.sections, parts):
+            assert torch.equal(pool.view(f"conv.{name}", 0)[2, ..., 0], part[0])
+        assert torch.equal(pool.get_linear_state(0, [2])[0], conv)
+        assert torch.equal(pool.get_linear_state(0, [2])[1], own)
+
+
+def test_conv_and_temporal_are_written_apart_too_and_none_of_no_slots():
+    pool = hybrid()
+    conv, temporal = draw(1, 32, 3), draw(1, 4, 3, 5, dtype=torch.float32)
+    pool.set_linear_state(0, [2], conv=conv)
+    pool.set_linear_state(0, [2], temporal=temporal)
+    assert torch.equal(pool.get_linear_state(0, [2])[0], conv)
+    assert torch.equal(pool.get_linear_state(0, [2])[1], temporal)
+    pool.set_linear_state(0, [], torch.zeros(0, 32, 3).bfloat16(), torch.zeros(0, 4, 3, 5))
+    assert [part.shape for part in pool.get_linear_state(0, [])] == [(0, 32, 3), (0, 4, 3, 5)]
+
+
+def test_a_conv_of_its_own_dtype_is_widened_exactly():
+    pool = hybrid(conv_dtype=torch.float32)
+    conv = draw(1, 32, 3)
+    pool.set_linear_state(0, [2], conv=conv)
+    assert torch.equal(pool.get_linear_state(0, [2])[0], conv.float())
+
+
+@pytest.mark.parametrize("full", [MHA(4, 8, 16), ROW], ids=["mha", "mla"])
+@pytest.mark.parametrize("index", [None, INDEX], ids=["plain", "indexed"])
+@pytest.mark.parametrize("packing", ["bf16", "fp8"])
+def test_full_layers_beside_linear_ones_come_back(full, index, packing):
+    pool = hybrid(full=full, index=index, packing=packing)
+    shapes = [(4, 8), (4, 16)] if isinstance(full, MHA) else [(16,), (8,)]
+    first, second = (draw(4, *shape, seed=n) for n, shape in enumerate(shapes))
+    pool.set_kv_buffer(3, LOCATIONS, first, second)
+    agree(pool.get_kv_buffer(3, LOCATIONS)[0], first, packing, 128)
+    if index:
+        pool.set_index_key(3, LOCATIONS, draw(4, 16))
+        agree(pool.get_index_key(3, LOCATIONS), draw(4, 16), "fp8", 128)
+    with pytest.raises(KeyError, match=r"target layer 0: no MHA or MLA.* \(it has LinearState\)"):
+        pool.get_kv_buffer(0, LOCATIONS)
+
+
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+@pytest.mark.parametrize("speculation", [False, True])
+@placements
+def test_v4_windows_compressed_entries_keys_and_rings_come_back(packing, speculation, placement):
+    pool = dsv4(packing=packing, speculation=speculation, placement=placement, latent_dim=128)
+    dtype = dtype_of(packing)
+    latent, rope = draw(3, 128, dtype=dtype), draw(3, 4, dtype=dtype, seed=2)
+    for layer in range(4):
+        pool.set_kv_buffer(layer, [5, 43, 6], latent, rope)
+        read, read_rope = pool.get_kv_buffer(layer, [5, 43, 6])
+        agree(read, latent, packing, 64)
+        assert torch.equal(read_rope, rope)
+    for layer, part, last in ((1, "c2", 35), (2, "c8", 8), (3, "c2", 35)):
+        pool.set_kv_buffer(layer, [last, 2, 3], -latent, -rope, part=part)
+        read, read_rope = pool.get_kv_buffer(layer, [last, 2, 3], part=part)
+        agree(read, -latent, packing, 64)
+        assert torch.equal(read_rope, -rope)
+        with pytest.raises(IndexError, match=f"location {last + 1} of {last + 1}"):
+            pool.get_kv_buffer(layer, [last + 1], part=part)
+    with pytest.raises(KeyError, match=r"layer 0: no c2.MHA or .* \(it has swa.V4Latent\)"):
+        pool.get_kv_buffer(0, [4], part="c2")
+    pool.set_index_key(1, [5, 35], draw(2, 8, dtype=dtype))
+    agree(pool.get_index_key(1, [5, 35]), draw(2, 8, dtype=dtype), "fp8", 128)
+    factor = 2 if speculation else 1
+    for layer, role, steps, count in (
+        (1, "c2.state", 4, 4 * 132),
+        (1, "c2.index_state", 4, 4 * 8),
+        (2, "c8.state", 8, 2 * 132),
+    ):
+        assert pool.view(role, layer).shape == (5, steps * factor, count)
+        rows = draw(2, count, dtype=torch.float32)
+        where = [steps * factor, 5 * steps * factor - 1]
+        pool.write(layer, where, {role: rows})
+        assert torch.equal(pool.read(role, layer, where), rows)
+    assert {r.role for r in pool.layout.regions if r.layer == 0} - {"swa.latent.scale"} == {
+        "swa.latent",
+        "swa.rope",
+    }
+
+
+@pytest.mark.parametrize("ratios", [(0, 0), (2, 0), (0, 4), (4, 4), (2, 8), (8, 2, 4, 0, 2)])
+def test_any_list_of_ratios(ratios):
+    pool = dsv4(compress_ratios=ratios, layers=range(len(ratios)))
+    pool.check_integrity()
+    for layer, ratio in enumerate(ratios):
+        roles = {r.role for r in pool.layout.regions if r.layer == layer} - {
+            "swa.latent",
+            "swa.rope",
+        }
+        compressed = (
+            {f"c{ratio}.{role}" for role in ("latent", "rope", "state")} if ratio else set()
+        )
+        if ratio == 2:
+            compressed |= {"c2.index_key", "c2.index_key.scale", "c2.index_state"}
+        assert roles == compressed
+    assert ("kv" in pool.layout.space_by_name) == any(ratios)
+    assert pool.bytes_per_token == sum(
+        {0: 0, 2: 24 / 2 + 12 / 2, 4: 24 / 4, 8: 24 / 8}[ratio] for ratio in ratios
+    )
+
+
+# values that a pool does not take
+
+
+@pytest.mark.parametrize(
+    ("packing", "given"), [("fp8", "float16"), ("fp8", "float32"), ("bf16", "bfloat16")]
+)
+def test_a_quantised_pool_takes_any_float(packing, given):
+    pool = mla(packing=packing)
+    dtype = getattr(torch, given)
+    pool.set_kv_buffer(0, [5], torch.ones(1, 16, dtype=dtype), torch.ones(1, 8, dtype=dtype))
+    assert torch.equal(pool.get_kv_buffer(0, [5])[0], torch.ones(1, 16).bfloat16())
+
+
+@pytest.mark.parametrize("packing", ["bf16", "float16", "e4m3", "e5m2"])
+def test_nothing_is_rounded_into_a_pool_of_floats(packing):
+    pool = mla(packing=packing)
+    for given in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match=r"target layer 0 latent: values .* the pool takes"):
+            pool.set_kv_buffer(
+                0, [5], torch.ones(1, 16, dtype=given), torch.ones(1, 8, dtype=given)
+            )
+    assert not pool.view("latent", 0).view(torch.uint8).any()
+
+
+def test_values_without_their_scales_are_refused_and_with_them_taken():
+    pool = mla(packing="fp8")
+    held, rope = torch.ones(1, 16).to(torch.float8_e4m3fn), torch.ones(1, 8)
+    with pytest.raises(ValueError, match=r"layer 0 latent: .* without latent.scale"):
+        pool.set_kv_buffer(0, [5], held, rope)
+    assert not pool.view("rope", 0).any()
+    scales = torch.full((1, 1), 3.0)
+    pool.write(0, [5], {"latent": held, "latent.scale": scales, "rope": rope})
+    assert (pool.get_kv_buffer(0, [5])[0] == 3).all()
+
+
+@pytest.mark.parametrize("packing", ["bf16", "fp8"])
+def test_no_locations_write_nothing(packing):
+    for build, layer, first, second in (
+        (mha, 1, (0, 4, 8), (0, 4, 16)),
+        (mla, 1, (0, 16), (0, 8)),
+        (dsv4, 1, (0, 8), (0, 4)),
+    ):
+        pool = build(packing=packing)
+        pool.set_kv_buffer(layer, [], torch.zeros(first).bfloat16(), torch.zeros(second).bfloat16())
+        assert [part.shape for part in pool.get_kv_buffer(layer, [])] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("conv", "temporal", "says"),
+    [
+        (
+            (1, 33, 3),
+            (1, 4, 3, 5),
+            r"conv: \[1, 33, 3\], held here are \[N, 32, 3\]: channels of q, k, v",
+        ),
+        ((1, 32, 4), (1, 4, 3, 5), r"conv: \[1, 32, 4\], held here are \[N, 32, 3\]"),
+        ((1, 32, 6), (1, 4, 3, 5), r"conv: \[1, 32, 6\], held here are \[N, 32, 3\]"),
+        ((1, 3, 32), (1, 4, 3, 5), r"conv: \[1, 3, 32\], held here are \[N, 32, 3\]"),
+        ((1, 32), (1, 4, 3, 5), r"conv: \[1, 32\], held here are \[N, 32, 3\]"),
+        ((1, 32, 3), (1, 4, 5, 3), r"temporal: \[1, 4, 5, 3\], a state is \[N, head, 3, 5\]"),
+        ((1, 32, 3), (1, 4, 15), r"temporal: \[1, 4, 15\], a state is \[N, head, 3, 5\]"),
+        ((1, 32, 3), (1, 2, 3, 5), r"layer 0 temporal: values \(1, 2, 15\)"),
+        ((2, 32, 3), (1, 4, 3, 5), r"layer 0 conv.q: values \(2, 2, 3, 3, 1\)"),
+    ],
+)
+def test_linear_states_of_another_shape_are_refused_whole(conv, temporal, says):
+    pool = hybrid()
+    with pytest.raises(ValueError, match=says):
+        pool.set_linear_state(0, [2], torch.ones(conv).bfloat16(), torch.ones(temporal))
+    assert not pool._slab.any()
+
+
+# arguments that cannot be
+
+ODD = LinearState((("q", 3, 2),), 3, 4, (3, 5))
+WRONG = {
+    "MLA has no mxfp8": (mla, {"packing": "mxfp8"}, "MLA takes fp8, any float dtype, got 'mxfp8'"),
+    "NSA has no mxfp8": (nsa, {"packing": "mxfp8"}, "packing: MLA takes fp8, any float dtype"),
+    "V4 has no mxfp8": (dsv4, {"packing": "mxfp8"}, "packing: V4Latent takes fp8, any float dtype"),
+    "keys have no mxfp8": (nsa, {"index_packing": "mxfp8"}, "packing: IndexKey takes fp8, any"),
+    "a conv has no fp8": (hybrid, {"conv_dtype": "fp8"}, "LinearState takes any float dtype, got"),
+    "packing that is not known": (mha, {"packing": "fp4"}, "dtype 'fp4' is not known"),
+    "index packing that is not known": (nsa, {"index_packing": "fp4"}, "dtype 'fp4' is not known"),
+    "two names": (mha, {"packing": "bf16", "dtype": "f32"}, "dtype float32, packing bfloat16"),
+    "integers of fp8": (mla, {"packing": "fp8", "dtype": "int8"}, "What is quantised is written"),
+    "fp8 of fp8": (mha, {"packing": "mxfp8", "dtype": "e4m3"}, "dtype float8_e4m3fn, packing 'mx"),
+    "no name": (mha, {"packing": None}, "target: a dtype or a packing must be given"),
+    "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are no"),
+    "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
+    "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are no whole entries of 8"),
+    "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "no whole entries of -2"),
+    "a layer without a ratio": (dsv4, {"layers": [4]}, "compress_ratios: 4 layers, but layer 4 is"),
+    "no window": (swa, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
+    "no window of V4": (dsv4, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
+    "no window pages": (swa, {"num_window_pages": 1}, "num_window_pages: 2 or more, got 1. Item 0"),
+    "no window page size": (swa, {"window_page_size": -1}, r"axis entry size: 1 to"),
+    "no slots": (hybrid, {"num_slots": 0}, "target num_slots: 2 or more, got 0. Item 0 of space"),
+    "no rings": (dsv4, {"num_slots": 1}, "num_slots: 2 or more, got 1. Item 0 of space 'ring'"),
+    "heads that do not divide": (hybrid, {"shard": Shard(0, 3)}, "4 heads cannot be split over 3"),
+    "sections that do not divide": (
+        hybrid,
+        {"linear": ODD, "shard": Shard(0, 2)},
+        "3 heads cannot",
+    ),
+    "no page size": (swa, {"page_size": 0}, "target page_size: 1 or more, got 0"),
+    "no page size of V4": (dsv4, {"page_size": 0}, "target page_size: 1 or more, got 0"),
+}
+
+
+@pytest.mark.parametrize(("build", "wrong", "says"), WRONG.values(), ids=WRONG.keys())
+def test_arguments_that_cannot_be_are_refused_with_a_sentence(build, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        build(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "says"),
+    [
+        (MHA, (4, 8, None, "dnh"), r"order: one of .*'nhd', 'hnd'.*, got 'dnh'"),
+        (
+            gated_delta_net,
+            (2, 4, 3, 5, 4, "middle"),
+            r"conv_layout: one of .*'channels_first', 'taps_first'.*, got",
+        ),
+    ],
+)
+def test_kinds_that_cannot_be_are_refused_with_a_sentence(kind, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        kind(*wrong)
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+@pytest.mark.parametrize("missing", ["layers", "page_size", "num_pages"])
+def test_an_argument_that_is_missing_is_named(build, missing):
+    pool_class = type(build(device="meta"))
+    given = {"layers": [0], "page_size": 8, "num_pages": 3, "num_slots": 3, "dtype": "bf16"}
+    own = {
+        MHAPool: {"num_kv_heads": 4, "head_dim": 8},
+        SWAPool: {"full": MHA(4, 8), "window_layers": [0], "window": 4, "num_window_pages": 3},
+        HybridLinearPool: {"full": MHA(4, 8), "linear": KDA, "linear_layers": [0]},
+        DSv4Pool: {"compress_ratios": [8], "num_window_pages": 3},
+    }.get(pool_class, {})
+    pool_class(**given, **own).check_integrity()
+    del given[missing]
+    with pytest.raises(TypeError, match=missing):
+        pool_class(**given, **own)
+
+
+def test_a_kind_of_index_without_a_whole_block_is_refused():
+    with pytest.raises(ValueError, match="index_key: 200 elements are no whole blocks of 128"):
+        nsa(index_head_dim=200)
+    assert items(nsa(index_head_dim=256, layers=[1]), 1)["index_key"] == 4 * (256 + 2 * 4)
+
+
+def test_a_layout_error_says_which_elements_are_not_aligned():
+    with pytest.raises(LayoutError, match=r"target layer 0 latent.scale: .* is not aligned to 4"):
+        mla(packing="fp8", kv_lora_rank=3, qk_rope_head_dim=1, page_size=1)
+
+
+def test_kinds_at_places_are_what_a_pool_is():
+    pool = hybrid_nsa()
+    assert [(kind, at.layers, at.space) for kind, at in pool.kinds] == [
+        (MLA(16, 8), (1, 3), "kv"),
+        (IndexKey(16), (3,), "kv"),
+        (MAMBA2, (0, 2), "state"),
+    ]

@@ -1,0 +1,117 @@
+"""What pictures are as documents: whole, escaped, self-contained, and able to look up bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from kvpool import NSAPool
+from kvpool.item import Cell, Repeat, Seq, Skip
+from kvpool.render.html import html
+from kvpool.render.svg import svg
+from tests.kvpool.render.test_memory_map import COMMON, layout_of
+from tests.kvpool.render.test_svg import SVG, drawing, hybrid
+from tests.test_imports import BLOCKED, run
+
+
+@pytest.mark.parametrize("title", ["plain", '<b> & "quoted" </script><script>alert(1)</script> ü'])
+def test_names_cannot_break_out_of_svg_or_html(title):
+    name = title[:100]
+    layout = layout_of(Repeat(name, 3, Cell(name, 64, "bf16")), name)
+    root, _ = drawing(layout, title)
+    assert root.find(f"{SVG}title").text == title
+    page = Page(html(layout, title))
+    assert page.texts("title")[0] == title
+    assert len(page.texts("script")) == 1
+    assert any(name in text for text in page.texts("td"))
+
+
+def test_pictures_need_nothing_from_elsewhere():
+    layout = hybrid().layout
+    for text in (svg(layout), html(layout)):
+        assert not re.findall(r"(?:href|src|@import|fetch|http(?!://www.w3.org/2000/svg))", text)
+
+
+def test_pictures_need_no_torch():
+    run(
+        BLOCKED.format(blocked={"torch"})
+        + """
+from kvpool.item import Cell, item_regions
+from kvpool.layout import Buffer, PoolLayout, Space
+from kvpool.render.html import html
+from kvpool.render.memory_map import where
+from kvpool.render.svg import svg
+regions = item_regions(Cell("k", 8, "bf16"), owner="target", layer=0, buffer="b")
+layout = PoolLayout((Buffer("b", "s", 0, 16, 16, 2),), regions, (Space("s", "slot"),), 1)
+assert "bytes 0 to 15" in svg(layout) and "bytes 0 to 15" in html(layout)
+assert where(layout, "b", 3).byte == 3
+"""
+    )
+
+
+def test_the_page_looks_up_bytes_in_the_layouts_own_numbers():
+    layout = NSAPool(layers=[0, 1], packing="fp8", **COMMON).layout
+    script = Page(html(layout)).texts("script")[0]
+    data = json.loads(re.search(r"const maps = (.*);", script).group(1))
+    assert [item["bytes"] for item in data] == [41_984, 8_448]
+    assert data[1]["regions"][1] == {
+        "name": "index_key.scale",
+        "dtype": "float32",
+        "offset": 8_192,
+        "width": 4,
+        "element": 4,
+        "axes": [{"name": "entry", "size": 64, "stride": 4, "start": 0}],
+    }
+
+
+def test_the_page_shows_every_map_and_every_region():
+    layout = hybrid().layout
+    page = Page(html(layout, "hybrid"))
+    assert page.count("section") == 4
+    assert page.texts("h1") == ["hybrid"]
+    assert "target conv.q, conv.k, conv.v: layers 0-2, 4-6" in page.texts("h2")
+    assert {"k", "v", "conv.q", "conv.k", "conv.v", "temporal"} <= set(page.texts("td"))
+
+
+def test_a_cell_is_looked_up_in_its_own_region_also_beside_regions_without_axes():
+    rows = Repeat("head", 2, Cell("k", 8, "bf16"))
+    page = html(layout_of(Seq(Cell("first", 8, "bf16"), rows, Cell("third", 1, "f32"), Skip(4))))
+    assert re.findall(r'data-region="(\d+)"', page) == ["1"]
+
+
+class Page(HTMLParser):
+    """An HTML page: every tag closed in order, and the texts inside each."""
+
+    VOID = frozenset({"meta", "input", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.found = [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append([tag, ""])
+        if tag not in self.VOID:
+            self.open.append(self.found[-1])
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append([tag, ""])
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1][0] == tag, f"</{tag}> in {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1][1] += data
+
+    def texts(self, tag):
+        return [text for name, text in self.found if name == tag and text]
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.found)

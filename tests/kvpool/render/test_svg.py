@@ -1,0 +1,224 @@
+"""SVG pictures of items against a painting of their bytes."""
+
+from __future__ import annotations
+
+import re
+import time
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions
+from kvpool.layout import Buffer, PoolLayout, Region, Space
+from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.render.memory_map import item_maps
+from kvpool.render.svg import svg
+from tests.kvpool.layout.test_template import paint, templates
+from tests.kvpool.render.test_memory_map import COMMON, layout_of
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawing(layout, title="t"):
+    """The root, and the groups that are maps."""
+    root = ElementTree.fromstring(svg(layout, title))
+    return root, root.findall(f"{SVG}g")
+
+
+def boxes(group):
+    """(first byte, end, x, y, width, title) of the cells and the padding of a map."""
+    found = []
+    for rect in group.iter(f"{SVG}rect"):
+        numbers = [float(rect.get(name)) for name in ("data-from", "data-to", "x", "y", "width")]
+        found.append(
+            (int(numbers[0]), int(numbers[1]), *numbers[2:], rect.find(f"{SVG}title").text)
+        )
+    return found
+
+
+def hidden(group):
+    """(rows, bytes a row) of what a map says it leaves out."""
+    texts = (text.text or "" for text in group.iter(f"{SVG}text"))
+    found = [re.match(r"… ([\d,]+) more rows like these, every ([\d,]+) bytes", t) for t in texts]
+    return [tuple(int(n.replace(",", "")) for n in m.groups()) for m in found if m]
+
+
+def check_map(group, roles):
+    """A map against the role of every byte of its item (None: padding)."""
+    drawn = boxes(group)
+    scales = {round(width / (to - from_), 3) for from_, to, _, _, width, _ in drawn}
+    assert max(scales) - min(scales) <= 0.01 * min(scales), "each byte is as wide as any other"
+    scale, left = np.median(sorted(scales)), min(x for _, _, x, *_ in drawn)
+    rows = {}
+    for box in drawn:
+        rows.setdefault(box[3], []).append(box)
+    at, gaps = 0, []
+    for row in rows.values():
+        start = row[0][0]
+        if start != at:
+            gaps.append((at, start))
+        for from_, to, x, _, _, title in row:
+            assert from_ == start if row[0][0] == from_ else from_ == at
+            assert x - left == pytest.approx((from_ - start) * scale, rel=0.01, abs=0.1)
+            name = title.partition(":")[0].partition(",")[0]
+            assert set(roles[from_:to]) == {None if name == "padding" else name}
+            at = to
+    assert at == len(roles)
+    left_out = hidden(group)
+    assert [(end - start) for start, end in gaps] == [rows * size for rows, size in left_out]
+    for (start, end), (_, size) in zip(gaps, left_out):
+        before = roles[start - size : start]
+        assert all(roles[row : row + size] == before for row in range(start, end, size))
+
+
+@settings(max_examples=60)
+@given(templates(), st.integers(1, 40))
+def test_every_byte_is_drawn_to_scale_in_its_region_or_left_out_among_rows_like_it(template, many):
+    template = Repeat("outer", many, template)
+    _, (group,) = drawing(layout_of(template))
+    check_map(group, [byte and byte[0] for byte in paint(template)])
+
+
+FORMATS = {
+    "mla 656": Repeat(
+        "tap", 64, Seq(Cell("latent", 512, "e4m3"), Cell("s", 4, "f32"), Cell("rope", 64, "bf16"))
+    ),
+    "v4 584": Pad(
+        576,
+        Seq(
+            Repeat("tap", 64, Seq(Cell("latent", 448, "e4m3"), Cell("rope", 64, "bf16"))),
+            Repeat("tap", 64, Seq(Cell("latent.scale", 7, "ue8m0"), Skip(1))),
+        ),
+    ),
+    "conv": Seq(
+        *(
+            Repeat("head", n, Repeat("dim", 128, Repeat("tap", 3, Cell(f"conv.{r}", 1, "bf16"))))
+            for r, n in (("q", 4), ("k", 4), ("v", 8))
+        )
+    ),
+    "one long cell": Cell("temporal", 1 << 14, "f32"),
+    "nothing": Skip(1000),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_map_of_a_real_format_shows_all_its_bytes(name):
+    _, (group,) = drawing(layout_of(FORMATS[name]))
+    check_map(group, [byte and byte[0] for byte in paint(FORMATS[name])])
+
+
+def test_a_page_of_64_rows_shows_the_first_three_and_the_last():
+    _, (group,) = drawing(MLAPool(layers=[0], packing="fp8", **COMMON).layout)
+    assert len({y for _, _, _, y, *_ in boxes(group)}) == 4
+    texts = {text.text for text in group.iter(f"{SVG}text")}
+    assert "… 60 more rows like these, every 656 bytes: entry 3-62" in texts
+    assert {"0", "512", "528", "656", "1,312", "41,328", "entry 63"} <= texts
+    (title,) = [t for from_, *_, t in boxes(group) if from_ == 512]
+    assert title == "latent.scale, entry 0: bytes 512 to 527 of the item"
+
+
+def test_a_scale_of_an_index_key_is_a_cell_of_its_own():
+    layout = NSAPool(layers=[0], packing="fp8", **COMMON).layout
+    titles = [box[-1] for group in drawing(layout)[1] for box in boxes(group)]
+    assert "index_key.scale, entry 63: bytes 8,444 to 8,447 of the item" in titles
+
+
+def test_rows_beyond_what_can_be_read_are_said_to_be_left_out():
+    uneven = Seq(*(Seq(Cell(f"r{n}", n + 1, "uint8"), Skip(128)) for n in range(600)))
+    even = Repeat("head", 4, Cell("x", 128, "uint8"))
+    _, (group,) = drawing(layout_of(Seq(even, uneven)))
+    texts = [text.text or "" for text in group.iter(f"{SVG}text")]
+    assert any(re.fullmatch(r"… bytes [\d,]+ to [\d,]+: too many unlike rows", t) for t in texts)
+
+
+def test_an_item_of_astronomic_size_is_drawn_at_once():
+    template = Repeat("head", 1 << 40, Repeat("dim", 1 << 10, Cell("k", 1, "uint8")))
+    _, (group,) = drawing(layout_of(template))
+    assert hidden(group) == [((1 << 40) - 4, 1 << 10)]
+
+
+# which maps there are
+
+
+def hybrid():
+    return HybridLinearPool(
+        layers=range(8),
+        full=MHA(2, 64),
+        linear=gated_delta_net(4, 8, 16, 16, 4),
+        linear_layers=[0, 1, 2, 4, 5, 6],
+        dtype="bf16",
+        num_slots=3,
+        **COMMON,
+    )
+
+
+def test_layers_that_look_alike_are_one_map():
+    layout = hybrid().layout
+    assert [
+        (item.regions[0].role, item.layers, len(item.buffers)) for item in item_maps(layout)
+    ] == [
+        ("k", (3, 7), 2),
+        ("v", (3, 7), 2),
+        ("conv.q", (0, 1, 2, 4, 5, 6), 6),
+        ("temporal", (0, 1, 2, 4, 5, 6), 6),
+    ]
+    root, groups = drawing(layout)
+    assert len(groups) == 4
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert "target conv.q, conv.k, conv.v: layers 0-2, 4-6" in texts
+    assert "target k: layers 3, 7" in texts
+
+
+def test_items_at_another_stride_or_of_another_shard_are_maps_of_their_own():
+    apart = {
+        str(item.buffers[0].item_stride)
+        for placement in ("layer", "page")
+        for item in item_maps(
+            MLAPool(layers=[0, 1], dtype="bf16", placement=placement, **COMMON).layout
+        )
+    }
+    assert apart == {"73728", "147456"}
+    root, _ = drawing(
+        MHAPool(
+            layers=[0], num_kv_heads=8, head_dim=64, dtype="bf16", shard=Shard(1, 4), **COMMON
+        ).layout
+    )
+    assert any("head 2-3 of 8, every 128" in (t.text or "") for t in root.iter(f"{SVG}text"))
+
+
+def test_layers_in_one_buffer_are_told_apart():
+    rows = Repeat("entry", 4, Cell("k", 8, "bf16"))
+    regions = [
+        region
+        for layer in (5, 6)
+        for region in item_regions(rows, owner="target", layer=layer, buffer="b")
+    ]
+    moved = [
+        Region(r.owner, r.layer, r.role, r.buffer, n * 64, r.dtype, r.axes, r.width)
+        for n, r in enumerate(regions)
+    ]
+    space = Space("kv", entries_per_item=4)
+    layout = PoolLayout((Buffer("b", "kv", 0, 128, 128, 2),), moved, (space,), 9)
+    root, (group,) = drawing(layout)
+    names = {box[-1].partition(",")[0] for box in boxes(group)}
+    assert names == {"k (layer +0)", "k (layer +1)"}
+    assert "target k: layers 5-6" in [text.text for text in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_every_region_of_an_item_has_a_colour_of_its_own(count):
+    template = Seq(*(Cell(f"x{n}.k", 64, "uint8") for n in range(count)))
+    _, (group,) = drawing(layout_of(template))
+    fills = [rect.get("fill") for rect in group.iter(f"{SVG}rect")]
+    assert len(set(fills)) == len(fills) == count
+
+
+def test_an_item_of_many_regions_is_drawn_in_good_time():
+    template = Seq(*(Cell(f"r{n}", 1 + n % 3, "uint8") for n in range(20_000)))
+    began = time.monotonic()
+    drawing(layout_of(template))
+    assert time.monotonic() - began < 20

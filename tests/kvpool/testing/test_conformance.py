@@ -1,0 +1,541 @@
+"""The conformance kit: what is right passes, each kind of fault fails a check by name, and nobody
+notices the kit who did not ask for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpool.device.quant
+from kvpool import DeviceUnavailable, MHAPool
+from kvpool.device import device_entries, get_device, torch_ops
+from kvpool.device.cpu import CompletedEvent, CPUDevice
+from kvpool.device.torch_ops import Held, Row
+from kvpool.testing import POOLS, ConformanceError, check_device, check_pool
+from kvpool.testing.run import device_checks, run
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "add-a-device.md"
+QUICK = (
+    "mha bf16",
+    "mha hnd mxfp8",
+    "mha fp8, one head",
+    "mla fp8 stacked",
+    "nsa bf16",
+    "swa fp8",
+    "hybrid bf16",
+    "hybrid nsa fp8 by page",
+    "dsv4 speculating bf16",
+    "dsv4 fp8, rows of 584",
+)
+"""Pools that together have every class, kind of packing and placement."""
+CODE = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.S | re.M)
+
+
+@pytest.mark.parametrize(
+    "pool", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in POOLS]
+)
+def test_every_pool_conforms_on_the_cpu(pool):
+    assert check_pool(POOLS[pool], "cpu", others=POOLS[pool].others) == []
+
+
+@pytest.mark.parametrize(
+    "check", device_checks(get_device("cpu")), ids=lambda check: check.__name__
+)
+def test_the_cpu_conforms(check):
+    run(check, get_device("cpu"), "cpu", "")
+
+
+def test_a_device_without_memory_conforms_in_what_it_says():
+    assert check_device("meta") == []
+
+
+# devices with a fault each
+
+
+class Shifted(CPUDevice):
+    """Stores one entry further."""
+
+    def store_rows(self, rows, locations):
+        entries = rows[0].view.shape[0] * rows[0].view.shape[1]
+        torch_ops.store_rows(rows, (locations + 1) % entries)
+
+
+class Padder(CPUDevice):
+    """Rounds rows of 7 bytes up to 8."""
+
+    def store_rows(self, rows, locations):
+        torch_ops.store_rows(rows, locations)
+        for view, _, scales in rows:
+            for held in (view, scales):
+                if held is not None and held.shape[-1] == 7:
+                    wide = held.view(torch.uint8).unsqueeze(-1).expand(*held.shape, 2)
+                    wide = wide.as_strided(
+                        [*held.shape[:2], 8], [*held.stride()[:2], 1], held.storage_offset()
+                    )
+                    wide[locations // held.shape[1], locations % held.shape[1], 7] = 0
+
+
+class Partly(CPUDevice):
+    """Stores the first of several roles only."""
+
+    def store_rows(self, rows, locations):
+        torch_ops.store_rows(rows[:1], locations)
+
+
+class Dense(CPUDevice):
+    """Loads as if nothing lay between the entries."""
+
+    def load(self, view, locations):
+        shape = (view.shape[0] * view.shape[1], *view.shape[2:])
+        flat = torch_ops.bits(view).as_strided(
+            shape, torch.empty(shape).stride(), view.storage_offset()
+        )
+        return flat[locations].view(view.dtype)
+
+
+class Halved(CPUDevice):
+    """Reads what is quantised as bfloat16, whatever was asked for."""
+
+    def load_rows(self, rows, locations):
+        found = torch_ops.load_rows([Held(*row[:2]) for row in rows], locations)
+        return [f if r.scales is None else f.to(r.dtype) for r, f in zip(rows, found)]
+
+
+class Repeating(CPUDevice):
+    """Reads the first of several roles for each of its dtype."""
+
+    def load_rows(self, rows, locations):
+        first = {}
+        return torch_ops.load_rows(
+            [first.setdefault(row.view.dtype, row) for row in rows], locations
+        )
+
+
+class Straight(CPUDevice):
+    """Takes values as they lie, not as their strides say."""
+
+    def store_rows(self, rows, locations):
+        straight = []
+        for view, values, scales in rows:
+            held = values.as_strided(
+                values.shape, torch.empty(values.shape).stride(), values.storage_offset()
+            )
+            straight.append(Row(view, held, scales))
+        torch_ops.store_rows(straight, locations)
+
+
+class Truncating(CPUDevice):
+    """Quantises towards zero."""
+
+    def store_rows(self, rows, locations):
+        for view, values, scales in rows:
+            if scales is None:
+                torch_ops.store(view, locations, values)
+                continue
+            held, factors = kvpool.device.quant.quantise(values, scales.shape[-1], scales.dtype)
+            blocks = values.float().unflatten(-1, (factors.shape[-1], -1))
+            exact = (blocks / factors.float()[..., None]).reshape(held.shape)
+            away = held.float().abs() > exact.abs()
+            held = (held.view(torch.uint8) - away.to(torch.uint8)).view(held.dtype)
+            torch_ops.store_rows([Row(view, held), Row(scales, factors)], locations)
+
+
+class Blind(CPUDevice):
+    """Quantises an infinity as a large number."""
+
+    def store_rows(self, rows, locations):
+        torch_ops.store_rows(
+            [Row(v, x.nan_to_num() if s is not None else x, s) for v, x, s in rows], locations
+        )
+
+
+class Away(CPUDevice):
+    """Rounds what lies between two int8 numbers away from zero."""
+
+    def quantize_store(self, view, scales, locations, values):
+        torch_ops.quantize_store(view, scales, locations, values)
+        if view.dtype is torch.int8:
+            blocks = values.float().unflatten(-1, (scales.shape[-1], -1))
+            factors = blocks.abs().amax(-1, keepdim=True) / 127
+            held = torch_ops.load(view, locations).view(blocks.shape)
+            tie = (blocks / factors).frac().abs() == 0.5
+            held[tie] = ((blocks / factors)[tie] + 0.5 * blocks[tie].sign()).to(torch.int8)
+            torch_ops.store(view, locations, held.view(values.shape))
+
+
+class Eager(CPUDevice):
+    """Writes an item before it has read the next."""
+
+    def copy_items(self, views, src, dst, disjoint=False):
+        for one, other in zip(src.tolist(), dst.tolist()):
+            torch_ops.copy_items(views, torch.tensor([one]), torch.tensor([other]))
+
+
+class Short(CPUDevice):
+    """Copies items without their last byte."""
+
+    def copy_items(self, views, src, dst, disjoint=False):
+        torch_ops.copy_items([view[:, :-1] for view in views], src, dst)
+
+
+class Runaway(CPUDevice):
+    """Copies a byte more than a run has."""
+
+    def copy_runs(self, src, dst, nbytes):
+        CPUDevice.copy_runs(src, dst, nbytes + (nbytes > 0))
+
+
+class Dirty(CPUDevice):
+    """Leaves what lay there before."""
+
+    def allocate(self, nbytes, alignment=None):
+        return super().allocate(nbytes, alignment).fill_(0x55)
+
+
+class Askew(CPUDevice):
+    """Aligns to its own 64 bytes, whatever was asked for."""
+
+    def allocate(self, nbytes, alignment=None):
+        return super().allocate(nbytes + 64)[64:]
+
+
+class Twice(CPUDevice):
+    """Gives the same memory to all."""
+
+    memory = CPUDevice().allocate(8 << 20, 2 << 20)
+
+    def allocate(self, nbytes, alignment=None):
+        return self.memory[:nbytes].zero_()
+
+
+class Nameless(CPUDevice):
+    """Has no second one, and says so late."""
+
+    def allocate(self, nbytes, alignment=None):
+        if ":" in self.name:
+            raise RuntimeError("no such device")
+        return super().allocate(nbytes, alignment)
+
+
+class Late(CPUDevice):
+    """Works behind the caller's back, in order. Nothing is wrong with that."""
+
+    pause = 2e-4
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.worker = ThreadPoolExecutor(1)
+
+    def queue(self, work, *arguments) -> Future:
+        return self.worker.submit(lambda: (time.sleep(self.pause), work(*arguments)))
+
+    def store(self, *arguments):
+        self.queue(torch_ops.store, *arguments)
+
+    def store_rows(self, *arguments):
+        self.queue(torch_ops.store_rows, *arguments)
+
+    def copy_items(self, views, src, dst, disjoint=False):
+        self.queue(torch_ops.copy_items, views, src, dst)
+
+    def copy_runs(self, *arguments):
+        self.queue(CPUDevice.copy_runs, *(column.copy() for column in arguments))
+
+    def load(self, view, locations):
+        (found,) = self.load_rows([Held(view)], locations)
+        return found
+
+    def load_rows(self, rows, locations):
+        found = []
+        for row in rows:
+            dtype = row.view.dtype if row.scales is None else row.dtype
+            found.append(torch.empty(len(locations), *row.view.shape[2:], dtype=dtype))
+            self.queue(self.read, row, locations, found[-1])
+        return found
+
+    @staticmethod
+    def read(row, locations, out):
+        (read,) = torch_ops.load_rows([row], locations)
+        torch_ops.bits(out).copy_(torch_ops.bits(read))
+
+    def record(self):
+        return Ended(self.queue(lambda: None))
+
+    def wait(self, mark):
+        self.queue(mark.synchronize)
+
+
+class Ended:
+    def __init__(self, future):
+        self.query, self.synchronize = future.done, future.result
+
+
+class Hasty(Late):
+    """The same, and its marks say that work has ended which has not."""
+
+    pause = 0.01
+
+    def record(self):
+        return CompletedEvent()
+
+
+FAULTS = {
+    Shifted: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 latent"),
+    Padder: ("dsv4 fp8, rows of 584", "scatter_writes_these_bytes_and_no_others", "padding, byte"),
+    Partly: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 rope"),
+    Dense: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "load of uint8 rows of 1"),
+    Halved: ("mla fp8", "rows_of_all_kinds_are_loaded_in_one_call", "other values for row 1"),
+    Repeating: ("mla bf16", "rows_of_all_kinds_are_loaded_in_one_call", "values for row 3"),
+    Straight: ("mla bf16", "values_may_lie_anyhow", "target layer 0 latent"),
+    Truncating: ("mla fp8", "write_packs_as_the_formats_say", "target layer 0 latent: item"),
+    Blind: ("mha mxfp8", "write_packs_extremes", "0x7f expected"),
+    Away: (
+        "mla bf16",
+        "floats_are_quantised_into_every_format",
+        "as int8 with",
+    ),
+    Eager: ("mla bf16", "items_are_copied_in_all_views", "copy_items of 40 items: byte"),
+    Short: ("mla bf16", "a_mark_tells_when_work_has_ended", "copy_items, one item after another"),
+    Runaway: ("mla bf16", "runs_are_copied_to_the_byte", "copy_runs of"),
+    Dirty: ("mla bf16", "memory_is_zero_aligned_and_its_own", "byte 0 is 0x55"),
+    Askew: ("mla bf16", "memory_is_zero_aligned_and_its_own", "past a multiple of"),
+    Twice: ("mla bf16", "memory_is_zero_aligned_and_its_own", "overlaps memory that is in use"),
+    Nameless: (
+        "mla bf16",
+        "a_device_that_is_not_there_is_refused_by_name",
+        "RuntimeError (no",
+    ),
+    Hasty: (
+        "mla bf16",
+        "a_mark_tells_when_work_has_ended",
+        "a mark had ended, and",
+    ),
+}
+DEVICES = [*FAULTS, Late]
+
+
+def package(root: Path, name: str, text: str) -> None:
+    """An installed package, as far as importlib.metadata is concerned."""
+    info = root / f"{name}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vendors(tmp_path_factory):
+    """The devices above, joined as a vendor's would be."""
+    root = tmp_path_factory.mktemp("vendors")
+    lines = [f"{kind.__name__.lower()} = {__name__}:{kind.__name__}" for kind in DEVICES]
+    joined = ["[kvpool.testing]", f"vendors = {__name__}"]
+    package(root, "vendors", "\n".join(["[kvpool.devices]", *lines, *joined]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root))
+        yield
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__.lower())
+def test_a_fault_fails_a_check_by_name(kind):
+    pool, check, words = FAULTS[kind]
+    name = kind.__name__.lower()
+    with pytest.raises(ConformanceError, match=re.escape(words)) as failure:
+        check_device(name, [pool])
+    assert failure.value.check == check
+    assert failure.value.device == name and failure.value.pool in ("", pool)
+    assert str(failure.value).startswith(f"device {name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (Eager, "chained_copies_read_before_they_write"),
+        (Short, "copied_items_arrive_whole"),
+        (Dense, "gather_reads_these_bytes"),
+        (Runaway, "the_device_copies_the_runs_of_a_plan"),
+        (Dirty, "a_new_pool_is_zero_and_aligned"),
+        (Twice, "two_pools_share_no_byte"),
+    ],
+)
+def test_what_fails_without_a_pool_fails_with_one_too(kind, check):
+    with pytest.raises(ConformanceError) as failure:
+        check_pool(POOLS["mha hnd bf16"], kind.__name__.lower())
+    assert failure.value.check == check
+    assert failure.value.pool == "Example"
+
+
+def test_a_device_that_works_behind_the_callers_back_conforms():
+    assert check_device("late", ["mla fp8, rows of 656"]) == []
+
+
+def test_a_device_that_is_not_there_cannot_be_checked():
+    with pytest.raises(DeviceUnavailable, match="no installed package offers 'tpu'"):
+        check_device("tpu")
+
+
+# pools of third parties
+
+
+class Flags(MHAPool):
+    """A third party's: K and V."""
+
+
+SHAPE = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "num_pages": 5, "page_size": 4}
+
+
+def flags(kind=Flags, **more):
+    return kind(**{**SHAPE, "dtype": "bf16", **more})
+
+
+def test_a_pool_class_of_ones_own_is_checked():
+    assert check_pool(flags) == []
+
+
+SEEN = []
+
+
+def a_vendors_check(case):
+    SEEN.append(case.pool)
+
+
+POOL_CHECKS = (a_vendors_check,)
+
+
+def test_checks_of_other_packages_join_by_entry_point():
+    check_pool(named(Flags))
+    assert "flags" in SEEN
+
+
+def test_a_pool_that_lists_its_buffers_wrongly_is_found():
+    class Swapped(Flags):
+        def get_contiguous_buf_infos(self):
+            infos = super().get_contiguous_buf_infos()
+            return infos._replace(layer_ids=infos.layer_ids[::-1])
+
+    with pytest.raises(ConformanceError, match="pool swapped, check contiguous_lists") as failure:
+        check_pool(named(Swapped))
+    assert "is listed for layer 2, of which it is not" in str(failure.value)
+
+
+def test_a_pool_whose_views_lie_elsewhere_is_found():
+    class Elsewhere(Flags):
+        def view(self, role, layer):
+            return super().view("k" if role == "v" else role, layer)
+
+    with pytest.raises(ConformanceError, match="check views_described_back_are_the_layout"):
+        check_pool(named(Elsewhere))
+
+
+def test_a_pool_that_depends_on_its_device_is_found():
+    class Other(Flags):
+        def declare(self):
+            for part in super().declare():
+                yield replace(part, layers=part.layers[: 1 if self.on_meta else None])
+
+        def __init__(self, **arguments):
+            self.on_meta = arguments.get("device") == "meta"
+            super().__init__(**arguments)
+
+    with pytest.raises(ConformanceError, match="check sizes_without_memory_are_the_same"):
+        check_pool(named(Other))
+
+
+def named(kind):
+    def build(**more):
+        return flags(kind, **more)
+
+    build.__name__ = kind.__name__.lower()
+    return build
+
+
+# the command
+
+
+def kit(where: Path, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=where,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_the_documents_device_conforms_by_the_documents_command(tmp_path):
+    (tmp_path / "huge_pages.py").write_text(CODE[0])
+    toml = re.search(r"^```toml\n(.*?)^```", DOCUMENT.read_text(), re.S | re.M)[1]
+    package(tmp_path, "huge_pages", re.sub(r'project.entry-points.|"', "", toml))
+    done = kit(
+        tmp_path,
+        *("--pyargs", "kvpool.testing", "--device", "huge"),
+        *("--pool", "mla fp8, *", "--pool", "mha hnd bf16"),
+        "-v",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kvpool: device huge, memory cpu, alignment 2,097,152 bytes" in done.stdout
+    assert "[mha hnd bf16-chained_copies_read_before_they_write] PASSED" in done.stdout
+    assert "[mla fp8, rows of 656-write_packs_extremes] PASSED" in done.stdout
+    assert "[huge-a_mark_tells_when_work_has_ended] PASSED" in done.stdout
+    assert "nsa" not in done.stdout
+
+
+def test_a_device_that_is_not_there_ends_the_command_with_the_reason(tmp_path):
+    done = kit(tmp_path, "--pyargs", "kvpool.testing", "--device", "tpu:1")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "device 'tpu:1': no installed package offers 'tpu'" in done.stderr
+
+
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--device", type=int, default=7)
+    parser.addoption("--pool", type=int, default=8)
+"""
+
+
+def test_a_project_may_have_options_of_the_same_names(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(pytestconfig):\n"
+        "    assert pytestconfig.getoption('device') == 3\n"
+        "    assert pytestconfig.getoption('pool') == 8\n"
+    )
+    done = kit(tmp_path, "--device", "3", "test_it.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kvpool:" not in done.stdout
+
+
+def test_a_project_without_such_options_gets_none(tmp_path):
+    done = kit(tmp_path, "--device", "cpu")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "unrecognized arguments: --device" in done.stderr
+
+
+def test_the_kit_runs_inside_a_project_that_has_its_own_option_of_that_name(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST.replace("type=int, default=7", ""))
+    done = kit(tmp_path, "--pyargs", "kvpool.testing", "--device", "meta")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kvpool: device meta" in done.stdout
+
+
+def test_pytest_pays_nothing_for_a_kit_that_it_is_not_asked_for():
+    code = "import sys, kvpool.testing.plugin; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+if "interpret" in device_entries():
+
+    def test_kernels_conform_in_tritons_interpreter(tmp_path):
+        chosen = "--pyargs", "kvpool.testing", "--device", "interpret", "--pool", "nsa fp8"
+        done = kit(tmp_path, *chosen, TRITON_INTERPRET="1")
+        assert done.returncode == 0, done.stdout + done.stderr
