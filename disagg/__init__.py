@@ -14,27 +14,59 @@ if TYPE_CHECKING:
     from disagg.engines.base import EngineUnavailable as EngineUnavailable
     from disagg.engines.base import TransferError as TransferError
     from disagg.engines.base import create_engine as create_engine
+    from disagg.errors import EndpointClosed as EndpointClosed
+    from disagg.errors import HandshakeRefused as HandshakeRefused
+    from disagg.errors import PeerError as PeerError
+    from disagg.errors import RoomError as RoomError
+    from disagg.errors import UnknownRoom as UnknownRoom
+    from disagg.errors import UsageError as UsageError
+    from disagg.errors import WireError as WireError
     from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
     from disagg.plan import TransferPlan as TransferPlan
     from disagg.plan.bind import CopyBatch as CopyBatch
     from disagg.plan.positions import IncompleteTransfer as IncompleteTransfer
+    from disagg.protocol.decode_state import Link as Link
+    from disagg.protocol.liveness import Leases as Leases
+    from disagg.protocol.metrics import RoomMetrics as RoomMetrics
+    from disagg.protocol.metrics import Snapshot as Snapshot
+    from disagg.protocol.status import Failure as Failure
     from disagg.protocol.status import KVPoll as KVPoll
-    from disagg.runtime.endpoint import DecodeEndpoint as DecodeEndpoint
-    from disagg.runtime.endpoint import HandshakeRefused as HandshakeRefused
-    from disagg.runtime.endpoint import PrefillEndpoint as PrefillEndpoint
+    from disagg.protocol.status import Phase as Phase
+    from disagg.runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
+    from disagg.runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
+    from disagg.runtime.transport import MemoryNetwork as MemoryNetwork
+    from disagg.runtime.transport import MemoryTransport as MemoryTransport
+    from disagg.runtime.transport import Transport as Transport
+    from disagg.runtime.zmq_transport import ZmqTransport as ZmqTransport
 
 _HOME = {
     "CopyBatch": "plan.bind",
-    "DecodeEndpoint": "runtime.endpoint",
+    "DecodeEndpoint": "runtime.decode_endpoint",
+    "EndpointClosed": "errors",
     "Engine": "engines.base",
     "EngineUnavailable": "engines.base",
-    "HandshakeRefused": "runtime.endpoint",
+    "Failure": "protocol.status",
+    "HandshakeRefused": "errors",
     "IncompatibleLayouts": "plan",
     "IncompleteTransfer": "plan.positions",
     "KVPoll": "protocol.status",
-    "PrefillEndpoint": "runtime.endpoint",
+    "Leases": "protocol.liveness",
+    "Link": "protocol.decode_state",
+    "MemoryNetwork": "runtime.transport",
+    "MemoryTransport": "runtime.transport",
+    "PeerError": "errors",
+    "Phase": "protocol.status",
+    "PrefillEndpoint": "runtime.prefill_endpoint",
+    "RoomError": "errors",
+    "RoomMetrics": "protocol.metrics",
+    "Snapshot": "protocol.metrics",
     "TransferError": "engines.base",
     "TransferPlan": "plan",
+    "Transport": "runtime.transport",
+    "UnknownRoom": "errors",
+    "UsageError": "errors",
+    "WireError": "errors",
+    "ZmqTransport": "runtime.zmq_transport",
     "create_engine": "engines.base",
 }
 

@@ -7,27 +7,26 @@ the positions that differ can be named.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from disagg.digest.digest import Piece, differing, digests, to_wire
-from disagg.protocol.messages import Room
 from kvpool.layout import PoolLayout, RequestAddress
 
 MAX_ENTRIES = 1 << 20
-"""Entries that one check asks for one by one."""
+"""Entries of which one comparison asks for digests one by one."""
 
 
 @dataclass(eq=False, slots=True)
 class Verification:
-    """What one source rank has given to a room, to be digested on both sides: little-endian
+    """What a room has read from one source rank, to be digested on both sides: little-endian
     uint64, one for each piece, or with `each` one for each of its entries.
     """
 
-    room: Room
+    room: int | str
     attempt: str
     source: int
     layout: PoolLayout
@@ -63,11 +62,11 @@ def differences(check: Verification, who: str) -> tuple[Verification | None, str
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Digests being made, and who gets them: `(values, problem)`."""
+    """Digests being made for `key`."""
 
+    key: Hashable
     steps: Iterator[npt.NDArray[np.uint64] | None]
-    then: Callable[[bytes | None, str], None]
-    parts: list[npt.NDArray[np.uint64]]
+    parts: list[npt.NDArray[np.uint64]] = field(default_factory=list)
 
 
 class Digester:
@@ -76,32 +75,38 @@ class Digester:
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is more to do."""
+        return bool(self._jobs)
+
     def add(
         self,
+        key: Hashable,
         layout: PoolLayout,
         address: RequestAddress,
         pieces: list[Piece],
         each: bool,
-        then: Callable[[bytes | None, str], None],
     ) -> None:
-        """`then` is called with the digests, or with None and the reason."""
-        self._jobs.append(Job(digests(layout, address, pieces, each), then, []))
+        """Takes a job over; `step` returns its digests with `key`."""
+        self._jobs.append(Job(key, digests(layout, address, pieces, each)))
 
-    def step(self) -> bool:
-        """Goes one step on; whether there is more to do."""
+    def step(self) -> tuple[Hashable, bytes | None, str] | None:
+        """Goes one step on; where that ends a job, its key, and its digests or the reason why there
+        are none.
+        """
         if not self._jobs:
-            return False
+            return None
         job = self._jobs[0]
         try:
             part = next(job.steps)
         except StopIteration:
             self._jobs.popleft()
             values = np.concatenate(job.parts) if job.parts else np.empty(0, dtype=np.uint64)
-            job.then(values.astype("<u8").tobytes(), "")
+            return job.key, values.astype("<u8").tobytes(), ""
         except ValueError as error:
             self._jobs.popleft()
-            job.then(None, str(error))
-        else:
-            if part is not None:
-                job.parts.append(part)
-        return True
+            return job.key, None, str(error)
+        if part is not None:
+            job.parts.append(part)
+        return None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from disagg.errors import PeerError
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 
@@ -23,7 +24,7 @@ class EngineUnavailable(RuntimeError):
     """The engine that was asked for cannot work here; the message says what is missing."""
 
 
-class TransferError(RuntimeError):
+class TransferError(PeerError, RuntimeError):
     """A read failed, or would have left registered memory; none of its bytes may be relied on."""
 
 

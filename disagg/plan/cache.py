@@ -4,6 +4,7 @@ other addresses only.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -26,11 +27,20 @@ class PlanCache:
         self.allow_missing, self.most = frozenset(allow_missing), most
         self.hits = 0
         self.misses = 0
+        self.seconds = 0.0
+        """Spent in all, refusals included."""
         self._plans: OrderedDict[tuple[Shape, ...], TransferPlan] = OrderedDict()
         self._dest: tuple[PoolLayout, Shape] | None = None
 
     def plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
-        """As `disagg.plan.planner.plan`, which it may save. Refusals are raised anew each time."""
+        """As `disagg.plan.plan`, which it may save. Refusals are raised anew each time."""
+        began = time.perf_counter()
+        try:
+            return self._plan(sources, dest)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         if self._dest is None or self._dest[0] is not dest:
             self._dest = dest, _shape(dest)
         key = (*map(_shape, sources), self._dest[1])

@@ -1,20 +1,36 @@
-"""Decode's side of the hand-off as a state machine: messages, calls, time and ended reads in,
-messages, reads and verifications out; no sockets, no engine.
+"""Decode's side of the hand-off as a state machine: events in, effects out.
 
 A room succeeds when every position that it lacks was read from every rank that contributes, and
-every rank has answered that its pages stayed leased until then.
+every rank has acked that its pages stayed leased until then.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from disagg.digest.digester import Verification
-from disagg.protocol.decode_peers import Links
+from disagg.errors import RoomError, UnknownRoom
+from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkReady
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
-from disagg.protocol.liveness import Leases, items
+from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
+from disagg.protocol.events import (
+    AbortAll,
+    AbortRoom,
+    ConnectLink,
+    DecodeEvent,
+    DigestComputed,
+    DisconnectLink,
+    ForgetRoom,
+    Malformed,
+    ReadEnded,
+    ReadFailed,
+    Received,
+    RequestRoom,
+    Tick,
+    Unreachable,
+)
+from disagg.protocol.liveness import Leases, count_items
 from disagg.protocol.messages import (
     Abort,
     Aux,
@@ -22,21 +38,24 @@ from disagg.protocol.messages import (
     Digests,
     Hello,
     Message,
+    Pong,
     ReadDone,
     ReadRequest,
+    Refuse,
     ReleaseAck,
     Room,
+    UnknownPeer,
     reason_text,
 )
-from disagg.protocol.metrics import RoomMetrics, Totals, log_failure
-from disagg.protocol.status import Failure, KVPoll
+from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import Comparisons
-from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout import PoolLayout
 
 
-class DecodeRooms:
-    """All rooms of one decode endpoint. Calls append to `reads`, `checks` and what `links` has to
-    say; a driver acts on them. With `verify`, digests of what was read are compared before success.
+class DecodeMachine:
+    """All rooms of one decode endpoint. `readers` decode ranks read each room. With `verify`,
+    digests of what was read are compared before a room succeeds.
     """
 
     def __init__(
@@ -45,76 +64,80 @@ class DecodeRooms:
         layout: PoolLayout,
         readers: int,
         verify: bool = False,
-        clock: Callable[[], float] = time.monotonic,
         allow_missing: Collection[str] = (),
+        *,
+        now: float,
     ) -> None:
         self.hello, self.readers, self.verify = hello, readers, verify
-        self._clock = clock
-        self.totals = Totals()
-        self.links = Links(hello, layout, self._link_ready, self._link_failed, clock, allow_missing)
-        self.reads: list[Read] = []
-        self._comparisons = Comparisons(self.links, layout, self._advance, self._fail, clock)
-        self.checks = self._comparisons.checks
+        self._now = now
+        self._effects = Effects()
+        self.peers = DecodePeers(hello, layout, self._effects, now, allow_missing)
+        self._comparisons = Comparisons(layout, self._effects)
         self._rooms: dict[Room, DecodeRoom] = {}
         self._open: set[Room] = set()
+        self.totals = Totals()
 
-    def want(
-        self,
-        name: Room,
-        address: RequestAddress,
-        start: int,
-        link: Link,
-        expected: Collection[str] = (),
-    ) -> None:
-        """Asks for positions `start` to the end of `address`, and for the aux values `expected`."""
-        if name in self._rooms:
-            raise ValueError(f"room {name!r} is wanted already. Forget it first.")
-        if link not in self.links.links:
-            raise ValueError(
-                f"room {name!r}: the link is another endpoint's, or it was disconnected."
-            )
-        if not 0 <= start <= address.num_tokens:
-            raise ValueError(f"room {name!r}: start {start} of {address.num_tokens} tokens.")
-        attempt = uuid.uuid4().hex
-        metrics = RoomMetrics(plan_seconds=link.plan_seconds)
-        now = self._clock()
-        room = DecodeRoom(link, address, start, attempt, now, metrics, frozenset(expected))
-        self._rooms[name] = room
-        self._open.add(name)
-        room.offered = [0] * len(link.addresses)
-        room.closed = [False] * len(link.addresses)
-        if link.refusal is not None:
-            self._fail(name, Failure("decode", link.refusal, "refused"))
-        elif link.lost is not None:
-            self._fail(name, Failure("prefill", link.lost, "lost"))
-        elif link.plan is not None:
-            self._ask(name, room)
-
-    def abort(self, name: Room, reason: str) -> None:
-        """Ends a room that has not ended. Its pages stay leased while `reading(name)`."""
-        self._known(name)
-        if name in self._open:
-            self._fail(name, Failure("decode", reason, "abort"))
+    def handle(self, event: DecodeEvent, now: float) -> list[Effect]:
+        """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
+        room; then nothing has changed.
+        """
+        self._now = now
+        match event:
+            case Received(int(rank), message):
+                self._receive(rank, message)
+            case Malformed(int(rank), reason):
+                if at := self.peers.at(rank):
+                    self._link_changed(self.peers.refuse(*at, reason))
+            case Unreachable(int(rank), reason):
+                if at := self.peers.at(rank):
+                    self._link_changed(self.peers.mark_dead(*at, reason, now))
+            case Tick():
+                for failed in self.peers.tick(now):
+                    self._link_changed(failed)
+            case ReadEnded(read, problem):
+                self._read_ended(read, problem)
+            case ReadFailed(read, problem):
+                if self._current(read.room, read.attempt):
+                    self._fail(read.room, Failure("decode", problem, "read"))
+            case DigestComputed(Verification() as check, values, problem):
+                if room := self._current(check.room, check.attempt):
+                    failure = self._comparisons.computed(room, check, values, problem, now)
+                    self._compared(check.room, room, failure)
+            case ConnectLink(link):
+                self.peers.connect(link, now)
+            case DisconnectLink(link):
+                self._disconnect(link)
+            case RequestRoom():
+                self._request(event)
+            case AbortRoom(name, reason):
+                self._known(name)
+                if name in self._open:
+                    self._fail(name, Failure("decode", reason, "abort"))
+            case ForgetRoom(name):
+                if not self.poll(name).ended or self.reading(name):
+                    raise RoomError(
+                        f"room {name!r} has not ended. Abort it, and wait for its reads."
+                    )
+                del self._rooms[name]
+            case AbortAll(reason):
+                for name in list(self._open):
+                    self._fail(name, Failure("decode", reason, "abort"))
+            case _:
+                raise TypeError(f"{event!r} is not decode's.")
+        return self._effects.drain()
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
-        room = self._known(name)
-        if room.failure is not None:
-            return KVPoll.Failed
-        if room.complete:
-            return KVPoll.Success
-        if not room.asked:
-            return KVPoll.Bootstrapping
-        return KVPoll.Transferring if any(room.offered) else KVPoll.WaitingForInput
+        return self._known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
         """Why the room failed, if it did."""
         return self._known(name).failure
 
     def aux(self, name: Room) -> Aux:
-        """The values that came with success; raises ValueError before it."""
+        """The values that came with success; raises RoomError before it."""
         if self.poll(name) is not KVPoll.Success:
-            raise ValueError(f"room {name!r}: aux values are there once it has succeeded.")
+            raise RoomError(f"room {name!r}: aux values are there once it has succeeded.")
         return dict(self._known(name).aux)
 
     def metrics(self, name: Room) -> RoomMetrics:
@@ -125,114 +148,126 @@ class DecodeRooms:
         """Whether a read may still write to the room's pages."""
         return self._known(name).reading > 0
 
-    def forget(self, name: Room) -> None:
-        """Drops a room that has ended and that no read can touch any more."""
-        if not self.poll(name).ended or self.reading(name):
-            raise ValueError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
-        del self._rooms[name]
+    def rooms(self) -> Mapping[Room, DecodeRoom]:
+        """All rooms that are not forgotten."""
+        return self._rooms
 
     def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
         return self._open
 
     def leases(self) -> Leases:
-        """Items of open rooms, and of ended ones that a read may still touch."""
+        """Items of open rooms, and of ended ones to which a read may still write."""
         ended = self._rooms.keys() - self._open
         return Leases(
-            items(self._rooms[name].address for name in self._open),
-            items(self._rooms[name].address for name in ended if self._rooms[name].reading),
+            count_items(self._rooms[name].address for name in self._open),
+            count_items(self._rooms[name].address for name in ended if self._rooms[name].reading),
         )
 
-    def tick(self) -> None:
-        """Notices what time brings."""
-        self.links.tick()
+    def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
+        """Numbers now, and since the machine was made."""
+        totals, plans = self.totals.copy(), self.peers.plans
+        totals.planned(plans.seconds)
+        now = len(self._open), self.peers.live(), self.leases()
+        cache = {"hit": plans.hits, "miss": plans.misses}
+        return Snapshot(totals, *now, engine, telemetry, cache)
 
-    def receive(self, rank: int, message: Message) -> None:
-        """Takes one message of rank number `rank` (over all links)."""
-        at = self.links.at(rank)
-        if at is None or self.links.receive(*at, message):
+    def _request(self, request: RequestRoom) -> None:
+        name, address, link = request.room, request.address, request.link
+        if name in self._rooms:
+            raise RoomError(f"room {name!r} is wanted already. Forget it first.")
+        if link not in self.peers.links:
+            raise RoomError(
+                f"room {name!r}: the link is another endpoint's, or it was disconnected."
+            )
+        if not 0 <= request.start <= address.num_tokens:
+            raise RoomError(f"room {name!r}: start {request.start} of {address.num_tokens} tokens.")
+        metrics = RoomMetrics(plan_seconds=link.plan_seconds)
+        attempt, expected = uuid.uuid4().hex, frozenset(request.expected)
+        room = DecodeRoom(link, address, request.start, attempt, self._now, metrics, expected)
+        self._rooms[name] = room
+        self._open.add(name)
+        if link.refusal is not None:
+            self._fail(name, Failure("decode", link.refusal, "refused"))
+        elif link.lost is not None:
+            self._fail(name, Failure("prefill", link.lost, "lost"))
+        elif link.plan is not None:
+            self._ask(name, room)
+
+    def _disconnect(self, link: Link) -> None:
+        if link not in self.peers.links:
+            raise RoomError("the link is another endpoint's, or it was disconnected.")
+        self._fail_link(link, Failure("decode", "decode has disconnected.", "abort"))
+        self.peers.disconnect(link)
+
+    def _receive(self, rank: int, message: Message) -> None:
+        at = self.peers.at(rank)
+        if at is None or at[0].refusal is not None:
             return
         link, source = at
-        if not isinstance(message, (ChunkReady, Digests, ReleaseAck, Abort)):
-            self.links.refuse(link, source, f"{type(message).__name__} is not decode's.")
+        self.peers.liveness.heard(rank, self._now)
+        if isinstance(message, (Hello, Refuse, UnknownPeer, Pong)):
+            self._link_changed(self.peers.receive(link, source, message, self._now))
             return
-        room = self._rooms.get(message.room)
+        if not isinstance(message, (ChunkReady, Digests, ReleaseAck, Abort)):
+            reason = f"{type(message).__name__} is not decode's."
+            self._link_changed(self.peers.refuse(link, source, reason))
+            return
         hello = link.hellos[source]
         if hello is None or hello.generation != message.generation:
-            return  # of an earlier life: nothing here waits for it
-        if (
-            room is None
-            or room.link is not link
-            or room.attempt != message.attempt
-            or message.room not in self._open
-        ):
-            if isinstance(message, ChunkReady):  # prefill still holds pages for us
-                reason = "decode wants this room no more."
-                stale = Abort(message.generation, message.room, message.attempt, reason)
-                self.links.post(link, source, stale)
+            return  # of an earlier generation: nothing here waits for it
+        room = self._current(message.room, message.attempt)
+        if room is None or room.link is not link:
+            if isinstance(message, ChunkReady):  # prefill still holds pages for this decode
+                about = message.generation, message.room, message.attempt
+                self.peers.send(link, source, Abort(*about, "decode wants this room no more."))
         elif isinstance(message, ChunkReady):
-            self._ready(room, source, message)
+            self._chunk_ready(room, source, message)
         elif isinstance(message, Digests):
-            self._comparisons.answered(room, source, message)
+            failure = self._comparisons.answered(room, source, message, self._now)
+            self._compared(message.room, room, failure)
         elif isinstance(message, ReleaseAck):
             self._released(message.room, room, source, message)
         else:
             failure = Failure("prefill", reason_text(message.reason), "abort")
-            self._fail(message.room, failure, but=source)
+            self._fail(message.room, failure, except_rank=source)
 
-    def lost(self, rank: int, reason: str) -> None:
-        """A rank cannot be reached any more: the rooms of its link fail."""
-        at = self.links.at(rank)
-        if at is not None:
-            self.links.lose(*at, reason)
+    def _current(self, name: Room, attempt: str) -> DecodeRoom | None:
+        """The open room of that name, if this is its attempt."""
+        room = self._rooms.get(name)
+        return room if room and name in self._open and room.attempt == attempt else None
 
-    def wanted(self, read: Read) -> bool:
-        """Whether a read that was handed out should still be made."""
-        room = self._rooms.get(read.room)
-        return read.room in self._open and room is not None and room.attempt == read.attempt
-
-    def read_ended(self, read: Read, problem: str | None) -> None:
-        """A read that was handed out has ended: nothing of it can land any more."""
-        room = self._known(read.room)
-        room.reading -= 1
-        if not self.wanted(read):
+    def _read_ended(self, read: Read, problem: str | None) -> None:
+        self._known(read.room).reading -= 1
+        room = self._current(read.room, read.attempt)
+        if room is None:
             return
         if problem is not None:
             self._fail(read.room, Failure("decode", problem, "read"))
         else:
-            self._advance(read.room)
+            self._advance(read.room, room)
 
-    def read_failed(self, read: Read, problem: str) -> None:
-        """A read has failed, and its bytes may still land: it will be said when it has ended."""
-        if self.wanted(read):
-            self._fail(read.room, Failure("decode", problem, "read"))
+    def _link_changed(self, change: LinkChange | None) -> None:
+        if isinstance(change, LinkReady):
+            for name in list(self._open):
+                if self._rooms[name].link is change.link:
+                    self._ask(name, self._rooms[name])
+        elif change is not None:
+            self._fail_link(*change)
 
-    def checked(self, check: Verification, values: bytes | None, problem: str = "") -> None:
-        """Own digests of a check that was handed out, or why there are none."""
-        room = self._rooms.get(check.room)
-        if room is None or check.room not in self._open or room.attempt != check.attempt:
-            return
-        self._comparisons.digested(room, check, values, problem)
-
-    def _link_ready(self, link: Link) -> None:
-        for name in self._open:
-            if self._rooms[name].link is link:
-                self._ask(name, self._rooms[name])
-
-    def _link_failed(self, link: Link, failure: Failure, but: int | None) -> None:
-        """All of its rooms fail; after a refusal (`but` is None) all ranks know."""
+    def _fail_link(self, link: Link, failure: Failure, except_rank: int | None = None) -> None:
+        """All its rooms fail; after a refusal every rank knows."""
         for name in [name for name in self._open if self._rooms[name].link is link]:
-            told = link.refusal is None
-            self._fail(name, failure, but, told)
+            self._fail(name, failure, except_rank, tell=link.refusal is None)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
-        room.asked = True
+        room.phase = room.phase.to(Phase.REQUESTED)
         room.metrics.plan_seconds = room.link.plan_seconds
         start, end = room.start, room.address.num_tokens
         self._tell(room, lambda g: ReadRequest(g, name, room.attempt, start, end, self.readers))
 
-    def _ready(self, room: DecodeRoom, source: int, ready: ChunkReady) -> None:
-        total, link, first = room.address.num_tokens, room.link, not room.seen
+    def _chunk_ready(self, room: DecodeRoom, source: int, ready: ChunkReady) -> None:
+        link = room.link
         try:
             address = room.take(source, ready)
         except ValueError as error:
@@ -241,34 +276,37 @@ class DecodeRooms:
             return
         if address is None:
             return  # a duplicate
-        if first:
-            room.metrics.wait_seconds = self._clock() - room.wanted_at
+        if room.phase is Phase.REQUESTED:
+            room.phase = room.phase.to(Phase.TRANSFERRING)
+            room.metrics.wait_seconds = self._now - room.opened_at
         tokens = range(max(ready.start, room.start), max(ready.stop, room.start))
         # slots and rings come with the last position, also where decode has all the pages
-        needed = tokens or (ready.last and room.start == total)
+        needed = tokens or (ready.last and room.start == room.address.num_tokens)
         plan, hello = link.plan, link.hellos[source]
         if plan is None or hello is None or source not in plan.contributors() or not needed:
-            self._advance(ready.room)
+            self._advance(ready.room, room)
             return
         room.reading += 1
-        self.reads.append(
-            Read(
-                ready.room,
-                room.attempt,
-                link,
-                source,
-                hello,
-                plan,
-                tokens,
-                address,
-                room.address,
+        self._effects.append(
+            StartRead(
+                Read(
+                    ready.room,
+                    room.attempt,
+                    link,
+                    source,
+                    hello,
+                    plan,
+                    tokens,
+                    address,
+                    room.address,
+                    room.metrics,
+                )
             )
         )
 
-    def _advance(self, name: Room) -> None:
-        """Says done once every rank has closed the room, every read has ended and is verified."""
-        room = self._rooms[name]
-        if room.reading or room.announced or not all(room.closed):
+    def _advance(self, name: Room, room: DecodeRoom) -> None:
+        """Verifies or releases once every rank has closed the room and every read has ended."""
+        if room.reading or room.phase is not Phase.TRANSFERRING or not all(room.closed):
             return
         missing = sorted(room.expected - room.aux.keys())
         if missing:
@@ -277,40 +315,52 @@ class DecodeRooms:
             self._fail(name, Failure("decode", reason, "aux"))
             return
         plan = room.link.plan
-        if self.verify and room.checks is None and plan is not None:
-            self._comparisons.begin(name, room, plan)
+        if self.verify and plan is not None:
+            room.phase = room.phase.to(Phase.VERIFYING)
+            self._comparisons.begin(name, room, plan, self._now)
         if not room.checks:
-            room.announced = True
-            self._tell(room, lambda generation: ReadDone(generation, name, room.attempt))
+            self._release(name, room)
+
+    def _compared(self, name: Room, room: DecodeRoom, failure: Failure | None) -> None:
+        if failure is not None:
+            self._fail(name, failure)
+        elif room.phase is Phase.VERIFYING and not room.checks:
+            self._release(name, room)
+
+    def _release(self, name: Room, room: DecodeRoom) -> None:
+        room.phase = room.phase.to(Phase.RELEASING)
+        self._tell(room, lambda generation: ReadDone(generation, name, room.attempt))
 
     def _released(self, name: Room, room: DecodeRoom, source: int, message: ReleaseAck) -> None:
         if source in room.released:
             return  # the answer to a duplicate
-        if not message.leased or not room.announced:
+        if not message.leased or room.phase is not Phase.RELEASING:
             reason = f"{room.link.name(source)} gave its pages away before they were read."
             self._fail(name, Failure("prefill", reason, "lease"))
             return
         room.released.add(source)
-        if room.complete:
+        if len(room.released) == len(room.offered):
+            room.phase = room.phase.to(Phase.SUCCESS)
             self._end(name, room)
 
     def _fail(
-        self, name: Room, failure: Failure, but: int | None = None, told: bool = True
+        self, name: Room, failure: Failure, except_rank: int | None = None, *, tell: bool = True
     ) -> None:
-        """Ends a room; all ranks but `but` are told, unless they know from elsewhere."""
+        """Ends a room; all ranks but `except_rank` are told, if they were asked for it."""
         room = self._rooms[name]
+        asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
+        room.phase = room.phase.to(Phase.FAILED)
         self._end(name, room)
-        kept = [read for read in self.reads if read.room != name]
-        room.reading -= len(self.reads) - len(kept)
-        self.reads = kept
-        if room.asked and told:
+        if room.reading:
+            self._effects.append(CancelReads(room.attempt))
+        if asked and tell:
             reason = reason_text(failure.reason)
-            self._tell(room, lambda g: Abort(g, name, room.attempt, reason), but)
+            self._tell(room, lambda g: Abort(g, name, room.attempt, reason), except_rank)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
         self._open.discard(name)
-        room.metrics.total_seconds = self._clock() - room.wanted_at
+        room.metrics.total_seconds = self._now - room.opened_at
         self.totals.add(room.metrics, room.failure)
         if room.failure is not None:
             hellos = [hello.generation if hello else "" for hello in room.link.hellos]
@@ -326,14 +376,14 @@ class DecodeRooms:
             )
 
     def _tell(
-        self, room: DecodeRoom, message: Callable[[str], Message], but: int | None = None
+        self, room: DecodeRoom, message: Callable[[str], Message], except_rank: int | None = None
     ) -> None:
         for source, hello in enumerate(room.link.hellos):
-            if hello is not None and source != but:
-                self.links.post(room.link, source, message(hello.generation))
+            if hello is not None and source != except_rank:
+                self.peers.send(room.link, source, message(hello.generation))
 
     def _known(self, name: Room) -> DecodeRoom:
         room = self._rooms.get(name)
         if room is None:
-            raise KeyError(f"room {name!r} was never wanted, or is forgotten.")
+            raise UnknownRoom(f"room {name!r} was never wanted, or is forgotten.")
         return room

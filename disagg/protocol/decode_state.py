@@ -1,4 +1,4 @@
-"""What decode knows of a prefill, of a request that it wants, and of a chunk to be read."""
+"""What decode knows of a prefill, of a room that it has asked for, and of a chunk to be read."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ from disagg.digest.digester import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Phase
 from kvpool.layout import RequestAddress
 
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """One prefill: all its ranks. `plan` is there once all have answered the hello.
+    """All ranks of one prefill, by endpoint address. `plan` is there once all have answered the
+    hello.
 
-    `lost` says that a rank was there and is not any more; it is greeted again until it answers.
+    `lost` says that a rank was there and is not any more; hellos are sent until it answers.
     `refusal` is final.
     """
 
     addresses: tuple[str, ...]
-    first: int
+    first: int = -1
     """Number of its rank 0 among all ranks that this decode has ever talked to."""
-    hellos: list[Hello | None]
-    pinged: list[float]
+    hellos: list[Hello | None] = field(default_factory=list)
+    pinged: list[float] = field(default_factory=list)
     plan: TransferPlan | None = None
     plan_seconds: float = 0.0
     lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
 
+    def __post_init__(self) -> None:
+        self.hellos = [None] * len(self.addresses)
+        self.pinged = [0.0] * len(self.addresses)
+
     @property
     def settled(self) -> bool:
-        """Whether the hello has ended, either way."""
+        """Whether the handshake has ended, either way."""
         return self.plan is not None or self.refusal is not None
 
     def name(self, source: int) -> str:
@@ -43,9 +48,10 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A chunk to be read from rank `source` of a link: positions `tokens`, the source's address.
+    """A chunk to be read from rank `source` of a link: positions `tokens`, of the request that lies
+    at `source_address` there and at `dest_address` here.
 
-    `hello` is the life of that rank, `plan` what was planned with it.
+    `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's.
     """
 
     room: Room
@@ -57,40 +63,43 @@ class Read:
     tokens: range
     source_address: RequestAddress
     dest_address: RequestAddress
+    metrics: RoomMetrics
+    cancelled: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class DecodeRoom:
-    """One request that is wanted."""
+    """One request that decode has asked for."""
 
     link: Link
     address: RequestAddress
     start: int
     attempt: str
-    wanted_at: float
+    opened_at: float
     metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
+    phase: Phase = Phase.HANDSHAKE
     offered: list[int] = field(default_factory=list)
+    """By source rank, positions up to which chunks are ready."""
     closed: list[bool] = field(default_factory=list)
+    """By source rank, whether its last chunk is ready."""
     seen: set[tuple[int, int, int, bool]] = field(default_factory=set)
     """Chunks by source rank, start, stop and last."""
     reading: int = 0
-    asked: bool = False
-    checks: dict[int, Verification] | None = None
-    """By source rank, those that are not done; None before the last read has ended."""
-    announced: bool = False
+    """Reads that have not ended."""
+    checks: dict[int, Verification] = field(default_factory=dict)
+    """By source rank, comparisons that are not done."""
     released: set[int] = field(default_factory=set)
     aux: Aux = field(default_factory=dict)
     failure: Failure | None = None
 
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has released its pages."""
-        return self.announced and len(self.released) == len(self.offered)
+    def __post_init__(self) -> None:
+        self.offered = [0] * len(self.link.addresses)
+        self.closed = [False] * len(self.link.addresses)
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
-        """Notes a chunk that a rank offers: where it is, or None for a duplicate. Raises ValueError
-        where it cannot be one.
+        """Notes a chunk that a rank offers: its block table there, or None for a duplicate. Raises
+        ValueError for a chunk that cannot be one.
         """
         chunk = source, ready.start, ready.stop, ready.last
         total = self.address.num_tokens

@@ -1,4 +1,4 @@
-"""What holds pages back from reuse, and for how long a peer may be silent."""
+"""How long a peer may be silent, and which pages a hand-off holds back from reuse."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Generic, TypeVar
 
 from kvpool.layout import RequestAddress
 
-PINGS = 4
-"""Signs of life in the time after which silence means death."""
-LOOKS = 4 * PINGS
-"""How often one looks in that time."""
+PINGS_PER_TIMEOUT = 4
+CHECKS_PER_TIMEOUT = 4 * PINGS_PER_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
 class Leases:
     """Items by id list (`kv`, `swa`, `state`, ...); an item of two rooms counts twice.
 
-    `leased`: of rooms that have not ended. `quarantined`: of rooms that have ended, and to which an
+    `leased`: of rooms that have not ended. `quarantined`: of rooms that have ended and to which an
     engine may still write. All others may be reused.
     """
 
@@ -26,41 +24,44 @@ class Leases:
     quarantined: Mapping[str, int] = field(default_factory=dict)
 
 
-def items(addresses: Iterable[RequestAddress]) -> dict[str, int]:
-    """How many items addresses have, by id list."""
+def count_items(block_tables: Iterable[RequestAddress]) -> dict[str, int]:
+    """Items of all block tables, by id list."""
     found: dict[str, int] = {}
-    for address in addresses:
-        for name, span in address.spans.items():
+    for table in block_tables:
+        for name, span in table.spans.items():
             found[name] = found.get(name, 0) + span.ids.size
     return found
 
 
-Peer = TypeVar("Peer", bound=Hashable)
+PeerId = TypeVar("PeerId", bound=Hashable)
 
 
-class Silence(Generic[Peer]):
-    """How long each of several peers has been silent, while one listened.
+class Liveness(Generic[PeerId]):
+    """How long each peer has been silent, while this side listened.
 
-    Time in which nobody looked (a stopped process, a long call) is nobody's silence.
+    Time in which nobody looked (a stopped process, a long call) counts as nobody's silence.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
-        self.timeout, self._looked = timeout, now
-        self._heard: dict[Peer, float] = {}
+        self.timeout, self._checked = timeout, now
+        self._heard: dict[PeerId, float] = {}
 
-    def heard(self, peer: Peer, now: float) -> None:
-        """A sign of life, or the beginning of a wait for one."""
+    def heard(self, peer: PeerId, now: float) -> None:
+        """Notes a sign of life, or the beginning of a wait for one."""
         self._heard[peer] = now
 
-    def forget(self, peer: Peer) -> None:
-        """Waits for this one no more."""
+    def forget(self, peer: PeerId) -> None:
+        """Stops to wait for a peer."""
         self._heard.pop(peer, None)
 
-    def dead(self, now: float) -> list[Peer]:
-        """Those silent for longer than the time-out. To be called often."""
-        gap = now - self._looked - self.timeout / PINGS
-        self._looked = now
+    def peers(self) -> set[PeerId]:
+        """Peers that are waited for."""
+        return set(self._heard)
+
+    def dead(self, now: float) -> list[PeerId]:
+        """Peers that have been silent for longer than the timeout. To be called often."""
+        gap = now - self._checked - self.timeout / PINGS_PER_TIMEOUT
+        self._checked = now
         if gap > 0:
-            for peer, at in self._heard.items():
-                self._heard[peer] = min(at + gap, now)
+            self._heard = {peer: min(at + gap, now) for peer, at in self._heard.items()}
         return [peer for peer, at in self._heard.items() if now - at > self.timeout]

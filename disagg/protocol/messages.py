@@ -1,8 +1,8 @@
-"""The messages between endpoints: typed, versioned, bounded, never pickled.
+"""The messages between endpoints: msgpack maps, typed, versioned, bounded, never pickled.
 
-Every message after the hello names the life (generation) of the prefill endpoint that it belongs
-to, and every message about a room the attempt. Numbers and sizes are bounded here; what they mean
-is checked against layouts where they are used.
+Every message after the hello names the generation of the prefill endpoint that it belongs to, and
+every message about a room the attempt. Numbers and sizes are bounded here; what they mean is
+checked against layouts where they are used. docs/protocol.md has every field.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from disagg.errors import RoomError, WireError
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.types import MAX_REASON
@@ -23,14 +24,14 @@ PROTOCOL = 3
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_TEXT = 1 << 16
-MAX_ROOM = 256
-LEAST_TIMEOUT, MOST_TIMEOUT = 0.05, 86_400.0
+MAX_ROOM_NAME = 256
+MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Name = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Seconds = Annotated[float, Meta(ge=LEAST_TIMEOUT, le=MOST_TIMEOUT)]
-Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM)]
+Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT, le=MAX_TIMEOUT)]
+Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM_NAME)]
 Aux = dict[str, Any]
 """Small named values of one request: numbers, text, bytes, lists and maps (whose keys are text or
 numbers), `AUX_DEPTH` deep.
@@ -38,49 +39,45 @@ numbers), `AUX_DEPTH` deep.
 AUX_DEPTH = 8
 
 
-class WireError(ValueError):
-    """A message that is not one, too large, or of another protocol."""
-
-
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Either side's first message: who it is, what its bytes are, and how to reach them."""
+    """Either side's first message: which endpoint it is, its layout, and how to read its memory."""
 
     protocol: int
     generation: Name
     engine: Name
     layout: bytes
     metadata: bytes
-    """The engine's; nobody reads decode, so decode's is empty."""
+    """The engine's; empty from decode, whose memory no peer reads."""
     timeout: Seconds
-    """After how much silence it takes the other side for dead."""
+    """Seconds of silence after which it takes the other side for dead."""
 
 
 class Ping(Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
-    """Decode lives, and asks whether prefill does."""
+    """Decode is alive, and asks whether prefill is."""
 
     generation: Name
 
 
 class Pong(Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
-    """Prefill lives."""
+    """Prefill is alive."""
 
     generation: Name
 
 
 class UnknownPeer(Struct, frozen=True, tag="unknown_peer", forbid_unknown_fields=True):
-    """Prefill does not know the sender, or lives another life than `generation`: greet it again."""
+    """Prefill does not know the sender, or has another generation: decode must say hello again."""
 
     generation: Name
 
 
 class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
-    """These two cannot work together, with all the reasons."""
+    """These two endpoints cannot work together, with all reasons."""
 
     reasons: list[Text]
 
 
 class ReadRequest(Struct, frozen=True, tag="read_request", forbid_unknown_fields=True):
-    """Decode lacks positions from `start` to `num_tokens`; `readers` decode ranks will want the
+    """Decode asks for positions `start` to `num_tokens`; `readers` decode ranks will ask for the
     room.
     """
 
@@ -100,7 +97,9 @@ class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkReady(Struct, frozen=True, tag="chunk_ready", forbid_unknown_fields=True):
-    """Prefill holds positions `start` to `stop` at the address given; `last` ends the room."""
+    """Prefill has computed positions `start` to `stop`; `spans` is its block table, `last` ends the
+    room.
+    """
 
     generation: Name
     room: Room
@@ -114,17 +113,17 @@ class ChunkReady(Struct, frozen=True, tag="chunk_ready", forbid_unknown_fields=T
     """A msgpack map of names to values, see `Aux`."""
 
     def address(self) -> RequestAddress:
-        """The address, validated."""
+        """The block table, validated."""
         spans = {}
         for name, span in self.spans.items():
             if len(span.ids) % 8:
-                raise WireError(f"ids of space {name}: {len(span.ids)} bytes are no whole int64.")
+                raise WireError(f"ids of space {name}: {len(span.ids)} bytes, not a multiple of 8.")
             spans[name] = Span(np.frombuffer(span.ids, dtype="<i8"), span.first_item)
         return RequestAddress(self.num_tokens, spans)
 
 
 class ReadDone(Struct, frozen=True, tag="read_done", forbid_unknown_fields=True):
-    """Decode has read all it required."""
+    """Decode has read everything that it asked for."""
 
     generation: Name
     room: Room
@@ -143,7 +142,7 @@ class DigestRequest(Struct, frozen=True, tag="digest_request", forbid_unknown_fi
 
 
 class Digests(Struct, frozen=True, tag="digests", forbid_unknown_fields=True):
-    """The answer to a check, in order, as little-endian uint64; or why there is none."""
+    """The answer to a DigestRequest, in order, as little-endian uint64; or why there is none."""
 
     generation: Name
     room: Room
@@ -154,7 +153,7 @@ class Digests(Struct, frozen=True, tag="digests", forbid_unknown_fields=True):
 
 
 class ReleaseAck(Struct, frozen=True, tag="release_ack", forbid_unknown_fields=True):
-    """Whether the pages stayed leased until the reader was done."""
+    """The answer to ReadDone: whether the pages stayed leased until then."""
 
     generation: Name
     room: Room
@@ -177,7 +176,7 @@ Message = ToPrefill | ToDecode
 
 
 class _AnyHello(Struct, tag="hello"):
-    """A hello of any protocol, as far as it must be read to refuse it by name."""
+    """A hello of any protocol, as far as it is read to refuse it by its number."""
 
     protocol: int
 
@@ -191,10 +190,10 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Bytes for one frame; raises WireError if no peer would take them."""
+    """Bytes of one frame; raises RoomError if no peer would take them."""
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
-        raise WireError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are sent.")
+        raise RoomError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are sent.")
     return data
 
 
@@ -210,35 +209,36 @@ def decode(data: bytes) -> Message:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             protocol = PROTOCOL
         if protocol != PROTOCOL:
-            return Hello(protocol, "", "", b"", b"", LEAST_TIMEOUT)
+            return Hello(protocol, "", "", b"", b"", MIN_TIMEOUT)
         raise WireError(f"malformed message: {error}") from None
 
 
 def room_name(name: object) -> Room:
-    """A room's name as it travels, a number from 0 to 2**63-1 or a short text; else ValueError."""
-    if isinstance(name, str) and len(name) <= MAX_ROOM and name.isprintable():
+    """A room's name as it is sent, a number from 0 to 2**63-1 or a short text; else RoomError."""
+    if isinstance(name, str) and len(name) <= MAX_ROOM_NAME and name.isprintable():
         return name
     if isinstance(name, SupportsIndex) and not isinstance(name, bool):
         number = index(name)
         if 0 <= number < 1 << 63:
             return number
-    raise ValueError(
-        f"room {name!r}: a number from 0 to 2**63-1, or at most {MAX_ROOM} printable characters."
+    raise RoomError(
+        f"room {name!r}: a number from 0 to 2**63-1, or at most {MAX_ROOM_NAME} printable "
+        "characters."
     )
 
 
 def reason_text(reason: str, most: int = MAX_REASON) -> str:
-    """A reason as it travels: cut to `most` characters, what is no text escaped."""
+    """A reason as it is sent: at most `most` characters, what is no text escaped."""
     return reason.encode(errors="backslashreplace").decode()[:most]
 
 
-def joined(reasons: Iterable[str]) -> str:
-    """A peer's reasons, one a line, as far as they are kept."""
+def join_reasons(reasons: Iterable[str]) -> str:
+    """A peer's reasons, one a line, at most `MAX_TEXT` characters."""
     return reason_text("\n".join(reasons), MAX_TEXT)
 
 
 def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
-    """Spans as they travel."""
+    """A block table as it is sent."""
     return {
         name: WireSpan(span.ids.astype("<i8").tobytes(), span.first_item)
         for name, span in address.spans.items()
@@ -246,12 +246,12 @@ def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
 
 
 def pack_aux(aux: Aux) -> bytes:
-    """`aux` as it travels; raises WireError where it cannot."""
+    """`aux` as it is sent; raises RoomError for values that cannot be."""
     try:
         data = _encoder.encode(aux)
         unpack_aux(data)
-    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
-        raise WireError(f"aux: {error}. Send numbers, text, bytes, lists or maps.") from None
+    except (msgspec.MsgspecError, WireError, TypeError, OverflowError) as error:
+        raise RoomError(f"aux: {error}. Send numbers, text, bytes, lists or maps.") from None
     return data
 
 
@@ -278,8 +278,8 @@ def _value(raw: msgspec.Raw, depth: int) -> Any:
     return {key: _value(each, depth - 1) for key, each in _map.decode(raw).items()}
 
 
-def greeting_problems(own: Hello, other: Hello) -> list[str]:
-    """Why two endpoints cannot talk, whatever their layouts."""
+def handshake_problems(own: Hello, other: Hello) -> list[str]:
+    """Why two endpoints cannot work together, whatever their layouts."""
     if own.protocol != other.protocol:
         return [f"protocol {own.protocol} here, {other.protocol} there. Run the same kvpool."]
     if own.engine != other.engine:

@@ -1,13 +1,14 @@
-"""Whom prefill serves: greeting, signs of life and loss of decodes, as a state machine; no
-sockets.
+"""The decodes that prefill serves: their handshakes, signs of life and loss. Part of
+`PrefillMachine`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from typing import NamedTuple
 
-from disagg.protocol.liveness import Silence
+from disagg.protocol.effects import Effects
+from disagg.protocol.liveness import Liveness
 from disagg.protocol.messages import (
     MAX_TEXT,
     Abort,
@@ -21,89 +22,93 @@ from disagg.protocol.messages import (
     Refuse,
     Room,
     UnknownPeer,
-    greeting_problems,
-    joined,
+    handshake_problems,
+    join_reasons,
     reason_text,
 )
-from disagg.protocol.prefill_state import Decode, Peer
-from disagg.protocol.status import Failure, Kind
+from disagg.protocol.prefill_state import Decode
+from disagg.protocol.status import Failure, FailureKind
 
 KEPT_REFUSALS = 100
 MAX_PEERS = 1024
 
 
-class Decodes:
-    """All decodes of one prefill endpoint, by connection. What is to be said goes to `post(peer,
-    message)`; `gone(peer, rooms that it wants, failure)` is called when one is served no more.
-    """
+class RoomMessage(NamedTuple):
+    """A message about a room, from a decode that is served."""
 
-    def __init__(
-        self,
-        hello: Hello,
-        post: Callable[[Peer, Message], None],
-        gone: Callable[[Peer, set[Room], Failure], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.hello, self.alive = hello, dict[Peer, Decode]()
+    decode: Decode
+    message: ReadRequest | DigestRequest | ReadDone | Abort
+
+
+class LostPeer(NamedTuple):
+    """A decode that is served no more: the rooms that it has asked for fail."""
+
+    peer: bytes
+    rooms: set[Room]
+    failure: Failure
+
+
+class PrefillPeers:
+    """All decodes of one prefill endpoint, by connection."""
+
+    def __init__(self, hello: Hello, effects: Effects, now: float) -> None:
+        self.hello, self.alive = hello, dict[bytes, Decode]()
         self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
-        self._post, self._gone, self._clock = post, gone, clock
-        self._silence: Silence[Peer] = Silence(hello.timeout, clock())
+        self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
+        self._effects = effects
 
-    def receive(
-        self, peer: Peer, message: Message
-    ) -> tuple[Decode, ReadRequest | DigestRequest | ReadDone | Abort] | None:
-        """Takes what concerns no room; returns what does, and whose it is. Notes signs of life."""
+    def receive(self, peer: bytes, message: Message, now: float) -> RoomMessage | LostPeer | None:
+        """Handles what concerns no room; returns what does. Notes signs of life."""
         decode = self.alive.get(peer)
         if decode is not None:
-            self._silence.heard(peer, self._clock())
+            self.liveness.heard(peer, now)
         if isinstance(message, Hello):
-            self._greet(peer, message)
+            self._handshake(peer, message, now)
         elif isinstance(message, Refuse):
-            self.refusals.append(joined(message.reasons))
-            self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
+            self.refusals.append(join_reasons(message.reasons))
+            return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
         elif not isinstance(message, (Ping, ReadRequest, DigestRequest, ReadDone, Abort)):
-            self.refuse(peer, f"{type(message).__name__} is not prefill's.")
+            return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         elif decode is None or message.generation != self.hello.generation:
-            self._post(peer, UnknownPeer(message.generation))
+            self._effects.send(peer, UnknownPeer(message.generation))
         elif isinstance(message, Ping):
-            self._post(peer, Pong(message.generation))
+            self._effects.send(peer, Pong(message.generation))
         else:
-            return decode, message
+            return RoomMessage(decode, message)
         return None
 
-    def look(self, now: float) -> None:
-        """Gives up those that have been silent too long."""
-        for peer in self._silence.dead(now):
-            self.lost(peer, f"decode was silent for more than {self.hello.timeout:g} s.")
+    def find_dead(self, now: float) -> list[LostPeer]:
+        """Gives up decodes that have been silent too long."""
+        reason = f"decode was silent for more than {self.hello.timeout:g} s."
+        lost = [self.mark_dead(peer, reason) for peer in self.liveness.dead(now)]
+        return [each for each in lost if each is not None]
 
-    def refuse(self, peer: Peer, reason: str) -> None:
-        """Drops a peer that does not keep the protocol, and tells it why."""
-        self._post(peer, Refuse([reason_text(reason, MAX_TEXT)]))
-        self.lost(peer, f"decode was refused: {reason}", "refused")
+    def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
+        """Drops a peer that breaks the protocol, and tells it why."""
+        self._effects.send(peer, Refuse([reason_text(reason, MAX_TEXT)]))
+        return self.mark_dead(peer, f"decode was refused: {reason}", "refused")
 
-    def lost(self, peer: Peer, reason: str, kind: Kind = "lost") -> None:
-        """A peer cannot be reached any more."""
-        if peer in self.alive:
-            self._drop(peer, Failure("prefill", reason, kind))
+    def mark_dead(self, peer: bytes, reason: str, kind: FailureKind = "lost") -> LostPeer | None:
+        """Drops a peer that cannot be reached any more."""
+        return self._drop(peer, Failure("prefill", reason, kind))
 
-    def farewell(self) -> None:
-        """Tells all that this life is over, so that none waits for a time-out."""
+    def notify_shutdown(self) -> None:
+        """Tells every decode that this generation is over, so that none waits for a timeout."""
         for peer in self.alive:
-            self._post(peer, UnknownPeer(self.hello.generation))
+            self._effects.send(peer, UnknownPeer(self.hello.generation))
 
-    def _greet(self, peer: Peer, hello: Hello) -> None:
-        reasons = greeting_problems(self.hello, hello)
+    def _handshake(self, peer: bytes, hello: Hello, now: float) -> None:
+        reasons = handshake_problems(self.hello, hello)
         if peer not in self.alive and len(self.alive) >= MAX_PEERS:
             reasons = [f"{MAX_PEERS} decodes are connected already."]
         if reasons:
-            self._post(peer, Refuse(reasons))
+            self._effects.send(peer, Refuse(reasons))
             return
         self.alive.setdefault(peer, Decode(hello.generation))
-        self._silence.heard(peer, self._clock())
-        self._post(peer, self.hello)
+        self.liveness.heard(peer, now)
+        self._effects.send(peer, self.hello)
 
-    def _drop(self, peer: Peer, failure: Failure) -> None:
+    def _drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
         decode = self.alive.pop(peer, None)
-        self._silence.forget(peer)
-        if decode is not None:
-            self._gone(peer, decode.rooms, failure)
+        self.liveness.forget(peer)
+        return None if decode is None else LostPeer(peer, decode.rooms, failure)

@@ -1,4 +1,4 @@
-"""What prefill knows of a decode, and of a request that it offers."""
+"""What prefill knows of a decode, and of a room that it serves."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Phase
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
     from kvpool.device import Event
 
-Peer = bytes
-"""A connection, as the socket names it."""
-
 
 @dataclass(slots=True)
 class Decode:
-    """A decode that has said hello: its life, and the rooms that it wants."""
+    """A decode that has said hello: its generation, and the rooms that it has asked for."""
 
     generation: str
     rooms: set[Room] = field(default_factory=set)
@@ -26,19 +23,23 @@ class Decode:
 
 @dataclass(slots=True)
 class PrefillRoom:
-    """One request: what was computed, who wants it, who is done with it."""
+    """One request: what was computed, which readers ask for it, which have read it."""
 
+    opened_at: float = 0.0
+    phase: Phase = Phase.HANDSHAKE
     chunks: list[ChunkReady] = field(default_factory=list)
     addresses: list[RequestAddress] = field(default_factory=list)
-    wants: dict[Peer, ReadRequest] = field(default_factory=dict)
-    events: list[Event | None] = field(default_factory=list)
-    """Of the chunks that readers may not know of yet: after what work of the device they are there.
+    """Block tables, one of each chunk."""
+    unpublished: list[Event | None] = field(default_factory=list)
+    """For each of the latest chunks, of which readers may not know yet, the device's event before
+    which it is computed.
     """
-    lives: list[str] = field(default_factory=list)
-    """Generations of those who want it."""
-    checking: set[Peer] = field(default_factory=set)
-    done: set[Peer] = field(default_factory=set)
-    opened_at: float = 0.0
+    requests: dict[bytes, ReadRequest] = field(default_factory=dict)
+    """By the peer that has asked."""
+    generations: list[str] = field(default_factory=list)
+    """Of the decodes that have asked."""
+    digesting: set[bytes] = field(default_factory=set)
+    done: set[bytes] = field(default_factory=set)
     leased_until: float | None = None
     failure: Failure | None = None
 
@@ -49,26 +50,26 @@ class PrefillRoom:
 
     @property
     def closed(self) -> bool:
-        """Whether the last chunk was sent."""
+        """Whether the last chunk was offered."""
         return bool(self.chunks) and self.chunks[-1].last
 
     @property
-    def shown(self) -> int:
+    def published(self) -> int:
         """Chunks that readers may know of."""
-        return len(self.chunks) - len(self.events)
+        return len(self.chunks) - len(self.unpublished)
 
     @property
     def whole(self) -> bool:
-        """Whether readers may know of all of it."""
-        return self.closed and not self.events
+        """Whether readers may know of every chunk."""
+        return self.closed and not self.unpublished
 
     @property
     def complete(self) -> bool:
         """Whether every reader is done."""
-        readers = next(iter(self.wants.values())).readers if self.wants else 0
+        readers = next(iter(self.requests.values())).readers if self.requests else 0
         return self.closed and 0 < readers == len(self.done)
 
-    def misfit(self, address: RequestAddress, tokens: range, last: bool) -> str | None:
+    def chunk_problem(self, address: RequestAddress, tokens: range, last: bool) -> str | None:
         """Why positions `tokens` cannot be offered next."""
         end = address.num_tokens
         if self.closed:
@@ -79,17 +80,17 @@ class PrefillRoom:
                 f"the next chunk starts there, got {tokens}."
             )
         if tokens.stop > end or (last and tokens.stop != end):
-            return f"the address holds {end} tokens, got {tokens} with last={last}."
+            return f"the block table holds {end} tokens, got {tokens} with last={last}."
         return None
 
-    def unwanted(self, peer: Peer, want: ReadRequest) -> str | None:
-        """Why this peer cannot want it."""
+    def reject_reason(self, peer: bytes, request: ReadRequest) -> str | None:
+        """Why this peer cannot read it."""
         if self.failure is not None:
             return self.failure.reason
-        if peer in self.wants:
+        if peer in self.requests:
             return "wanted twice by one reader."
-        if any(known.readers != want.readers for known in self.wants.values()):
-            return f"its readers disagree on how many they are ({want.readers})."
-        if len(self.wants) == want.readers:
-            return f"{want.readers} readers want it already."
+        if any(known.readers != request.readers for known in self.requests.values()):
+            return f"its readers disagree on how many they are ({request.readers})."
+        if len(self.requests) == request.readers:
+            return f"{request.readers} readers want it already."
         return None

@@ -1,5 +1,5 @@
 """Decode's reads: bound, cut into parts, posted to the engine and polled. Ranks are read side by
-side, the reads of one rank one after another, so that what fails takes nothing else along.
+side, the reads of one rank one after another, so that one failure stops no other rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.plan import TransferPlan
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
-from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.events import ReadEnded, ReadFailed
 from disagg.runtime.staging import Part, Stage
 
 if TYPE_CHECKING:
@@ -29,9 +29,12 @@ SPIN_SECONDS = 1.0
 """How long parts in flight are polled without a pause after the last one has arrived."""
 
 
+ReadEvent = ReadFailed | ReadEnded
+
+
 @dataclass(eq=False, slots=True)
 class _InFlight:
-    """A part of a read that was posted; with a buffer, until it was scattered from there."""
+    """A part of a read that was posted; with a staging buffer, until it is scattered from there."""
 
     transfer: Any
     part: Part
@@ -51,7 +54,6 @@ class _Active:
 
     read: Read
     parts: Iterator[Part]
-    metrics: RoomMetrics
     left: bool = True
     next: Part | None = None
     in_flight: deque[_InFlight] = field(default_factory=deque)
@@ -60,7 +62,7 @@ class _Active:
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """Reads from one life of one rank. `peer` is the engine's, once connected."""
+    """Reads from one generation of one rank. `peer` is the engine's, once connected."""
 
     queue: deque[Read] = field(default_factory=deque)
     active: _Active | None = None
@@ -72,80 +74,92 @@ class _Lane:
 
 @dataclass(eq=False, slots=True)
 class _Fence:
-    """A peer that is given up, and the read of which bytes may land until that is done."""
+    """A peer that is given up, and the read whose bytes may land until that is done."""
 
     peer: Any
     active: _Active | None
     problem: str | None
-    hopeless: bool = False
+    unfenceable: bool = False
 
 
 class Reader:
     """Works through reads with one engine; used by one thread.
 
-    `wanted(read)` gives the metrics to count in, or None if the room has failed meanwhile.
-    `ended(read, problem)` is called for each, once nothing of it can land any more; before it
-    `failed(read, problem)` if that takes time. A part that takes longer than `timeout` seconds has
-    failed.
+    Every read ends with a ReadEnded, once none of its bytes can land any more; if that takes time,
+    a ReadFailed comes before it. A part that takes longer than `timeout` seconds has failed.
     """
 
     def __init__(
         self,
         engine: Engine,
         timeout: float,
-        wanted: Callable[[Read], RoomMetrics | None],
-        failed: Callable[[Read, str], None],
-        ended: Callable[[Read, str | None], None],
         clock: Callable[[], float] = time.monotonic,
         stage: Stage | None = None,
     ) -> None:
         self._engine, self._timeout, self._clock = engine, timeout, clock
         self._stage = stage or Stage()
-        self._wanted, self._failed, self._ended = wanted, failed, ended
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         self._fences: list[_Fence] = []
+        self._events: list[ReadEvent] = []
         self._moved = 0.0
+        self.busy = False
+        """Whether the next step should follow at once."""
 
     def add(self, read: Read) -> None:
         """Takes a read over."""
         key = id(read.link), read.source, read.hello.generation
         self._lanes.setdefault(key, _Lane()).queue.append(read)
 
-    def part(self, link: Link, source: int) -> None:
-        """Gives a rank up, in all its lives: its rooms have failed."""
+    def cancel(self, attempt: str) -> None:
+        """Posts nothing more of an attempt's reads."""
+        for lane in self._lanes.values():
+            for read in (*lane.queue, *([lane.active.read] if lane.active else ())):
+                read.cancelled = read.cancelled or read.attempt == attempt
+
+    def drop_peer(self, link: Link, source: int) -> None:
+        """Gives a rank up, in all its generations: its rooms have failed."""
         for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
             lane = self._lanes.pop(key)
             while lane.queue:
-                self._ended(lane.queue.popleft(), None)
+                self._end(lane.queue.popleft(), None)
             active = lane.active
             if active is not None and not active.in_flight:
-                self._ended(active.read, None)
+                self._end(active.read, None)
                 active = None
             if lane.connected:
                 self._fences.append(_Fence(lane.peer, active, None))
 
-    def step(self) -> bool:
-        """One step of every rank; whether the next should follow at once."""
+    def step(self) -> list[ReadEvent]:
+        """One step of every rank; returns the reads that have failed or ended."""
         moved = [self._step(lane) for lane in list(self._lanes.values())]
         self._fences = [fence for fence in self._fences if not self._fenced(fence)]
         now = self._clock()
         if any(moved):
             self._moved = now
         in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
-        return any(moved) or (in_flight and now - self._moved < SPIN_SECONDS)
+        self.busy = any(moved) or (in_flight and now - self._moved < SPIN_SECONDS)
+        return self._take_events()
 
-    def stop(self) -> None:
+    def close(self) -> list[ReadEvent]:
         """Ends what is left, once the engine is closed and nothing can land."""
         for lane in self._lanes.values():
             if lane.active is not None:
-                self._ended(lane.active.read, "the endpoint was closed.")
+                self._end(lane.active.read, "the endpoint was closed.")
             for read in lane.queue:
-                self._ended(read, "the endpoint was closed.")
+                self._end(read, "the endpoint was closed.")
         for fence in self._fences:
             if fence.active is not None:
-                self._ended(fence.active.read, fence.problem)
+                self._end(fence.active.read, fence.problem)
         self._lanes.clear()
         self._fences.clear()
+        return self._take_events()
+
+    def _take_events(self) -> list[ReadEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _end(self, read: Read, problem: str | None) -> None:
+        self._events.append(ReadEnded(read, problem))
 
     def _step(self, lane: _Lane) -> bool:
         """Begins, posts or polls one thing; whether anything has moved."""
@@ -163,9 +177,8 @@ class Reader:
             return True
 
     def _begin(self, lane: _Lane, read: Read) -> None:
-        metrics = self._wanted(read)
-        if metrics is None:
-            self._ended(read, None)
+        if read.cancelled:
+            self._end(read, None)
             return
         if not lane.connected:
             lane.peer = self._engine.connect(read.hello.metadata)
@@ -181,27 +194,27 @@ class Reader:
             tokens=read.tokens,
             columns=lane.columns,
         )
-        metrics.bound(batch, time.perf_counter() - began)
+        read.metrics.bound(batch, time.perf_counter() - began)
         source = read.plan.sources[read.source]
-        lane.active = _Active(read, self._stage.parts(batch, source, self._engine), metrics)
+        lane.active = _Active(read, self._stage.parts(batch, source, self._engine))
 
     def _go_on(self, lane: _Lane, active: _Active) -> bool:
         moved = False
         while active.in_flight and self._landed(active, active.in_flight[0]):
             part = active.in_flight.popleft()
-            active.metrics.moved(part.part.wanted, self._clock() - part.posted)
+            active.read.metrics.moved(part.part.wanted, self._clock() - part.posted)
             moved = True
         if active.in_flight:
             spent = self._clock() - active.in_flight[0].posted
             if spent > self._timeout:
                 raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
-        if active.left and not self._wanted(active.read):
+        if active.left and active.read.cancelled:
             active.left = False
         if active.left and len(active.in_flight) < DEPTH:
             moved = self._post(lane, active) or moved
         if not active.left and not active.in_flight:
             lane.active = None
-            self._ended(active.read, None)
+            self._end(active.read, None)
             moved = True
         return moved
 
@@ -244,9 +257,9 @@ class Reader:
         problem = f"read from {read.link.name(read.source)}: {error}"
         active, lane.active = lane.active, None
         if active is not None:
-            self._failed(read, problem)
+            self._events.append(ReadFailed(read, problem))
         else:  # nothing of it was posted
-            self._ended(read, problem)
+            self._end(read, problem)
         if not lane.connected:
             return
         fence = _Fence(lane.peer, active, problem)
@@ -262,15 +275,15 @@ class Reader:
         if active is not None and any(part.copying() for part in active.in_flight):
             return False
         try:
-            if fence.hopeless or not self._engine.fence(fence.peer, 0):
+            if fence.unfenceable or not self._engine.fence(fence.peer, 0):
                 return False
         except Exception as error:
             log.error("pages stay in quarantine, a peer cannot be fenced: %s", error)
-            fence.hopeless = True
+            fence.unfenceable = True
             if active is not None:
-                self._stage.lose(len(active.buffers))
+                self._stage.mark_lost(len(active.buffers))
             return False
         if active is not None:
             self._stage.give(*active.buffers)
-            self._ended(active.read, fence.problem)
+            self._end(active.read, fence.problem)
         return True

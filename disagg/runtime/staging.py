@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BUFFERS = 4
 """A read's two parts in flight, and those of another rank."""
-LEAST_STAGING = 1 << 20
+MIN_STAGING = 1 << 20
 """Bytes; with less, reads are cut into parts that are too small."""
 MAX_READ_AMPLIFICATION = 8
 """No more than so many times the bytes that are wanted are read."""
@@ -87,7 +87,7 @@ class Stage:
         """Takes buffers back that nothing writes to any more."""
         self._free.extend(buffers)
 
-    def lose(self, count: int) -> None:
+    def mark_lost(self, count: int) -> None:
         """So many buffers may be written to for ever."""
         self._usable -= count
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from kvpool import MHAPool, RequestAddress, Shard, Span
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS

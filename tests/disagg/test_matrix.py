@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 
+from disagg import DecodeEndpoint, KVPoll
 from disagg.engines.base import create_engine
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll
 from kvpool import Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES

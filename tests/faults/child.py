@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.protocol.messages import ReadDone
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.protocol.messages import ReadDone, ReadRequest
 from kvpool.layout import RequestAddress
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
-from tests.faults.trips import Hooks, Trip
+from tests.faults.trips import Trip, TrippedTransport
 from tests.faults.values import put, wrong
 from tests.processes import stands_still
 
@@ -42,12 +42,13 @@ class Child:
         layout = self.stock.pool.layout
         engine = setup.make() if setup.make else create_engine(setup.engine)
         engine.max_bytes = setup.max_bytes
+        self.transport = TrippedTransport(engine, self._sending, os.getpid())
+        options = {"transport": self.transport, **setup.options}
         self.endpoint: Any
         if self._receives:
-            self.endpoint = DecodeEndpoint(layout, engine, **setup.options)
+            self.endpoint = DecodeEndpoint(layout, engine, **options)
         else:
-            self.endpoint = PrefillEndpoint(layout, engine, setup.bind, **setup.options)
-        self.hooks = Hooks(self.endpoint, self._sending, os.getpid())
+            self.endpoint = PrefillEndpoint(layout, engine, setup.bind, **options)
         self.links: dict[str, Any] = {}
         self.orders: dict[int, Order] = {}
         self.inner: deque[tuple[Any, ...]] = deque()
@@ -103,7 +104,7 @@ class Child:
 
     def do_double(self, part: float) -> None:
         """From now on this part of all messages is sent twice."""
-        self.hooks.doubled = part
+        self.transport.doubled = part
 
     def do_trip(self, point: str, count: int, pid: int, number: int) -> None:
         """When `point` is met for the `count`-th time, process `pid` (0: this one) is signalled to
@@ -120,7 +121,7 @@ class Child:
                 self.say("tripped")
                 signal.pthread_kill(threading.get_ident(), number)  # not any thread of this process
 
-        self.hooks.trip = Trip(point, count, signalled)
+        self.transport.trip = Trip(point, count, signalled)
 
     def do_trip_order(self, point: str, count: int, *order: Any) -> None:
         """When `point` is met for the `count`-th time, this is done."""
@@ -129,7 +130,7 @@ class Child:
             self.say("tripped")
             self.inner.append(order)
 
-        self.hooks.trip = Trip(point, count, ordered)
+        self.transport.trip = Trip(point, count, ordered)
 
     def do_trip_abort(self, count: int, number: int, reason: str) -> None:
         """Once the `count`-th read was posted, an order is aborted, before there is another."""
@@ -138,11 +139,11 @@ class Child:
             self.say("tripped")
             self.do_abort(number, reason)
 
-        self.hooks.trip = Trip("read after", count, aborted)
+        self.transport.trip = Trip("read after", count, aborted)
 
     def do_untrip(self) -> None:
         """Forgets what was to happen; tells whether it still was."""
-        pending, self.hooks.trip, self.hooks.doubled = self.hooks.trip, None, 0.0
+        pending, self.transport.trip, self.transport.doubled = self.transport.trip, None, 0.0
         self.say("untrip", pending is not None)
 
     def do_settled(self) -> None:
@@ -157,6 +158,7 @@ class Child:
     def do_close(self) -> None:
         """Closes the endpoint, and tells what is held then."""
         self.endpoint.close()
+        self.transport.close()
         self.say("closed", self._end())
         self._closed = True
 
@@ -222,11 +224,8 @@ class Child:
             start, salt = order.course.start, order.course.salt + PREFIX_SALT
             put(self.stock.pool, order.address, range(start), salt)
             link = self.links[order.link]
-            with self.endpoint._lock:  # done may be said at once
-                self.endpoint.receive(order.room, order.address, start=start, link=link)
-                attempt = self.endpoint._rooms._rooms[order.room].attempt
-                self._attempts[attempt] = order
-                order.asked = True
+            order.asked = True  # `_sending` looks for it
+            self.endpoint.receive(order.room, order.address, start=start, link=link)
             self.say("begun", order.number)
         state = self.endpoint.poll(order.room)
         if state.ended and not order.ended:
@@ -253,9 +252,14 @@ class Child:
 
     def _sending(self, message: Any) -> None:
         """Before decode says done, all bytes must be there: prefill may believe it."""
-        if isinstance(message, ReadDone):
+        if isinstance(message, ReadRequest):
+            asked = [each for each in [*self.orders.values()] if each.asked and not each.ended]
+            for order in asked:
+                if order.room == message.room:
+                    self._attempts[message.attempt] = order
+        elif isinstance(message, ReadDone):
             order = self._attempts[message.attempt]
-            room = self.endpoint._rooms._rooms.get(message.room)
+            room = self.endpoint.machine.rooms().get(message.room)
             # if it has failed since it was done with, its pages may be others' by now
             alive = room and room.attempt == message.attempt and room.failure is None
             self.say("done", order.number, self._wrong(order) if alive else 0)

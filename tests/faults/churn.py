@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
-from disagg.runtime.staging import LEAST_STAGING
+from disagg.runtime.staging import MIN_STAGING
 from kvpool import Allocator, OutOfPages
 from kvpool.allocator import Request
 from kvpool.layout import RequestAddress
@@ -208,7 +208,7 @@ def _main(pipe: Any, engine: str, side: str, count: int, every: int) -> None:
         pipe.send(endpoint.address)
     else:
         # buffers for small runs become resident one by one, as they are first used
-        endpoint = DecodeEndpoint(held.layout, create_engine(engine), staging=LEAST_STAGING)
+        endpoint = DecodeEndpoint(held.layout, create_engine(engine), staging=MIN_STAGING)
         endpoint.connect([pipe.recv()], timeout=60)
     with endpoint:
         this = Side(endpoint, held, side == "decode")

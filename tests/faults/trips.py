@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from disagg import Engine, ZmqTransport
 from disagg.protocol import messages
-from disagg.runtime.io_thread import Driver
 
 
 @dataclass(slots=True)
@@ -25,38 +25,40 @@ class Trip:
     then: Callable[[], None]
 
 
-class Hooks:
-    """Goes between an endpoint, its sockets and its engine."""
+class TrippedTransport(ZmqTransport):
+    """ZeroMQ with hooks on every message, and on the reads of an engine."""
 
-    def __init__(self, endpoint: Driver, sending: Callable[[Any], None], seed: int) -> None:
+    def __init__(self, engine: Engine, sending: Callable[[Any], None], seed: int) -> None:
+        super().__init__()
         self.trip: Trip | None = None
         self.doubled = 0.0
         """Which part of all messages is sent twice."""
-        self._random = random.Random(seed)
-        send, take, read = endpoint._send, endpoint._take, endpoint.engine.read
+        self._sending, self._random = sending, random.Random(seed)
+        read = engine.read
 
-        def hooked_send(socket, frames):
-            message = messages.decode(frames[-1])
-            kind = type(message).__name__
-            sending(message)
-            self._met(f"send {kind}")
-            problem = send(socket, frames)
-            if problem is None and self._random.random() < self.doubled:
-                problem = send(socket, frames)
-            self._met(f"sent {kind}")
-            return problem
-
-        def hooked_take(socket, frames, message):
-            self._met(f"take {type(message).__name__}")
-            take(socket, frames, message)
-
-        def hooked_read(peer, batch):
+        def tripped_read(peer, batch):
             self._met("read")
             transfer = read(peer, batch)
             self._met("read after")
             return transfer
 
-        endpoint._send, endpoint._take, endpoint.engine.read = hooked_send, hooked_take, hooked_read
+        engine.read = tripped_read
+
+    def send(self, peer, data):
+        message = messages.decode(data)
+        kind = type(message).__name__
+        self._sending(message)
+        self._met(f"send {kind}")
+        problem = super().send(peer, data)
+        if problem is None and self._random.random() < self.doubled:
+            problem = super().send(peer, data)
+        self._met(f"sent {kind}")
+        return problem
+
+    def poll(self, timeout, wake=None):
+        for peer, data in super().poll(timeout, wake):
+            self._met(f"take {type(messages.decode(data)).__name__}")
+            yield peer, data
 
     def _met(self, point: str) -> None:
         trip = self.trip

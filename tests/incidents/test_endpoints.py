@@ -15,9 +15,9 @@ import pytest
 import torch
 import zmq
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from disagg import DecodeEndpoint, KVPoll
 from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.farm import Farm

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import disagg.engines
+from disagg import DecodeEndpoint
 from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.protocol.status import KVPoll
-from disagg.runtime.endpoint import DecodeEndpoint
 from kvpool import MHA, MLA, DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard, SWAPool
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span

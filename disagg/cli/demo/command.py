@@ -30,8 +30,8 @@ from disagg.protocol.status import KVPoll
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from disagg import DecodeEndpoint
     from disagg.plan import TransferPlan
-    from disagg.runtime.endpoint import DecodeEndpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 PACKINGS = ("fp8", "mxfp8")
@@ -168,8 +168,8 @@ class Peer:
 
 def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:
     """This process: receives what prefill computed, decodes from it, and compares."""
+    from disagg import DecodeEndpoint
     from disagg.engines.base import create_engine
-    from disagg.runtime.endpoint import DecodeEndpoint
     from kvpool.render.text import layout_table
 
     model, prompt = settings.build()

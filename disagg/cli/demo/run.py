@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from disagg import DecodeEndpoint
     from disagg.cli.demo.check import Bytes
-    from disagg.runtime.endpoint import DecodeEndpoint
 
 PATIENCE = 600.0
 ROUNDING = 0.1  # of the largest logit: what a quantised pool may add
@@ -25,8 +25,8 @@ def offer(pipe: Connection, settings: Settings) -> None:
     """Computes the prompts and offers each chunk as soon as it is there."""
     import torch
 
+    from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
-    from disagg.runtime.endpoint import PrefillEndpoint
     from kvpool.allocator import Allocator
     from kvpool.integrations.transformers import PoolCache
 

@@ -14,8 +14,8 @@ ENGINES = ("local", "nixl", *(["mooncake"] if find_spec("mooncake") else []))
 def serve(pipe, engine, kind, arguments, tokens, seed) -> None:
     """Builds a pool, fills it with the oracle's values, and does what it is told."""
     import kvpool
+    from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
-    from disagg.runtime.endpoint import PrefillEndpoint
     from tests import oracle
 
     pool = getattr(kvpool, kind)(**arguments)

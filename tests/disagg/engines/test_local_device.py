@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.digest.digest import digests, pieces
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local.device import offered
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from kvpool.device import get_device
 from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab

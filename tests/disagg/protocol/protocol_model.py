@@ -1,8 +1,7 @@
-"""The hand-off without sockets, threads or waiting: the state machines of both sides over real
-pools, and a network that carries encoded bytes as late as it likes.
+"""The hand-off without sockets, threads or waiting: real endpoints over real pools, turned by hand,
+and a network that carries messages as late as it likes.
 
-`Prefill` and `Decode` do what the drivers of endpoints do. What happens to them is noted in
-`World.faults`, so that a failure that nothing has caused is seen.
+What happens to them is noted in `World.faults`, so that a failure that nothing has caused is seen.
 """
 
 from __future__ import annotations
@@ -11,18 +10,14 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 
-from disagg.digest.digest import from_wire
-from disagg.digest.digester import Digester
-from disagg.protocol.decode import DecodeRooms
-from disagg.protocol.decode_state import Link
-from disagg.protocol.messages import PROTOCOL, Hello, ReadDone, ReleaseAck, WireError, decode
-from disagg.protocol.prefill import PrefillRooms
-from disagg.protocol.status import KVPoll
-from disagg.runtime.reader import Reader
+from disagg import DecodeEndpoint, KVPoll, Link, MemoryNetwork, MemoryTransport, PrefillEndpoint
+from disagg.protocol.messages import ReleaseAck, WireError, decode
+from disagg.runtime.staging import Stage
+from disagg.runtime.transport import Connection
 from kvpool import Allocator
 from tests import oracle
 from tests.disagg.protocol.slow_engine import ALL, SlowEngine, WatchedStage
@@ -37,20 +32,20 @@ READ_TIMEOUT = 6.0
 
 
 @dataclass(eq=False)
-class Conn:
-    """One connection, which its prefill knows as `peer`: messages `up` to it, and `down`."""
+class Conn(Connection):
+    """One connection: messages `up` to the prefill that listens, and `down` to the decode that has
+    dialled. `lost`: it is gone, and the prefill has not noticed.
+    """
 
-    decode: Decode
-    address: str
-    peer: bytes = b""
+    decode: Decode | None = None
+    lost: bool = False
     queues: dict[str, deque[bytes]] = field(
         default_factory=lambda: {"up": deque(), "down": deque()}
     )
     past: dict[str, deque[bytes]] = field(default_factory=dict)
-    closed: bool = False
 
     def put(self, way: str, data: bytes) -> None:
-        if way == "up" or not self.closed:
+        if way == "up" or not (self.closed or self.lost):
             self.queues[way].append(data)
             self.past.setdefault(way, deque(maxlen=KEPT)).append(data)
 
@@ -74,10 +69,11 @@ class Held:
         return [] if self.given_back else self.request.address().spans["kv"].ids.tolist()
 
 
-class World:
+class World(MemoryNetwork):
     """Everybody, one clock, and what was done to whom."""
 
     def __init__(self, lease: float | None, network: frozenset[str] = frozenset()) -> None:
+        super().__init__()
         self.now = self.began = 100.0
         self.lease, self.network = lease, network
         self.lives: list[Node] = []
@@ -109,6 +105,24 @@ class World:
     def able(self) -> list[Node]:
         return [node for node in self.everybody() if node.able]
 
+    # the network
+
+    def dial(self, dialler, peer, address) -> Conn:
+        conn = Conn(dialler, peer, address, self.identity(), decode=dialler.node)
+        self.conns.append(conn)
+        return conn
+
+    def hang_up(self, connection) -> None:
+        """Closes a connection; what was sent on it is still under way."""
+        super().hang_up(connection)
+        connection.queues["down"].clear()
+        self.sweep()
+
+    def carry(self, connection, way, data) -> None:
+        if way == "down":
+            self.prefills[connection.address].says(decode(data))
+        connection.put(way, data)
+
     def ways(self) -> list[tuple[Conn, str]]:
         """Connections and directions in which a message waits that somebody can take."""
         return [
@@ -121,11 +135,10 @@ class World:
     def _takes(self, conn: Conn, way: str) -> bool:
         if way == "down":
             return conn.decode.able and not conn.closed
-        prefill = self.prefills[conn.address]
-        return prefill.able and prefill.peers.get(conn.peer) is conn
+        return self.prefills[conn.address].able and not conn.lost
 
-    def deliver(self, conn: Conn, way: str) -> None:
-        """Hands over the next message, unless what is done before prevents it."""
+    def arrive(self, conn: Conn, way: str) -> None:
+        """The next message arrives, unless what is done before prevents it."""
         queue = conn.queues[way]
         data = queue[0]
         try:
@@ -138,10 +151,8 @@ class World:
             if not (queue and queue[0] is data and self._takes(conn, way)):
                 return
         queue.popleft()
-        if way == "up":
-            self.prefills[conn.address].take(conn.peer, message)
-        else:
-            conn.decode.take(conn, message)
+        self.deliver(conn, way, data)
+        (self.prefills[conn.address] if way == "up" else conn.decode).turn()
         self.sweep()
 
     def live(self, rounds: int = 1, pace: int = ALL) -> None:
@@ -150,7 +161,7 @@ class World:
             for conn, way in self.ways():
                 for _ in range(len(conn.queues[way])):
                     if conn.queues[way] and self._takes(conn, way):
-                        self.deliver(conn, way)
+                        self.arrive(conn, way)
             for node in self.able():
                 node.turn()
             for node in self.decodes:
@@ -177,41 +188,44 @@ class World:
         messages that had not left decode, nor the first `down` that had reached it.
         """
         self.note("cut", conn.decode, conn.address)
-        peers = self.prefills[conn.address].peers
-        if noticed:
-            peers.pop(conn.peer, None)
-        else:
-            peers[conn.peer] = None
+        self.forget(conn, noticed)
         conn.past.clear()
         kept = list(conn.queues["up"])
         conn.queues["up"] = deque(kept[max(0, len(kept) - up) :] if not conn.closed else ())
         conn.queues["down"] = deque(list(conn.queues["down"])[:down])
         if not conn.closed:
-            self.name(conn)
+            conn.identity = self.identity()
+
+    def forget(self, conn: Conn, noticed: bool) -> None:
+        """Prefill's end of a connection is gone; unless noticed, what it sends there is lost."""
+        known = self.prefills[conn.address].transport.connections
+        if known.pop(conn.identity, None) is not None and not noticed:
+            known[conn.identity] = Conn(*(None, 0, conn.address, b""), lost=True)
 
     def kill(self, node: Node, keep: int, noticed: bool) -> None:
-        """A life ends; of what it has sent, `keep` messages a connection still arrive."""
+        """A generation ends; of what it has sent, `keep` messages a connection still arrive."""
         node.alive = node.stopped = False
         if isinstance(node, Prefill):
             for conn in [conn for conn in self.conns if conn.address == node.address]:
                 self.cut(conn, 0, keep, noticed)
             return
-        for rank, conn in list(node.conns.items()):
+        for rank, conn in list(node.transport.connections.items()):
             self.note("cut", node, conn.address)
             conn.queues["up"] = deque(list(conn.queues["up"])[:keep])
             if not noticed:
-                self.prefills[conn.address].peers[conn.peer] = None
-            node.hang_up(rank)
+                self.forget(conn, noticed)
+                conn.queues["up"].clear()
+            node.transport.connect(rank, None)
 
     def restart(self, node: Node) -> None:
-        """Another life at the same place."""
+        """Another generation at the same place."""
         if isinstance(node, Prefill):
             Prefill(self, node.build, node.timeout, node.address, node.service)
             for conn in [conn for conn in self.conns if conn.address == node.address]:
                 if conn.closed:
                     conn.queues["up"].clear()
                 else:
-                    self.name(conn)
+                    conn.identity = self.identity()
             self.sweep()
         else:
             fresh = Decode(self, node.build, node.timeout, node.number, *node.options)
@@ -220,22 +234,29 @@ class World:
             for service in {each.service: 0 for each in self.prefills.values()}:
                 fresh.connect(service)
 
-    def name(self, conn: Conn) -> None:
-        """A connection gets a name that its prefill has never used."""
-        conn.peer = f"peer {next(self.numbers)}".encode()
-        self.prefills[conn.address].peers[conn.peer] = conn
-
     def sweep(self) -> None:
         """Closed connections are gone once all that was sent on them has arrived."""
         for conn in [conn for conn in self.conns if conn.closed and not conn.queues["up"]]:
             self.conns.remove(conn)
-            peers = self.prefills[conn.address].peers
-            if peers.get(conn.peer) is conn:
-                del peers[conn.peer]
+            self.forget(conn, True)
+
+
+class NodeTransport(MemoryTransport):
+    """The transport of a node; to `unread` peers no message can be sent."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.world)
+        self.node, self.unread = node, set()
+
+    def send(self, peer, data):
+        if peer in self.unread:
+            self.unread.remove(peer)
+            return "it has left 100000 messages unread."
+        return super().send(peer, data)
 
 
 class Node:
-    """One life of an endpoint: its pool, its pages, its engine."""
+    """One generation of an endpoint: its pool, its pages, its engine."""
 
     def __init__(self, world: World, build, timeout: float) -> None:
         self.world, self.build, self.timeout = world, build, timeout
@@ -250,14 +271,20 @@ class Node:
         self.held: dict[object, Held] = {}
         self.others: deque[Held] = deque()
         self.engine = SlowEngine(self, world.broken)
-        self.digester = Digester()
-        layout, metadata = self.layout.to_msgpack(), self.engine.metadata()
-        name = self.layout.generation
-        self.hello = Hello(PROTOCOL, name, self.engine.name, layout, metadata, timeout)
+        self.transport = NodeTransport(self)
 
     @property
     def able(self) -> bool:
         return self.alive and not self.stopped
+
+    @property
+    def machine(self):
+        return self.endpoint.machine
+
+    def options_of(self) -> dict:
+        """What every endpoint here is made with."""
+        made = {"transport": self.transport, "clock": self.world.clock, "threaded": False}
+        return made | {"peer_timeout": self.timeout}
 
     def grow(self, held: Held, tokens: int) -> None:
         """Makes room for more tokens; raises OutOfPages."""
@@ -292,7 +319,12 @@ class Node:
         number = next(self.world.numbers)
         service = self.service if isinstance(self, Prefill) else self.held[name].service
         self.world.aborts[number] = service, name
-        self.rooms.abort(name, f"abort {number}.")
+        self.endpoint.abort(name, f"abort {number}.")
+        self.observe()
+
+    def turn(self) -> None:
+        """One turn of the loop, and of the engine's user."""
+        self.endpoint.step()
         self.observe()
 
     def end(self) -> None:
@@ -302,14 +334,14 @@ class Node:
 
     def just_ended(self, name, held: Held) -> bool:
         """Notes a room's state, which is final once it has ended."""
-        state = self.rooms.poll(name)
+        state = self.machine.poll(name)
         if held.ended is not None:
             assert state is held.ended, f"{name!r} was {held.ended} and is {state}"
             return False
         if not state.ended:
             return False
         held.ended = state
-        failure = self.rooms.failure(name)
+        failure = self.machine.failure(name)
         if state is KVPoll.Failed:
             assert failure.side in ("prefill", "decode")
             assert failure.reason
@@ -319,14 +351,15 @@ class Node:
 
 
 class Prefill(Node):
-    """One life of a prefill rank."""
+    """One generation of a prefill rank."""
 
     def __init__(self, world: World, build, timeout: float, address: str, service: int) -> None:
         super().__init__(world, build, timeout)
         self.address, self.service = address, service
-        self.peers: dict[bytes, Conn | None] = {}
-        """None: its connection is gone, and nobody has noticed."""
-        self.rooms = PrefillRooms(self.hello, world.lease, world.clock)
+        options = self.options_of()
+        self.endpoint = PrefillEndpoint(
+            self.layout, self.engine, address, lease=world.lease, **options
+        )
         world.prefills[address] = self
 
     def send(self, name, stop: int, total: int) -> None:
@@ -341,52 +374,20 @@ class Prefill(Node):
         oracle.write(self.pool, address, chunk, held.salt)
         last = stop == held.tokens
         aux = {"first": held.salt} if last and self.address.endswith("rank 0") else {}
-        self.rooms.send(name, address, chunk, last, aux)
+        self.endpoint.send(name, address, tokens=chunk, last=last, aux=aux)
         self.observe()
 
     def forget(self, name) -> None:
-        self.rooms.forget(name)
+        self.endpoint.forget(name)
         self.held.pop(name, None)
 
-    def take(self, peer: bytes, message) -> None:
-        """One message of a peer; None is rubbish."""
-        before = len(self.rooms.outbox)
-        if message is None:
-            self.rooms.decodes.refuse(peer, "it sent what cannot be served.")
-        else:
-            self.rooms.receive(peer, message)
-        if isinstance(message, ReadDone):
-            for _, data in self.rooms.outbox[before:]:
-                self._answers(decode(data))
-        self.observe()
-
-    def _answers(self, answer) -> None:
-        key = getattr(answer, "attempt", ""), self.address
-        if isinstance(answer, ReleaseAck) and answer.leased and key not in self.world.released:
-            held = self.held[answer.room]
+    def says(self, message) -> None:
+        """A message leaves: what it vouches for must be true now."""
+        key = getattr(message, "attempt", ""), self.address
+        if isinstance(message, ReleaseAck) and message.leased and key not in self.world.released:
+            held = self.held[message.room]
             assert not held.given_back, "pages are said to be leased that were given back"
             self.world.released[key] = held.salt
-
-    def turn(self) -> None:
-        """What the driver's thread does between messages."""
-        while self.digester.step():
-            pass
-        self.rooms.tick()
-        outbox, self.rooms.outbox = self.rooms.outbox, []
-        for peer, data in outbox:
-            conn = self.peers.get(peer)
-            if conn is not None:
-                conn.put("down", data)
-            elif peer not in self.peers:
-                self.rooms.decodes.lost(peer, "decode: it cannot be reached.")
-        checks, self.rooms.checks = self.rooms.checks, []
-        for peer, check, address in checks:
-            then = partial(self._checked, peer, check)
-            self.digester.add(self.layout, address, from_wire(check.pieces), check.each, then)
-        self.observe()
-
-    def _checked(self, peer, check, values, problem) -> None:
-        self.rooms.checked(peer, check, values or b"", problem)
 
     def observe(self) -> None:
         """Pages of rooms that have ended are given back."""
@@ -396,38 +397,34 @@ class Prefill(Node):
 
 
 class Decode(Node):
-    """One life of a decode rank."""
+    """One generation of a decode rank."""
 
     def __init__(self, world: World, build, timeout, number: int, readers: int, verify) -> None:
         super().__init__(world, build, timeout)
         self.number, self.options = number, (readers, verify)
         self.links: dict[int, Link] = {}
-        self.conns: dict[int, Conn] = {}
-        self.rooms = DecodeRooms(self.hello, self.layout, readers, verify, world.clock)
-        if self.life % 2:
-            self.engine.stage = WatchedStage(self, 4 * self.engine.max_bytes)
-        self.reader = Reader(
-            self.engine,
-            READ_TIMEOUT,
-            lambda read: self.rooms.metrics(read.room) if self.rooms.wanted(read) else None,
-            self.rooms.read_failed,
-            self.rooms.read_ended,
-            world.clock,
-            self.engine.stage,
-        )
+        stage = WatchedStage(self, 4 * self.engine.max_bytes) if self.life % 2 else Stage()
+        self.engine.stage = stage if self.life % 2 else None
+        with patch("disagg.runtime.decode_endpoint.stage_for", lambda *_: stage):
+            self.endpoint = DecodeEndpoint(
+                self.layout,
+                self.engine,
+                ranks=readers,
+                read_timeout=READ_TIMEOUT,
+                verify="checksum" if verify else None,
+                **self.options_of(),
+            )
 
     def connect(self, service: int) -> None:
-        """Greets all ranks of a service."""
+        """Says hello to all ranks of a service."""
         addresses = [each.address for each in self.world.ranks(service)]
-        link = self.links[service] = self.rooms.links.connect(addresses)
-        for rank, address in enumerate(addresses, link.first):
-            self._dial(rank, address)
+        self.links[service] = self.endpoint.connect(addresses)
 
     def disconnect(self, service: int) -> None:
         link = self.links.pop(service)
         for address in link.addresses:
             self.world.note("disconnect", self, address)
-        self.rooms.links.disconnect(link, "decode has disconnected.")
+        self.endpoint.disconnect(link)
         self.observe()
 
     def want(self, name, service: int, tokens: int, start: int) -> None:
@@ -435,88 +432,38 @@ class Decode(Node):
         held = Held(self.alloc.new_request(), tokens, start=start, service=service)
         self.grow(held, tokens)
         held.link = self.links[service]
-        self.rooms.want(name, held.request.address(), start, held.link, {"first"})
-        held.attempt = self.rooms._rooms[name].attempt
+        address = held.request.address()
+        self.endpoint.receive(name, address, start=start, link=held.link, aux={"first"})
+        held.attempt = self.machine.rooms()[name].attempt
         self.held[name] = held
         self.world.faults.add(("wanted", self.number, service, name, held.attempt))
         self.observe()
 
     def forget(self, name) -> None:
-        self.rooms.forget(name)
+        self.endpoint.forget(name)
         del self.held[name]
 
     def lose(self, rank: int) -> None:
         """A rank leaves too much unread."""
-        self.world.note("unread", self, self.conns[rank].address)
-        self.rooms.lost(rank, "it has left 100000 messages unread.")
-        self.observe()
-
-    def take(self, conn: Conn, message) -> None:
-        """One message that has come on a connection; None is rubbish."""
-        rank = next(rank for rank, each in self.conns.items() if each is conn)
-        at = self.rooms.links.at(rank)
-        if message is not None:
-            self.rooms.receive(rank, message)
-        elif at is not None:
-            self.rooms.links.refuse(*at, "it sent what cannot be served.")
-        self.observe()
-
-    def turn(self) -> None:
-        """What the driver's thread does between messages."""
-        self.reader.step()
-        self.digester.step()
-        self.rooms.tick()
-        links = self.rooms.links
-        while links.dials:
-            at = links.at(rank := links.dials.pop())
-            if at is not None:
-                self._dial(rank, at[0].addresses[at[1]])
-        outbox, links.outbox = links.outbox, []
-        for rank, data in outbox:
-            self.conns[rank].put("up", data)
-        for rank in [rank for rank in self.conns if links.at(rank) is None]:
-            self.hang_up(rank)
-        while links.partings:
-            self.reader.part(*links.partings.pop())
-        for read in self.rooms.reads:
-            self.reader.add(read)
-        self.rooms.reads.clear()
-        for check in self.rooms.checks:
-            then = partial(self.rooms.checked, check)
-            self.digester.add(self.layout, check.address, check.pieces, check.each, then)
-        self.rooms.checks.clear()
-        self.observe()
-
-    def _dial(self, rank: int, address: str) -> None:
-        if rank in self.conns:
-            self.hang_up(rank)
-        conn = self.conns[rank] = Conn(self, address)
-        self.world.conns.append(conn)
-        self.world.name(conn)
-
-    def hang_up(self, rank: int) -> None:
-        """Closes a connection; what was sent on it is still under way."""
-        conn = self.conns.pop(rank)
-        conn.closed = True
-        conn.queues["down"].clear()
-        self.world.sweep()
+        self.world.note("unread", self, self.transport.connections[rank].address)
+        self.transport.unread.add(rank)
 
     def observe(self) -> None:
         """What has succeeded is right; pages of what has ended, and is not read, are given back."""
         for name, held in self.held.items():
             if self.just_ended(name, held) and held.ended is KVPoll.Success:
                 self._check(name, held)
-            if held.ended is not None and not held.given_back and not self.rooms.reading(name):
+            if held.ended is not None and not held.given_back and not self.machine.reading(name):
                 self.give_back(held)
 
     def _check(self, name, held: Held) -> None:
         salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]
         assert None not in salts, f"{name!r} succeeded and not every rank had said so"
-        assert not self.rooms.reading(name)
+        assert not self.machine.reading(name)
         sources = list(zip(held.link.plan.sources, salts))
         positions = range(held.start, held.tokens)
         check_bytes(self.pool, held.request.address(), positions, sources)
-        assert self.rooms.aux(name) == {"first": salts[0]}
+        assert self.machine.aux(name) == {"first": salts[0]}
 
 
 def check_bytes(pool, address, positions: range, sources) -> None:

@@ -33,14 +33,14 @@ def check(world: World) -> None:
     for node in world.everybody():
         if node.alive:
             pages_add_up(node)
-            for name in node.rooms._rooms:
-                failure = node.rooms.failure(name)
+            for name in node.machine.rooms():
+                failure = node.machine.failure(name)
                 assert failure is None or caused(node, name, failure.reason), f"{name!r} {failure}"
 
 
 def pages_add_up(node: Node) -> None:
     """Leased, quarantined and free pages, and those of other requests, are all."""
-    leases, held = node.rooms.leases(), node.held.values()
+    leases, held = node.machine.leases(), node.held.values()
     leased, quarantined = leases.leased.get("kv", 0), leases.quarantined.get("kv", 0)
     others = sum(len(each.pages) for each in node.others)
     assert leased == sum(len(each.pages) for each in held if each.ended is None)
@@ -85,10 +85,10 @@ def settle(world: World) -> None:
     world.pass_time(max(timeouts) + (world.lease or 0) + READ_TIMEOUT + 3, True)
     go(world, 10)  # parts of a few bytes take a turn each
     for node in world.able():
-        for name in list(node.rooms.open_rooms()):
+        for name in list(node.machine.open_rooms()):
             assert may_wait(node, name), f"{name!r} of {node.hello.generation} never ends"
     for node in reversed(world.able()):
-        for name in list(node.rooms.open_rooms()):
+        for name in list(node.machine.open_rooms()):
             late = world.network or isinstance(node, Decode)  # a want may come after its abort
             assert late or not waited_for(node, name), f"{name!r} was aborted and goes on"
             node.abort(name)
@@ -110,30 +110,32 @@ def go(world: World, rounds: int) -> None:
 
 def may_wait(node: Node, name) -> bool:
     """Whether a room is open because somebody who lives has not done his part."""
-    room = node.rooms._rooms[name]
+    room = node.machine.rooms()[name]
     if isinstance(node, Prefill):
-        conns = [node.peers.get(peer) for peer in room.wants.keys() - room.done]
+        conns = [node.transport.connections.get(peer) for peer in room.requests.keys() - room.done]
         leased = room.chunks and node.world.lease is not None
-        return not leased and all(conn is not None and conn.decode.alive for conn in conns)
+        return not leased and all(
+            conn is not None and not conn.lost and conn.decode.alive for conn in conns
+        )
     ranks = [node.world.prefills[address] for address in room.link.addresses]
     return all(rank.alive for rank in ranks) and not all(room.closed)
 
 
 def waited_for(node: Prefill, name) -> bool:
     """Whether somebody wants a room and is not done with it."""
-    room = node.rooms._rooms[name]
-    return bool(room.wants.keys() - room.done)
+    room = node.machine.rooms()[name]
+    return bool(room.requests.keys() - room.done)
 
 
 def forget(node: Node) -> None:
     """Forgets what may be forgotten, and is refused the rest."""
-    for name in list(node.rooms._rooms):
-        reading = isinstance(node, Decode) and node.rooms.reading(name)
-        if node.rooms.poll(name).ended and not reading:
+    for name in list(node.machine.rooms()):
+        reading = isinstance(node, Decode) and node.machine.reading(name)
+        if node.machine.poll(name).ended and not reading:
             node.forget(name)
         else:
             try:
-                node.rooms.forget(name)
+                node.endpoint.forget(name)
             except ValueError as error:
                 assert "has not ended" in str(error)
             else:
@@ -142,45 +144,36 @@ def forget(node: Node) -> None:
 
 def left_behind(node: Node) -> list[str]:
     """What a node that has nothing to do any more still keeps, and should not."""
-    rooms = node.rooms
+    machine, endpoint = node.machine, node.endpoint
+    peers, waited = machine.peers, machine.peers.liveness.peers()
+    kept = {
+        "rooms": {*machine.rooms()},
+        "open rooms": machine.open_rooms(),
+        "effects": endpoint._pending,
+        "digests": endpoint._digester.busy,
+    }
     if isinstance(node, Prefill):
-        peers = rooms.decodes.alive
-        kept = {
-            "rooms": rooms._rooms,
-            "open rooms": rooms._open,
-            "messages": rooms.outbox,
-            "checks": rooms.checks,
-            "digests": node.digester._jobs,
-            "wants": [name for peer in peers.values() for name in peer.rooms],
-            "peers": [peer for peer in peers if node.peers.get(peer) is None],
-            "silences": rooms.decodes._silence._heard.keys() ^ peers.keys(),
+        kept |= {
+            "requests": [name for peer in peers.alive.values() for name in peer.rooms],
+            "peers": [p for p in peers.alive if node.transport.connections.get(p) is None],
+            "silent peers": waited ^ peers.alive.keys(),
         }
     else:
-        links, reader = rooms.links, node.reader
-        ranks = {each.first + n: h for each in links.links for n, h in enumerate(each.hellos)}
-        hopeless = [fence for fence in reader._fences if fence.hopeless]
-        stage = node.engine.stage
-        kept = {
-            "rooms": rooms._rooms.keys()
-            ^ {fence.active.read.room for fence in hopeless if fence.active},
-            "open rooms": rooms._open,
+        reader, stage = endpoint._reader, node.engine.stage
+        unfenceable = [fence for fence in reader._fences if fence.unfenceable]
+        kept |= {
+            "rooms": kept["rooms"] ^ {f.active.read.room for f in unfenceable if f.active},
             "buffers": stage.owners
             if stage and len(stage.owners) != BUFFERS - stage._usable
             else (),
-            "reads": rooms.reads,
-            "checks": rooms.checks,
-            "digests": node.digester._jobs,
-            "messages": links.outbox,
-            "dials": links.dials,
-            "partings": links.partings,
-            "links": {id(link) for link in links.links}
-            ^ {id(link) for link in node.links.values()},
-            "ranks": links._at.keys() ^ ranks.keys(),
-            "silences": links._silence._heard.keys() - ranks.keys(),
-            "fences": [fence for fence in reader._fences if not fence.hopeless],
+            "links": {id(link) for link in peers.links}
+            ^ {id(each) for each in node.links.values()},
+            "connections": peers.ranks() ^ node.transport.connections.keys(),
+            "silent peers": waited - peers.ranks(),
+            "fences": [fence for fence in reader._fences if not fence.unfenceable],
             "busy lanes": [lane for lane in reader._lanes.values() if lane.queue or lane.active],
-            "lanes of nobody": reader._lanes.keys() - _lives(links.links),
-            "transfers": [each for each in node.engine.transfers if not each.peer.hopeless],
+            "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
+            "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
         }
     return [f"{what}: {value}" for what, value in kept.items() if value]
 
@@ -224,5 +217,5 @@ def succeed(name, service: int, decodes) -> None:
         node.want(name, service, 2, 0)
     world.live(30)
     for node in (*decodes, *world.ranks(service)):
-        assert node.rooms.poll(name) is KVPoll.Success, str(node.rooms.failure(name))
+        assert node.machine.poll(name) is KVPoll.Success, str(node.machine.failure(name))
         node.forget(name)

@@ -24,7 +24,7 @@ ALL = 99
 class Peer:
     """Whom an engine reads from."""
 
-    hopeless: bool = False
+    unfenceable: bool = False
     fenced: bool = False
 
 
@@ -149,11 +149,11 @@ class SlowEngine(Engine):
 
     def fence(self, peer: Peer, timeout: float | None = None) -> bool:
         self._must(timeout == 0, "the fence of one peer holds all others up")
-        self._must(not (peer.fenced or peer.hopeless), "a peer is given up twice")
+        self._must(not (peer.fenced or peer.unfenceable), "a peer is given up twice")
         try:
             self._enter("fence")
         except Exception:
-            peer.hopeless = True
+            peer.unfenceable = True
             raise
         if self.patient:
             return False

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from disagg.engines.base import TransferError
 from disagg.protocol.messages import decode as decoded
 from disagg.protocol.status import KVPoll
-from kvpool import OutOfPages
+from kvpool import OutOfPages, RequestAddress, Span
 from kvpool.pools.placement import Shard
 from tests.disagg.protocol.protocol_model import Decode, Node, Prefill, World
 from tests.disagg.protocol.protocol_promises import check, forget, settle
@@ -39,6 +39,7 @@ TOPOLOGIES = {
     "one rank to two": ([[HEADS], [HEADS.but(page_size=3)]], HALVES, (2, 2)),
     "readers that disagree": ([[ROWS], [ROWS, ROWS]], [ROWS, ROWS], (1, 2)),
 }
+HELD_ELSEWHERE = RequestAddress(0, {"kv": Span([])})
 TOKENS = {0: 5, 1: 8, "four": 4, "none": 0}
 PREFILL_TIMEOUT, DECODE_TIMEOUT, LEASE = 5.0, 3.0, 12.0
 
@@ -158,7 +159,7 @@ class Protocol(RuleBasedStateMachine):
             node.connect(service)
         if name in node.held:
             with pytest.raises(ValueError, match="wanted already"):
-                node.rooms.want(name, None, 0, node.links[service])
+                node.endpoint.receive(name, HELD_ELSEWHERE, link=node.links[service])
             return
         with suppress(OutOfPages):
             node.want(name, service, TOKENS[name], min(start, TOKENS[name]))
@@ -174,7 +175,7 @@ class Protocol(RuleBasedStateMachine):
             total, sent = TOKENS[name] + longer, 0
             if longer:
                 self.world.faults.add(("longer", node.service, name))
-        elif held.given_back or node.rooms._rooms[name].closed:
+        elif held.given_back or node.machine.rooms()[name].closed:
             return
         else:
             total, sent = held.tokens, held.request.num_tokens
@@ -223,7 +224,7 @@ class Protocol(RuleBasedStateMachine):
         ways, able = self.world.ways(), self.world.able()
         reads = [(n.engine, t) for n in self.world.decodes if n.alive for t in n.engine.transfers]
         if what == "message" and ways:
-            self.world.deliver(*ways[pick % len(ways)])
+            self.world.arrive(*ways[pick % len(ways)])
         elif what == "bytes" and reads:
             engine, transfer = reads[pick % len(reads)]
             engine.land(transfer, 1 + at % 3, at)
@@ -279,7 +280,7 @@ class Protocol(RuleBasedStateMachine):
             if conns:
                 self.cross(what, conns[pick % len(conns)], pick)
         elif what == "abort":
-            rooms = [(node, name) for node in nodes for name in node.rooms.open_rooms()]
+            rooms = [(node, name) for node in nodes for name in node.machine.open_rooms()]
             if rooms:
                 rooms.sort(key=lambda room: (room[0].life, str(room[1])))
                 node, name = rooms[pick % len(rooms)]
@@ -292,11 +293,10 @@ class Protocol(RuleBasedStateMachine):
             node.stopped = True
             return
         if what == "close":
-            for name in list(node.rooms.open_rooms()):
+            for name in list(node.machine.open_rooms()):
                 node.abort(name)
-            if isinstance(node, Prefill):
-                node.rooms.decodes.farewell()
-            node.turn()
+            node.endpoint.close()
+            node.observe()
         self.world.kill(node, 99 if what == "close" else pick % 4, what != "kill unseen")
 
     def cross(self, what, conn, pick: int) -> None:
@@ -309,7 +309,7 @@ class Protocol(RuleBasedStateMachine):
         elif conn.closed:
             return
         elif what == "unread":
-            node.lose(next(rank for rank, each in node.conns.items() if each is conn))
+            node.lose(conn.peer)
         elif service in node.links:
             node.disconnect(service)
 
@@ -330,7 +330,7 @@ class Protocol(RuleBasedStateMachine):
             engine.fate = what
 
     def abort_all(self, node: Decode) -> None:
-        for name in sorted(node.rooms.open_rooms(), key=str):
+        for name in sorted(node.machine.open_rooms(), key=str):
             node.abort(name)
 
     @rule(message=st.sampled_from(MESSAGES), what=st.sampled_from(RACES))
@@ -344,7 +344,7 @@ class Protocol(RuleBasedStateMachine):
             receiver, sender = sender, receiver
         if what in ("receiver aborts", "sender aborts"):
             node = receiver if what == "receiver aborts" else sender
-            if node.able and name in node.rooms.open_rooms():
+            if node.able and name in node.machine.open_rooms():
                 node.abort(name)
         elif what == "receiver forgets":
             forget(receiver)
@@ -425,7 +425,7 @@ def begin():
 
 def sent_by(decode: Decode, prefill: Prefill) -> tuple:
     """The connection between two, and what came on it, by type: the first of each."""
-    (conn,) = (c for c in decode.conns.values() if c.address == prefill.address)
+    (conn,) = (c for c in decode.transport.connections.values() if c.address == prefill.address)
     return conn, {type(decoded(m)).__name__: m for m in reversed(conn.past["up"])}
 
 
@@ -438,8 +438,8 @@ def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_gi
     decode.want(0, 1, 5, 0)
     world.live(5)
     for node in (decode, prefill):
-        assert "prepare goes wrong" in node.rooms.failure(0).reason
-    assert not decode.rooms.reading(0)
+        assert "prepare goes wrong" in node.machine.failure(0).reason
+    assert not decode.machine.reading(0)
 
 
 def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):
@@ -450,14 +450,14 @@ def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):
     for decode in (first, second):
         decode.want(0, 1, 5, 0)
     world.live(30)
-    assert (first.rooms.poll(0), second.rooms.poll(0)) == (KVPoll.Success, KVPoll.Transferring)
+    assert (first.machine.poll(0), second.machine.poll(0)) == (KVPoll.Success, KVPoll.Transferring)
     conn, _ = sent_by(first, prefill)
     state.cross("rubbish up", conn, 0)
     world.live(2)
     second.engine.transfers[0].fate = ""
     world.live(30)
     for node in (second, prefill):
-        assert node.rooms.poll(0) is KVPoll.Success
+        assert node.machine.poll(0) is KVPoll.Success
 
 
 def test_a_done_that_comes_twice_ends_a_room_once(begin):
@@ -469,7 +469,7 @@ def test_a_done_that_comes_twice_ends_a_room_once(begin):
     conn, past = sent_by(decode, prefill)
     conn.put("up", past["ReadDone"])
     world.live(3)
-    assert prefill.rooms.totals.rooms == {"success": 1, "failed": 0}
+    assert prefill.machine.totals.rooms == {"success": 1, "failed": 0}
 
 
 def test_a_want_that_comes_again_does_not_subscribe_to_the_next_room_of_that_name(begin):
@@ -486,4 +486,4 @@ def test_a_want_that_comes_again_does_not_subscribe_to_the_next_room_of_that_nam
     for message in ("Hello", "ReadRequest"):
         conn.put("up", past[message])
     world.live(3)
-    assert prefill.rooms.poll(0) is KVPoll.Bootstrapping
+    assert prefill.machine.poll(0) is KVPoll.Bootstrapping

@@ -22,8 +22,8 @@ def offered(engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterato
     Yields their addresses and what can be called: `send(room, positions, aux)` writes positions
     just before it offers them, so that bytes that are read too early are wrong.
     """
+    from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
-    from disagg.runtime.endpoint import PrefillEndpoint
     from kvpool import RequestAddress
     from tests import oracle
 

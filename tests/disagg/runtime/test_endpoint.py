@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts
-from disagg.runtime.endpoint import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills

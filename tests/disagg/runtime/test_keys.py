@@ -11,9 +11,9 @@ import threading
 import pytest
 import zmq
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.protocol import messages
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.runtime.keys import read_keys, write_keys
 from kvpool import MLAPool
 from tests import oracle

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.endpoint import DecodeEndpoint, KVPoll, PrefillEndpoint
-from disagg.runtime.staging import BUFFERS, LEAST_STAGING, cut, joined, stage_for
+from disagg.runtime.staging import BUFFERS, MIN_STAGING, cut, joined, stage_for
 from kvpool import MHAPool, Shard
 from kvpool.layout import Slab
 from tests import oracle
@@ -149,7 +149,7 @@ def test_runs_are_joined_by_where_the_source_has_them():
 # rooms
 
 
-@pytest.mark.parametrize("staging", [LEAST_STAGING, 0])
+@pytest.mark.parametrize("staging", [MIN_STAGING, 0])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_heads_of_four_ranks_arrive_in_a_decode_of_another_order(engine, staging):
     ranks = [{**MHA, **LAYERS, "shard": Shard(rank, 4)} for rank in range(4)]
@@ -190,7 +190,7 @@ def hand_over(
             oracle.assert_holds(dest, address)
 
 
-@pytest.mark.parametrize("staging", [LEAST_STAGING, 0])
+@pytest.mark.parametrize("staging", [MIN_STAGING, 0])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_rank_s_heads_of_eight_arrive_with_what_lies_between_left_out(engine, staging):
     shape = {**MHA, "num_kv_heads": 8}
@@ -209,7 +209,7 @@ def test_one_rank_s_heads_of_eight_arrive_with_what_lies_between_left_out(engine
         assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
 
 
-@pytest.mark.parametrize(("staging", "fewest"), [(LEAST_STAGING, False), (0, True)])
+@pytest.mark.parametrize(("staging", "fewest"), [(MIN_STAGING, False), (0, True)])
 def test_other_pages_and_orders_are_read_as_the_source_has_them(staging, fewest):
     source = MHAPool(**LAYERS, **MHA)
     dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd"})
@@ -243,29 +243,29 @@ def test_a_stage_is_made_only_where_it_is_of_use():
     layout = MHAPool(**LAYERS, **MHA).layout
     offline = MHAPool(**LAYERS, **MHA, device="meta").layout
     for where, engine, nbytes in (
-        (layout, LocalEngine(), LEAST_STAGING),  # runs cost it little
+        (layout, LocalEngine(), MIN_STAGING),  # runs cost it little
         (layout, Joining(), 0),
-        (offline, Joining(), LEAST_STAGING),  # which shares no memory
-        (there(layout, "tpu:0"), Joining(), LEAST_STAGING),
+        (offline, Joining(), MIN_STAGING),  # which shares no memory
+        (there(layout, "tpu:0"), Joining(), MIN_STAGING),
     ):
         assert not stage_for(where, engine, nbytes).slabs
-    assert stage_for(layout, Joining(), LEAST_STAGING).buffer_bytes == LEAST_STAGING // BUFFERS
+    assert stage_for(layout, Joining(), MIN_STAGING).buffer_bytes == MIN_STAGING // BUFFERS
     with pytest.raises(ValueError, match=r"staging=1000: 1,048,576 bytes or more, or 0"):
         DecodeEndpoint(layout, Joining(), staging=1000)
 
 
 def test_buffers_that_are_lost_are_not_waited_for():
-    stage = stage_for(MHAPool(**LAYERS, **MHA).layout, Joining(), LEAST_STAGING)
+    stage = stage_for(MHAPool(**LAYERS, **MHA).layout, Joining(), MIN_STAGING)
     src = np.arange(64) * 256
     batch = CopyBatch(src, src[::-1], np.full(64, 256))
     taken = [stage.take() for _ in range(BUFFERS)]
     assert len({*taken}) == BUFFERS and stage.take() is None
     stage.give(taken.pop())
-    stage.lose(BUFFERS - 1)
+    stage.mark_lost(BUFFERS - 1)
     assert stage.take() is not None and stage.take() is None
     (part,) = stage.parts(batch, slabs_of(0), Joining())
     assert part.scatter is not None and part.read.runs == 1
-    stage.lose(1)
+    stage.mark_lost(1)
     with pytest.raises(TransferError, match="all staging memory is held by peers"):
         stage.take()
     (part,) = stage.parts(batch, slabs_of(0), Joining())

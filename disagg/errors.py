@@ -1,0 +1,35 @@
+"""Errors of the hand-off, with one base class for each side: `UsageError` for what the caller did
+wrong, `PeerError` for what the peer did wrong. Each is also the built-in error of its kind.
+"""
+
+from __future__ import annotations
+
+
+class UsageError(Exception):
+    """The caller's mistake: a call out of order, or a value that cannot be. Nothing has changed."""
+
+
+class PeerError(Exception):
+    """The peer's fault: it broke the protocol, its layout does not fit, or it cannot be read."""
+
+
+class EndpointClosed(UsageError, RuntimeError):
+    """The endpoint is closed and takes no more calls."""
+
+
+class RoomError(UsageError, ValueError):
+    """A call that the room's phase does not allow, or values that do not fit the room."""
+
+
+class UnknownRoom(UsageError, KeyError):
+    """Decode has not asked for a room of this name, or has forgotten it."""
+
+    __str__ = Exception.__str__
+
+
+class HandshakeRefused(PeerError, RuntimeError):
+    """Prefill and decode cannot work together; the message gives all reasons."""
+
+
+class WireError(PeerError, ValueError):
+    """A message that is malformed, too large, or of another protocol."""

@@ -1,0 +1,177 @@
+"""Decode's endpoint.
+
+decode = DecodeEndpoint(pool.layout, create_engine("local"))
+decode.connect([prefill.address])
+decode.receive(room, block_table)
+decode.wait(room)                   # KVPoll.Success, or Failed with decode.failure(room)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from operator import index
+from typing import Literal
+
+from disagg.engines.base import Engine
+from disagg.errors import HandshakeRefused, RoomError
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.decode_state import Link
+from disagg.protocol.effects import Dial
+from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
+from disagg.protocol.messages import Aux, Room, room_name
+from disagg.protocol.metrics import RoomMetrics
+from disagg.runtime.endpoint import PEER_TIMEOUT, Endpoint
+from disagg.runtime.staging import MIN_STAGING, stage_for
+from disagg.runtime.transport import Transport
+from kvpool.layout import PoolLayout, RequestAddress
+
+READ_TIMEOUT = 30.0
+STAGING_BYTES = 16 << 20
+
+
+class DecodeEndpoint(Endpoint[DecodeMachine]):
+    """Reads what one decode rank needs; `ranks` decode ranks read each room.
+
+    `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
+    read that takes longer than `read_timeout` seconds has failed. `verify="checksum"` compares
+    digests of everything that was read with prefill's before a room succeeds. `allow_missing` names
+    owners or roles that prefill may lack altogether (`"draft"`): their memory is left as it is.
+    `staging` bytes (0: none) are for small runs that lie close together on prefill: they are read
+    as long ones and scattered from there (docs/engines.md).
+
+    `peer_timeout` (seconds): a peer that is silent for longer is dead; its rooms fail by name, and
+    it is dialled until it is back. `keys`: a file of `kvpool keys`, the same on both sides; with
+    it, messages are encrypted, and only its holders may connect. `transport`: another one than
+    ZeroMQ, which stays the caller's to close. `clock`: seconds, monotonic. `threaded=False`: no
+    thread is started; the caller calls `step()`, and rooms move only then and in `wait`.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        engine: Engine,
+        *,
+        ranks: int = 1,
+        peer_timeout: float = PEER_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT,
+        verify: Literal["checksum"] | None = None,
+        allow_missing: Collection[str] = (),
+        staging: int = STAGING_BYTES,
+        keys: str | os.PathLike[str] | None = None,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        threaded: bool = True,
+    ) -> None:
+        if verify not in (None, "checksum"):
+            raise ValueError(f"verify={verify!r}: 'checksum', or None.")
+        if not read_timeout > 0:
+            raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
+        if staging and not staging >= MIN_STAGING:
+            raise ValueError(f"staging={staging!r}: {MIN_STAGING:,} bytes or more, or 0 for none.")
+        super().__init__(
+            lambda hello: DecodeMachine(
+                hello, self.layout, ranks, verify is not None, allow_missing, now=clock()
+            ),
+            layout,
+            engine,
+            peer_timeout=peer_timeout,
+            keys=keys,
+            transport=transport,
+            clock=clock,
+            threaded=threaded,
+            serves=False,
+            stage=stage_for(layout, engine, staging),
+            read_timeout=read_timeout,
+        )
+        if self._thread is not None:
+            self._thread.start()
+
+    def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
+        """Says hello to all ranks of one prefill, given their endpoint addresses.
+
+        With `timeout` (seconds), waits until they have answered and everything is planned; raises
+        IncompatibleLayouts or HandshakeRefused with all reasons, or TimeoutError.
+        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most.
+        """
+        if isinstance(addresses, str) or not addresses:
+            raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
+        link = Link(tuple(addresses))
+        with self._lock:
+            self._check_open()
+            effects = self.machine.handle(ConnectLink(link), self._clock())
+            try:
+                for effect in effects:
+                    if isinstance(effect, Dial):  # now: a bad address is the caller's error
+                        self._transport.connect(effect.peer, effect.address)
+            except ValueError:
+                self._handle(DisconnectLink(link))
+                raise
+            self._pending.extend(effect for effect in effects if not isinstance(effect, Dial))
+        self._call()
+        if timeout is not None:
+            self.handshake(link, timeout)
+        return link
+
+    def handshake(self, link: Link, timeout: float) -> None:
+        """Waits as `connect` does."""
+        if not self._wait(lambda: link.settled, timeout):
+            self._check_open()
+            silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
+            raise TimeoutError(
+                f"no answer from {', '.join(silent)} within {timeout} s. Is it there, and are keys "
+                "the same on both sides?"
+            )
+        if link.error is not None:
+            raise link.error
+        if link.refusal is not None:
+            raise HandshakeRefused(link.refusal)
+
+    def disconnect(self, link: Link) -> None:
+        """Gives a prefill up for good; its rooms fail."""
+        self._call(DisconnectLink(link))
+
+    def receive(
+        self,
+        room: Room,
+        address: RequestAddress,
+        *,
+        start: int = 0,
+        link: Link | None = None,
+        aux: Collection[str] = (),
+    ) -> None:
+        """Asks for a room: positions `start` (the first that is lacking) to the end, to be read to
+        the pages of the block table `address`.
+
+        `link` names the prefill, if several are connected. `aux` are names of values without which
+        the room fails. The pages are leased until the room has ended and `reading(room)` is false.
+        Slots and rings come whole, whatever `start` is. Allocate with `Allocator.extend(...,
+        received=True)`, which knows what is dead and will not come.
+        """
+        if isinstance(aux, str):
+            raise ValueError(f"aux={aux!r}: a list of names.")
+        name = room_name(room)
+        with self._lock:
+            links = self.machine.peers.links
+            if link is None:
+                if len(links) != 1:
+                    raise RoomError(f"room {room!r}: {len(links)} prefills, name one.")
+                link = links[0]
+            self._call(RequestRoom(name, address, index(start), link, aux))
+
+    def reading(self, room: Room) -> bool:
+        """Whether a read may still write to the room's pages."""
+        with self._lock:
+            return self.machine.reading(room_name(room))
+
+    def aux(self, room: Room) -> Aux:
+        """The values that prefill sent along. Raises RoomError before the room has succeeded."""
+        with self._lock:
+            return self.machine.aux(room_name(room))
+
+    def metrics(self, room: Room) -> RoomMetrics:
+        """What has been moved so far, and what that took."""
+        with self._lock:
+            return replace(self.machine.metrics(room_name(room)))

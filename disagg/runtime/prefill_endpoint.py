@@ -1,0 +1,99 @@
+"""Prefill's endpoint.
+
+prefill = PrefillEndpoint(pool.layout, create_engine("local"), bind="tcp://127.0.0.1:*")
+prefill.send(room, block_table, tokens=range(0, n), last=True, aux={"first_token": 7})
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from disagg.engines.base import Engine
+from disagg.protocol.events import OfferChunk
+from disagg.protocol.messages import Aux, Room, room_name
+from disagg.protocol.prefill import PrefillMachine
+from disagg.runtime.endpoint import PEER_TIMEOUT, Endpoint
+from disagg.runtime.transport import Transport
+from kvpool.layout import PoolLayout, RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.device import Event
+
+LEASE_SECONDS = 300.0
+
+
+class PrefillEndpoint(Endpoint[PrefillMachine]):
+    """Offers what one prefill rank computes. `address` is the endpoint address to dial.
+
+    A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. A lease
+    ends `lease` seconds after the room's last chunk or request (None: never): the room fails, its
+    pages are free, and a reader that is late is told that its read is void. `peer_timeout`, `keys`,
+    `transport`, `clock` and `threaded`: see `DecodeEndpoint`.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        engine: Engine,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        peer_timeout: float = PEER_TIMEOUT,
+        lease: float | None = LEASE_SECONDS,
+        keys: str | os.PathLike[str] | None = None,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        threaded: bool = True,
+    ) -> None:
+        if lease is not None and not lease > 0:
+            raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
+        super().__init__(
+            lambda hello: PrefillMachine(hello, lease, now=clock()),
+            layout,
+            engine,
+            peer_timeout=peer_timeout,
+            keys=keys,
+            transport=transport,
+            clock=clock,
+            threaded=threaded,
+            serves=True,
+        )
+        try:
+            self.address = self._transport.bind(bind)
+        except ValueError:
+            self._release()
+            raise
+        if self._thread is not None:
+            self._thread.start()
+
+    def send(
+        self,
+        room: Room,
+        address: RequestAddress,
+        *,
+        tokens: range | None = None,
+        last: bool = True,
+        aux: Aux | None = None,
+        after: Event | None = None,
+    ) -> None:
+        """Offers positions `tokens` (default: all not yet sent) of the request whose block table is
+        `address`, to every decode that asks for `room`.
+
+        Chunks come in order, any number of them; `aux` travels with the last. Where a device
+        computes them, `after=pool.device.record()` offers them once its work has ended; without,
+        it must have. From the first chunk on the pages are leased: reuse none before `poll(room)`
+        says Success or Failed.
+        Raises RoomError for a chunk that does not follow the one before.
+        """
+        name = room_name(room)
+        with self._lock:
+            start = self.machine.computed(name)
+            chunk = range(start, address.num_tokens) if tokens is None else tokens
+            self._call(OfferChunk(name, address, chunk, last, aux or {}, after))
+
+    def refusals(self) -> list[str]:
+        """Reasons of the decodes, the latest hundred, that could not work with this prefill."""
+        with self._lock:
+            return list(self.machine.peers.refusals)

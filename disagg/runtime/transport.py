@@ -1,0 +1,118 @@
+"""What carries messages between endpoints, and one that does so inside a process.
+
+A message is one `bytes`. Messages of one connection arrive in order, or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from disagg.protocol.effects import Peer
+
+
+class Transport(Protocol):
+    """Connections by peer: who dials is known by bytes that the transport chooses, who was dialled
+    by the number that the caller gave. Used by one thread at a time, but for `connect`.
+    """
+
+    def bind(self, address: str) -> str:
+        """Listens at an endpoint address; returns the one to dial. Raises ValueError."""
+
+    def connect(self, peer: int, address: str | None) -> None:
+        """Opens a connection in place of the peer's old one; None only closes that. What was sent
+        over the old one still leaves. Raises ValueError for what is no address.
+        """
+
+    def send(self, peer: Peer, data: bytes) -> str | None:
+        """Sends without blocking; returns what is wrong with the peer, if anything."""
+
+    def poll(self, timeout: float, wake: int | None = None) -> Iterable[tuple[Peer, bytes]]:
+        """Messages that have arrived, each with its peer. Waits for one at most `timeout` seconds,
+        or until the file `wake` can be read.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A connection of a MemoryNetwork, which the listener knows by `identity`."""
+
+    dialler: MemoryTransport
+    peer: int
+    address: str
+    identity: bytes
+    closed: bool = False
+
+
+class MemoryNetwork:
+    """Who listens where, in one process. It delivers at once; a subclass may be a worse network."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, MemoryTransport] = {}
+        self._numbers = itertools.count(1)
+
+    def dial(self, dialler: MemoryTransport, peer: int, address: str) -> Connection:
+        """Opens a connection."""
+        return Connection(dialler, peer, address, self.identity())
+
+    def identity(self) -> bytes:
+        """A name that no connection has had."""
+        return f"peer {next(self._numbers)}".encode()
+
+    def hang_up(self, connection: Connection) -> None:
+        """Closes a connection."""
+        connection.closed = True
+
+    def carry(self, connection: Connection, way: Literal["up", "down"], data: bytes) -> None:
+        """Takes a message to the listener (`up`) or to who dialled (`down`)."""
+        self.deliver(connection, way, data)
+
+    def deliver(self, connection: Connection, way: Literal["up", "down"], data: bytes) -> None:
+        """Hands a message over; without anybody to take it, it is lost."""
+        if way == "up" and connection.address in self.listeners:
+            self.listeners[connection.address].accept(connection, data)
+        elif way == "down" and not connection.closed:
+            connection.dialler.inbox.append((connection.peer, data))
+
+
+class MemoryTransport:
+    """See Transport. A turn of an endpoint takes what is in the inbox when it begins."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.inbox: deque[tuple[Peer, bytes]] = deque()
+        self.connections: dict[Peer, Connection] = {}
+        self._network = network
+
+    def bind(self, address: str) -> str:
+        """See Transport."""
+        self._network.listeners[address] = self
+        return address
+
+    def connect(self, peer: int, address: str | None) -> None:
+        """See Transport."""
+        old = self.connections.pop(peer, None)
+        if old is not None:
+            self._network.hang_up(old)
+        if address is not None:
+            self.connections[peer] = self._network.dial(self, peer, address)
+
+    def accept(self, connection: Connection, data: bytes) -> None:
+        """A message has come over a connection that somebody else has dialled."""
+        self.connections[connection.identity] = connection
+        self.inbox.append((connection.identity, data))
+
+    def send(self, peer: Peer, data: bytes) -> str | None:
+        """See Transport."""
+        connection = self.connections.get(peer)
+        if connection is None or connection.closed:
+            return "it cannot be reached."
+        self._network.carry(connection, "down" if isinstance(peer, bytes) else "up", data)
+        return None
+
+    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
+        """See Transport. It never waits."""
+        for _ in range(len(self.inbox)):
+            yield self.inbox.popleft()

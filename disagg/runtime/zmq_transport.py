@@ -1,0 +1,154 @@
+"""Messages over ZeroMQ: a ROUTER for who dials in, a DEALER for each peer that is dialled."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import zmq
+
+from disagg.protocol.effects import Peer
+from disagg.protocol.messages import MAX_MESSAGE
+from disagg.runtime.keys import Keys, read_keys
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+CLOSE_LINGER_SECONDS = 0.03
+"""Time for the last messages to leave. ZeroMQ's own linger waits for ever for a peer that goes away
+just then.
+"""
+QUEUED = 100_000
+"""Messages that wait for one peer before it is given up as one that does not listen."""
+SOCKETS = 16_384
+MESSAGES_A_TURN = 1000
+
+
+class ZmqTransport:
+    """See disagg.runtime.transport.Transport. With `keys`, the path of a file of `kvpool keys`,
+    messages are encrypted and only its holders may connect.
+    """
+
+    def __init__(self, keys: str | os.PathLike[str] | None = None) -> None:
+        self._keys = None if keys is None else read_keys(keys)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self._guard = None if self._keys is None else _guard(self._context, self._keys)
+        self._poller = zmq.Poller()
+        self._router: zmq.Socket[bytes] | None = None
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._peers: dict[zmq.Socket[bytes], int] = {}
+        self._dialled: deque[tuple[int, zmq.Socket[bytes] | None]] = deque()
+        self._leaving: deque[tuple[float, zmq.Socket[bytes]]] = deque()
+
+    def bind(self, address: str) -> str:
+        """See Transport."""
+        router = self._socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise ValueError(f"bind {address!r}: {error}.") from None
+        self._router = router
+        self._poller.register(router, zmq.POLLIN)
+        return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, peer: int, address: str | None) -> None:
+        """See Transport."""
+        dealer = None
+        if address is not None:
+            dealer = self._socket(zmq.DEALER)
+            try:
+                dealer.connect(address)
+            except zmq.ZMQError as error:
+                dealer.close(linger=0)
+                raise ValueError(f"connect: address {address!r}: {error}.") from None
+        self._dialled.append((peer, dealer))
+
+    def send(self, peer: Peer, data: bytes) -> str | None:
+        """See Transport."""
+        self._plug()
+        try:
+            if isinstance(peer, int):
+                self._dealers[peer].send(data, zmq.NOBLOCK)
+            elif self._router is not None:
+                self._router.send_multipart([peer, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return f"it has left {QUEUED} messages unread."
+        except zmq.ZMQError as error:
+            return f"it cannot be reached ({error})."
+        return None
+
+    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
+        """See Transport."""
+        self._plug()
+        if wake is not None and wake not in self._poller:
+            self._poller.register(wake, zmq.POLLIN)
+        ready = dict(self._poller.poll(int(timeout * 1000)))
+        if not ready and 0 < timeout < 0.001:
+            time.sleep(timeout)  # zmq waits for whole milliseconds
+        ready.pop(wake, None)
+        for socket in ready:
+            with suppress(zmq.Again):
+                for _ in range(MESSAGES_A_TURN):
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
+                    yield self._peers.get(socket, frames[0]), frames[-1]
+
+    def close(self) -> None:
+        """Gives up all connections, once what was sent has had time to leave."""
+        if self._context.closed:
+            return
+        if self._guard is not None:
+            self._guard.stop()
+        self._plug()
+        time.sleep(CLOSE_LINGER_SECONDS)
+        self._context.destroy(linger=0)
+
+    def _plug(self) -> None:
+        """Puts new sockets, and with them new identities, in the place of old ones."""
+        while self._dialled:
+            peer, dealer = self._dialled.popleft()
+            old = self._dealers.pop(peer, None)
+            if old is not None:
+                del self._peers[old]
+                self._poller.unregister(old)
+                self._leaving.append((time.monotonic() + CLOSE_LINGER_SECONDS, old))
+            if dealer is not None:
+                self._dealers[peer], self._peers[dealer] = dealer, peer
+                self._poller.register(dealer, zmq.POLLIN)
+        while self._leaving and self._leaving[0][0] < time.monotonic():
+            self._leaving.popleft()[1].close(linger=0)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket that takes no message above the bound, queues many, and has the keys."""
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        socket.setsockopt(zmq.SNDHWM, QUEUED)
+        socket.setsockopt(zmq.RCVHWM, QUEUED)
+        if self._keys is not None:
+            socket.curve_publickey = self._keys.public.encode()
+            socket.curve_secretkey = self._keys.secret.encode()
+            if kind == zmq.ROUTER:
+                socket.curve_server = True
+            else:
+                socket.curve_serverkey = self._keys.public.encode()
+        return socket
+
+
+def _guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> ThreadAuthenticator:
+    """Lets only holders of the keys connect."""
+    from zmq.auth.thread import ThreadAuthenticator
+
+    class Holders:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == keys.public.encode()
+
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback(domain="*", credentials_provider=Holders())
+    return guard

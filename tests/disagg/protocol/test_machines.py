@@ -1,0 +1,203 @@
+"""Both machines past the hello, their messages carried by hand: events in, effects out."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg import KVPoll, Phase
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.decode_state import Link
+from disagg.protocol.effects import ComputeDigest, Send, StartRead
+from disagg.protocol.events import (
+    AbortRoom,
+    ConnectLink,
+    DigestComputed,
+    ForgetRoom,
+    OfferChunk,
+    ReadEnded,
+    Received,
+    RequestRoom,
+    Tick,
+)
+from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.status import POLL, TRANSITIONS
+from kvpool import MLAPool
+from tests import oracle
+
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 9, "page_size": 16, "dtype": "bf16"}
+
+
+class Pair:
+    """A prefill and a decode, and what they have sent and not received."""
+
+    def __init__(self, verify: bool = False) -> None:
+        pool = MLAPool(layers=[0], **MLA)
+        prefill, decode = (
+            messages.Hello(messages.PROTOCOL, side, "local", pool.layout.to_msgpack(), b"", 10.0)
+            for side in "pd"
+        )
+        self.table = oracle.place(pool, 30)
+        self.prefill = PrefillMachine(prefill, now=0.0)
+        self.decode = DecodeMachine(decode, pool.layout, 1, verify, now=0.0)
+        self.link = Link(("x",))
+        self.queues = {self.prefill: [], self.decode: []}
+        self.reads = []
+        self.digests = {self.prefill: [], self.decode: []}
+        self.tell(self.decode, ConnectLink(self.link))
+        self.pump()
+
+    def tell(self, machine, event) -> None:
+        """An event at time 0; what it sends is queued, what it reads noted."""
+        for effect in machine.handle(event, 0.0):
+            if isinstance(effect, Send):
+                self.queues[machine].append(messages.decode(effect.data))
+            elif isinstance(effect, StartRead):
+                self.reads.append(effect.read)
+            elif isinstance(effect, ComputeDigest):
+                self.digests[machine].append(effect)
+
+    def pump(self) -> None:
+        """Every message arrives, and every answer."""
+        while any(self.queues.values()):
+            for machine, other, peer in (
+                (self.decode, self.prefill, b"d"),
+                (self.prefill, self.decode, 0),
+            ):
+                said, self.queues[machine] = self.queues[machine], []
+                for message in said:
+                    self.tell(other, Received(peer, message))
+
+    def request(self) -> None:
+        self.tell(self.decode, RequestRoom("r", self.table, 0, self.link))
+
+    def offer(self, tokens, last, aux=None, after=None) -> None:
+        self.tell(self.prefill, OfferChunk("r", self.table, tokens, last, aux or {}, after))
+
+    def polls(self):
+        return self.decode.poll("r"), self.prefill.poll("r")
+
+
+class Work:
+    """An event of a device, which ends when the test says so."""
+
+    over = False
+
+    def query(self):
+        if isinstance(self.over, Exception):
+            raise self.over
+        return self.over
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one(pair):
+    pair.request()
+    pair.pump()
+    pair.offer(range(16), False)
+    late, pair.queues[pair.prefill] = pair.queues[pair.prefill], []
+    pair.tell(pair.decode, AbortRoom("r", "retry"))
+    pair.pump()
+    for machine in (pair.decode, pair.prefill):
+        pair.tell(machine, ForgetRoom("r"))
+    pair.request()
+    pair.pump()
+    for message in late:
+        pair.tell(pair.decode, Received(0, message))
+    pair.pump()
+    assert not pair.reads
+    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+
+
+def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order(pair):
+    first, second = Work(), Work()
+    pair.offer(range(16), False, after=first)
+    pair.request()
+    pair.pump()
+    pair.offer(range(16, 30), True, {"token": 7}, second)
+    second.over = True  # the first has not ended, so that the second is not looked at
+    pair.tell(pair.prefill, Tick())
+    pair.pump()
+    assert not pair.reads
+    assert (pair.prefill.poll("r"), pair.prefill.computed("r")) == (KVPoll.Transferring, 30)
+    first.over = True
+    pair.tell(pair.prefill, Tick())
+    pair.pump()
+    assert [read.tokens for read in pair.reads] == [range(16), range(16, 30)]
+    for read in pair.reads:
+        pair.tell(pair.decode, ReadEnded(read, None))
+    pair.pump()
+    assert pair.polls() == (KVPoll.Success, KVPoll.Success)
+
+
+def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no(pair):
+    pair.offer(range(30), True, after=Work())
+    pair.tell(pair.prefill, Received(b"d", messages.ReadRequest("p", "r", "a", 0, 30, 1)))
+    pair.tell(pair.prefill, Received(b"d", messages.ReadDone("p", "r", "a")))
+    assert pair.queues[pair.prefill] == [messages.ReleaseAck("p", "r", "a", False)]
+
+
+def test_a_room_whose_device_fails_fails_by_name(pair):
+    work = Work()
+    pair.request()
+    pair.offer(range(30), True, after=work)
+    pair.pump()
+    work.over = RuntimeError("an illegal memory access")
+    pair.tell(pair.prefill, Tick())
+    pair.pump()
+    failure = pair.prefill.failure("r")
+    assert str(failure) == "prefill: its device failed: an illegal memory access"
+    assert (pair.decode.failure("r").reason, failure.kind) == (failure.reason, "device")
+    pair.tell(pair.prefill, ForgetRoom("r"))
+    pair.tell(pair.prefill, Tick())
+
+
+def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back(pair):
+    pair.request()
+    pair.pump()
+    pair.tell(pair.decode, AbortRoom("r", "lost on the way"))
+    pair.queues[pair.decode].clear()
+    pair.offer(range(30), True)
+    pair.pump()
+    assert pair.prefill.poll("r") is KVPoll.Failed
+    assert "no more" in str(pair.prefill.failure("r"))
+
+
+def test_a_released_room_that_was_never_done_is_no_success(pair):
+    pair.request()
+    pair.pump()
+    attempt = pair.decode.rooms()["r"].attempt
+    pair.tell(pair.decode, Received(0, messages.ReleaseAck("p", "r", attempt, True)))
+    assert pair.decode.poll("r") is KVPoll.Failed
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_digests_that_cannot_be_made_fail_the_room_by_name(side):
+    pair = Pair(verify=True)
+    pair.request()
+    pair.offer(range(30), True)
+    pair.pump()
+    pair.tell(pair.decode, ReadEnded(pair.reads[0], None))
+    assert pair.decode.rooms()["r"].phase is Phase.VERIFYING
+    pair.pump()
+    (digest,) = pair.digests[getattr(pair, side)]
+    pair.tell(getattr(pair, side), DigestComputed(digest.key, None, "no such memory"))
+    pair.pump()
+    assert pair.decode.failure("r").kind == "digest"
+    assert pair.decode.failure("r").reason.endswith("no such memory")
+    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+
+
+def test_every_phase_has_a_state_and_ends():
+    assert {*POLL} == {*TRANSITIONS} == {*Phase}
+    for phase in Phase:
+        assert phase.ended == phase.poll.ended
+        assert phase.ended or Phase.FAILED in TRANSITIONS[phase]
+
+
+def test_a_phase_that_may_not_follow_is_refused_by_name():
+    with pytest.raises(RuntimeError, match="cannot go from SUCCESS to FAILED"):
+        Phase.SUCCESS.to(Phase.FAILED)
