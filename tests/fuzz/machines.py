@@ -1,23 +1,27 @@
-"""Both state machines against a peer that says what it likes, while their own side goes on.
+"""Both endpoints against peers that say what they like, while their own side goes on.
 
-What a machine says must be readable, what has ended must stay so, reads must stay in memory, and no
-message may raise.
+What an endpoint says must be readable, what has ended must stay so, reads must stay in memory, and
+no message may raise. Nothing but the memory is left out of the loop: reads and digests come to what
+the choices say.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from disagg import DecodeEndpoint, Engine, KVPoll, PrefillEndpoint, TransferError
 from disagg.digest.digest import from_wire
 from disagg.protocol import messages
-from disagg.protocol.decode import DecodeRooms
 from disagg.protocol.decode_state import Read
-from disagg.protocol.prefill import PrefillRooms
-from disagg.protocol.status import KVPoll
+from disagg.protocol.events import ReadEnded
+from disagg.runtime.reader import Reader
+from disagg.runtime.staging import Stage
 from kvpool.layout import PoolLayout, RequestAddress
 from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
@@ -25,7 +29,7 @@ from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
 
 MOST_STEPS = 40
-ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM)
+ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM_NAME)
 PEERS = (b"a", b"b", b"\x00" * 255)
 KINDS = build.message_types()
 
@@ -69,7 +73,7 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
         "room": tuple(rooms),
         "attempt": (*attempts, "other"),
         "readers": (1, 1, 2, 1 << 16),
-        "timeout": (1.0, messages.LEAST_TIMEOUT, messages.MOST_TIMEOUT),
+        "timeout": (1.0, messages.MIN_TIMEOUT, messages.MAX_TIMEOUT),
         "engine": ("local",) * 5 + ("nixl",),
         "protocol": (messages.PROTOCOL,) * 5 + (99,),
         "leased": (True, False),
@@ -95,119 +99,222 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
     return kind, fields
 
 
-def check_said(outbox: list[tuple[Any, bytes]]) -> list[tuple[Any, Any]]:
-    """Reads and empties what a machine has to say; raises WireError if no peer could."""
-    said = [(to, messages.decode(data)) for to, data in outbox]
-    outbox.clear()
-    return said
+class Wire:
+    """A transport between an endpoint and the choices: what it is to hear, and what it has said."""
+
+    def __init__(self) -> None:
+        self.inbox: list[tuple[Any, bytes]] = []
+        self.said: list[tuple[Any, bytes]] = []
+
+    def bind(self, address: str) -> str:
+        return address
+
+    def connect(self, peer: int, address: str | None) -> None:
+        return
+
+    def send(self, peer: Any, data: bytes) -> str | None:
+        self.said.append((peer, data))
+        return None
+
+    def poll(self, timeout: float, wake: int | None = None) -> list[tuple[Any, bytes]]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+
+class Imagined(Engine):
+    """An engine without memory, whose reads end as they are chosen to."""
+
+    name = "local"
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+
+    @classmethod
+    def availability(cls) -> None:
+        return None
+
+    def register(self, slabs: Any) -> None:
+        return
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def connect(self, metadata: bytes) -> None:
+        return
+
+    def read(self, peer: Any, batch: Any) -> None:
+        return
+
+    def poll(self, transfer: Any) -> bool:
+        end = self._choices.number(0, 9)
+        if end == 0:
+            raise TransferError("own")
+        return end > 3
+
+    def fence(self, peer: Any, timeout: float | None = None) -> bool:
+        return bool(self._choices.number(0, 1))
+
+    def close(self) -> None:
+        return
+
+
+class Digests:
+    """Digests that are what they are chosen to be."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices, self._jobs = choices, list[Any]()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def add(self, key: Any, layout: Any, address: Any, pieces: list[Any], each: bool) -> None:
+        self._jobs.append((key, len(pieces)))
+
+    def step(self) -> Any:
+        if not self._jobs or self._choices.number(0, 1):
+            return None
+        key, count = self._jobs.pop()
+        return pick(self._choices, ((key, bytes(8 * count), ""), (key, None, "no")))
+
+
+class CountedReader(Reader):
+    """A reader whose batches are checked, and which counts the reads of each room."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.open: dict[object, int] = {}
+
+    def add(self, read: Read) -> None:
+        self.open[read.room] = self.open.get(read.room, 0) + 1
+        _bind(read)
+        super().add(read)
+
+    def step(self) -> list[Any]:
+        events = super().step()
+        for event in events:
+            self.open[event.read.room] -= isinstance(event, ReadEnded)
+        return events
+
+
+class Unexpected(logging.Handler):
+    """An endpoint logs an exception that it did not expect: no message may raise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1]:
+            raise Finding(self.format(record)) from record.exc_info[1]
+
+
+logging.getLogger("disagg").addHandler(Unexpected())
+
+
+def made(kind: Any, layout: PoolLayout, wire: Wire, clock: Clock, choices: Choices, **more: Any):
+    """An endpoint in whose loop only memory is imagined."""
+    digests = Digests(choices)
+    with (
+        patch("disagg.runtime.endpoint.Digester", lambda: digests),
+        patch("disagg.runtime.endpoint.Reader", CountedReader),
+        patch("disagg.runtime.decode_endpoint.stage_for", lambda *_: Stage()),
+    ):
+        options = {"transport": wire, "clock": clock, "threaded": False, "peer_timeout": 1.0}
+        return kind(layout, Imagined(choices), **options, **more)
+
+
+def check_said(said: list[tuple[Any, bytes]]) -> list[tuple[Any, Any]]:
+    """Reads and empties what an endpoint has said; raises WireError if no peer could."""
+    found = [(to, messages.decode(data)) for to, data in said]
+    said.clear()
+    return found
 
 
 def prefill(choices: Choices) -> str:
-    """Prefill's rooms against decodes."""
-    layout, clock = samples.CASES[0].own, Clock()
-    rooms = PrefillRooms(hello(layout, "life"), pick(choices, (None, 5.0)), clock)
+    """Prefill's endpoint against decodes."""
+    layout, clock, wire = samples.CASES[0].own, Clock(), Wire()
+    lease = pick(choices, (None, 5.0))
+    endpoint = made(PrefillEndpoint, layout, wire, clock, choices, bind="x", lease=lease)
     ended: dict[messages.Room, KVPoll] = {}
     address = samples.address(layout)
-    for peer in PEERS[:2]:
-        rooms.receive(peer, hello(layout, "d"))
+    wire.inbox += [(peer, messages.encode(hello(layout, "d"))) for peer in PEERS[:2]]
     for _ in range(choices.number(1, MOST_STEPS)):
         step, name = choices.number(0, 9), pick(choices, ROOMS)
-        if step == 0:
+        if step in (0, 4):
             clock.now += pick(choices, (0.01, 0.3, 2.0, 9.0))
-            rooms.tick()
         elif step == 1:
-            _own(rooms.send, name, *_chunk(choices, rooms.computed(name), address))
+            _own(_offer, endpoint, name, choices, address)
         elif step == 2:
-            rooms.abort(name, "own")
+            endpoint.abort(name, "own")
         elif step == 3:
-            if rooms.poll(name).ended:
-                rooms.forget(name)
+            if endpoint.poll(name).ended:
+                endpoint.forget(name)
                 ended.pop(name, None)
-        elif step == 4 and rooms.checks:
-            peer, check, _ = rooms.checks.pop()
-            rooms.checked(peer, check, *pick(choices, ((bytes(8),), (b"", "not here"))))
         elif step in (5, 6):
             kind = pick(choices, (messages.ReadRequest, messages.ReadDone))
             about = {"generation": "life", "room": name, "attempt": "a", "readers": 1}
-            rooms.receive(PEERS[0], sent(build.message(kind, choices, **about), kind))
-        elif step > 6:
-            kind, fields = hostile(choices, ROOMS, ("a", "b"), "life")
-            rooms.receive(pick(choices, PEERS), sent(fields, kind))
-        check_said(rooms.outbox)
-        _check_ended(rooms, ended, ROOMS)
+            wire.inbox.append((PEERS[0], build.packed(build.message(kind, choices, **about))))
+        else:
+            _, fields = hostile(choices, ROOMS, ("a", "b"), "life")
+            wire.inbox.append((pick(choices, PEERS), build.packed(fields)))
+        endpoint.step()
+        check_said(wire.said)
+        _check_ended(endpoint, ended, ROOMS)
     return "Success" if KVPoll.Success in ended.values() else "went on"
 
 
-def _chunk(choices: Choices, start: int, address: RequestAddress) -> tuple[Any, ...]:
-    stop = choices.number(start, samples.TOKENS)
+def _offer(endpoint: Any, name: Any, choices: Choices, address: RequestAddress) -> None:
+    stop = choices.number(endpoint.machine.computed(name), samples.TOKENS)
     last = stop == samples.TOKENS
-    return address, range(start, stop), last, {"first": 7} if last else {}
+    tokens = range(endpoint.machine.computed(name), stop)
+    endpoint.send(name, address, tokens=tokens, last=last, aux={"first": 7} if last else {})
 
 
 def decode(choices: Choices) -> str:
-    """Decode's rooms against two ranks of a prefill, which learn of attempts as real ones do."""
-    case, clock = pick(choices, samples.CASES), Clock()
+    """Decode's endpoint against two ranks of a prefill, which learn of attempts as real ones do."""
+    case, clock, wire = pick(choices, samples.CASES), Clock(), Wire()
     peers = pick(choices, case.peers)
-    rooms = DecodeRooms(hello(case.own, "d"), case.own, 1, bool(choices.number(0, 1)), clock)
-    link = rooms.links.connect([f"rank{number}" for number in range(len(peers))])
+    verify = pick(choices, (None, "checksum"))
+    endpoint = made(DecodeEndpoint, case.own, wire, clock, choices, verify=verify)
+    link = endpoint.connect([f"rank{number}" for number in range(len(peers))])
     said: dict[tuple[object, int], Any] = {}
     attempts: dict[messages.Room, str] = {}
-    known: dict[messages.Room, int] = {}
+    known: set[messages.Room] = set()
     ended: dict[messages.Room, KVPoll] = {}
-    reads: list[Read] = []
     for rank in range(len(peers) if choices.number(0, 3) else 0):
-        rooms.receive(rank, hello(peers[rank], "life"))
+        wire.inbox.append((rank, messages.encode(hello(peers[rank], "life"))))
     for _ in range(choices.number(1, MOST_STEPS)):
-        step, name, rank = (
-            choices.number(0, 19),
-            pick(choices, ROOMS[:2]),
-            choices.number(0, len(peers) - 1),
-        )
+        step, name = choices.number(0, 19), pick(choices, ROOMS[:2])
+        rank = choices.number(0, len(peers) - 1)
         if step == 0:
             clock.now += pick(choices, (0.01, 0.3, 2.0))
-            rooms.tick()
         elif step in (1, 2) and name not in known:
-            start = pick(choices, (0, 0, 5, samples.TOKENS))
-            rooms.want(name, samples.address(case.own), start, link, pick(choices, ((), ("x",))))
-            known[name] = 0
+            start, aux = pick(choices, (0, 0, 5, samples.TOKENS)), pick(choices, ((), ("x",)))
+            endpoint.receive(name, samples.address(case.own), start=start, link=link, aux=aux)
+            known.add(name)
         elif step == 3 and name in known and choices.number(0, 1):
-            rooms.abort(name, "own")
-        elif step == 4 and name in known and rooms.poll(name).ended and not rooms.reading(name):
-            rooms.forget(name)
-            del known[name]
-            ended.pop(name, None)
-        elif step in (5, 6, 7) and reads:
-            read = reads.pop(choices.number(0, len(reads) - 1))
-            _bind(read)
-            if choices.number(0, 9) == 0:
-                rooms.read_failed(read, "own")
-            rooms.read_ended(read, None)
-            known[read.room] -= 1
-        elif step == 8 and rooms.checks:
-            check = rooms.checks.pop()
-            rooms.checked(check, *pick(choices, ((bytes(8 * len(check.pieces)),), (None, "no"))))
-        elif step == 9 and choices.number(0, 3) == 0:
-            rooms.lost(rank, "own")
-        elif step in (10, 11):
-            rooms.receive(rank, hello(peers[rank], "life"))
-        elif step in (12, 13, 14, 15, 16, 17) and (name, rank) in said:
-            rooms.receive(rank, _honest(choices, peers[rank], said[name, rank]))
-        elif step > 17:
-            kind, fields = hostile(choices, ROOMS, attempts.values(), "life")
-            rooms.receive(rank, sent(fields, kind))
-        for to, message in check_said(rooms.links.outbox):
+            endpoint.abort(name, "own")
+        elif step == 4 and name in known:
+            if endpoint.poll(name).ended and not endpoint.reading(name):
+                endpoint.forget(name)
+                known.remove(name)
+                ended.pop(name, None)
+        elif step in (5, 6):
+            wire.inbox.append((rank, messages.encode(hello(peers[rank], "life"))))
+        elif step < 16 and (name, rank) in said:
+            answer = _honest(choices, peers[rank], said[name, rank])
+            wire.inbox.append((rank, messages.encode(answer)))
+        elif step > 16:
+            _, fields = hostile(choices, ROOMS, attempts.values(), "life")
+            wire.inbox.append((rank, build.packed(fields)))
+        endpoint.step()
+        for to, message in check_said(wire.said):
             if isinstance(
                 message, (messages.ReadRequest, messages.DigestRequest, messages.ReadDone)
             ):
                 said[message.room, to] = message
                 attempts[message.room] = message.attempt
-        for read in rooms.reads:
-            known[read.room] += 1
-        reads += rooms.reads
-        rooms.reads.clear()
-        _check_ended(rooms, ended, known)
-        if any(rooms.reading(room) != (count > 0) for room, count in known.items()):
-            raise Finding(f"reads are counted wrongly: {known}.")
+        _check_ended(endpoint, ended, known)
+        counts = endpoint._reader.open
+        if any(endpoint.reading(room) != (counts.get(room, 0) > 0) for room in known):
+            raise Finding(f"reads are counted wrongly: {counts}.")
     return "Success" if KVPoll.Success in ended.values() else "went on"
 
 

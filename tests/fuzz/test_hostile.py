@@ -18,8 +18,10 @@ from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
 from disagg.protocol import messages
-from disagg.protocol.decode import DecodeRooms
-from disagg.protocol.prefill import MAX_WANTED, PrefillRooms
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.decode_state import Link
+from disagg.protocol.events import ConnectLink, Received, RequestRoom
+from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
 from disagg.protocol.prefill_peers import MAX_PEERS
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, local, machines, planning, samples
@@ -55,32 +57,31 @@ SEEDS = {name: list(TARGETS[name].seeds()) for name in DOCUMENTS}
 
 
 def flood(pairs):
-    """Prefill's rooms after messages by peer, during which they never kept more than `KEPT`."""
-    rooms = PrefillRooms(machines.hello(samples.LAYOUTS[0], "life"), None, machines.Clock())
+    """Prefill's machine after messages by peer, during which it never kept more than `KEPT`."""
+    machine = PrefillMachine(machines.hello(samples.LAYOUTS[0], "life"), now=0.0)
     tracemalloc.start()
     try:
         for peer, message in pairs:
-            rooms.receive(peer, message)
-            rooms.outbox.clear()
+            machine.handle(Received(peer, message), 0.0)
         assert tracemalloc.get_traced_memory()[1] < KEPT
     finally:
         tracemalloc.stop()
-    return rooms
+    return machine
 
 
 def test_a_hundred_thousand_strangers_leave_as_many_peers_as_are_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     rooms = flood((b"%d" % number, hello) for number in range(100_000))
-    assert len(rooms.decodes.alive) == MAX_PEERS
+    assert len(rooms.peers.alive) == MAX_PEERS
 
 
 def test_a_peer_that_wants_ever_more_rooms_gets_as_many_as_are_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     wants = (
-        messages.ReadRequest("life", number, "a", 0, 5, 1) for number in range(MAX_WANTED + 5000)
+        messages.ReadRequest("life", number, "a", 0, 5, 1) for number in range(MAX_REQUESTED + 5000)
     )
     rooms = flood([(b"a", hello), *((b"a", want) for want in wants)])
-    assert len(rooms.open_rooms()) == MAX_WANTED
+    assert len(rooms.open_rooms()) == MAX_REQUESTED
 
 
 def test_rooms_that_were_wanted_and_given_up_are_forgotten(monkeypatch):
@@ -295,15 +296,14 @@ def test_many_peers_together_open_no_more_rooms_than_are_allowed(monkeypatch):
 
 def test_aux_values_before_the_last_chunk_fail_the_room():
     own, peer = samples.CASES[0].own, samples.CASES[0].peers[0][0]
-    rooms = DecodeRooms(machines.hello(own, "d"), own, 1)
-    link = rooms.links.connect(["x"])
-    rooms.receive(0, machines.hello(peer, "life"))
-    rooms.want("r", samples.address(own), 0, link)
-    said = [message for _, message in machines.check_said(rooms.links.outbox)]
-    (want,) = (message for message in said if isinstance(message, messages.ReadRequest))
-    about = {"room": "r", "attempt": want.attempt, "generation": "life"}
-    rooms.receive(0, messages.decode(planning.ready(peer, 0, 5, about)))
-    assert rooms.failure("r") is None
-    about["aux"] = b"\x81\xa1x\x07"
-    rooms.receive(0, messages.decode(planning.ready(peer, 5, 9, about)))
-    assert "with the last chunk" in str(rooms.failure("r"))
+    machine = DecodeMachine(machines.hello(own, "d"), own, 1, now=0.0)
+    machine.handle(ConnectLink(link := Link(("x",))), 0.0)
+    machine.handle(Received(0, machines.hello(peer, "life")), 0.0)
+    machine.handle(RequestRoom("r", samples.address(own), 0, link), 0.0)
+    attempt = machine.rooms()["r"].attempt
+    about = {"room": "r", "attempt": attempt, "generation": "life"}
+    for start, stop, aux in ((0, 5, b"\x80"), (5, 9, b"\x81\xa1x\x07")):
+        assert machine.failure("r") is None
+        ready = planning.ready(peer, start, stop, {**about, "aux": aux})
+        machine.handle(Received(0, messages.decode(ready)), 0.0)
+    assert "with the last chunk" in str(machine.failure("r"))
