@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from disagg.errors import PeerError
 from disagg.plan.bind import Columns, CopyBatch, IncompleteTransfer, bind
 from disagg.plan.match import Piece, elect, mismatches, tile
 from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
@@ -40,7 +41,7 @@ class Reason:
     sentence: str
 
 
-class IncompatibleLayouts(ValueError):
+class IncompatibleLayouts(PeerError, ValueError):
     """The destination cannot be filled from these sources; `reasons` lists every region and why."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
