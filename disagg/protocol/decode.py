@@ -11,25 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from disagg.digest.digester import Verification
 from disagg.errors import RoomError, UnknownRoom
+from disagg.protocol import events
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkReady
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
-from disagg.protocol.events import (
-    AbortAll,
-    AbortRoom,
-    ConnectLink,
-    DecodeEvent,
-    DigestComputed,
-    DisconnectLink,
-    ForgetRoom,
-    Malformed,
-    ReadEnded,
-    ReadFailed,
-    Received,
-    RequestRoom,
-    Tick,
-    Unreachable,
-)
 from disagg.protocol.liveness import Leases, count_items
 from disagg.protocol.messages import (
     Abort,
@@ -77,49 +62,49 @@ class DecodeMachine:
         self._open: set[Room] = set()
         self.totals = Totals()
 
-    def handle(self, event: DecodeEvent, now: float) -> list[Effect]:
+    def handle(self, event: events.DecodeEvent, now: float) -> list[Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
         room; then nothing has changed.
         """
         self._now = now
         match event:
-            case Received(int(rank), message):
+            case events.Received(int(rank), message):
                 self._receive(rank, message)
-            case Malformed(int(rank), reason):
+            case events.Malformed(int(rank), reason):
                 if at := self.peers.at(rank):
                     self._link_changed(self.peers.refuse(*at, reason))
-            case Unreachable(int(rank), reason):
+            case events.Unreachable(int(rank), reason):
                 if at := self.peers.at(rank):
                     self._link_changed(self.peers.mark_dead(*at, reason, now))
-            case Tick():
+            case events.Tick():
                 for failed in self.peers.tick(now):
                     self._link_changed(failed)
-            case ReadEnded(read, problem):
+            case events.ReadEnded(read, problem):
                 self._read_ended(read, problem)
-            case ReadFailed(read, problem):
+            case events.ReadFailed(read, problem):
                 if self._current(read.room, read.attempt):
                     self._fail(read.room, Failure("decode", problem, "read"))
-            case DigestComputed(Verification() as check, values, problem):
+            case events.DigestComputed(Verification() as check, values, problem):
                 if room := self._current(check.room, check.attempt):
                     failure = self._comparisons.computed(room, check, values, problem, now)
                     self._compared(check.room, room, failure)
-            case ConnectLink(link):
+            case events.ConnectLink(link):
                 self.peers.connect(link, now)
-            case DisconnectLink(link):
+            case events.DisconnectLink(link):
                 self._disconnect(link)
-            case RequestRoom():
+            case events.RequestRoom():
                 self._request(event)
-            case AbortRoom(name, reason):
+            case events.AbortRoom(name, reason):
                 self._known(name)
                 if name in self._open:
                     self._fail(name, Failure("decode", reason, "abort"))
-            case ForgetRoom(name):
+            case events.ForgetRoom(name):
                 if not self.poll(name).ended or self.reading(name):
                     raise RoomError(
                         f"room {name!r} has not ended. Abort it, and wait for its reads."
                     )
                 del self._rooms[name]
-            case AbortAll(reason):
+            case events.AbortAll(reason):
                 for name in list(self._open):
                     self._fail(name, Failure("decode", reason, "abort"))
             case _:
@@ -172,7 +157,7 @@ class DecodeMachine:
         cache = {"hit": plans.hits, "miss": plans.misses}
         return Snapshot(totals, *now, engine, telemetry, cache)
 
-    def _request(self, request: RequestRoom) -> None:
+    def _request(self, request: events.RequestRoom) -> None:
         name, address, link = request.room, request.address, request.link
         if name in self._rooms:
             raise RoomError(f"room {name!r} is wanted already. Forget it first.")
@@ -287,22 +272,8 @@ class DecodeMachine:
             self._advance(ready.room, room)
             return
         room.reading += 1
-        self._effects.append(
-            StartRead(
-                Read(
-                    ready.room,
-                    room.attempt,
-                    link,
-                    source,
-                    hello,
-                    plan,
-                    tokens,
-                    address,
-                    room.address,
-                    room.metrics,
-                )
-            )
-        )
+        about = ready.room, room.attempt, link, source, hello, plan, tokens, address
+        self._effects.append(StartRead(Read(*about, room.address, room.metrics)))
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:
         """Verifies or releases once every rank has closed the room and every read has ended."""

@@ -14,19 +14,8 @@ from msgspec.structs import replace
 
 from disagg.digest.digest import from_wire
 from disagg.errors import RoomError
+from disagg.protocol import events
 from disagg.protocol.effects import ComputeDigest, Effect, Effects
-from disagg.protocol.events import (
-    AbortAll,
-    AbortRoom,
-    DigestComputed,
-    ForgetRoom,
-    Malformed,
-    OfferChunk,
-    PrefillEvent,
-    Received,
-    Tick,
-    Unreachable,
-)
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import (
     MAX_MESSAGE,
@@ -81,33 +70,33 @@ class PrefillMachine:
         self._next_check = 0.0
         self.totals = Totals()
 
-    def handle(self, event: PrefillEvent, now: float) -> list[Effect]:
+    def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
         """What is to be done now. Raises RoomError for a call that does not fit the room; then
         nothing has changed.
         """
         self._now = now
         match event:
-            case Received(bytes(peer), message):
+            case events.Received(bytes(peer), message):
                 self._receive(peer, message)
-            case Malformed(bytes(peer), reason):
+            case events.Malformed(bytes(peer), reason):
                 self._lose(self.peers.refuse(peer, reason))
-            case Unreachable(bytes(peer), reason):
+            case events.Unreachable(bytes(peer), reason):
                 self._lose(self.peers.mark_dead(peer, f"decode: {reason}"))
-            case Tick():
+            case events.Tick():
                 self._tick()
-            case DigestComputed((bytes(peer), DigestRequest() as request), values, problem):
+            case events.DigestComputed((bytes(peer), DigestRequest() as request), values, problem):
                 self._digested(peer, request, values, problem)
-            case OfferChunk():
+            case events.OfferChunk():
                 self._offer(event)
-            case AbortRoom(name, reason):
+            case events.AbortRoom(name, reason):
                 room = self._room(name)
                 if name in self._open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
-            case ForgetRoom(name):
+            case events.ForgetRoom(name):
                 if not self.poll(name).ended:
                     raise RoomError(f"room {name!r} has not ended. Abort it first.")
                 del self._rooms[name]
-            case AbortAll(reason, closing):
+            case events.AbortAll(reason, closing):
                 for name in list(self._open):
                     self._fail(name, self._rooms[name], Failure("prefill", reason, "abort"))
                 if closing:
@@ -151,7 +140,7 @@ class PrefillMachine:
             self.totals.copy(), len(self._open), alive, self.leases(), engine, telemetry
         )
 
-    def _offer(self, chunk: OfferChunk) -> None:
+    def _offer(self, chunk: events.OfferChunk) -> None:
         name, address, tokens = chunk.room, chunk.address, chunk.tokens
         problem = self._rooms.get(name, PrefillRoom()).chunk_problem(address, tokens, chunk.last)
         if chunk.aux and not chunk.last:
