@@ -160,7 +160,7 @@ class DecodeMachine:
     def _request(self, request: events.RequestRoom) -> None:
         name, address, link = request.room, request.address, request.link
         if name in self._rooms:
-            raise RoomError(f"room {name!r} is wanted already. Forget it first.")
+            raise RoomError(f"room {name!r} exists already. Forget it first.")
         if link not in self.peers.links:
             raise RoomError(
                 f"room {name!r}: the link is another endpoint's, or it was disconnected."
@@ -205,7 +205,7 @@ class DecodeMachine:
         if room is None or room.link is not link:
             if isinstance(message, ChunkReady):  # prefill still holds pages for this decode
                 about = message.generation, message.room, message.attempt
-                self.peers.send(link, source, Abort(*about, "decode wants this room no more."))
+                self.peers.send(link, source, Abort(*about, "decode no longer asks for this room."))
         elif isinstance(message, ChunkReady):
             self._chunk_ready(room, source, message)
         elif isinstance(message, Digests):
@@ -306,7 +306,7 @@ class DecodeMachine:
         if source in room.released:
             return  # the answer to a duplicate
         if not message.leased or room.phase is not Phase.RELEASING:
-            reason = f"{room.link.name(source)} gave its pages away before they were read."
+            reason = f"{room.link.name(source)} released its pages before they were read."
             self._fail(name, Failure("prefill", reason, "lease"))
             return
         room.released.add(source)
@@ -356,5 +356,5 @@ class DecodeMachine:
     def _known(self, name: Room) -> DecodeRoom:
         room = self._rooms.get(name)
         if room is None:
-            raise UnknownRoom(f"room {name!r} was never wanted, or is forgotten.")
+            raise UnknownRoom(f"room {name!r} was not asked for, or is forgotten.")
         return room

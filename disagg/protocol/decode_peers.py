@@ -104,7 +104,7 @@ class DecodePeers:
             return self._refuse(link, [join_reasons(message.reasons)], "prefill", source)
         hello = link.hellos[source]
         if isinstance(message, UnknownPeer) and hello and hello.generation == message.generation:
-            reason = "it does not know this decode any more: it has restarted, or given it up."
+            reason = "it no longer knows this decode: it has restarted, or has dropped it."
             return self.mark_dead(link, source, reason, now, logging.INFO)  # it has said so itself
         return None
 

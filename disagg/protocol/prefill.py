@@ -183,9 +183,8 @@ class PrefillMachine:
         for name in list(self._open):
             room = self._rooms[name]
             if room.leased_until is not None and room.leased_until < self._now:
-                missing = "not every reader was done" if room.requests else "nobody wanted it"
-                reason = f"its lease ran out: {missing} {self._lease:g} s after the last chunk or "
-                reason += "want."
+                missing = "not every reader was done" if room.requests else "no decode asked for it"
+                reason = f"its lease ended: {missing} within {self._lease:g} s."
                 self._fail(name, room, Failure("prefill", reason, "lease"))
 
     def _receive(self, peer: bytes, message: Message) -> None:
@@ -216,9 +215,9 @@ class PrefillMachine:
             return  # a duplicate; today's pages must not vouch for those that were read then
         problem = None
         if len(decode.rooms) >= MAX_REQUESTED:
-            problem = f"one decode may want {MAX_REQUESTED} rooms at once."
+            problem = f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
         elif known is None and len(self._unsent) >= MAX_UNSENT:
-            problem = f"{MAX_UNSENT} rooms are wanted already that nobody has computed."
+            problem = f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
         elif known is not None:
             problem = known.reject_reason(peer, request)
         if problem is not None:
@@ -250,7 +249,12 @@ class PrefillMachine:
             self._lose(self.peers.refuse(peer, str(error)))
             return
         if request.each and 16 * sum(len(piece.entries) for piece in pieces) > MAX_MESSAGE:
-            self._answer_digest(peer, request, b"", "so many digests are not sent at once.")
+            self._answer_digest(
+                peer,
+                request,
+                b"",
+                f"the digests are more than {MAX_MESSAGE} bytes, the most of one message.",
+            )
             return
         room.digesting.add(peer)
         self._effects.append(

@@ -88,9 +88,10 @@ class PrefillRoom:
         if self.failure is not None:
             return self.failure.reason
         if peer in self.requests:
-            return "wanted twice by one reader."
-        if any(known.readers != request.readers for known in self.requests.values()):
-            return f"its readers disagree on how many they are ({request.readers})."
+            return "this reader has asked for it already."
+        known = {each.readers for each in self.requests.values()} - {request.readers}
+        if known:
+            return f"one reader says that {request.readers} read it, another {min(known)}."
         if len(self.requests) == request.readers:
-            return f"{request.readers} readers want it already."
+            return f"all {request.readers} readers have asked for it already."
         return None

@@ -79,7 +79,7 @@ class ZmqTransport:
             elif self._router is not None:
                 self._router.send_multipart([peer, data], zmq.NOBLOCK)
         except zmq.Again:
-            return f"it has left {QUEUED} messages unread."
+            return f"{QUEUED} messages to it are unread."
         except zmq.ZMQError as error:
             return f"it cannot be reached ({error})."
         return None

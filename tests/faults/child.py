@@ -99,7 +99,7 @@ class Child:
             answer = str(error)
         else:
             answer = "nothing"
-        if "is wanted already" not in answer:
+        if "exists already" not in answer:
             self.say("problem", f"room {order.room} was received twice, the answer was: {answer}")
 
     def do_double(self, part: float) -> None:

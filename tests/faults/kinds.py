@@ -52,7 +52,7 @@ def _abort(run: Run) -> None:
     run.settle()
     # who forgets a room before it is wanted there answers nothing: then it is given up, unless
     # another rank's lease runs out before
-    reasons = "so it was decided", GIVEN_UP, *["its lease ran out"] * (run.world.shape.ranks > 1)
+    reasons = "so it was decided", GIVEN_UP, *["its lease ended"] * (run.world.shape.ranks > 1)
     for who, (_, state, reason) in room.ended.items():
         if state is KVPoll.Failed and not any(each in reason for each in reasons):
             raise Violation(f"{who} does not know why: {room}")

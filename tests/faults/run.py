@@ -14,7 +14,7 @@ from tests.faults.world import BOUND, PATIENCE, Late, Room, Violation, World, pa
 
 ENOUGH = 0.4
 """Seconds after which a fault comes, whether its point was met or not."""
-SLOW = ("was silent", "has not answered", "lease ran out", "nothing has arrived")
+SLOW = ("was silent", "has not answered", "lease ended", "nothing has arrived")
 """Words of failures that a starving process brings about."""
 GIVEN_UP = "nobody offers it any more"
 DECODE_POINTS = (

@@ -90,11 +90,11 @@ def test_a_decode_that_was_stopped_while_its_source_pages_became_others_fails(en
         ends = end(these, room)
         assert ends["p0"][0] is ends["d1"][0] is KVPoll.Failed
         if "lease" in why:
-            assert "its lease ran out: not every reader was done" in ends["p0"][1]
-            assert "its lease ran out" in ends["d1"][1]
+            assert "its lease ended: not every reader was done" in ends["p0"][1]
+            assert "its lease ended" in ends["d1"][1]
         else:
             assert "decode was silent" in ends["p0"][1]
-            assert "it does not know this decode any more" in ends["d1"][1]
+            assert "it no longer knows this decode" in ends["d1"][1]
             assert these.until(lambda: _linked(these), PATIENCE)
         assert_good(these)
 

@@ -251,7 +251,7 @@ class NodeTransport(MemoryTransport):
     def send(self, peer, data):
         if peer in self.unread:
             self.unread.remove(peer)
-            return "it has left 100000 messages unread."
+            return "100000 messages to it are unread."
         return super().send(peer, data)
 
 

@@ -13,17 +13,17 @@ REASONS = {
     r"rank .* (was silent for more|has not answered)": "mute prefill, cut",
     # a hello that comes once more makes prefill wait for a decode that has hung up
     "decode was silent": "mute decode, mute prefill, cut, unread, disconnect, repeat",
-    "does not know this decode": "cut, mute decode, mute prefill",
-    "has left .* unread": "unread",
+    "no longer knows this decode": "cut, mute decode, mute prefill",
+    "messages to it are unread": "unread",
     "has disconnected": "disconnect",
     "cannot be reached": "cut, mute decode, mute prefill, unread, disconnect",
     "read from rank": "engine, mute decode, mute prefill, cut",
-    "its lease ran out": "lease",
-    "wanted twice|want it already|disagree on": "twice",
+    "its lease ended": "lease",
+    "asked for it already|one reader says": "twice",
     "decode made room for": "longer",
     "cannot be served": "rubbish",
-    "does not follow|gave its pages away|gives no digests|differs from": "reorder",
-    "wants this room no more": "reorder, repeat",
+    "does not follow|released its pages before|gives no digests|differs from": "reorder",
+    "no longer asks for this room": "reorder, repeat",
 }
 
 

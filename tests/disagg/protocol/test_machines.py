@@ -163,7 +163,7 @@ def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_ba
     pair.offer(range(30), True)
     pair.pump()
     assert pair.prefill.poll("r") is KVPoll.Failed
-    assert "no more" in str(pair.prefill.failure("r"))
+    assert "no longer asks" in str(pair.prefill.failure("r"))
 
 
 def test_a_released_room_that_was_never_done_is_no_success(pair):

@@ -158,7 +158,7 @@ class Protocol(RuleBasedStateMachine):
         if service not in node.links:
             node.connect(service)
         if name in node.held:
-            with pytest.raises(ValueError, match="wanted already"):
+            with pytest.raises(ValueError, match="exists already"):
                 node.endpoint.receive(name, HELD_ELSEWHERE, link=node.links[service])
             return
         with suppress(OutOfPages):
