@@ -30,8 +30,8 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.pools.placement import Shard
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
-from kvpool.testing.items import capacity, place
-from kvpool.testing.memory import Memory, every, off, settle
+from kvpool.testing.item_checks import capacity, place
+from kvpool.testing.memory import PoolMemory, every, off, settle
 from kvpool.testing.values import Bytes
 
 PEER_BYTES = 1 << 20
@@ -45,7 +45,7 @@ class Side:
 
     def __init__(self, pool: KVPool, tokens: int, name: str) -> None:
         random = random_of(name, tokens)
-        self.pool, self.memory = pool, Memory(pool)
+        self.pool, self.memory = pool, PoolMemory(pool)
         self.address = place(pool.layout, tokens, random)
         self.bytes = self.memory.fill(random)
 

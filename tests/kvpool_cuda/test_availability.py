@@ -57,7 +57,7 @@ def test_a_number_beyond_the_gpus_is_named(two_gpus):
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:x", "cuda:-1", "cuda:1.5"])
 def test_a_name_without_a_number_is_refused(two_gpus, name):
-    assert "is no number of a CUDA device" in CUDADevice(name).availability()
+    assert "is not a device number" in CUDADevice(name).availability()
 
 
 def test_a_missing_triton_says_what_to_install(monkeypatch, two_gpus):

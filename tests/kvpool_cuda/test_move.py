@@ -79,7 +79,7 @@ def test_a_table_is_made_once_for_buffers_that_lie_alike():
 def test_what_is_no_bytes_of_items_is_refused():
     ids = torch.tensor([1], device=MEMORY)
     for wrong in (torch.zeros(4, 8), torch.zeros(8, 4, dtype=torch.uint8).T):
-        with pytest.raises(ValueError, match="needed are bytes"):
+        with pytest.raises(ValueError, match="expected bytes"):
             device().copy_items([wrong.to(MEMORY)], ids, ids)
     with pytest.raises(ValueError, match=r"ids to copy to: \[1\] torch\.int32"):
         held = torch.zeros(4, 8, dtype=torch.uint8, device=MEMORY)

@@ -13,10 +13,10 @@ import torch
 from kvpool import DeviceUnavailable
 from kvpool.device import get_device
 from kvpool.device.cpu import CPUDevice
-from kvpool.device.torch_ops import bits
+from kvpool.device.torch_ops import WriteRow, bits
 from kvpool_npu import NPUDevice, missing
 from kvpool_npu.device import reference
-from kvpool_npu.operators import Reference, TorchNPU
+from kvpool_npu.operators import Operators, TorchNPU
 from tests.kvpool_npu.pools import NPU, npu_mha
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import PACKED
@@ -50,9 +50,9 @@ def test_the_reference_is_the_cpus_memory_under_another_name():
     assert (device.name, device.memory_kind) == ("npu-reference", "cpu")
     assert (device.alignment, device.registration_limit) == (TWO_MIB, 256)
     assert NPUDevice("npu:3").memory_kind == "npu"
-    mark = device.record()
-    device.wait(mark)
-    assert mark.query()
+    event = device.record()
+    device.wait(event)
+    assert event.query()
 
 
 def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
@@ -66,7 +66,7 @@ def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
     assert torch.equal(other[100:1100], one[3:1003]) and torch.equal(other[:8], one[4000:4008])
     device.copy_runs(src[2:], dst[2:], np.array([5]))
     assert one[:6].tolist() == [255] * 5 + [5]
-    with pytest.raises(ValueError, match=r"97 bytes at .*: not in memory"):
+    with pytest.raises(ValueError, match=r"97 bytes at .* are not in memory"):
         device.copy_runs(src[1:2], dst[:1], np.array([97]))
     del other
     gc.collect()
@@ -96,7 +96,7 @@ def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "most", "times"),
-    [("LONGEST", 64, 1), ("INT32_MAX", 9 * 4 * 64, 1), ("INT32_MAX", 99 * 64, 33)],
+    [("MAX_GATHER_ROW", 64, 1), ("INT32_MAX", 9 * 4 * 64, 1), ("INT32_MAX", 99 * 64, 33)],
 )
 def test_what_the_gather_operator_cannot_count_is_indexed(monkeypatch, name, most, times):
     """Rows, caches and reads beyond its limits, a byte each: pools of 36 entries of 64 bytes."""
@@ -124,7 +124,7 @@ def test_the_reference_gathers_sequences_by_their_pages():
     lengths = [5, 0, 12]
     found = torch.zeros(17, 1, 3), torch.zeros(17, 2, 5)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    Reference().npu_gather_pa_kv_cache(keys, values, tables, seq_lens, *found)
+    Operators.npu_gather_pa_kv_cache(keys, values, tables, seq_lens, *found)
     for cache, rows in zip((keys, values), found):
         expected = [cache[t].flatten(0, 1)[:n] for t, n in zip(tables.tolist(), lengths)]
         assert torch.equal(rows, torch.cat(expected))
@@ -148,7 +148,7 @@ def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkey
     monkeypatch.setattr(device.operators, "npu_dynamic_quant", npu_dynamic_quant)
     held = [[torch.zeros(16, 4, 16).to(torch.int8), torch.zeros(16, 4, 1).to(scale)] for _ in "ab"]
     for kind, (view, scales) in zip((device, cpu), held):
-        kind.quantize_store(view, scales, where, rows)
+        kind.store_rows([WriteRow(view, rows, scales)], where)
     for ours, theirs in zip(*held):
         assert torch.equal(bits(ours), bits(theirs))
 
@@ -187,7 +187,7 @@ PARTS = {
     "_driver": (False, "an NPU with its driver (/dev/davinci_manager)"),
     "_cann": (False, "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)"),
     "_package": (False, "torch_npu (install kvpool[npu])"),
-    "_version": ("2.1.0", f"the torch-npu of torch {torch.__version__} (2.1.0 is installed)"),
+    "_version": ("2.1.0", f"the torch-npu for torch {torch.__version__} (2.1.0 is installed)"),
 }
 
 
@@ -218,10 +218,10 @@ def test_an_npu_that_is_there_is_available(complete, name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("npu:2", "2 NPUs are visible here, numbered from 0."),
-        ("npu:9", "2 NPUs are visible here, numbered from 0."),
-        ("npu:x", "an NPU is asked for by its number, as npu:0."),
-        ("npu:-1", "an NPU is asked for by its number, as npu:0."),
+        ("npu:2", "2 NPUs are visible, numbered from 0."),
+        ("npu:9", "2 NPUs are visible, numbered from 0."),
+        ("npu:x", "an NPU is named by its number, as npu:0."),
+        ("npu:-1", "an NPU is named by its number, as npu:0."),
     ],
 )
 def test_an_npu_that_is_not_there_is_refused_with_the_count(complete, name, says):

@@ -1,6 +1,6 @@
 """Every call that the NPU device makes of torch_npu, against what the torch-npu package says of it.
 
-The package's schemas are defined in torch under another namespace, with `Reference` behind them:
+The package's schemas are defined in torch under another namespace, with `Operators` behind them:
 so torch's own dispatcher takes each call, as it does on an NPU, or refuses it.
 """
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpool_npu.device import PAIRED, STAND_IN, TAKEN, UNEQUAL, NPUDevice
+from kvpool_npu.device import PAIRED, TAKEN, UNEQUAL, VIEWED_AS, NPUDevice
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 from tests.kvpool_npu import wheel
 from tests.kvpool_npu.pools import NPU, npu_mha, npu_mla, npu_nsa
@@ -40,7 +40,7 @@ class Wired(TorchNPU):
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._reference = Reference()
+        self._host = Reference()
         self._library = torch.library.Library("kvpool_npu_tests", "FRAGMENT")
         module = SimpleNamespace(npu=SimpleNamespace(device=nullcontext))
         for name in NAMES:
@@ -48,7 +48,7 @@ class Wired(TorchNPU):
             self._library.impl(name, self._body(name), "CPU")
             setattr(module, name, getattr(torch.ops.kvpool_npu_tests, name))
         super().__init__(module, 0)
-        self.zeros, self.record = self._reference.zeros, self._reference.record
+        self.zeros, self.record = self._host.zeros, self._host.record
 
     def _body(self, name):
         def body(*args, **kwargs):
@@ -56,11 +56,11 @@ class Wired(TorchNPU):
             check(name, args, kwargs)
             if name == "npu_dynamic_quant":
                 assert kwargs == {"dst_type": 1}  # torch's number of int8
-                return self._reference.npu_dynamic_quant(*args, dst_type=torch.int8)
-            if name == "_npu_reshape_and_cache":  # keywords on our side of the seam
+                return Operators.npu_dynamic_quant(*args, dst_type=torch.int8)
+            if name == "_npu_reshape_and_cache":  # keywords in Operators
                 words = "key", "value", "key_cache", "value_cache", "slot_indices"
                 args, kwargs = (), dict(zip(words, args))
-            getattr(self._reference, name)(*args, **kwargs)
+            getattr(Operators, name)(*args, **kwargs)
             return args[0] if name.endswith("_") else None
 
         return body
@@ -116,9 +116,9 @@ def wired(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_package_has_every_operator_with_the_parameters_that_the_seam_names(name):
+def test_the_package_has_every_operator_with_the_same_parameters(name):
     theirs = torch._C.parse_schema(wheel.schemas()[name]).arguments
-    ours = list(signature(getattr(Operators, name)).parameters.values())[1:]
+    ours = list(signature(getattr(Operators, name)).parameters.values())
     if name == "npu_scatter_nd_update_":  # documented as input; given by position
         ours[0] = ours[0].replace(name="self")
     places = [each.name for each in ours if each.kind is not Parameter.KEYWORD_ONLY]
@@ -136,7 +136,7 @@ def test_a_call_that_the_package_would_not_take_is_seen(wired):
             rows, rows, cache, cache, slots, cache_modes="Norm"
         )
     with pytest.raises(AssertionError):  # float32, which ATB does not take
-        wired._npu_reshape_and_cache(
+        wired.operators._npu_reshape_and_cache(
             key=rows, value=rows, key_cache=cache, value_cache=cache, slot_indices=slots
         )
 
@@ -158,8 +158,8 @@ def test_what_the_operators_write_is_what_their_schemas_say_they_write():
 def test_dtypes_that_are_given_to_operators_are_documented():
     name = "npu_scatter_nd_update_"
     assert set(TAKEN) == wheel.dtypes(name, "input") == wheel.dtypes(name, "updates")
-    assert set(STAND_IN.values()) <= set(TAKEN)
-    assert all(dtype.itemsize == size for size, dtype in STAND_IN.items())
+    assert set(VIEWED_AS.values()) <= set(TAKEN)
+    assert all(dtype.itemsize == size for size, dtype in VIEWED_AS.items())
     assert set(UNEQUAL) <= wheel.dtypes("npu_scatter_pa_kv_cache", "key")
 
 

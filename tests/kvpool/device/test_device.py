@@ -1,5 +1,5 @@
-"""The protocol and the registry of devices: names, refusals, laziness; and what the devices of the
-host do beyond the conformance kit.
+"""The protocol and the registry of devices: names, refusals, lazy imports; and what the devices of
+the host do beyond the conformance kit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,7 @@ from kvpool.device.host_copy import LARGE, copy_runs
 from tests.kvpool.testing.test_conformance import package
 
 SHAPE = {"layers": (0,), "num_pages": 3, "page_size": 4, "dtype": "bf16"}
-OPERATIONS = (
-    "store",
-    "load",
-    "quantize_store",
-    "store_rows",
-    "load_rows",
-    "copy_items",
-    "copy_runs",
-)
+OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
 
 
 def python(code, *path, **environment):
@@ -170,23 +162,23 @@ def test_a_device_without_memory_refuses_to_work(name):
 
 
 @pytest.mark.parametrize("device", [CPUDevice(), MetaDevice()], ids=["cpu", "meta"])
-def test_work_of_the_host_has_ended_when_it_is_marked(device):
-    mark = device.record()
-    assert mark.query()
-    mark.synchronize()
-    device.wait(mark)
+def test_an_event_of_the_host_has_ended(device):
+    event = device.record()
+    assert event.query()
+    event.synchronize()
+    device.wait(event)
 
 
-def test_the_host_waits_for_anothers_mark():
+def test_the_host_waits_for_an_event_of_another_device():
     class Later(CompletedEvent):
         waited = 0
 
         def synchronize(self):
             self.waited += 1
 
-    mark = Later()
-    CPUDevice().wait(mark)
-    assert mark.waited == 1
+    event = Later()
+    CPUDevice().wait(event)
+    assert event.waited == 1
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 656, LARGE - 1, LARGE, LARGE + 1])

@@ -371,5 +371,5 @@ def test_cells_of_values_and_scales(count, block_size, blocks):
 
 
 def test_elements_that_fill_no_whole_blocks_are_refused():
-    with pytest.raises(ValueError, match="latent: 200 elements are no whole blocks of 128"):
+    with pytest.raises(ValueError, match="latent: 200 elements are not a multiple of"):
         scaled("latent", 200, 128)

@@ -69,5 +69,5 @@ def test_a_first_move_inside_a_capture_is_refused_with_what_to_do():
     pool = PACKED["mla bf16"](device="cuda:0", num_pages=17)
     ids = torch.tensor([1, 2], device=GPU)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="do it once before"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(graph):
         pool.copy_items("kv", ids, ids)

@@ -48,7 +48,7 @@ def test_another_process_reads_a_pool_s_memory():
 
 def test_bytes_beyond_an_allocation_are_not_shared():
     memory = get_device("cuda:0").allocate(4096)
-    with pytest.raises(DeviceUnavailable, match="Share allocations one by one"):
+    with pytest.raises(DeviceUnavailable, match="Share each allocation separately"):
         ipc.share(memory.data_ptr(), 1 << 40)
 
 
@@ -64,10 +64,10 @@ def test_memory_of_one_s_own_and_memory_that_is_gone_are_refused_in_the_driver_s
     with pytest.raises(driver.DriverError):
         ipc.attach(shared, 0)
     given = ipc.decode(shared)
-    gone = ipc.Shared(bytes(64), given.offset, given.nbytes, given.uuid)
+    gone = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, given.uuid)
     with pytest.raises(driver.DriverError):
         ipc.attach(msgspec.msgpack.encode(gone), 0)
-    unseen = ipc.Shared(bytes(64), given.offset, given.nbytes, bytes(16))
+    unseen = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, bytes(16))
     with pytest.raises(DeviceUnavailable, match="CUDA_VISIBLE_DEVICES"):
         ipc.attach(msgspec.msgpack.encode(unseen), 0)
 
