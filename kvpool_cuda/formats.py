@@ -154,7 +154,7 @@ def encode_block(blocks, CODE: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def poison(held, blocks, largest, CODE: tl.constexpr):
-    """Replaces the bytes of blocks that hold an infinity or a NaN: NaN of e4m3, 0 of int8."""
+    """Sets the bytes of blocks with an infinity or a NaN to NaN (e4m3) or 0 (int8)."""
     if CODE == 1:
         bits = blocks.to(tl.int32, bitcast=True)
         lost = 0x7F | tl.where((bits & MAGNITUDE) > INF, (bits >> 24) & 0x80, 0)

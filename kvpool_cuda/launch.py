@@ -57,10 +57,10 @@ def upload_for_all(array: npt.NDArray[np.int64], device: torch.device) -> torch.
     """The same, usable on every stream: waits for the copy and for no other work."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return upload(array, device)  # or raises
-    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         held = upload(array, device)
-    aside.synchronize()
+    stream.synchronize()
     return held
 
 

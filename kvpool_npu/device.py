@@ -20,14 +20,14 @@ from kvpool.layout.grid import Ints
 from kvpool_npu.missing import missing
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 
-# what npu_scatter_nd_update_ takes, and what other dtypes are viewed as: these operators only move
-# bytes
-TAKEN = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
+# dtypes that each scattering operator takes. Others are viewed as one of the same size: the
+# operators only move bytes
+RESHAPE_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+PA_SCATTER_DTYPES = (*RESHAPE_DTYPES, torch.float32)
+SCATTER_DTYPES = (*PA_SCATTER_DTYPES, torch.int64, torch.bool)
 VIEWED_AS = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
-PAIRED = (torch.float16, torch.bfloat16, torch.int8)
-UNEQUAL = (*PAIRED, torch.float32)
 # (stored dtype, float dtype, scale dtype) for which npu_dynamic_quant is used
-DYNAMIC = {
+DYNAMIC_QUANT = {
     (torch.int8, given, scale)
     for given in (torch.float16, torch.bfloat16)
     for scale in (torch.float16, torch.float32)
@@ -157,7 +157,7 @@ class NPUDevice:
         self, view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kinds = view.dtype, values.dtype, scales.dtype
-        if kinds not in DYNAMIC or scales.shape[-1] > 1 or not values.numel():
+        if kinds not in DYNAMIC_QUANT or scales.shape[-1] > 1 or not values.numel():
             return quantise(values, scales.shape[-1], scales.dtype, view.dtype)
         held, factors = self.operators.npu_dynamic_quant(values, dst_type=view.dtype)
         # its result for infinities and NaN is undocumented
@@ -179,7 +179,7 @@ class NPUDevice:
         if not locations.numel():
             return
         if (
-            dtype in PAIRED
+            dtype in RESHAPE_DTYPES
             and key_cache.shape == value_cache.shape
             and row.numel() * row.element_size() % ROW_MULTIPLE == 0
             and key_cache.shape[0] * key_cache.shape[1] <= INT32_MAX
@@ -192,7 +192,7 @@ class NPUDevice:
                     value_cache=caches[1],
                     slot_indices=locations.to(torch.int32),
                 )
-        elif dtype in UNEQUAL:
+        elif dtype in PA_SCATTER_DTYPES:
             self.operators.npu_scatter_pa_kv_cache(*given, *caches, locations, cache_mode="Norm")
         else:
             self._write(key_cache, locations, key)
@@ -248,7 +248,7 @@ def _gathers(view: torch.Tensor, count: int) -> bool:
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes in a dtype that the operators take."""
-    if tensor.dtype in TAKEN:
+    if tensor.dtype in SCATTER_DTYPES:
         return tensor
     return tensor.view(VIEWED_AS[tensor.element_size()])
 

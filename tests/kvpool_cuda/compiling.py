@@ -26,7 +26,7 @@ ACCESS = re.compile(r"\b((?:ld|st)\.global\.(?:v\d\.)?[bu]\d+|div\.\w+\.f32)\b")
 
 
 class Hopper:
-    """The target, for triton's launcher: there is nothing to launch on."""
+    """The target for triton's launcher, without a GPU."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: the interpreter takes more than it does."""
+"""The compiled kernels: the compiler is stricter than the interpreter."""
 
 from __future__ import annotations
 

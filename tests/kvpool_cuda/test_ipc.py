@@ -28,7 +28,7 @@ def test_a_handle_survives_its_encoding():
         {"offset": "0"},
     ],
 )
-def test_what_does_not_fit_is_refused(change):
+def test_invalid_fields_are_refused(change):
     fields = {name: getattr(GIVEN, name) for name in GIVEN.__struct_fields__}
     raw = msgspec.msgpack.encode(["kvpool-cuda-ipc-1", *{**fields, **change}.values()])
     with pytest.raises(DeviceUnavailable, match="not a handle of CUDA memory"):
@@ -57,7 +57,7 @@ def test_a_missing_driver_is_named(monkeypatch):
         driver._library.cache_clear()
 
 
-def test_an_error_carries_the_driver_s_own_name_and_words():
+def test_an_error_has_the_drivers_name_and_text():
     error = driver.DriverError("cuIpcOpenMemHandle_v2", "CUDA_ERROR_MAP_FAILED", "mapping failed")
     assert str(error) == "cuIpcOpenMemHandle_v2: CUDA_ERROR_MAP_FAILED (mapping failed)."
     assert error.name == "CUDA_ERROR_MAP_FAILED"

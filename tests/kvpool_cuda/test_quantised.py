@@ -1,4 +1,4 @@
-"""Quantising kernels give the bytes of kvpool.device.quant, and read them back as it does."""
+"""Quantising kernels write and read the same bytes as kvpool.device.quant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def stored(values, scales, dtype, code=torch.float8_e4m3fn):
-    """Values and scales that the device makes of `[N, ..., D]`, in entries of one an item."""
+    """Values `[N, ..., D]` as the device quantises them, and their scales, one entry an item."""
     held = zeros((len(values), 1, *values.shape[1:]), code)
     factors = zeros((len(values), 1, *values.shape[1:-1], scales), dtype)
     where = torch.randperm(len(values))
@@ -37,7 +37,7 @@ def from_bits(bits):
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-def test_every_float_is_rounded_as_torch_rounds_it_where_that_is_hard():
+def test_floats_near_a_tie_are_rounded_to_e4m3_as_torch_does():
     exact = ALL_CODES.view(torch.float8_e4m3fn).float()
     exact = exact[exact.isfinite()].sort().values
     halves = (exact[1:] + exact[:-1]) / 2
@@ -55,7 +55,7 @@ def test_every_float_is_rounded_as_torch_rounds_it_where_that_is_hard():
         assert torch.equal(as_bits(held), as_bits(rows.to(torch.float8_e4m3fn)))
 
 
-def test_every_quotient_is_rounded_to_int8_as_torch_rounds_it_where_that_is_hard():
+def test_quotients_near_a_tie_are_rounded_to_int8_as_torch_does():
     whole = torch.arange(-127, 128, dtype=torch.float32)
     edges = torch.cat([whole, whole[:-1] + 0.5, -whole[:1] * 0.0])
     far = torch.tensor([200.0, -200.0])
@@ -141,7 +141,7 @@ def test_all_codes_with_all_scales_are_read_as_the_reference_reads_them(kind, dt
     torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_read_as_float64_is_what_is_read_as_float32():
+def test_reads_as_float64_equal_reads_as_float32():
     held, scales = zeros((4, 1, 8), torch.float8_e4m3fn), zeros((4, 1, 2), torch.float32)
     held.view(torch.uint8).copy_(torch.arange(32, dtype=torch.uint8).view(4, 1, 8) * 8)
     scales.copy_(torch.tensor([3e38, 1e-3]).expand(4, 1, 2))
@@ -150,7 +150,7 @@ def test_what_is_read_as_float64_is_what_is_read_as_float32():
     torch.testing.assert_close(wide, single.double(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_dtypes_that_kernels_do_not_know_are_refused():
+def test_unsupported_dtypes_are_refused():
     held, where = zeros((4, 1, 8), torch.float8_e4m3fn), torch.arange(4, device=MEMORY)
     half = zeros((4, 1, 1), torch.bfloat16)
     with pytest.raises(ValueError, match=r"scales of torch\.bfloat16"):

@@ -1,4 +1,4 @@
-"""Stores and loads of any geometry, against the reference in plain torch."""
+"""store_rows and load_rows of any geometry, against the reference in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [getattr(torch, n) for n in ITEMSIZE if n not in ("bool", "float4_e2m1f
 
 
 def noise(count, dtype, seed=0):
-    """Memory of the host, any byte as likely as any other."""
+    """Random bytes in host memory."""
     random = torch.Generator().manual_seed(seed)
     nbytes = count * dtype.itemsize
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random).view(dtype)
@@ -82,7 +82,7 @@ def test_any_strides_are_quantised_and_read_back(geometry, code, factor, wide):
 
 @settings(max_examples=20)
 @given(st.data())
-def test_rows_of_one_write_land_together_and_are_read_together(data):
+def test_rows_of_one_call_are_written_and_read_together(data):
     items, per_item, count = 3, 4, data.draw(st.integers(1, 12))
     locations = torch.randperm(items * per_item)[:count]
     rows, wanted, checked = [], [], []
@@ -105,7 +105,7 @@ def test_rows_of_one_write_land_together_and_are_read_together(data):
         assert torch.equal(as_bits(got), as_bits(row.values))
 
 
-def test_values_expanded_over_an_axis_are_stored_as_many_times():
+def test_values_expanded_over_an_axis_are_stored():
     held, values = (
         zeros((3, 2, 4, 8), torch.float32),
         torch.arange(16.0, device=MEMORY).view(2, 1, 8),
@@ -133,7 +133,7 @@ def test_rows_longer_than_a_tile_are_stored_whole():
     assert torch.equal(device().load_rows([ReadRow(held)], where)[0].cpu(), values)
 
 
-def test_no_locations_are_nothing_to_do():
+def test_an_empty_list_of_locations_does_nothing():
     held, none = (
         zeros((3, 2, 8), torch.float8_e4m3fn),
         torch.zeros(0, dtype=torch.int64, device=MEMORY),
@@ -157,7 +157,7 @@ def test_no_locations_are_nothing_to_do():
         ("on meta", {"values": torch.zeros(2, 8, device="meta")}),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(what, arguments):
+def test_mismatched_tensors_are_refused_before_anything_is_written(what, arguments):
     fitting = {"values": torch.zeros(2, 8), "locations": torch.tensor([1, 2])}
     every = {
         name: each if each.is_meta else each.to(MEMORY)
@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(what, ar
     assert not held.any()
 
 
-def test_threads_store_at_once():
+def test_threads_write_concurrently():
     held = zeros((8, 4, 16), torch.bfloat16)
     values = torch.randn(8, 4, 16).bfloat16()
 

@@ -12,8 +12,8 @@ from tests.kvpool_cuda.devices import device
 
 @st.composite
 def runs_of_bytes(draw):
-    """Lengths, and where runs begin in a source and a destination, in which they lie in other
-    orders and with gaps.
+    """Lengths, and the starts of runs in a source and a destination, in different orders and with
+    gaps.
     """
     unit = draw(st.sampled_from([1, 2, 4, 16, 16]))
     lengths = st.sampled_from([0, 1, 2, 3, 32, 33, 40, 500])
@@ -61,6 +61,6 @@ def test_one_run_of_a_megabyte_among_small_ones_is_cut():
     assert torch.equal(out.cpu(), wanted)
 
 
-def test_no_runs_are_nothing_to_do():
+def test_an_empty_list_of_runs_does_nothing():
     none = np.zeros(0, dtype=np.int64)
     device().copy_runs(none, none, none)

@@ -25,7 +25,7 @@ OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
 
 
 def python(code, *path, **environment):
-    """Runs code in a process of its own, with more to import from."""
+    """Runs code in a new process, with more import paths."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])}
@@ -38,7 +38,7 @@ def python(code, *path, **environment):
 
 @pytest.fixture
 def vendor(tmp_path, monkeypatch):
-    """A vendor's package: `abacus` is there if its number is 0, `broken` cannot be imported."""
+    """A vendor's package: `abacus` has only number 0, `broken` cannot be imported."""
     (tmp_path / "abacus.py").write_text(
         textwrap.dedent(
             """
@@ -65,7 +65,7 @@ def test_devices_of_the_host_are_known_by_name():
     assert get_device("cpu") is get_device("cpu")
 
 
-def test_a_device_is_called_as_it_was_asked_for(vendor):
+def test_a_device_has_the_requested_name(vendor):
     device = get_device("abacus:0")
     assert device.name == "abacus:0" and type(device).__module__ == "abacus"
     assert MLAPool(**SHAPE, device="abacus:0").device is device
@@ -92,12 +92,12 @@ def test_a_refusal_is_not_remembered(vendor, monkeypatch):
     assert get_device("abacus:7").name == "abacus:7"
 
 
-def test_an_unknown_device_is_told_what_is_installed(vendor):
+def test_the_error_for_an_unknown_device_lists_the_installed_ones(vendor):
     with pytest.raises(DeviceUnavailable, match=r"\(installed: abacus, broken, cpu, .*meta"):
         get_device("tpu")
 
 
-def test_no_device_is_imported_before_it_is_asked_for(vendor):
+def test_devices_are_imported_on_first_use(vendor):
     done = python(
         """
         import sys
@@ -137,14 +137,14 @@ def test_operations_take_the_protocols_arguments(name):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cpu", "cpu"), ("meta", "meta")])
-def test_layouts_call_memory_by_its_kind(name, kind):
+def test_layouts_name_the_kind_of_memory(name, kind):
     assert get_device(name).memory_kind == kind
     assert {b.memory for b in MLAPool(**SHAPE, device=name).layout.buffers} == {kind}
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 64, 4096, 1 << 16, 2 << 20])
 @pytest.mark.parametrize("nbytes", [1, 4097])
-def test_host_memory_begins_where_it_is_asked_to(alignment, nbytes):
+def test_host_memory_is_aligned_as_requested(alignment, nbytes):
     memory = CPUDevice().allocate(nbytes, alignment)
     assert memory.data_ptr() % (alignment or CPUDevice.alignment) == 0
     assert memory.numel() == nbytes and not memory.any()

@@ -106,7 +106,7 @@ class Dense(CPUDevice):
 
 
 class Halved(CPUDevice):
-    """Reads what is quantised as bfloat16, whatever was asked for."""
+    """Reads quantised values as bfloat16, whatever dtype is requested."""
 
     def load_rows(self, rows, locations):
         found = torch_ops.load_rows([ReadRow(*row[:2]) for row in rows], locations)
@@ -114,7 +114,7 @@ class Halved(CPUDevice):
 
 
 class Repeating(CPUDevice):
-    """Reads the first of several roles for each of its dtype."""
+    """Reads the first role of each dtype for all of that dtype."""
 
     def load_rows(self, rows, locations):
         first = {}
@@ -124,7 +124,7 @@ class Repeating(CPUDevice):
 
 
 class Straight(CPUDevice):
-    """Takes values as they lie, not as their strides say."""
+    """Ignores the strides of values."""
 
     def store_rows(self, rows, locations):
         straight = []
@@ -162,7 +162,7 @@ class Blind(CPUDevice):
 
 
 class Away(CPUDevice):
-    """Rounds what lies between two int8 numbers away from zero."""
+    """Rounds int8 ties away from zero."""
 
     def store_rows(self, rows, locations):
         torch_ops.store_rows(rows, locations)
@@ -200,14 +200,14 @@ class Runaway(CPUDevice):
 
 
 class Dirty(CPUDevice):
-    """Leaves what lay there before."""
+    """Does not zero memory."""
 
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes, alignment).fill_(0x55)
 
 
 class Askew(CPUDevice):
-    """Aligns to its own 64 bytes, whatever was asked for."""
+    """Aligns to 64 bytes, whatever is requested."""
 
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes + 64)[64:]
@@ -223,7 +223,7 @@ class Twice(CPUDevice):
 
 
 class Nameless(CPUDevice):
-    """Has no second one, and says so late."""
+    """Has no second device, but fails only in allocate."""
 
     def allocate(self, nbytes, alignment=None):
         if ":" in self.name:
@@ -326,7 +326,7 @@ DEVICES = [*FAULTS, Late]
 
 
 def package(root: Path, name: str, text: str) -> None:
-    """An installed package, as far as importlib.metadata is concerned."""
+    """Metadata of an installed package."""
     info = root / f"{name}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -335,7 +335,7 @@ def package(root: Path, name: str, text: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def vendors(tmp_path_factory):
-    """The devices above, joined as a vendor's would be."""
+    """The devices above, installed like a vendor's."""
     root = tmp_path_factory.mktemp("vendors")
     lines = [f"{kind.__name__.lower()} = {__name__}:{kind.__name__}" for kind in DEVICES]
     joined = ["[kvpool.testing]", f"vendors = {__name__}"]
@@ -382,7 +382,7 @@ def test_a_device_that_works_asynchronously_conforms():
     assert check_device("late", ["mla fp8, rows of 656"]) == []
 
 
-def test_a_device_that_is_not_there_cannot_be_checked():
+def test_an_unavailable_device_cannot_be_checked():
     with pytest.raises(DeviceUnavailable, match="no installed package offers 'tpu'"):
         check_device("tpu")
 
@@ -391,7 +391,7 @@ def test_a_device_that_is_not_there_cannot_be_checked():
 
 
 class Flags(MHAPool):
-    """A third party's: K and V."""
+    """A third party's pool."""
 
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "num_pages": 5, "page_size": 4}
@@ -415,7 +415,7 @@ def a_vendors_check(case):
 POOL_CHECKS = (a_vendors_check,)
 
 
-def test_checks_of_other_packages_join_by_entry_point():
+def test_other_packages_add_checks_by_entry_point():
     check_pool(named(Flags))
     assert "flags" in SEEN
 
@@ -431,7 +431,7 @@ def test_a_pool_that_lists_its_buffers_wrongly_is_found():
     assert "is listed for layer 2, but has no such region" in str(failure.value)
 
 
-def test_a_pool_whose_views_lie_elsewhere_is_found():
+def test_a_pool_with_misplaced_views_is_found():
     class Elsewhere(Flags):
         def view(self, role, layer):
             return super().view("k" if role == "v" else role, layer)
@@ -485,7 +485,7 @@ def test_the_documents_device_conforms_by_the_documents_command(tmp_path):
         *("--pyargs", "kvpool.testing", "--device", "huge"),
         *("--pool", "mla fp8, *", "--pool", "mha hnd bf16"),
         "-v",
-        PYTHONPATH=str(tmp_path),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kvpool: device huge, memory cpu, alignment 2,097,152 bytes" in done.stdout
@@ -495,7 +495,7 @@ def test_the_documents_device_conforms_by_the_documents_command(tmp_path):
     assert "nsa" not in done.stdout
 
 
-def test_a_device_that_is_not_there_ends_the_command_with_the_reason(tmp_path):
+def test_the_command_refuses_an_unavailable_device(tmp_path):
     done = kit(tmp_path, "--pyargs", "kvpool.testing", "--device", "tpu:1")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "device 'tpu:1': no installed package offers 'tpu'" in done.stderr
@@ -533,7 +533,7 @@ def test_the_kit_runs_inside_a_project_that_has_its_own_option_of_that_name(tmp_
     assert "kvpool: device meta" in done.stdout
 
 
-def test_pytest_pays_nothing_for_a_kit_that_it_is_not_asked_for():
+def test_the_plugin_imports_neither_torch_nor_numpy():
     code = "import sys, kvpool.testing.plugin; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

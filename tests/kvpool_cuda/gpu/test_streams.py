@@ -1,4 +1,4 @@
-"""Work goes to the current stream, waits where it is told to, and never makes the host wait."""
+"""Work runs on the current stream, waits for events, and never blocks the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ A_WHILE = 200_000_000  # cycles
 
 @pytest.fixture
 def nothing_waits():
-    """Sets what turns on an error for every synchronisation that torch knows of."""
+    """A switch that makes every synchronisation that torch detects an error."""
     yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
     torch.cuda.set_sync_debug_mode("default")
 
@@ -51,7 +51,7 @@ def test_no_call_waits_for_the_gpu(name, nothing_waits):
     assert event.query()
 
 
-def test_a_stream_that_waits_for_an_event_sees_what_was_written_before():
+def test_a_stream_that_waits_for_an_event_sees_earlier_writes():
     pool, device = PACKED["mha bf16"](device="cuda:0"), get_device("cuda:0")
     where, writer, reader = torch.tensor([7], device=GPU), torch.cuda.Stream(), torch.cuda.Stream()
     values = torch.randn(1, 4, 8, device=GPU).bfloat16()
@@ -70,5 +70,5 @@ def test_a_stream_that_waits_for_an_event_sees_what_was_written_before():
         assert torch.equal(found, given)
 
 
-def test_an_event_of_the_host_is_waited_for():
+def test_the_host_waits_for_an_event_of_the_host():
     get_device("cuda:0").wait(CompletedEvent())
