@@ -1,5 +1,4 @@
-"""Checks of plans and transfers between a pool on a device and its like: with kvpool installed,
-part of the conformance kit (entry point group `kvpool.testing`).
+"""The conformance kit's checks of plans and transfers (entry point group `kvpool.testing`).
 
 What must arrive is computed from positions and axis steps, never by the planner. Every value of a
 request is a function of its role, layer, position and global axis steps, so that a shard, a page
@@ -30,27 +29,27 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.pools.placement import Shard
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
-from kvpool.testing.items import capacity, place
-from kvpool.testing.memory import Memory, every, off, settle
+from kvpool.testing.item_checks import capacity, place
+from kvpool.testing.memory import PoolMemory, every, off, settle
 from kvpool.testing.values import Bytes
 
 PEER_BYTES = 1 << 20
-SAYS = "kvpool-peer"
+PREFIX = "kvpool-peer"
 
 Move = Callable[[Sequence["Side"], "Side", Sequence[CopyBatch]], None]
 
 
 class Side:
-    """A pool, a request in it, and all its bytes."""
+    """A pool, a request in it, and all bytes of the pool."""
 
     def __init__(self, pool: KVPool, tokens: int, name: str) -> None:
         random = random_of(name, tokens)
-        self.pool, self.memory = pool, Memory(pool)
+        self.pool, self.memory = pool, PoolMemory(pool)
         self.address = place(pool.layout, tokens, random)
         self.bytes = self.memory.fill(random)
 
     def live(self) -> Iterator[tuple[Region, Bytes, Ints]]:
-        """Of every region: its values of the request, and where they lie in `bytes`."""
+        """Every region with the request's values in it and their indices in `bytes`."""
         tokens = self.address.num_tokens
         for region in self.pool.layout.regions:
             space = self.pool.layout.space_of(region)
@@ -66,19 +65,19 @@ class Side:
             )
 
     def write(self) -> None:
-        """Puts the values of the request."""
+        """Writes the request's values."""
         for _, values, at in self.live():
             self.bytes[at] = values
         self.memory.put(self.bytes)
 
     def check(self) -> None:
-        """The request's values are here, and outside its items nothing has changed."""
+        """Fails unless the request's values have arrived and nothing outside its items changed."""
         for _, values, at in self.live():
             self.bytes[at] = values
         self.memory.check(self.bytes, self._padding())
 
     def _padding(self) -> npt.NDArray[np.bool_]:
-        """Bytes of the request's items that no region claims: they may travel, or not."""
+        """Padding in the request's items, which a transfer may copy or leave."""
         layout, free = self.pool.layout, np.zeros(self.bytes.shape, dtype=bool)
         ids = {
             b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
@@ -94,19 +93,19 @@ class Side:
 
 
 def plans_lead_to_the_host(case: Case) -> None:
-    """From the device to a pool on the host, by other pages, placements and shards."""
+    """From the device to host pools of other page sizes, placements and shards."""
     for more in case.others:
         _transfer([case.make()], case.build(**{**more, "device": "cpu"}), _by_numpy)
 
 
 def plans_lead_from_the_host(case: Case) -> None:
-    """From pools on the host, shards together, to the device."""
+    """From host pools, all shards together, to the device."""
     for more in case.others:
         _transfer(_whole(case, more, "cpu"), case.make(), _by_numpy)
 
 
 def the_device_copies_the_runs_of_a_plan(case: Case) -> None:
-    """Between pools of the device, by its own `copy_runs`."""
+    """Between pools on the device, by its `copy_runs`."""
 
     def by_device(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
         for batch in batches:
@@ -117,7 +116,9 @@ def the_device_copies_the_runs_of_a_plan(case: Case) -> None:
 
 
 def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
-    """Of the same values on the device and on the host, in other pages, placements and shards."""
+    """The same values on the device and the host, in other page sizes, placements and shards, have
+    the same digests.
+    """
     for more in case.others:
         pools = case.make(), case.build(**{**more, "device": "cpu"})
         here, there = (pool.layout for pool in pools)
@@ -136,8 +137,8 @@ def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
 
 
 def engine_local_reads_another_process(device: Device) -> None:
-    """Runs of every length, out of memory of this device that another process has filled."""
-    code = f"from disagg.testing import own; own({device.name!r})"
+    """Runs of many lengths from this device's memory in another process."""
+    code = f"from disagg.testing import serve_peer; serve_peer({device.name!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     peer = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -148,15 +149,15 @@ def engine_local_reads_another_process(device: Device) -> None:
     )
     try:
         lines = (line.strip().split(" ", 2) for line in peer.stdout or ())
-        told = next((line for line in lines if line[0] == SAYS), None)
-        if told is None:
-            fail("the other process ended without a word.")
-        if told[1] == "refused":
-            raise Inapplicable(told[2])
-        _read_peer(device, int(told[1]), bytes.fromhex(told[2]))
+        answer = next((line for line in lines if line[0] == PREFIX), None)
+        if answer is None:
+            fail("the other process ended without output.")
+        if answer[1] == "refused":
+            raise Inapplicable(answer[2])
+        _read_peer(device, int(answer[1]), bytes.fromhex(answer[2]))
     finally:
         try:
-            peer.communicate(timeout=20)  # its input ends, and so does it
+            peer.communicate(timeout=20)  # closes its input, which ends it
         except subprocess.TimeoutExpired:
             peer.kill()
             peer.wait()
@@ -184,7 +185,7 @@ def _read_peer(device: Device, there: int, metadata: bytes) -> None:
         transfer, end = engine.read(peer, batch), time.monotonic() + 20
         while not engine.poll(transfer):
             if time.monotonic() > end:
-                fail("a read of a megabyte has not ended after 20 seconds.")
+                fail("a read of 1 MiB has not ended after 20 seconds.")
         wrong = np.flatnonzero(off(device, memory) != held)
         if wrong.size:
             fail(f"byte {wrong[0]} is not the peer's ({wrong.size:,} of {PEER_BYTES:,} differ).")
@@ -193,17 +194,17 @@ def _read_peer(device: Device, there: int, metadata: bytes) -> None:
         engine.close()
 
 
-def own(name: str) -> None:
-    """The other process: fills memory, says where it is and how to reach it, and waits."""
+def serve_peer(name: str) -> None:
+    """The other process: fills memory, prints its pointer and the engine's metadata, and waits."""
     device, engine = get_device(name), create_engine("local")
     memory = device.allocate(PEER_BYTES)
     memory.copy_(torch.from_numpy(_peer_bytes()))
     settle(device)
     try:
         engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
-        print(SAYS, memory.data_ptr(), engine.metadata().hex(), flush=True)
+        print(PREFIX, memory.data_ptr(), engine.metadata().hex(), flush=True)
     except TransferError as refusal:
-        print(SAYS, "refused", str(refusal).replace("\n", " "), flush=True)
+        print(PREFIX, "refused", str(refusal).replace("\n", " "), flush=True)
     sys.stdin.read()
     engine.close()
 
@@ -239,11 +240,11 @@ def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
 
 
 def _by_numpy(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
-    """Run by run, between what was read of both sides."""
+    """Copies run by run between the bytes of both sides."""
     written = dest.bytes.copy()
     for side, batch in zip(sources, batches):
         for memory, begin in ((side.memory, batch.src), (dest.memory, batch.dst)):
-            memory.number(begin + batch.nbytes - 1)  # a run may not leave memory
+            memory.number(begin + batch.nbytes - 1)  # a run must end inside memory
         starts = side.memory.number(batch.src), dest.memory.number(batch.dst)
         for src, dst, nbytes in zip(*starts, batch.nbytes):
             written[dst : dst + nbytes] = side.bytes[src : src + nbytes]
@@ -251,14 +252,14 @@ def _by_numpy(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch])
 
 
 def _whole(case: Case, more: Mapping[str, Any], device: str) -> list[KVPool]:
-    """Pools that together hold all of it: of a shard, all of its size."""
+    """Pools that hold all state together: every shard, if `more` names one."""
     size = more["shard"].size if "shard" in more else 0
     parts = [{"shard": Shard(rank, size)} for rank in range(size)] or [{}]
     return [case.build(**{**more, **part, "device": device}) for part in parts]
 
 
 def _values(region: Region, entries: Ints) -> Bytes:
-    """Bytes `[N, axes..., width]` that follow from role, layer, entry and global steps alone."""
+    """Bytes `[N, axes..., width]` as a function of owner, layer, role, entry and global steps."""
     seed = zlib.crc32(repr(region.key).encode())
     mixed = np.array(seed, dtype=np.uint64)
     steps = [np.arange(axis.start, axis.stop) for axis in region.axes if axis.name != "entry"]

@@ -1,5 +1,4 @@
 """The CUDA device: Triton kernels, memory and IPC. See docs/cuda.md.
 
-Importing this package imports neither triton nor a CUDA library: devices `cuda` and `interpret`
-are loaded when one is asked for.
+Importing this package imports neither triton nor a CUDA library.
 """

@@ -1,24 +1,22 @@
-"""What a device needs, and what of it is missing. Imports neither triton nor a kernel."""
+"""What the devices need, and what of it is missing. Importing this imports no triton."""
 
 from __future__ import annotations
 
 from importlib import import_module
 
-OLDEST = (3, 6)
-"""Triton's first version whose division keeps numbers below the normal range: before, bytes of
-quantised blocks of such numbers would differ.
-"""
+MIN_TRITON = (3, 6)
+"""Before this version Triton's division flushes subnormal numbers, and quantised bytes differ."""
 
 
 def missing_triton() -> str | None:
-    """What is wrong with the installed triton, or None."""
+    """Why the installed triton cannot be used, or None."""
     try:
         triton = import_module("triton")
     except ImportError as error:
         return f"triton cannot be imported ({error}). Install kvpool[cuda]."
     version: str = triton.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
+        oldest = ".".join(map(str, MIN_TRITON))
         return (
             f"triton {version} is too old, the kernels need {oldest} or newer, which PyTorch 2.10 "
             "and newer bring. Update torch."
@@ -27,9 +25,7 @@ def missing_triton() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether triton was imported to interpret kernels on the host. Call it where triton is
-    there.
-    """
+    """Whether triton interprets kernels on the host. Triton must be installed."""
     language = import_module("triton.language")
     interpreter = import_module("triton.runtime.interpreter")
     return isinstance(language.cdiv, interpreter.InterpretedFunction)
@@ -59,8 +55,8 @@ def missing_cuda(index: int) -> str | None:
     if not torch.cuda.is_available() or count == 0:
         return (
             f"no usable GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) finds no driver "
-            "or no device. `nvidia-smi` must list one, CUDA_VISIBLE_DEVICES must not hide it, and "
-            f"the driver must be new enough for CUDA {torch.version.cuda}."
+            "or no device. `nvidia-smi` must list a GPU, CUDA_VISIBLE_DEVICES must not hide it, "
+            f"and the driver must support CUDA {torch.version.cuda}."
         )
     if index >= count:
         return f"there are {count} CUDA devices: cuda:0 to cuda:{count - 1}."

@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that sharing memory between processes takes."""
+"""The functions of the CUDA driver that sharing memory between processes needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Context = ctypes.c_void_p
 
 
 class DriverError(DeviceUnavailable):
-    """A call that the CUDA driver refused; `name` is the driver's: `CUDA_ERROR_INVALID_VALUE`."""
+    """The CUDA driver refused a call; `name` is the driver's, as `CUDA_ERROR_INVALID_VALUE`."""
 
     def __init__(self, call: str, name: str, text: str) -> None:
         super().__init__(f"{call}: {name} ({text}).")
         self.name = name
 
 
-class _Handle(ctypes.Structure):
+class _IpcMemHandle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
@@ -38,10 +38,10 @@ def _library() -> Any:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise DeviceUnavailable(
-            f"the CUDA driver cannot be loaded ({error}). Install NVIDIA's driver, in a container "
-            "give it the GPUs."
+            f"the CUDA driver cannot be loaded ({error}). Install NVIDIA's driver; in a "
+            "container, give it access to the GPUs."
         ) from None
-    library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
+    library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, _IpcMemHandle, ctypes.c_uint)
     _checked(library, "cuInit", 0)
     return library
 
@@ -66,27 +66,27 @@ def _device(ordinal: int) -> ctypes.c_int:
     return device
 
 
-def _address(value: int) -> ctypes.c_uint64:
+def _pointer(value: int) -> ctypes.c_uint64:
     return ctypes.c_uint64(value)
 
 
-def ordinal_of(address: int) -> int:
-    """The device whose memory lies at an address."""
+def ordinal_of(pointer: int) -> int:
+    """The device that holds the memory at a pointer."""
     found = ctypes.c_int()
-    _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_ORDINAL, _address(address))
+    _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_ORDINAL, _pointer(pointer))
     return found.value
 
 
-def can_be_shared(address: int) -> bool:
-    """Whether memory is of a kind that `share_allocation` takes."""
+def can_be_shared(pointer: int) -> bool:
+    """Whether `share_allocation` takes the memory at a pointer."""
     found = ctypes.c_int()
     attribute = _IS_LEGACY_CUDA_IPC_CAPABLE
-    _call("cuPointerGetAttribute", ctypes.byref(found), attribute, _address(address))
+    _call("cuPointerGetAttribute", ctypes.byref(found), attribute, _pointer(pointer))
     return bool(found.value)
 
 
 def uuid_of(ordinal: int) -> bytes:
-    """What names a GPU in every process."""
+    """The identity of a GPU, the same in every process."""
     found = (ctypes.c_ubyte * UUID_BYTES)()
     _call("cuDeviceGetUuid_v2", ctypes.byref(found), _device(ordinal))
     return bytes(found)
@@ -100,20 +100,20 @@ def device_count() -> int:
 
 
 def retain(ordinal: int) -> Context:
-    """The context that the process shares on a device; it lives until it is released."""
+    """Retains the primary context of a device until `release`."""
     context = Context()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(ordinal))
     return context
 
 
 def release(ordinal: int) -> None:
-    """Gives back what `retain` gave."""
+    """Releases the context from `retain`."""
     _call("cuDevicePrimaryCtxRelease_v2", _device(ordinal))
 
 
 @contextmanager
 def current(context: Context) -> Iterator[None]:
-    """Calls inside are made in a context."""
+    """Makes a context current."""
     _call("cuCtxPushCurrent_v2", context)
     try:
         yield
@@ -121,28 +121,28 @@ def current(context: Context) -> Iterator[None]:
         _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-def allocation_of(address: int) -> tuple[int, int]:
-    """Base and bytes of the allocation in which an address lies."""
+def allocation_of(pointer: int) -> tuple[int, int]:
+    """Base and size of the allocation around a pointer."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _address(address))
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _pointer(pointer))
     return base.value, size.value
 
 
 def share_allocation(base: int) -> bytes:
-    """A handle of the allocation that begins at `base`."""
-    handle = _Handle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), _address(base))
+    """The driver's handle of the allocation at `base`."""
+    handle = _IpcMemHandle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), _pointer(base))
     return bytes(handle.bytes)
 
 
 def open_allocation(handle: bytes) -> int:
-    """Maps another process's allocation; returns its base here."""
+    """Maps another process's allocation; returns its base in this process."""
     base = ctypes.c_uint64()
-    given = _Handle.from_buffer_copy(handle)
+    given = _IpcMemHandle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, _LAZY_ENABLE_PEER_ACCESS)
     return base.value
 
 
 def close_allocation(base: int) -> None:
-    """Ends what `open_allocation` began."""
-    _call("cuIpcCloseMemHandle", _address(base))
+    """Unmaps an allocation that `open_allocation` mapped."""
+    _call("cuIpcCloseMemHandle", _pointer(base))

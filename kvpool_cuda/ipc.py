@@ -1,7 +1,7 @@
 """Device memory that another process of the same host maps.
 
-Who shares keeps the memory until all who attached have closed. Who attaches reads it in place; that
-what he reads has been written is for the two to agree.
+The owner keeps the memory until every process that attached has closed its mapping. The processes
+order their reads and writes themselves.
 """
 
 from __future__ import annotations
@@ -10,42 +10,40 @@ from typing import Annotated
 
 import msgspec
 
-from kvpool.device import DeviceUnavailable
+from kvpool.device import DeviceUnavailable, IpcHandle
 from kvpool_cuda import driver
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-_Handle = Annotated[
+_DriverHandle = Annotated[
     bytes, msgspec.Meta(min_length=driver.HANDLE_BYTES, max_length=driver.HANDLE_BYTES)
 ]
 _UUID = Annotated[bytes, msgspec.Meta(min_length=driver.UUID_BYTES, max_length=driver.UUID_BYTES)]
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True, tag="kvpool-cuda-ipc-1"):
-    """`nbytes` bytes at `offset` of the allocation that the driver's `handle` names, on the GPU
-    `uuid`.
-    """
+class CUDAIpcHandle(msgspec.Struct, frozen=True, array_like=True, tag="kvpool-cuda-ipc-1"):
+    """`nbytes` bytes at `offset` of an allocation; `handle` is the driver's, `uuid` the GPU's."""
 
-    handle: _Handle
+    handle: _DriverHandle
     offset: _Size
     nbytes: _Size
     uuid: _UUID
 
 
-_decoder = msgspec.msgpack.Decoder(Shared)
+_decoder = msgspec.msgpack.Decoder(CUDAIpcHandle)
 
 
-class Mapping:
-    """`nbytes` bytes of another process's memory, at `base` here until `close()`."""
+class MappedAllocation:
+    """`nbytes` bytes of another process's memory, at pointer `base` until `close()`."""
 
     def __init__(
-        self, allocation: int, shared: Shared, ordinal: int, context: driver.Context
+        self, allocation: int, given: CUDAIpcHandle, ordinal: int, context: driver.Context
     ) -> None:
-        self.base, self.nbytes = allocation + shared.offset, shared.nbytes
+        self.base, self.nbytes = allocation + given.offset, given.nbytes
         self._allocation, self._ordinal, self._context = allocation, ordinal, context
         self._open = True
 
     def close(self) -> None:
-        """Unmaps it. No work that reads it may be queued. Closing again does nothing."""
+        """Unmaps it. No work that uses it may be queued. A second call does nothing."""
         if self._open:
             self._open = False
             try:
@@ -55,19 +53,18 @@ class Mapping:
                 driver.release(self._ordinal)
 
 
-def share(base: int, nbytes: int) -> bytes:
-    """What another process of this host needs to attach `nbytes` bytes at `base`.
+def share(base: int, nbytes: int) -> IpcHandle:
+    """A handle with which another process of this host maps `nbytes` bytes at pointer `base`.
 
-    Raises DeviceUnavailable for memory that cannot be shared; what the driver itself refuses is a
-    DriverError.
+    Raises DeviceUnavailable for memory that cannot be shared, and DriverError where the driver
+    refuses.
     """
     ordinal = driver.ordinal_of(base)
     if not driver.can_be_shared(base):
         raise DeviceUnavailable(
-            f"cuda:{ordinal} memory at {base:#x} cannot be shared: its allocator is not of a kind "
-            "that CUDA IPC knows (expandable segments, cudaMallocAsync). Build the pool with "
-            "neither expandable_segments:True nor backend:cudaMallocAsync in "
-            "PYTORCH_CUDA_ALLOC_CONF."
+            f"cuda:{ordinal}: memory at {base:#x} cannot be shared, because CUDA IPC does not "
+            "support its allocator (expandable segments, cudaMallocAsync). Remove "
+            "expandable_segments:True and backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF."
         )
     context = driver.retain(ordinal)
     try:
@@ -75,30 +72,32 @@ def share(base: int, nbytes: int) -> bytes:
             start, size = driver.allocation_of(base)
             if base + nbytes > start + size:
                 raise DeviceUnavailable(
-                    f"cuda:{ordinal}: {nbytes:,} bytes at {base:#x}, their allocation is "
-                    f"{size:,} bytes at {start:#x}. Share allocations one by one."
+                    f"cuda:{ordinal}: {nbytes:,} bytes at {base:#x} are not inside one allocation "
+                    f"({size:,} bytes at {start:#x}). Share each allocation separately."
                 )
             handle = driver.share_allocation(start)
     finally:
         driver.release(ordinal)
-    return msgspec.msgpack.encode(Shared(handle, base - start, nbytes, driver.uuid_of(ordinal)))
+    return msgspec.msgpack.encode(
+        CUDAIpcHandle(handle, base - start, nbytes, driver.uuid_of(ordinal))
+    )
 
 
-def decode(shared: bytes) -> Shared:
-    """What `share` gave; raises DeviceUnavailable for other bytes."""
+def decode(handle: IpcHandle) -> CUDAIpcHandle:
+    """Decodes a handle from `share`. Raises DeviceUnavailable for other bytes."""
     try:
-        return _decoder.decode(shared)
+        return _decoder.decode(handle)
     except msgspec.DecodeError as error:  # ValidationError is one
-        raise DeviceUnavailable(f"not what shares CUDA memory: {error}.") from None
+        raise DeviceUnavailable(f"not a handle of CUDA memory: {error}.") from None
 
 
-def attach(shared: bytes, ordinal: int) -> Mapping:
-    """Maps what another process of this host shared, for device `ordinal` to read.
+def attach(handle: IpcHandle, ordinal: int) -> MappedAllocation:
+    """Maps memory of another process of this host for device `ordinal`.
 
-    Raises DeviceUnavailable for malformed bytes; what the driver itself refuses (memory that is
-    gone, one's own, or of a GPU out of reach) is a DriverError.
+    Raises DeviceUnavailable for malformed bytes, and DriverError where the driver refuses (memory
+    that is freed, of this process, or of a GPU without peer access).
     """
-    given = decode(shared)
+    given = decode(handle)
     context = driver.retain(ordinal)
     try:
         with driver.current(context):
@@ -109,13 +108,14 @@ def attach(shared: bytes, ordinal: int) -> Mapping:
         if given.uuid in map(driver.uuid_of, range(driver.device_count())):
             raise
         raise DeviceUnavailable(
-            f"{error} The memory is of GPU {given.uuid.hex()}, which this process does not see: "
-            "CUDA_VISIBLE_DEVICES must show it, on the same host."
+            f"{error} The memory is on GPU {given.uuid.hex()}, which this process does not see. "
+            "Both processes must be on one host, and CUDA_VISIBLE_DEVICES must include that GPU."
         ) from None
-    mapping = Mapping(allocation, given, ordinal, context)
+    mapping = MappedAllocation(allocation, given, ordinal, context)
     if given.offset + given.nbytes > size:
         mapping.close()
         raise DeviceUnavailable(
-            f"{given.nbytes:,} bytes at {given.offset:,} of an allocation of {size:,} bytes."
+            f"the handle is of {given.nbytes:,} bytes at offset {given.offset:,}, the allocation "
+            f"has {size:,} bytes."
         )
     return mapping

@@ -1,4 +1,4 @@
-"""What every launch shares: where it runs, what its constants are, how host arrays reach it."""
+"""Common parts of launches: device, constants, upload of host arrays, argument checks."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ _interpreter = Lock()
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launches inside go to `device`."""
+    """Launches in this context run on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else _interpreting()
 
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
-    """Triton's interpreter is one for all threads. Infinities and NaN are no news to its numpy."""
+    """Triton's interpreter is shared by all threads. Its numpy warns of infinities and NaN."""
     with _interpreter, np.errstate(all="ignore"):
         yield
 
 
 @lru_cache(maxsize=4096)
 def constants(*parts: tuple[int, ...]) -> tuple[Any, ...]:
-    """Tuples of numbers as a kernel's constants: compilers before Triton 3.8 see each only if it is
-    wrapped, and the interpreter only if it is not.
+    """Tuples of numbers as a kernel's constants. Compilers before Triton 3.8 need them wrapped, the
+    interpreter does not take them so.
     """
     return parts if interpreted() else tuple(tl.constexpr(part) for part in parts)
 
 
 def upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """An int64 array on `device`, for the current stream and without waiting. Raises RuntimeError
-    in the capture of a CUDA graph, which would read host memory that is gone when it is replayed.
+    """Copies an int64 array to `device` on the current stream, without waiting. Raises RuntimeError
+    during the capture of a CUDA graph: a replay would read host memory that is freed by then.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return host
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "arrays of the host cannot become part of a CUDA graph. Do this outside of its "
-            "capture; of copy_items, do it once before."
+            "a CUDA graph cannot capture arrays in host memory. Call copy_runs outside of the "
+            "capture, and copy_items once before the capture."
         )
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def upload_for_all(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """The same for every stream: waits for the copy, and for no other work."""
+    """The same, usable on every stream: waits for the copy and for no other work."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return upload(array, device)  # or its refusal
-    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
+        return upload(array, device)  # or raises
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         held = upload(array, device)
-    aside.synchronize()
+    stream.synchronize()
     return held
 
 
@@ -71,12 +71,12 @@ def checked(
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> None:
-    """Raises ValueError unless a tensor lies beside a view and is of a shape and a dtype (None:
-    any). Kernels see addresses, and would read anything.
+    """Raises ValueError unless a tensor has this shape and dtype (None: any) and is on the view's
+    device. Kernels see only pointers and would read anything.
     """
     fits = given.shape == shape and given.dtype is (dtype or given.dtype)
     if not fits or given.device != view.device:
         raise ValueError(
-            f"{what}: {list(given.shape)} {given.dtype} on {given.device}, needed are "
+            f"{what}: {list(given.shape)} {given.dtype} on {given.device}, expected "
             f"{list(shape)} {dtype or 'floats'} on {view.device}. Convert them first."
         )

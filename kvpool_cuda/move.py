@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Moves of whole items in all buffers at once.
+"""Copies of whole items in all buffers at once.
 
-Items are cut into pieces; a table on the device says of each piece where it lies in item 0, how far
-apart items are, and how long it is. One launch moves every piece of every item.
+Items are cut into pieces. A table on the device has each piece's pointer in item 0, the item stride
+and the length, so that one launch copies every piece of every item.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import triton.language as tl
 from kvpool.layout.grid import ragged
 from kvpool_cuda.geometry import WIDEST
 from kvpool_cuda.launch import checked, on, upload_for_all
-from kvpool_cuda.words import copy_bytes, words_at
+from kvpool_cuda.memory import copy_bytes, words_at
 
 PIECE = 16 << 10
 """Bytes that a program of eight warps moves: four accesses of 16 bytes a lane."""
 STAGE_BYTES = 64 << 20
-"""How much of the items is copied aside at once where an item may be both source and destination,
-unless one piece of every item is more.
+"""How many bytes are staged at once where an item may be both source and destination; more if one
+piece of every item is more.
 """
 
 Geometry = tuple[tuple[int, int, int], ...]
-"""Of each buffer its base, the bytes from item to item, and those of an item."""
+"""Base, item stride and item bytes of each buffer."""
 
 
 class Table(NamedTuple):
-    """`rows` int64 `[piece, 4]` on the device: address in item 0, bytes from item to item, length,
-    and offset in a staged item. `offsets` `[piece + 1]` on the host: the last ones, and their end.
+    """`rows` int64 `[piece, 4]` on the device: pointer in item 0, item stride, length, and offset
+    in a staged item. `offsets` `[piece + 1]` on the host: those offsets and their end.
     """
 
     rows: torch.Tensor
     offsets: list[int]
 
 
-# never freed: any stream, and any CUDA graph, may still read one
+# never freed: any stream or CUDA graph may still read a table
 _tables: dict[Geometry, Table] = {}
 
 
@@ -59,7 +59,7 @@ def copy_items(
         bytes_of_items = view.dim() == 2 and view.element_size() == 1 and view.stride(1) == 1
         if not bytes_of_items or view.device != device:
             raise ValueError(
-                f"items of {list(view.shape)} {view.dtype} on {view.device}: needed are bytes "
+                f"items of {list(view.shape)} {view.dtype} on {view.device}: expected bytes "
                 f"[item, byte] on {device}."
             )
     geometry = tuple((view.data_ptr(), view.stride(0), view.shape[1]) for view in views)
@@ -85,14 +85,14 @@ def _table(geometry: Geometry, device: torch.device) -> Table:
     buffer, piece = ragged(pieces)
     start = piece * PIECE
     nbytes = np.minimum(PIECE, length[buffer] - start)
-    # staged pieces begin at multiples of 16 bytes
+    # staged pieces start at multiples of 16 bytes
     offsets = np.concatenate([[0], np.cumsum(-(-nbytes // WIDEST) * WIDEST)])
     rows = np.stack([base[buffer] + start, stride[buffer], nbytes, offsets[:-1]], axis=1)
     return Table(upload_for_all(rows, device), offsets.tolist())
 
 
 def _groups(offsets: list[int], count: int) -> Iterator[slice]:
-    """Pieces, neighbours together, of which `count` items fit aside."""
+    """Groups of adjacent pieces whose `count` items fit into the stage."""
     first = 0
     while first < len(offsets) - 1:
         last = bisect_right(offsets, offsets[first] + STAGE_BYTES // count) - 1
@@ -108,7 +108,7 @@ def _launch(
     dst: torch.Tensor | None,
     stage: torch.Tensor | None,
 ) -> None:
-    """Copies pieces of items `src` to those of items `dst`; the stage is in the place of either."""
+    """Copies pieces of items `src` to items `dst`; the stage replaces the one that is None."""
     ids = src if src is not None else dst
     count = 0 if ids is None else ids.numel()
     number = pieces.stop - pieces.start

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Copies of many runs of device memory, and of runs to and from one contiguous buffer.
+"""Copies of many runs of device memory.
 
-Long runs are cut, so that a tile of a program is so many rows of so many bytes. What is regular
-(one length for all, addresses one behind the other) reaches the device as two numbers, not as an
-array.
+Long runs are cut into pieces, so that a program's tile is rows of equal size. A regular column (one
+length for all, evenly spaced pointers) is passed as two numbers, not as an array.
 """
 
 from __future__ import annotations
@@ -18,49 +17,28 @@ import triton.language as tl
 from kvpool.layout.grid import Ints, ragged
 from kvpool_cuda.geometry import power_of_two
 from kvpool_cuda.launch import on, upload
-from kvpool_cuda.words import words_at
+from kvpool_cuda.memory import words_at
 
-TILE = 8 << 10
+TILE_BYTES = 8 << 10
 """Bytes that a program of four warps moves: four accesses of 16 bytes a lane."""
-SHORTEST = 16
-UNITS = 16, 4, 1
+MIN_SPAN = 16
+ALIGNMENTS = 16, 4, 1
 
 
 def copy_runs(device: torch.device, src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """See Device.copy_runs. Runs go by what their addresses and lengths are multiples of: one
-    launch for those of 16 bytes, one for those of 4, one for all others.
+    """See Device.copy_runs. One launch for runs whose pointers and lengths are multiples of 16
+    bytes, one for multiples of 4, one for all others.
     """
-    low = np.where(nbytes > 0, (src | dst | nbytes) & (UNITS[0] - 1), -1)
-    for unit in UNITS:
+    low = np.where(nbytes > 0, (src | dst | nbytes) & (ALIGNMENTS[0] - 1), -1)
+    for unit in ALIGNMENTS:
         these = (low >= 0) & (low % unit == 0)
         low[these] = -1
         if these.any():
             _copy(device, unit, src[these], dst[these], nbytes[these])
 
 
-def gather(addresses: Ints, nbytes: Ints, out: torch.Tensor) -> None:
-    """Copies runs `[N]` of the device of `out` into it, one behind the other."""
-    copy_runs(out.device, addresses, _packed(out, nbytes), nbytes)
-
-
-def scatter(buffer: torch.Tensor, addresses: Ints, nbytes: Ints) -> None:
-    """Copies what `gather` made to runs `[N]` of the device of `buffer`."""
-    copy_runs(buffer.device, _packed(buffer, nbytes), addresses, nbytes)
-
-
-def _packed(buffer: torch.Tensor, nbytes: Ints) -> Ints:
-    ends = np.cumsum(nbytes)
-    total, held = int(ends[-1]) if ends.size else 0, buffer.numel() * buffer.element_size()
-    if not buffer.is_contiguous() or held < total:
-        raise ValueError(
-            f"runs of {total:,} bytes together, a buffer of {held:,} bytes with strides "
-            f"{list(buffer.stride())}. Give a contiguous one of at least as many."
-        )
-    return buffer.data_ptr() + ends - nbytes
-
-
 class _Column(NamedTuple):
-    """A number of each piece: listed on the device, or regular."""
+    """A number of each piece: a list on the device, or start and step."""
 
     listed: torch.Tensor | None
     start: int
@@ -68,7 +46,7 @@ class _Column(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Of the list; 0 where there is none."""
+        """Pointer to the list; 0 if there is none."""
         return 0 if self.listed is None else self.listed.data_ptr()
 
 
@@ -80,11 +58,11 @@ def _column(numbers: Ints, device: torch.device) -> _Column:
 
 
 def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
-    # pieces as long as runs are on average: what tiles hold is at most three times what moves
-    span = min(TILE, max(SHORTEST, power_of_two(int(nbytes.mean()))))
+    # pieces as long as the average run: tiles hold at most three times the bytes that move
+    span = min(TILE_BYTES, max(MIN_SPAN, power_of_two(int(nbytes.mean()))))
     if nbytes.max() > span:
         src, dst, nbytes = _cut(src, dst, nbytes, span)
-    rows = TILE // span
+    rows = TILE_BYTES // span
     with on(device):
         columns = [_column(numbers, device) for numbers in (src, dst, nbytes)]
         _runs[(-(-src.size // rows),)](

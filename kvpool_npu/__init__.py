@@ -1,6 +1,5 @@
-"""The Ascend device and its pools. `torch_npu` is imported where an NPU is used, and nowhere else.
-
-Names load on first use; `docs/npu.md` says what is where, and how far it was tested.
+"""The Ascend device and its pools (docs/npu.md). Names load on first use, and `torch_npu` is
+imported only where an NPU is used.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from kvpool.lazy import loader
 
 if TYPE_CHECKING:
     from kvpool_npu.device import NPUDevice as NPUDevice
+    from kvpool_npu.kinds import NPUMLA as NPUMLA
+    from kvpool_npu.kinds import NPUIndexKey as NPUIndexKey
+    from kvpool_npu.kinds import npu_order as npu_order
     from kvpool_npu.pools import NPUMHAPool as NPUMHAPool
     from kvpool_npu.pools import NPUMLAPool as NPUMLAPool
-    from kvpool_npu.states import NPUMLA as NPUMLA
-    from kvpool_npu.states import NPUIndexKey as NPUIndexKey
-    from kvpool_npu.states import npu_order as npu_order
 
 _HOME = {
     "NPUDevice": "device",
-    "NPUIndexKey": "states",
+    "NPUIndexKey": "kinds",
     "NPUMHAPool": "pools",
-    "NPUMLA": "states",
+    "NPUMLA": "kinds",
     "NPUMLAPool": "pools",
-    "npu_order": "states",
+    "npu_order": "kinds",
 }
 
 __all__ = [*_HOME]

@@ -1,8 +1,8 @@
 """The Ascend device: torch_npu's operators where they take a view, torch's indexing elsewhere.
 
-Operators that write a cache take it contiguous, as pools with a tensor per role have it. Rows that
-lie apart (latent and rope in one row, heads before entries, sections of a convolution) are indexed,
-which is right everywhere and slower on an NPU.
+Operators that write a cache need it contiguous, as in pools with a tensor per role. Rows that are
+not adjacent (latent and rope in one row, heads before entries, sections of a convolution) are
+indexed, which is correct everywhere and slower on an NPU.
 """
 
 from __future__ import annotations
@@ -15,95 +15,70 @@ import torch
 
 from kvpool.device import Event, torch_ops
 from kvpool.device.quant import SMALLEST_SCALE, dequantise, quantise, stored_scales
-from kvpool.device.torch_ops import Held, Row, bits, slots
+from kvpool.device.torch_ops import ReadRow, WriteRow, bits, slots
 from kvpool.layout.grid import Ints
 from kvpool_npu.missing import missing
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 
-# what npu_scatter_nd_update_ takes, and what stands for other dtypes of their size: no operator
-# used here looks into what it moves
-TAKEN = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool)
-STAND_IN = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
-PAIRED = (torch.float16, torch.bfloat16, torch.int8)
-UNEQUAL = (*PAIRED, torch.float32)
-# what npu_dynamic_quant makes: what is stored, of which floats, with which scales
-DYNAMIC = {
+# dtypes that each scattering operator takes. Others are viewed as one of the same size: the
+# operators only move bytes
+RESHAPE_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+PA_SCATTER_DTYPES = (*RESHAPE_DTYPES, torch.float32)
+SCATTER_DTYPES = (*PA_SCATTER_DTYPES, torch.int64, torch.bool)
+VIEWED_AS = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
+# (stored dtype, float dtype, scale dtype) for which npu_dynamic_quant is used
+DYNAMIC_QUANT = {
     (torch.int8, given, scale)
     for given in (torch.float16, torch.bfloat16)
     for scale in (torch.float16, torch.float32)
 }
-BLOCK = 32  # bytes: what operators on two caches want rows to be multiples of
-LONGEST = 148 << 10  # bytes of a row that npu_gather_pa_kv_cache takes
+ROW_MULTIPLE = 32  # bytes: operators on two caches need rows that are multiples of this
+MAX_GATHER_ROW = 148 << 10  # bytes: the longest row that npu_gather_pa_kv_cache takes
 INT32_MAX = (1 << 31) - 1
 
 
 class NPUDevice:
-    """One NPU, or with `operators` whatever these work on.
-
-    Its `copy_runs` takes addresses in memory that it allocated, and launches a copy for each run.
+    """One NPU, or the `backend` given. `copy_runs` takes pointers to memory that this device
+    allocated, and launches one copy for each run.
     """
 
     alignment = 2 << 20
     registration_limit = 256
 
-    def __init__(self, name: str = "npu:0", operators: Operators | None = None) -> None:
-        self.name, self._operators = name, operators
-        self.memory_kind = "npu" if operators is None else operators.memory_kind
+    def __init__(self, name: str = "npu:0", backend: TorchNPU | Reference | None = None) -> None:
+        self.name, self._backend = name, backend
+        self.memory_kind = "npu" if backend is None else backend.memory_kind
         self._slabs: list[weakref.ref[torch.Tensor]] = []
 
     def availability(self) -> str | None:
-        """All that is missing, where torch_npu would have to be imported to work."""
-        return missing(self.name) if self._operators is None else None
+        """Everything that is missing to use the NPU."""
+        return missing(self.name) if self._backend is None else None
+
+    @property
+    def backend(self) -> TorchNPU | Reference:
+        """Operators, memory and streams; the first access imports torch_npu."""
+        if self._backend is None:
+            index = int(self.name.partition(":")[2] or 0)
+            self._backend = TorchNPU(importlib.import_module("torch_npu"), index)
+        return self._backend
 
     @property
     def operators(self) -> Operators:
-        """What all work goes through; asking for it imports torch_npu."""
-        if self._operators is None:
-            index = int(self.name.partition(":")[2] or 0)
-            self._operators = TorchNPU(importlib.import_module("torch_npu"), index)
-        return self._operators
+        """The operators of the backend."""
+        return self.backend.operators
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
-        """See Device.allocate; up to one alignment of memory lies unused before it."""
+        """See Device.allocate. Up to `alignment` bytes before it are unused."""
         step = alignment or self.alignment
-        wider = self.operators.zeros(nbytes + step)
+        wider = self.backend.zeros(nbytes + step)
         slab = wider[-wider.data_ptr() % step :][:nbytes]
         self._slabs = [*(known for known in self._slabs if known() is not None), weakref.ref(slab)]
         return slab
 
-    def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """See Device.store."""
-        if not locations.numel():
-            return
-        flat = slots(view)
-        if flat is None:
-            torch_ops.store(view, locations, values)
-        elif flat.is_contiguous():
-            self.operators.npu_scatter_nd_update_(
-                _taken(flat.flatten(1)), locations[:, None], _taken(values.flatten(1))
-            )
-        else:
-            bits(flat)[locations] = bits(values)
-
-    def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-        """See Device.load."""
-        flat = slots(view)
-        if flat is None:
-            return torch_ops.load(view, locations)
-        return _taken(flat).index_select(0, locations).view(view.dtype)
-
-    def quantize_store(
-        self,
-        view: torch.Tensor,
-        scales: torch.Tensor,
-        locations: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """See Device.quantize_store. e4m3 needs an NPU that has it (A5)."""
-        self.store_rows([Row(view, values, scales)], locations)
-
-    def store_rows(self, rows: Sequence[Row], locations: torch.Tensor) -> None:
-        """See Device.store_rows. Two caches of equal pages and heads, K and V, are one launch."""
+    def store_rows(self, rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
+        """See Device.store_rows. Two caches of equal pages and heads, K and V, are one launch. e4m3
+        needs an NPU that supports it (A5).
+        """
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         for view, values, scales in rows:
             if scales is None:
@@ -115,16 +90,16 @@ class NPUDevice:
         for view, values in parts:
             kind = (view.dtype, view.shape[:3])
             if view.dim() != 4 or not view.is_contiguous():
-                self.store(view, locations, values)
+                self._write(view, locations, values)
             elif kind in first:
-                self._store_pair(*first.pop(kind), view, values, locations)
+                self._write_pair(*first.pop(kind), view, values, locations)
             else:
                 first[kind] = view, values
         for view, values in first.values():
-            self.store(view, locations, values)
+            self._write(view, locations, values)
 
-    def load_rows(self, rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
-        """See Device.load_rows. Every two tensors of as many slots are one launch."""
+    def load_rows(self, rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
+        """See Device.load_rows. Any two views with the same number of slots are one launch."""
         views = [each for row in rows for each in row[:2] if each is not None]
         read = iter(self._gathered(views, locations))
         return [
@@ -143,7 +118,7 @@ class NPUDevice:
         for first in range(0, len(views), 2):
             pair = [view[:, None] for view in views[first : first + 2]]
             for view, items in zip(pair, self._gathered(pair, src)):
-                self.store(view, dst, items)
+                self._write(view, dst, items)
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         """See Device.copy_runs. Raises ValueError for a run outside what this device allocated."""
@@ -153,25 +128,44 @@ class NPUDevice:
 
     def record(self) -> Event:
         """See Device.record."""
-        return self.operators.record()
+        return self.backend.record()
 
     def wait(self, event: Event) -> None:
         """See Device.wait."""
-        self.operators.wait(event)
+        self.backend.wait(event)
+
+    def _write(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
+        if not locations.numel():
+            return
+        flat = slots(view)
+        if flat is None:
+            torch_ops.write_entries(view, locations, values)
+        elif flat.is_contiguous():
+            self.operators.npu_scatter_nd_update_(
+                _taken(flat.flatten(1)), locations[:, None], _taken(values.flatten(1))
+            )
+        else:
+            bits(flat)[locations] = bits(values)
+
+    def _read(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
+        flat = slots(view)
+        if flat is None:
+            return torch_ops.read_entries(view, locations)
+        return _taken(flat).index_select(0, locations).view(view.dtype)
 
     def _quantised(
         self, view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kinds = view.dtype, values.dtype, scales.dtype
-        if kinds not in DYNAMIC or scales.shape[-1] > 1 or not values.numel():
+        if kinds not in DYNAMIC_QUANT or scales.shape[-1] > 1 or not values.numel():
             return quantise(values, scales.shape[-1], scales.dtype, view.dtype)
         held, factors = self.operators.npu_dynamic_quant(values, dst_type=view.dtype)
-        # of infinities and NaN no document tells
+        # its result for infinities and NaN is undocumented
         wrong = ~torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True).isfinite()
         factors = factors[..., None].clamp_min(SMALLEST_SCALE).masked_fill(wrong, torch.nan)
         return held.masked_fill(wrong, 0), stored_scales(factors, scales.dtype)
 
-    def _store_pair(
+    def _write_pair(
         self,
         key_cache: torch.Tensor,
         key: torch.Tensor,
@@ -185,48 +179,49 @@ class NPUDevice:
         if not locations.numel():
             return
         if (
-            dtype in PAIRED
+            dtype in RESHAPE_DTYPES
             and key_cache.shape == value_cache.shape
-            and row.numel() * row.element_size() % BLOCK == 0
+            and row.numel() * row.element_size() % ROW_MULTIPLE == 0
             and key_cache.shape[0] * key_cache.shape[1] <= INT32_MAX
         ):
-            self.operators._npu_reshape_and_cache(
-                key=given[0],
-                value=given[1],
-                key_cache=caches[0],
-                value_cache=caches[1],
-                slot_indices=locations.to(torch.int32),
-            )
-        elif dtype in UNEQUAL:
+            with self.backend.current():  # ATB uses the stream of the current NPU
+                self.operators._npu_reshape_and_cache(
+                    key=given[0],
+                    value=given[1],
+                    key_cache=caches[0],
+                    value_cache=caches[1],
+                    slot_indices=locations.to(torch.int32),
+                )
+        elif dtype in PA_SCATTER_DTYPES:
             self.operators.npu_scatter_pa_kv_cache(*given, *caches, locations, cache_mode="Norm")
         else:
-            self.store(key_cache, locations, key)
-            self.store(value_cache, locations, value)
+            self._write(key_cache, locations, key)
+            self._write(value_cache, locations, value)
 
     def _gathered(
         self, views: Sequence[torch.Tensor], locations: torch.Tensor
     ) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        waiting: dict[int, int] = {}  # by slots
+        unpaired: dict[int, int] = {}  # by number of slots
         for number, view in enumerate(views):
             size = view.shape[:2].numel()
             if not _gathers(view, locations.numel()):
-                found[number] = self.load(view, locations)
-            elif size in waiting:
-                other = waiting.pop(size)
-                found[other], found[number] = self._load_pair(views[other], view, locations)
+                found[number] = self._read(view, locations)
+            elif size in unpaired:
+                other = unpaired.pop(size)
+                found[other], found[number] = self._read_pair(views[other], view, locations)
             else:
-                waiting[size] = number
-        found |= {number: self.load(views[number], locations) for number in waiting.values()}
+                unpaired[size] = number
+        found |= {number: self._read(views[number], locations) for number in unpaired.values()}
         return [found[number] for number in range(len(views))]
 
-    def _load_pair(
+    def _read_pair(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, locations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         caches, count = (key_cache, value_cache), locations.numel()
         found = [torch.empty(count, *c.shape[2:], dtype=c.dtype, device=c.device) for c in caches]
         word = torch.int8 if min(c.element_size() for c in caches) == 1 else torch.float16
-        # a page is an entry, and a sequence is one page
+        # each entry is a page, and each location a sequence of one page
         key_pages, value_pages = (c.view(-1, 1, 1, c[0, 0].numel()).view(word) for c in caches)
         key, value = (rows.view(count, 1, -1).view(word) for rows in found)
         table = locations.to(torch.int32)[:, None]
@@ -237,29 +232,30 @@ class NPUDevice:
 
 
 def reference(name: str) -> NPUDevice:
-    """The same device over plain torch and host memory: what tests have for an NPU."""
+    """The device over plain torch and host memory, for tests without an NPU."""
     return NPUDevice(name, Reference())
 
 
 def _gathers(view: torch.Tensor, count: int) -> bool:
-    """Whether npu_gather_pa_kv_cache reads `count` entries of it: its kernel for A2 and A3 counts
-    in 32 bits.
+    """Whether npu_gather_pa_kv_cache can read `count` entries of a view. Its kernel for A2 and A3
+    counts in 32 bits.
     """
     row = view[0, 0].nbytes
-    fits = 0 < row <= LONGEST and row % BLOCK == 0 and max(view.nbytes, count * row) <= INT32_MAX
-    return count > 0 and fits and view.is_contiguous()
+    aligned = 0 < row <= MAX_GATHER_ROW and row % ROW_MULTIPLE == 0
+    fits = max(view.nbytes, count * row) <= INT32_MAX
+    return count > 0 and aligned and fits and view.is_contiguous()
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a dtype that the operators take."""
-    if tensor.dtype in TAKEN:
+    """The same bytes in a dtype that the operators take."""
+    if tensor.dtype in SCATTER_DTYPES:
         return tensor
-    return tensor.view(STAND_IN[tensor.element_size()])
+    return tensor.view(VIEWED_AS[tensor.element_size()])
 
 
-def _at(slabs: Sequence[torch.Tensor], address: int, size: int) -> torch.Tensor:
+def _at(slabs: Sequence[torch.Tensor], pointer: int, size: int) -> torch.Tensor:
     for slab in slabs:
-        start = address - slab.data_ptr()
+        start = pointer - slab.data_ptr()
         if 0 <= start <= slab.numel() - size:
             return slab[start : start + size]
-    raise ValueError(f"{size} bytes at {address:#x}: not in memory that this device allocated.")
+    raise ValueError(f"{size} bytes at {pointer:#x} are not in memory that this device allocated.")

@@ -1,4 +1,4 @@
-"""What a machine lacks to use an NPU. torch_npu is imported only where all else is there."""
+"""What a machine lacks to use an NPU. torch_npu is imported only if nothing else is missing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 def missing(name: str) -> str | None:
-    """None where NPU `name` (`npu`, `npu:3`) can be used, else all that is missing."""
+    """None if NPU `name` (`npu`, `npu:3`) can be used, else everything that is missing."""
     number = name.partition(":")[2] or "0"
     if not number.isdecimal():
-        return "an NPU is asked for by its number, as npu:0."
+        return "an NPU is named by its number, as npu:0."
     absent = [
         what
         for what, there in (
@@ -25,16 +25,16 @@ def missing(name: str) -> str | None:
         )
         if not there
     ]
-    theirs, ours = _version(), torch.__version__
-    if theirs and theirs.split(".")[:2] != ours.split(".")[:2]:
-        absent.append(f"the torch-npu of torch {ours} ({theirs} is installed)")
+    installed, needed = _version(), torch.__version__
+    if installed and installed.split(".")[:2] != needed.split(".")[:2]:
+        absent.append(f"the torch-npu for torch {needed} ({installed} is installed)")
     if absent:
         return f"missing: {'; '.join(absent)}."
     try:
         count = importlib.import_module("torch_npu").npu.device_count()
     except (ImportError, OSError, RuntimeError) as error:
         return f"torch_npu cannot be imported: {error}"
-    return None if int(number) < count else f"{count} NPUs are visible here, numbered from 0."
+    return None if int(number) < count else f"{count} NPUs are visible, numbered from 0."
 
 
 def _driver() -> bool:

@@ -1,21 +1,24 @@
-"""Pools as engines on Ascend lay them out: a tensor per role, stacked over layers."""
+"""Pools in the layout of engines on Ascend: one tensor per role, stacked over layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
 from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MHA, At, Kind
-from kvpool_npu.states import NPUMLA, NPUIndexKey
+from kvpool_npu.kinds import NPUMLA, NPUIndexKey
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NPUMHAPool(UnionPool):
-    """`k` and `v` `[layer, item, entry, head, dim]`: `num_kv_heads` heads in the model, of which
-    this rank's shard is held.
+    """`k` and `v` `[layer, item, entry, head, dim]`. `num_kv_heads` counts the model's heads; the
+    pool holds this rank's shard.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class NPUMLAPool(UnionPool):
     """`latent` and `rope`, and with `index_head_dim` the keys of a sparse indexer on `index_layers`
     (default: all), each `[layer, item, entry, dim]`: 2 kinds of buffers, or 3, or 4 with scales.
 
-    `index_packing`: a float dtype (default: the pool's), `fp8` or `int8` (`NPUIndexKey`).
+    `index_packing`: a float dtype (default: the pool's), `fp8` or `int8` (see NPUIndexKey).
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class NPUMLAPool(UnionPool):
         qk_rope_head_dim: int = 64,
         index_head_dim: int | None = None,
         index_layers: Iterable[int] | None = None,
-        index_packing: Any = None,
+        index_packing: torch.dtype | str | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.attention = NPUMLA(kv_lora_rank, qk_rope_head_dim)
@@ -60,7 +63,7 @@ class NPUMLAPool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """Latents and rope keys, then index keys; all are listed with the main cache."""
+        """Latents and rope keys, then index keys, all listed with the main cache."""
         yield self.attention, self.at()
         if self.index is not None:
             packing = self.index_packing or self.packing

@@ -1,7 +1,7 @@
-"""The protocol that every device keeps, and the registry through which one is asked for by name.
+"""The protocol of a device, and the registry that finds one by name.
 
-`cpu` and `meta` lie in `kvpool.device.cpu`; other devices join by entry point `kvpool.devices` and
-are imported only when one is asked for. `docs/add-a-device.md` adds one.
+`cpu` and `meta` are in `kvpool.device.cpu`. Other devices are found by entry point
+`kvpool.devices` and imported on first use. `docs/add-a-device.md` shows how to add one.
 """
 
 from __future__ import annotations
@@ -16,71 +16,57 @@ from kvpool.layout.grid import Ints
 if TYPE_CHECKING:
     import torch
 
-    from kvpool.device.torch_ops import Held, Row
+    from kvpool.device.torch_ops import ReadRow, WriteRow
 
 
 class DeviceUnavailable(RuntimeError):
-    """The device that was asked for is not there; the message says what is missing."""
+    """The requested device cannot be used; the message says what is missing."""
 
 
 class Event(Protocol):
-    """A point in a device's work; torch's events are such marks."""
+    """A point in a device's queue of work. Events of torch (CUDA, NPU) have these methods."""
 
     def query(self) -> bool:
-        """Whether all work up to it has ended."""
+        """Whether all work before it has finished."""
 
     def synchronize(self) -> None:
-        """Waits, on the host, until it has."""
+        """Blocks the host until all work before it has finished."""
 
 
 class Device(Protocol):
-    """What a pool needs of a device. Tensors are torch tensors on it; views are strided and typed,
-    `[item, entry, ...]`; locations are int64 `[N]`, `item * entries + entry`, and not checked.
+    """What a pool needs of a device. Views are strided, typed tensors `[item, entry, ...]` on the
+    device. Locations are int64 `[N]`, `item * entries + entry`, and not checked.
 
-    Work is queued in the order of the calls, on the device's current stream if it has streams.
+    Calls run in order, on the device's current stream if it has streams.
     """
 
     name: str
-    """As it was asked for: `cuda:0`."""
+    """The requested name: `cuda:0`."""
     memory_kind: str
-    """What layouts call its memory, without a number: `cuda`."""
+    """The kind of memory in layouts, without a number: `cuda`."""
     alignment: int
-    """Bytes; bases are multiples of it."""
+    """In bytes: allocations start at multiples of it."""
     registration_limit: int | None
-    """How many stretches of memory an engine may register at once, where that is bounded."""
+    """How many memory regions an engine can register at once; None: no known limit."""
 
     def availability(self) -> str | None:
-        """None if the device can be used, else what is missing."""
+        """None if the device can be used, else a sentence that says what is missing."""
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
-        """A zeroed uint8 tensor `[nbytes]`, its base at a multiple of `alignment` bytes (default:
-        the device's).
+        """A zeroed uint8 tensor `[nbytes]` at a multiple of `alignment` bytes (default: the
+        device's).
         """
 
-    def store(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes `values` `[N, ...]` of the view's dtype."""
+    def store_rows(self, rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
+        """Writes every row at the same locations, in one launch where the device can.
 
-    def load(self, view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-        """Reads entries into a new tensor `[N, ...]`."""
-
-    def quantize_store(
-        self,
-        view: torch.Tensor,
-        scales: torch.Tensor,
-        locations: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Writes floats `[N, ..., D]` as e4m3 or int8 to `view`, and to `scales`
-        `[item, entry, ..., S]`, float32, float16 or ue8m0, what they are to be multiplied with, one
-        for each of S blocks: the bytes that `kvpool.device.quant.quantise` makes.
+        With scales, floats `[N, ..., D]` are stored as e4m3 or int8 and their scales as float32,
+        float16 or ue8m0, one scale a block: the bytes that `kvpool.device.quant.quantise` makes.
         """
 
-    def store_rows(self, rows: Sequence[Row], locations: torch.Tensor) -> None:
-        """Writes all that one write gives: in one launch, where the device can."""
-
-    def load_rows(self, rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
-        """Reads all that one read takes, each into a new tensor `[N, ...]`: in one launch, where
-        the device can. What `quantize_store` wrote becomes floats of the row's dtype.
+    def load_rows(self, rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
+        """Reads every row at the same locations, in one launch where the device can; returns a new
+        tensor `[N, ...]` for each, with scales the dequantised floats.
         """
 
     def copy_items(
@@ -92,43 +78,50 @@ class Device(Protocol):
     ) -> None:
         """Copies items `src` `[N]` of each of `views`, uint8 `[item, byte]`, to items `dst` `[N]`.
 
-        Sources are read before anything is written; `disjoint` says that no item is both.
+        All sources are read before anything is written; `disjoint` promises that `src` and `dst`
+        have no item in common.
         """
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
-        """Copies `nbytes` bytes from each address `src` to each address `dst`, `[N]`, all of them
-        this device's. No run may overlap what another writes.
+        """Copies `nbytes` bytes from each pointer `src` to each pointer `dst`, `[N]`, all in this
+        device's memory. No run may overlap the destination of another.
         """
 
     def record(self) -> Event:
-        """A mark after all work that was queued so far."""
+        """An event after all work queued so far."""
 
     def wait(self, event: Event) -> None:
-        """Work queued from now on waits for the mark; the host does not, where it need not."""
+        """Work queued from now on waits for the event, without blocking the host if possible."""
 
 
-class Mapping(Protocol):
-    """Another process's memory, as long as it is mapped here."""
+IpcHandle = bytes
+"""Opaque bytes with which another process of the host maps device memory."""
+
+
+class MappedMemory(Protocol):
+    """Memory of another process, mapped into this one."""
 
     base: int
-    """Address here."""
+    """Pointer in this process."""
     nbytes: int
 
     def close(self) -> None:
-        """Unmaps it, once nothing uses it."""
+        """Unmaps it. No work that uses it may be queued."""
 
 
 @runtime_checkable
 class Sharing(Protocol):
-    """What a device can do besides if its memory can be mapped by other processes of the host."""
+    """A device whose memory other processes of the host can map. Its `copy_runs` takes any pointer
+    of the device, mapped ones too.
+    """
 
-    def share(self, base: int, nbytes: int) -> bytes:
-        """What another process needs to map `nbytes` at address `base`, which live as long as their
-        tensor. Raises DeviceUnavailable with the reason.
+    def share(self, base: int, nbytes: int) -> IpcHandle:
+        """A handle of `nbytes` bytes at pointer `base`, valid while their tensor lives. Raises
+        DeviceUnavailable if they cannot be shared.
         """
 
-    def attach(self, told: bytes) -> Mapping:
-        """Maps what another process's `share` returned (untrusted). Raises DeviceUnavailable."""
+    def attach(self, handle: IpcHandle) -> MappedMemory:
+        """Maps memory from another process's handle (untrusted). Raises DeviceUnavailable."""
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         """See Device."""
@@ -138,13 +131,13 @@ class Sharing(Protocol):
 
 
 def device_entries() -> dict[str, EntryPoint]:
-    """Devices that some installed package offers, by kind; none is imported."""
+    """Entry points of the installed devices, by kind; none is imported."""
     return {entry.name: entry for entry in entry_points(group="kvpool.devices")}
 
 
 @lru_cache
 def get_device(name: str) -> Device:
-    """The device that `name` (`cpu`, `cuda:0`, `npu:3`, `meta`) asks for, or DeviceUnavailable with
+    """The device called `name` (`cpu`, `cuda:0`, `npu:3`, `meta`). Raises DeviceUnavailable with
     the reason.
     """
     kind = name.partition(":")[0]
@@ -153,7 +146,7 @@ def get_device(name: str) -> Device:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
             f"{', '.join(sorted(known)) or 'none'}). "
-            "A device joins by an entry point of the group kvpool.devices."
+            "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
         device: Device = known[kind].load()(name)

@@ -1,4 +1,4 @@
-"""Memory of the host, and sizes without memory: devices `cpu` and `meta`."""
+"""Devices `cpu`, host memory, and `meta`, sizes without memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from kvpool.device.host_copy import copy_runs
 
 
 class CompletedEvent:
-    """The mark of a device that does its work while it is called."""
+    """The event of a device whose calls finish before they return."""
 
     def query(self) -> bool:
         """Always."""
         return True
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Returns at once."""
 
 
 class CPUDevice:
-    """Host memory that another process of the same user can map (a sealed memfd), where the system
-    has it.
-    """
+    """Host memory, in a sealed memfd that other processes of the same user can map (on Linux)."""
 
     memory_kind = "cpu"
     alignment = 64
@@ -39,11 +37,11 @@ class CPUDevice:
         self.name = name
 
     def availability(self) -> str | None:
-        """Always there."""
+        """Always available."""
         return None
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
-        """A zeroed uint8 tensor in a mapping of its own, unmapped when its last view is gone."""
+        """A zeroed uint8 tensor in its own mapping, which lives as long as its last view."""
         step = alignment or self.alignment
         if step > mmap.PAGESIZE:  # a mapping begins at a page
             wider = self.allocate(nbytes + step)
@@ -55,22 +53,19 @@ class CPUDevice:
         handle = os.memfd_create("kvpool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(handle, nbytes)
-            # of a size that cannot change: no reader can be made to touch bytes past the end
+            # the size is sealed, so that a reader cannot fault beyond the end
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-            # all pages now, not one by one in the first transfer
+            # populate all pages now, not one by one in the first transfer
             memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(
-                f"{nbytes:,} bytes of shared memory cannot be had: {error}."
+                f"cannot allocate {nbytes:,} bytes of shared memory: {error}."
             ) from None
         finally:
             os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    store = staticmethod(torch_ops.store)
-    load = staticmethod(torch_ops.load)
-    quantize_store = staticmethod(torch_ops.quantize_store)
     store_rows = staticmethod(torch_ops.store_rows)
     load_rows = staticmethod(torch_ops.load_rows)
     copy_runs = staticmethod(copy_runs)
@@ -92,11 +87,11 @@ class CPUDevice:
             copy_runs(start, to, np.full(start.size, nbytes, dtype=np.int64))
 
     def record(self) -> Event:
-        """All work has ended."""
+        """An event that has ended."""
         return CompletedEvent()
 
     def wait(self, event: Event) -> None:
-        """Waits for another device's work."""
+        """Blocks the host until the event has ended."""
         event.synchronize()
 
 
@@ -111,7 +106,7 @@ class MetaDevice:
         self.name = name
 
     def availability(self) -> str | None:
-        """Always there."""
+        """Always available."""
         return None
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
@@ -124,12 +119,11 @@ class MetaDevice:
             "device='cpu'."
         )
 
-    store = load = quantize_store = _refuse
     store_rows = load_rows = copy_items = copy_runs = _refuse
 
     def record(self) -> Event:
-        """There is no work."""
+        """An event that has ended."""
         return CompletedEvent()
 
     def wait(self, event: Event) -> None:
-        """There is no work."""
+        """Does nothing: there is no work."""

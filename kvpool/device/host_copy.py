@@ -1,8 +1,8 @@
 """Copies of many runs of host memory, without a Python object per small run.
 
-Large runs are one `memcpy` each. Small runs go in groups of one length, gathered into a piece of
-cache and scattered from it: the fastest of what was measured without a compiled loop
-(docs/engines.md).
+A large run is one `memcpy`. Small runs are grouped by length, and each group is gathered into a
+buffer that fits the cache and scattered from there: the fastest way measured without a compiled
+loop (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.layout.grid import Ints
 
 LARGE = 16 << 10
-"""From this length on, a call per run is cheaper than a second pass through the cache."""
+"""From this length on, one call per run is cheaper than a second pass through the cache."""
 CACHE_BYTES = 256 << 10
 
 _memcpy = ctypes.CDLL(None).memcpy
@@ -24,7 +24,7 @@ _memcpy.restype = None
 
 
 def copy_runs(src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """Copies `nbytes` bytes from each address `src` to each `dst`, `[N]`, all mapped here."""
+    """Copies `nbytes` bytes from each pointer `src` to each pointer `dst`, `[N]`."""
     large = nbytes >= LARGE
     if large.any():
         for run in zip(dst[large].tolist(), src[large].tolist(), nbytes[large].tolist()):
@@ -40,7 +40,7 @@ def copy_runs(src: Ints, dst: Ints, nbytes: Ints) -> None:
 
 
 def _copy_equal(src: Ints, dst: Ints, width: int) -> None:
-    """Runs of one length, as rows of two windows over memory."""
+    """Copies runs of one length."""
     from_rows, from_index = _rows(src, width)
     to_rows, to_index = _rows(dst, width)
     step = max(1, CACHE_BYTES // width)
@@ -49,10 +49,10 @@ def _copy_equal(src: Ints, dst: Ints, width: int) -> None:
         to_rows[to_index[part]] = from_rows[from_index[part]]
 
 
-def _rows(addresses: Ints, width: int) -> tuple[Any, Ints]:
-    """Memory as overlapping rows of `width` bytes, and which of them lie at `addresses`."""
-    base = int(addresses.min())
-    offsets = addresses - base
+def _rows(pointers: Ints, width: int) -> tuple[Any, Ints]:
+    """Memory as overlapping rows of `width` bytes, and the indices of the rows at `pointers`."""
+    base = int(pointers.min())
+    offsets = pointers - base
     step = int(np.gcd.reduce(offsets)) or width
     count = int(offsets.max()) // step + 1
     memory: Any = (ctypes.c_ubyte * ((count - 1) * step + width)).from_address(base)

@@ -1,15 +1,13 @@
-"""Block-scaled fp8 and int8: values and the scales that they are to be multiplied with.
+"""Block-scaled fp8 and int8: values, and the scales that multiply them.
 
-A region `x.scale` beside a region `x` is the whole statement: a cell of `x` is cut into as many
-blocks as a cell of `x.scale` has elements, and each block has one scale. It is the largest
-magnitude over the largest stored value (448 of e4m3, 127 of int8) in float32: stored as that, or
-rounded to float16 after the values were divided by it; or the next power of two above it, as ue8m0
-(the E8M0 of the OCP Microscaling formats).
+A region `x.scale` beside a region `x` makes `x` quantised: a cell of `x` has as many blocks as a
+cell of `x.scale` has elements, one scale each. A scale is the block's largest magnitude over the
+largest stored value (448 of e4m3, 127 of int8), in float32. It is stored as float32, as float16
+(values are divided by the float32 scale), or as ue8m0, the next power of two above it (E8M0 of the
+OCP Microscaling formats).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -17,23 +15,25 @@ from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.template import Cell
 
 PACKINGS = ("fp8", "mxfp8")
-READ_AS = ("bfloat16", "float16", "float32", "float64")
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-SCALES = (torch.float32, torch.float16, torch.float8_e8m0fnu)
-SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SCALE_DTYPES = (torch.float32, torch.float16, torch.float8_e8m0fnu)
+SMALLEST_SCALE = 2.0**-126  # below float32's normal range a scale has no reciprocal
 BIAS = 127
 
 
-def storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
-    """The dtype of a pool's values and its packing, as names; raises ValueError where both are
-    float dtypes and not one.
+def storage(
+    dtype: torch.dtype | str | None, packing: torch.dtype | str | None, owner: str
+) -> tuple[str, str]:
+    """The names of a pool's dtype, in which values are written and read, and of its packing.
+    Raises ValueError if they contradict each other.
     """
     if packing in PACKINGS:
         read = dtype_name("bf16" if dtype is None else dtype)
-        if read not in READ_AS:
+        if read not in FLOATS:
             raise ValueError(
-                f"{owner}: dtype {read}, packing {packing!r}. What is quantised is written and "
-                f"read as one of {', '.join(READ_AS)}."
+                f"{owner}: dtype {read}, packing {packing!r}. A quantised pool takes and returns "
+                f"floats: use one of {', '.join(FLOATS)} as dtype."
             )
         return read, packing
     if packing is None and dtype is None:
@@ -41,7 +41,8 @@ def storage(dtype: Any, packing: Any, owner: str) -> tuple[str, str]:
     stored = dtype_name(dtype if packing is None else packing)
     if dtype is not None and dtype_name(dtype) != stored:
         raise ValueError(
-            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Nothing is rounded: name one."
+            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Values are stored without "
+            "rounding: give only one of the two."
         )
     return stored, stored
 
@@ -52,15 +53,14 @@ def scale_role(role: str) -> str:
 
 
 def scaled(role: str, count: int, block: int, scale: str = "f32") -> tuple[Cell, Cell]:
-    """The cells of `count` e4m3 values and of their scales, one a block.
-
-    Fewer values than a block are one block. Raises ValueError if blocks do not fill the cell.
+    """The cells of `count` e4m3 values and of their scales, one for each `block` values (or for
+    all, if there are fewer). Raises ValueError if `count` is not a multiple of `block`.
     """
     block = min(block, count)
     if count % block:
         raise ValueError(
-            f"{role}: {count} elements are no whole blocks of {block}. Use a packing without "
-            "scales."
+            f"{role}: {count} elements are not a multiple of the block size {block}. Use a "
+            "packing without scales."
         )
     return Cell(role, count, "e4m3"), Cell(scale_role(role), count // block, scale)
 
@@ -69,18 +69,18 @@ def quantise(
     values: torch.Tensor,
     scales: int,
     scale: torch.dtype,
-    held: torch.dtype = torch.float8_e4m3fn,
+    stored_as: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values `[..., D]` of dtype `held`, e4m3 or int8, and scales `[..., scales]` of floats
-    `[..., D]`.
+    """Quantises floats `[..., D]` to `[..., D]` of dtype `stored_as` (e4m3 or int8), with
+    `scales` scales of dtype `scale` for each row: `[..., scales]`.
 
-    Within a block the error is at most 2**-4 of a value, or 2**-10 of the scale where that is more;
-    of int8 half a scale. float16 scales add 2**-11 of a value, and more below 2**-14, down to 0. A
-    block is NaN as a whole where it holds an infinity or a NaN, or its scale is beyond float16.
+    The error of e4m3 is at most 2**-4 of the value or 2**-10 of the scale, whichever is larger; of
+    int8, half a scale. float16 scales add 2**-11 of the value, and more where the scale is below
+    2**-14. A block with an infinity or a NaN, or with a scale beyond float16, becomes NaN.
     """
     blocks = values.detach().float().reshape(*values.shape[:-1], scales, values.shape[-1] // scales)
     largest = torch.linalg.vector_norm(blocks, torch.inf, dim=-1)
-    factor = (largest / LARGEST[held]).clamp_min(SMALLEST_SCALE)
+    factor = (largest / LARGEST_CODE[stored_as]).clamp_min(SMALLEST_SCALE)
     if scale is torch.float8_e8m0fnu:
         mantissa, exponent = torch.frexp(factor)  # factor = mantissa * 2**exponent, mantissa >= 1/2
         exponent = exponent - (mantissa == 0.5).int()
@@ -90,23 +90,22 @@ def quantise(
     else:
         stored = stored_scales(factor, scale)
     factor = factor.masked_fill(~largest.isfinite(), torch.nan)
-    # what division leaves above the largest value is too little to round to the next
+    # division may exceed the largest value slightly, but never rounds above it
     quotients = blocks / factor[..., None]
-    if held is torch.int8:  # which has no NaN: its scale is
+    if stored_as is torch.int8:  # has no NaN: the scale marks the block
         quotients = quotients.nan_to_num(0.0).round()
-    return quotients.to(held).reshape(values.shape), stored
+    return quotients.to(stored_as).reshape(values.shape), stored
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 scales as float32 or float16; those that it cannot hold are NaN."""
+    """float32 scales as `dtype`, float32 or float16; NaN where it would overflow."""
     stored = scales.to(dtype)
     return stored.masked_fill(~stored.isfinite(), torch.nan)
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floats `[..., D]` of e4m3 or int8 values `[..., D]` and scales `[..., S]`.
-
-    What was rounded up beyond the range of `dtype` is its largest number, not an infinity.
+    """Floats `[..., D]` from e4m3 or int8 values `[..., D]` and scales `[..., S]`. Values that
+    quantisation rounded beyond the range of `dtype` become its largest number, not an infinity.
     """
     if scales.dtype is torch.float8_e8m0fnu:
         bits = scales.view(torch.uint8).int()

@@ -1,7 +1,5 @@
-"""What a device does to a pool's memory, in plain torch: right wherever torch can index, and what
-other devices are compared with.
-
-A device takes these functions for its own, and replaces those that it does faster.
+"""The operations of a device in plain torch: correct wherever torch can index, and the reference
+for other devices. A device uses them as its own until it has something faster.
 """
 
 from __future__ import annotations
@@ -15,10 +13,9 @@ import torch
 from kvpool.device import quant
 
 
-class Row(NamedTuple):
-    """What a write puts at its locations: `values` `[N, ...]` into `view` `[item, entry, ...]`.
-    With `scales`, a view too, floats are quantised: block by block, as many as `scales` has
-    elements.
+class WriteRow(NamedTuple):
+    """One role of a write: `values` `[N, ...]` go to `view` `[item, entry, ...]`. With `scales`, a
+    view too, floats are quantised: one block for each element of `scales`.
     """
 
     view: torch.Tensor
@@ -26,9 +23,9 @@ class Row(NamedTuple):
     scales: torch.Tensor | None = None
 
 
-class Held(NamedTuple):
-    """What a read takes from its locations: entries of `view` `[item, entry, ...]` as they are, or
-    with `scales`, a view too, the floats of `dtype` that both stand for.
+class ReadRow(NamedTuple):
+    """One role of a read: entries of `view` `[item, entry, ...]` as stored, or with `scales`, a
+    view too, dequantised to `dtype`.
     """
 
     view: torch.Tensor
@@ -36,17 +33,17 @@ class Held(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-# dtypes that torch cannot index, as some of their size that it can
+# torch cannot index every dtype: bytes move as integers of the same size
 _INDEXABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, as a dtype that can be indexed on every device."""
+    """The same bytes as integers, which torch can index on every device."""
     return tensor.view(_INDEXABLE[tensor.element_size()])
 
 
 def slots(view: torch.Tensor) -> torch.Tensor | None:
-    """Entries `[item * entry, ...]` of a view, where they lie at one distance from each other."""
+    """Entries `[item * entry, ...]` of a view, or None unless they are evenly spaced."""
     items, entries = view.shape[:2]
     if entries == 1:
         return view[:, 0]
@@ -55,55 +52,46 @@ def slots(view: torch.Tensor) -> torch.Tensor | None:
     return view.as_strided([items * entries, *view.shape[2:]], view.stride()[1:])
 
 
-def store(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-    """See Device.store."""
+def write_entries(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes `values` `[N, ...]` of the view's dtype to flat locations `[N]`."""
     flat, entries = slots(view), view.shape[1]
     if flat is None:
-        held, given = words(view, values)
+        held, given = widest_words(view, values)
         held[locations // entries, locations % entries] = given
     else:
-        held, given = words(flat, values)
+        held, given = widest_words(flat, values)
         held.index_copy_(0, locations, given)
 
 
-def load(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
-    """See Device.load."""
+def read_entries(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
+    """Reads flat locations `[N]` into a new tensor `[N, ...]`."""
     flat, entries = slots(view), view.shape[1]
     found = view.new_empty(locations.numel(), *view.shape[2:])
     if flat is None:
-        held, out = words(view, found)
+        held, out = widest_words(view, found)
         out.copy_(held[locations // entries, locations % entries])
     else:
-        held, out = words(flat, found)
+        held, out = widest_words(flat, found)
         torch.index_select(held, 0, locations, out=out)
     return found
 
 
-def quantize_store(
-    view: torch.Tensor, scales: torch.Tensor, locations: torch.Tensor, values: torch.Tensor
-) -> None:
-    """See Device.quantize_store."""
-    held, factors = quant.quantise(values, scales.shape[-1], scales.dtype, view.dtype)
-    store(view, locations, held)
-    store(scales, locations, factors)
-
-
-def store_rows(rows: Sequence[Row], locations: torch.Tensor) -> None:
+def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
     """See Device.store_rows."""
     for view, values, scales in rows:
-        if scales is None:
-            store(view, locations, values)
-        else:
-            quantize_store(view, scales, locations, values)
+        if scales is not None:
+            values, factors = quant.quantise(values, scales.shape[-1], scales.dtype, view.dtype)
+            write_entries(scales, locations, factors)
+        write_entries(view, locations, values)
 
 
-def load_rows(rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
+def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
     found = []
     for view, scales, dtype in rows:
-        values = load(view, locations)
+        values = read_entries(view, locations)
         if scales is not None:
-            values = quant.dequantise(values, load(scales, locations), dtype)
+            values = quant.dequantise(values, read_entries(scales, locations), dtype)
         found.append(values)
     return found
 
@@ -113,13 +101,13 @@ def copy_items(
 ) -> None:
     """See Device.copy_items."""
     for view in views:
-        (rows,) = words(view)
+        (rows,) = widest_words(view)
         rows.index_copy_(0, dst, rows.index_select(0, src))
 
 
-def words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same bytes as the widest words, one dtype for all, that their last axes and strides
-    allow: fewer are moved faster.
+def widest_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same bytes as the widest integers, one dtype for all, that their last axes and strides
+    allow: fewer elements move faster.
     """
     size = 8
     for tensor in tensors:

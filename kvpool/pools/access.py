@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kvpool.device import Device
-from kvpool.device.quant import LARGEST, PACKINGS, SCALES, scale_role
-from kvpool.device.torch_ops import Held, Row
+from kvpool.device.quant import LARGEST_CODE, PACKINGS, SCALE_DTYPES, scale_role
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE
 
@@ -85,7 +85,7 @@ class Entries:
         rows, needed = [], []
         for role in roles:
             needed.append(role)
-            scales, held = scale_role(role), Held(self._entries(role, layer))
+            scales, held = scale_role(role), ReadRow(self._entries(role, layer))
             if (self.owner, layer, scales) in self.layout.region_by_key:
                 needed.append(scales)
                 dtype = getattr(torch, self.dtype)
@@ -106,7 +106,8 @@ class Entries:
     def gather(self, role: str, layer: int, locations: Any) -> torch.Tensor:
         """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
         where = self._locations((role,), layer, locations)
-        return self.device.load(self._entries(role, layer), where)
+        (found,) = self.device.load_rows([ReadRow(self._entries(role, layer))], where)
+        return found
 
     def _row(
         self,
@@ -115,9 +116,11 @@ class Entries:
         where: torch.Tensor,
         given: torch.Tensor,
         scales: torch.Tensor | None = None,
-    ) -> Row:
+    ) -> WriteRow:
         view = self._entries(role, layer)
-        if scales is not None and (view.dtype not in LARGEST or scales.dtype not in SCALES):
+        if scales is not None and (
+            view.dtype not in LARGEST_CODE or scales.dtype not in SCALE_DTYPES
+        ):
             raise ValueError(
                 f"{self.owner} layer {layer} {role}: floats for {view.dtype} with scales of "
                 f"{scales.dtype}. What is quantised here is float8_e4m3fn or int8, with scales of "
@@ -130,7 +133,7 @@ class Entries:
                 f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
                 "first."
             )
-        return Row(view, given.detach(), scales)
+        return WriteRow(view, given.detach(), scales)
 
     def _widened(self, view: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Floats as the view's dtype, where that loses nothing or the pool may round."""

@@ -1,8 +1,8 @@
-"""The conformance kit: what every device and every pool must pass.
+"""The conformance kit: checks that every device and every pool must pass.
 
-`pytest --pyargs kvpool.testing --device NAME` runs all of it; `check_device` and `check_pool` are
-the same checks without pytest. Expected bytes are computed here, in numpy, from the layout's
-formula and the formats' definitions: never by the device under test, nor by `kvpool.device.quant`.
+`pytest --pyargs kvpool.testing --device NAME` runs all of it; `check_device` and `check_pool` run
+the same checks without pytest. Expected bytes are computed in numpy from the layout's formula and
+the definitions of the formats, never by the device under test or `kvpool.device.quant`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpool.testing.run import check_device as check_device
     from kvpool.testing.run import check_pool as check_pool
 
-# pytest loads the plugin beside this in every run, and that may not cost torch
+# pytest loads the plugin in every run, which must not import torch
 _HOME = {
     "Build": "case",
     "Case": "case",

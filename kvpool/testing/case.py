@@ -1,4 +1,4 @@
-"""What a check is given, and what it says when it fails."""
+"""The arguments of checks, and how a check fails."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Build = Callable[..., KVPool]
 
 
 class ConformanceError(AssertionError):
-    """A check failed. `device`, `pool` (empty where none is involved) and `check` are its names;
-    the text has them too, with layer, role and both values.
+    """A check failed. `device`, `pool` (empty without a pool) and `check` are names; the message
+    has them too, with layer, role and both values.
     """
 
     def __init__(self, device: str, pool: str, check: str, sentence: str) -> None:
@@ -27,17 +27,17 @@ class ConformanceError(AssertionError):
 
 
 class Inapplicable(Exception):
-    """A check has nothing to check here; the message says why."""
+    """A check does not apply here; the message says why."""
 
 
-class Finding(Exception):
-    """What a check found wrong, as a sentence; who runs the check adds the names."""
+class CheckFailure(Exception):
+    """A check failed; `run` adds the names of device, pool and check to this sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A pool on a device. `others` are arguments of pools that must be able to exchange state with
-    it: other page sizes, placements, shards.
+    """A pool on a device. `others` are arguments of pools that must exchange state with it: other
+    page sizes, placements, shards.
     """
 
     device: Device
@@ -51,18 +51,18 @@ class Case:
 
 
 def fail(sentence: str) -> NoReturn:
-    """Ends a check."""
-    raise Finding(sentence)
+    """Fails the check."""
+    raise CheckFailure(sentence)
 
 
 def equal(what: str, found: object, expected: object) -> None:
-    """Ends a check unless both are equal."""
+    """Fails the check unless both are equal."""
     if found != expected:
         fail(f"{what}: {found!r} where {expected!r} is expected.")
 
 
 def raises(kind: type[Exception], what: str, call: Callable[[], object]) -> str:
-    """The message with which `call` raises `kind`; ends the check if it does not."""
+    """The message of the `kind` that `call` raises; fails the check if it does not."""
     try:
         call()
     except kind as error:
@@ -73,5 +73,5 @@ def raises(kind: type[Exception], what: str, call: Callable[[], object]) -> str:
 
 
 def random_of(*names: object) -> np.random.Generator:
-    """Random numbers that are the same in every run."""
+    """Random numbers, the same in every run."""
     return np.random.default_rng(zlib.crc32(repr(names).encode()))

@@ -1,4 +1,4 @@
-"""What one call may write: regions of one layer in one space, and locations in it."""
+"""Groups of regions that one call can write: those of one layer in one space."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail
 from kvpool.testing.memory import off
-from kvpool.testing.values import MOST_HELD, Bytes
+from kvpool.testing.values import LARGEST_CODE, Bytes
 
-SCALES = ("float32", "float16", "float8_e8m0fnu")
-MOST = 23
-"""Locations that a check writes at once."""
+SCALE_FORMATS = ("float32", "float16", "float8_e8m0fnu")
+MAX_LOCATIONS = 23
+"""How many locations a check writes in one call."""
 
 
 class Group(NamedTuple):
-    """What one call may write: regions of a layer in one space, of so many locations."""
+    """Regions of one layer in one space, and how many locations they have."""
 
     layer: int
     space: Space
@@ -31,24 +31,24 @@ class Group(NamedTuple):
     locations: int
 
     def split(self, where: Ints) -> tuple[Ints, Ints]:
-        """Items and entries of flat locations."""
+        """The items and entries of flat locations."""
         return np.divmod(where, self.space.entries_per_item)
 
     def pick(self, random: np.random.Generator) -> Ints:
-        """Locations `[N]`, all of them different."""
-        return random.permutation(self.locations)[:MOST].astype(np.int64)
+        """Distinct locations `[N]`."""
+        return random.permutation(self.locations)[:MAX_LOCATIONS].astype(np.int64)
 
     def inputs(self) -> Iterator[tuple[Region, Region | None]]:
-        """Regions that a write gives values of, with those of their scales where floats become
-        e4m3 or int8. What is packed otherwise is given as it is stored.
+        """The regions for which a write takes values, each with the region of its scales if floats
+        are quantised. Any other packing takes stored values.
         """
         by_role = {region.role: region for region in self.regions}
         packed = {
             role: by_role[scale_role(role)]
             for role, region in by_role.items()
             if scale_role(role) in by_role
-            and region.dtype in MOST_HELD
-            and by_role[scale_role(role)].dtype in SCALES
+            and region.dtype in LARGEST_CODE
+            and by_role[scale_role(role)].dtype in SCALE_FORMATS
         }
         scales = {region.role for region in packed.values()}
         for role, region in by_role.items():
@@ -57,7 +57,7 @@ class Group(NamedTuple):
 
 
 def groups(pool: KVPool) -> list[Group]:
-    """Every region once."""
+    """Groups with every region of a pool once."""
     found: dict[tuple[int, str], list[Region]] = {}
     for region in pool.layout.regions:
         key = region.layer, pool.layout.space_of(region).name
@@ -71,22 +71,22 @@ def groups(pool: KVPool) -> list[Group]:
 
 
 def shape(region: Region, count: int) -> tuple[int, ...]:
-    """`[N, axes..., byte]`"""
+    """`[N, axes..., byte]` of `count` entries."""
     return count, *(a.size for a in region.axes if a.name != "entry"), region.width
 
 
 def blocks(scales: Region) -> int:
-    """Scales of a cell."""
+    """How many scales a cell has."""
     return scales.width // ITEMSIZE[scales.dtype]
 
 
 def device_of(pool: KVPool) -> torch.device:
-    """Where its tensors are."""
+    """The torch device of a pool's tensors."""
     return pool.item_bytes_view(pool.layout.buffers[0]).device
 
 
 def same(case: Case, region: Region, found: torch.Tensor, expected: Bytes, more: str = "") -> None:
-    """Ends the check unless a tensor that was read has these bytes."""
+    """Fails the check unless a tensor that was read has these bytes."""
     raw = off(case.device, found)
     equal(f"{region}{more}: bytes", raw.shape, expected.shape)
     wrong = np.argwhere(raw != expected)

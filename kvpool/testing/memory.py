@@ -1,4 +1,4 @@
-"""All bytes of a pool, as numpy sees them, and where the layout's formula puts each value.
+"""All bytes of a pool as a numpy array, and the index of each value by the layout's formula.
 
 Device memory is read and written through tensors, never by pointer.
 """
@@ -21,15 +21,15 @@ from kvpool.testing.case import fail
 from kvpool.testing.values import Bytes, decode
 
 GAP = 4096
-"""Bytes between buffers that are looked at too; of longer gaps, so many behind each buffer."""
+"""Gaps between buffers are checked too; of longer gaps, this many bytes after each buffer."""
 
 
-class Memory:
-    """A pool's buffers, padding and what lies between them, as one array."""
+class PoolMemory:
+    """A pool's buffers, their padding and the gaps between them, as one array."""
 
     def __init__(self, pool: KVPool) -> None:
         self.layout, self._device = pool.layout, pool.device
-        # [first address, first address after, bytes on the device, number of the first byte here]
+        # [first pointer, end pointer, bytes on the device, index of the first byte in the array]
         self._parts: list[tuple[int, int, torch.Tensor, int]] = []
         held: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
         for buffer in pool.layout.buffers:
@@ -40,8 +40,8 @@ class Memory:
             for low, high in _stretches(buffers):
                 if not start <= low < high <= start + storage.nbytes():
                     fail(
-                        f"buffers of {pool.owner} from {low:#x} to {high:#x}: the memory of their "
-                        f"views is from {start:#x} to {start + storage.nbytes():#x}."
+                        f"buffers of {pool.owner} from {low:#x} to {high:#x}, but the memory of "
+                        f"their views is from {start:#x} to {start + storage.nbytes():#x}."
                     )
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
                 flat.set_(storage, low - start, (high - low,), (1,))
@@ -49,7 +49,7 @@ class Memory:
                 self.nbytes += high - low
 
     def read(self) -> Bytes:
-        """Every byte, once all queued work has ended."""
+        """Every byte, after all queued work has ended."""
         settle(self._device)
         return np.concatenate([flat.cpu().numpy() for _, _, flat, _ in self._parts])
 
@@ -60,27 +60,27 @@ class Memory:
             flat.copy_(torch.from_numpy(array[at : at + high - low].copy()))
 
     def fill(self, random: np.random.Generator) -> Bytes:
-        """Sets every byte at random, and says to what."""
+        """Sets every byte at random and returns the array."""
         array = random.integers(0, 256, self.nbytes, dtype=np.uint8)
         self.put(array)
         return array
 
-    def number(self, addresses: Ints) -> Ints:
-        """Numbers of bytes in the array, of their addresses; ends the check where there is none."""
-        low, high = addresses.min(initial=1 << 62), addresses.max(initial=0)
-        numbers = np.full(addresses.shape, -1, dtype=np.int64)
+    def number(self, pointers: Ints) -> Ints:
+        """Array indices of the bytes at these pointers; fails the check for a pointer outside."""
+        low, high = pointers.min(initial=1 << 62), pointers.max(initial=0)
+        numbers = np.full(pointers.shape, -1, dtype=np.int64)
         for first, after, _, at in self._parts:
-            if first <= low and high < after:  # all in one: no masks
-                return addresses - first + at
-            inside = (addresses >= first) & (addresses < after)
-            numbers[inside] = addresses[inside] - first + at
+            if first <= low and high < after:  # all in one part: no masks
+                return pointers - first + at
+            inside = (pointers >= first) & (pointers < after)
+            numbers[inside] = pointers[inside] - first + at
         if (numbers < 0).any():
-            fail(f"address {int(addresses[numbers < 0][0]):#x} is outside the pool's memory.")
+            fail(f"pointer {int(pointers[numbers < 0][0]):#x} is outside the pool's memory.")
         return numbers
 
     def cells(self, region: Region, items: Ints, entries: Ints | int = 0) -> Ints:
-        """Numbers of bytes of a region at items `[N]` and entries `[N]`: `[N, axes..., width]`, by
-        the formula of kvpool.layout.
+        """Array indices of a region's bytes at items `[N]` and entries `[N]`:
+        `[N, axes..., width]`, by the formula of kvpool.layout.
         """
         buffer = self.layout.buffer_of(region)
         at = buffer.base + np.asarray(items, dtype=np.int64) * buffer.item_stride + region.offset
@@ -92,14 +92,13 @@ class Memory:
         return self.number(at[..., None] + np.arange(region.width))
 
     def items(self, buffer: Buffer, ids: Ints) -> Ints:
-        """Numbers of bytes of whole items `[N]`: `[N, item_bytes]`."""
+        """Array indices of the bytes of whole items `[N]`: `[N, item_bytes]`."""
         at = buffer.base + np.asarray(ids, dtype=np.int64) * buffer.item_stride
         return self.number(at[:, None] + np.arange(buffer.item_bytes))
 
     def check(self, expected: Bytes, free: npt.NDArray[np.bool_] | None = None) -> None:
-        """Ends the check with the first byte that is not as expected; `free` ones may be anything.
-
-        Of what is quantised, one NaN is as good as another.
+        """Fails the check at the first byte that differs; bytes in `free` may be anything. In
+        quantised regions all NaNs are equal.
         """
         actual = self.read()
         wrong = actual != expected
@@ -128,20 +127,20 @@ class Memory:
 
     def _name(self, number: int) -> str:
         low, _, _, at = next(p for p in self._parts if p[3] <= number < p[3] + p[1] - p[0])
-        address = low + number - at
+        pointer = low + number - at
         for buffer in self.layout.buffers:
-            item, byte = divmod(address - buffer.base, buffer.item_stride)
+            item, byte = divmod(pointer - buffer.base, buffer.item_stride)
             if 0 <= item < buffer.items and byte < buffer.item_bytes:
                 place = where(self.layout, buffer.name, byte)
                 if place is None:
                     return f"padding, byte {byte} of item {item} of buffer {buffer.name}"
                 steps = str(place).removeprefix(f"{place.region.role}, ")
                 return f"{place.region}: item {item}, {steps}"
-        return f"address {address:#x}, between buffers"
+        return f"pointer {pointer:#x}, between buffers"
 
 
 def _stretches(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
-    """First address, and first address after, of buffers that lie close."""
+    """Start and end pointers of stretches of buffers without long gaps."""
     ordered = sorted(buffers, key=lambda buffer: buffer.base)
     low, high = ordered[0].base, ordered[0].end
     for buffer in ordered[1:]:
@@ -153,13 +152,13 @@ def _stretches(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
 
 
 def every(items: int, entries: int) -> tuple[Ints, Ints]:
-    """Items and entries of all locations, `[N]` each."""
+    """Items `[N]` and entries `[N]` of all locations."""
     item, entry = np.divmod(np.arange(items * entries, dtype=np.int64), entries)
     return item, entry
 
 
 def settle(device: Device) -> None:
-    """Waits until all work that was queued has ended."""
+    """Waits for all queued work."""
     device.record().synchronize()
 
 
@@ -179,14 +178,14 @@ def off(device: Device, tensor: torch.Tensor) -> Bytes:
 
 
 def ids_on(device: torch.device, ids: Sequence[int] | Ints) -> torch.Tensor:
-    """Numbers as int64 `[N]` on a device."""
+    """Ids as an int64 tensor `[N]` on a device."""
     return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
 
 
 def random_slab(
     device: Device, random: np.random.Generator, nbytes: int
 ) -> tuple[Bytes, torch.Tensor]:
-    """Random bytes, and memory of the device that holds them."""
+    """Random bytes, and device memory filled with them."""
     raw = random.integers(0, 256, nbytes, dtype=np.uint8)
     slab = device.allocate(nbytes)
     slab.copy_(torch.from_numpy(raw))
@@ -194,7 +193,7 @@ def random_slab(
 
 
 def same_slab(device: Device, slab: torch.Tensor, expected: Bytes, what: str) -> None:
-    """Ends the check at the first byte that is not as expected, after `what` was done."""
+    """Fails the check at the first byte that differs after `what`."""
     found = off(device, slab)
     wrong = np.flatnonzero(found != expected)
     if wrong.size:

@@ -1,7 +1,7 @@
-"""pytest's `--device` and `--pool`, in runs of the kit only.
+"""pytest's options `--device` and `--pool`, in runs of the kit only.
 
-pytest loads this in every run where kvpool is installed: without the kit among its arguments it
-does nothing, so that other projects may have options of these names.
+pytest loads this plugin wherever kvpool is installed. It does nothing unless the kit is among the
+arguments, so that other projects can have options of the same names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ _ASKED = pytest.StashKey[bool]()
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
-    """Adds the options, if the kit is asked for; behind a project's conftest, whose options stay
-    its own.
-    """
+    """Adds the options if the kit is to run, after the project's conftest has added its own."""
     yield
     early_config.stash[_ASKED] = any(map(_is_kit, args))
     if not early_config.stash[_ASKED]:
@@ -44,7 +42,7 @@ def pytest_load_initial_conftests(
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuses a device that is not there before anything runs."""
+    """Refuses an unavailable device before anything runs."""
     if config.stash.get(_ASKED, False):
         from kvpool.device import DeviceUnavailable, get_device
         from kvpool.testing.run import cases
@@ -56,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What is being checked."""
+    """The device that is checked."""
     if not config.stash.get(_ASKED, False):
         return None
     from kvpool.device import get_device
@@ -70,26 +68,26 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def device_name(config: pytest.Config) -> str:
-    """The device to check: of our option, else of a project's own of that name."""
+    """The device to check, from our option or the project's own `--device`."""
     given = config.getoption(DEVICE, default=None) or config.getoption("device", default=None)
     return str(given or "cpu")
 
 
 def pool_names(config: pytest.Config) -> list[str]:
-    """Names of the pools to check, or patterns."""
+    """Names or patterns of the pools to check."""
     return config.getoption(POOLS, default=None) or ["*"]
 
 
 def _has(parser: pytest.Parser, option: str) -> bool:
-    """Whether a project has an option of that name."""
+    """Whether the project has an option of that name."""
     try:
         return bool(parser.parse_known_and_unknown_args([f"{option}=x"])[1] == [])
-    except pytest.UsageError:  # it has, and takes no such value
+    except pytest.UsageError:  # it has one that does not take this value
         return True
 
 
 def _is_kit(argument: str) -> bool:
-    """Whether an argument names this package or what lies in it."""
+    """Whether an argument names this package or a part of it."""
     name = argument.partition("::")[0]
     if name.startswith("-") or "\n" in name:
         return False

@@ -1,7 +1,5 @@
-"""Pools on which a device is checked: small ones of every class and packing, and rows of the
-formats' own sizes.
-
-Each has numbers of its own, so that hardly two sizes are alike.
+"""The kit's pools: small ones of every class and packing, and some with rows of real sizes. Sizes
+within a pool differ, so that a mix-up shows.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from kvpool.pools.swa import SWAPool
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A class and its arguments. `resized` are those of a pool of other pages that state of this
-    one must be able to go to.
+    """A class and its arguments. `resized` are the arguments of a pool with other page sizes that
+    must exchange state with it.
     """
 
     kind: type[KVPool]
@@ -37,17 +35,17 @@ class Example:
         return made
 
     def but(self, **more: Any) -> Example:
-        """The same with other arguments."""
+        """The same example with other arguments."""
         return replace(self, arguments={**self.arguments, **more})
 
     def from_budget(self, nbytes: int, **more: Any) -> KVPool:
-        """A pool of as many pages as fit into `nbytes`."""
+        """A pool of as many pages as fit into `nbytes` bytes."""
         sizes = {name: value for name, value in self.arguments.items() if name not in COUNTS}
         return self.kind.from_budget(nbytes, **{**sizes, **more})
 
     @property
     def others(self) -> list[Mapping[str, Any]]:
-        """What state of this pool must be able to go to, and come from."""
+        """Arguments of pools that must exchange state with this one."""
         pages = {"placement": "page", **self.resized}
         return [pages, {"placement": "stack", "shard": Shard(1, 2)}]
 
@@ -65,7 +63,7 @@ ROW, INDEX = MLA(16, 8), IndexKey(16)
 
 
 def small(kind: type[KVPool], **arguments: Any) -> Example:
-    """A pool of four layers, in bf16 and pages of four tokens unless said otherwise."""
+    """A pool of four layers; by default bf16, in pages of four tokens."""
     return Example(kind, {**COMMON, **arguments}, _HALF_PAGES)
 
 
@@ -119,7 +117,7 @@ CLASSES = {
     "dsv4 speculating": dsv4.but(speculation=True),
 }
 WIDE = MHA(4, 64, 32)
-# rows as released models have them: several blocks a row, numbers of blocks that are no power of 2
+# rows of released models: several blocks a row, and block counts that are not powers of two
 _REAL = {"layers": (0, 1), "num_pages": 3, "page_size": 64, "packing": "fp8"}
 
 POOLS: dict[str, Example] = {

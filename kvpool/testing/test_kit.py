@@ -1,4 +1,4 @@
-"""The kit as pytest runs it: a test for each check, and for each pool and check of it."""
+"""The kit under pytest: a test for each device check, and for each pool and pool check."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvpool.testing.run import (
     PoolCheck,
     cases,
     device_checks,
-    joined_device_checks,
+    plugin_device_checks,
     pool_checks,
     run,
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Checks of the device that was asked for."""
+    """The checks of the device given by `--device`."""
     device = get_device(device_name(metafunc.config))
     if "case" in metafunc.fixturenames:
         found = cases(device, pool_names(metafunc.config))
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _parametrize(metafunc, pool_checks(device))
     else:
         metafunc.parametrize("device", [device], ids=[device.name])
-        _parametrize(metafunc, [*device_checks(device), *joined_device_checks(device)])
+        _parametrize(metafunc, [*device_checks(device), *plugin_device_checks(device)])
 
 
 def _parametrize(metafunc: pytest.Metafunc, checks: Sequence[DeviceCheck | PoolCheck]) -> None:
@@ -37,7 +37,7 @@ def _parametrize(metafunc: pytest.Metafunc, checks: Sequence[DeviceCheck | PoolC
 
 
 def test_device(device: Device, check: DeviceCheck) -> None:
-    """A device by itself."""
+    """A check of the device alone."""
     try:
         run(check, device, device.name, "")
     except Inapplicable as why:
@@ -45,7 +45,7 @@ def test_device(device: Device, check: DeviceCheck) -> None:
 
 
 def test_pool(case: Case, check: PoolCheck) -> None:
-    """A pool on it."""
+    """A check of a pool on the device."""
     try:
         run(check, case, case.device.name, case.pool)
     except Inapplicable as why:

@@ -1,6 +1,6 @@
-"""Formats by their definition, in numpy: what numbers mean as bytes, and the reverse.
+"""Number formats by their definitions, in numpy: numbers to bytes, and back.
 
-Arrays of bytes are uint8 `[..., n * size]`, little-endian; arrays of numbers float32 or float64
+Arrays of bytes are uint8 `[..., n * size]`, little-endian; arrays of numbers are float32 or float64
 `[..., n]`.
 """
 
@@ -14,18 +14,18 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[Any]
 
-MOST_HELD = {"float8_e4m3fn": np.float32(448), "int8": np.float32(127)}
-SMALLEST_SCALE = np.float32(2.0**-126)
-MOST = {
+LARGEST_CODE = {"float8_e4m3fn": np.float32(448), "int8": np.float32(127)}
+MIN_SCALE = np.float32(2.0**-126)
+MAX_FLOAT = {
     "float16": 65504.0,
     "bfloat16": float.fromhex("0x1.fep127"),
     "float32": float.fromhex("0x1.fffffep127"),
-    "float64": np.inf,  # float32 numbers all fit
+    "float64": np.inf,  # every float32 fits
 }
 
 
 def _e4m3_table() -> npt.NDArray[np.float64]:
-    """OCP 8-bit floating point: 4 bits of exponent of bias 7, 3 of fraction, no infinities."""
+    """OCP 8-bit floating point: 4 exponent bits with bias 7, 3 fraction bits, no infinities."""
     byte = np.arange(256)
     exponent, fraction = (byte >> 3) & 15, byte & 7
     normal = np.ldexp((8 + fraction).astype(float), exponent - 10)
@@ -41,10 +41,10 @@ _TIES = (_STEPS[1:] + _STEPS[:-1]) / 2
 
 
 def to_e4m3(numbers: Floats) -> Bytes:
-    """The nearest of the format, ties to even; numbers are at most 464 or NaN."""
+    """The nearest e4m3, ties to even; numbers are at most 464 or NaN."""
     size = np.abs(numbers).astype(np.float64)
     low = np.searchsorted(_TIES, size, side="left")
-    # exactly between two steps: the one whose last bit is 0
+    # exactly between two steps: the even one
     tie = (low < _TIES.size) & (size == _TIES[np.minimum(low, _TIES.size - 1)])
     byte = np.where(tie & (low % 2 == 1), low + 1, low)
     byte = np.where(np.isnan(size), 0x7F, byte)
@@ -53,7 +53,7 @@ def to_e4m3(numbers: Floats) -> Bytes:
 
 
 def encode(numbers: Floats, dtype: str) -> Bytes:
-    """Numbers as bytes of a dtype of torch, rounded to the nearest, ties to even."""
+    """Numbers as bytes of a torch dtype, rounded to the nearest, ties to even."""
     if dtype == "float8_e4m3fn":
         return to_e4m3(numbers)
     if dtype == "bfloat16":
@@ -65,7 +65,7 @@ def encode(numbers: Floats, dtype: str) -> Bytes:
 
 
 def decode(raw: Bytes, dtype: str) -> Floats:
-    """The numbers that bytes of a dtype of torch mean."""
+    """The numbers in bytes of a torch dtype."""
     raw = np.ascontiguousarray(raw)
     if dtype == "float8_e4m3fn":
         return E4M3[raw].astype(np.float32)
@@ -87,18 +87,18 @@ _NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 def quantise(
     numbers: Floats, blocks: int, scale: str, held: str = "float8_e4m3fn"
 ) -> tuple[Bytes, Bytes]:
-    """Bytes of dtype `held`, e4m3 or int8, `[..., D]` and scale bytes of float32 numbers
-    `[..., D]`, one scale a block.
+    """Bytes of dtype `held` (e4m3 or int8) `[..., D]`, and scale bytes, one scale a block, of
+    numbers `[..., D]`.
 
-    A scale is the block's largest magnitude over 448 (int8: 127), at least 2**-126: as float32, by
-    which the block is divided, and then as `scale`; or as the next power of two (ue8m0: exponent +
-    127). A block with an infinity or a NaN is NaN: e4m3 in all its values, int8 in its scale, with
-    values 0. So is a scale beyond float16.
+    A scale is the block's largest magnitude over 448 (int8: 127) in float32, at least 2**-126. The
+    block is divided by it, and it is stored as `scale`; as ue8m0 it is rounded up to a power of two
+    first (byte: exponent + 127). A block with an infinity or a NaN has a scale of NaN and values of
+    NaN (int8: 0). A scale beyond float16 is stored as NaN.
     """
     cut = numbers.astype(np.float32).reshape(*numbers.shape[:-1], blocks, -1)
     with np.errstate(all="ignore"):
         largest = np.abs(cut).max(axis=-1, initial=0)
-        factor = np.maximum(largest / MOST_HELD[held], SMALLEST_SCALE)
+        factor = np.maximum(largest / LARGEST_CODE[held], MIN_SCALE)
         bad = ~np.isfinite(largest)
         if scale == "float8_e8m0fnu":
             bits = np.where(bad, np.float32(1), factor).astype(np.float32).view(np.uint32)
@@ -120,24 +120,24 @@ def quantise(
 def dequantise(
     codes: Bytes, stored: Bytes, scale: str, dtype: str, held: str = "float8_e4m3fn"
 ) -> Bytes:
-    """Bytes of `dtype` of what `quantise` stored: products in float32, at most the largest."""
+    """The floats of quantised values as bytes of `dtype`: float32 products, clipped."""
     factor = decode(stored, scale).astype(np.float32)
     block = codes.shape[-1] // factor.shape[-1]
     cut = decode(codes, held).reshape(*factor.shape, block)
     with np.errstate(all="ignore"):
         product = (cut * factor[..., None]).astype(np.float32)
-        product = np.clip(product, -MOST[dtype], MOST[dtype]).astype(product.dtype)
+        product = np.clip(product, -MAX_FLOAT[dtype], MAX_FLOAT[dtype]).astype(product.dtype)
     return encode(product.reshape(codes.shape), dtype)
 
 
 def plain_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:
-    """Numbers of many magnitudes that `dtype` holds exactly, as float32."""
+    """Numbers of many magnitudes that `dtype` represents exactly, as float32."""
     spread = random.uniform(-10, 10, (*shape[:-1], 1))
     return decode(encode(random.standard_normal(shape) * 2.0**spread, dtype), dtype).astype("f4")
 
 
 def odd_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:
-    """Rows of what goes wrong: ties, zeros of both signs, tiny and huge numbers, no numbers."""
+    """Hard cases: ties, zeros of both signs, tiny and huge numbers, infinities and NaN."""
     ties = np.resize(np.concatenate([_TIES, -_TIES, [448.0]]), shape[-1])
     most = np.finfo(np.float16).max if dtype == "float16" else 2.0**118
     rows = [

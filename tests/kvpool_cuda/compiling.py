@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kvpool.device.torch_ops import Held, Row
-from kvpool_cuda.entries import load_rows, store_rows
+from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool_cuda.access import load_rows, store_rows
 from kvpool_cuda.move import copy_items
-from kvpool_cuda.runs import copy_runs, gather
+from kvpool_cuda.runs import copy_runs
 from tests.kvpool_cuda.devices import MEMORY
 
 COUNT = 64
@@ -26,7 +26,7 @@ ACCESS = re.compile(r"\b((?:ld|st)\.global\.(?:v\d\.)?[bu]\d+|div\.\w+\.f32)\b")
 
 
 class Hopper:
-    """The target, for triton's launcher: there is nothing to launch on."""
+    """The target for triton's launcher, without a GPU."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -59,20 +59,20 @@ def launches():
     nhd = entries(bf16, 64 * 2048, 0, (64, 2048), (8, 256), (128, 2))
     hnd = entries(bf16, 64 * 2048, 0, (64, 256), (8, 64 * 256), (128, 2))
     for name, view in (("k and v, nhd", nhd), ("k and v, hnd", hnd)):
-        yield name, lambda v=view: store_rows([Row(v, key), Row(v, value)], where)
-    yield "k and v, loaded", lambda: load_rows([Held(hnd), Held(hnd)], where)
+        yield name, lambda v=view: store_rows([WriteRow(v, key), WriteRow(v, value)], where)
+    yield "k and v, loaded", lambda: load_rows([ReadRow(hnd), ReadRow(hnd)], where)
     latent, rope = (torch.zeros(COUNT, dim, dtype=bf16) for dim in (512, 64))
     plain = entries(bf16, 64 * 1152, 0, (64, 1152), (512, 2))
     behind = entries(bf16, 64 * 1152, 1024, (64, 1152), (64, 2))
-    yield "mla", lambda: store_rows([Row(plain, latent), Row(behind, rope)], where)
+    yield "mla", lambda: store_rows([WriteRow(plain, latent), WriteRow(behind, rope)], where)
     packed = (
         entries(e4m3, 64 * 656, 0, (64, 656), (512, 1)),
         entries(f32, 64 * 656, 512, (64, 656), (4, 4)),
         entries(bf16, 64 * 656, 528, (64, 656), (64, 2)),
     )
-    rows = [Row(packed[0], latent, packed[1]), Row(packed[2], rope)]
+    rows = [WriteRow(packed[0], latent, packed[1]), WriteRow(packed[2], rope)]
     yield "mla fp8", lambda: store_rows(rows, where)
-    held = [Held(*packed[:2], bf16), Held(packed[2])]
+    held = [ReadRow(*packed[:2], bf16), ReadRow(packed[2])]
     yield "mla fp8, loaded", lambda: load_rows(held, where)
     page = 37440
     v4 = (
@@ -80,12 +80,12 @@ def launches():
         entries(torch.float8_e8m0fnu, page, 64 * 576, (64, 8), (7, 1)),
         entries(bf16, page, 448, (64, 576), (64, 2)),
     )
-    v4_rows = [Row(v4[0], latent[:, :448], v4[1]), Row(v4[2], rope)]
+    v4_rows = [WriteRow(v4[0], latent[:, :448], v4[1]), WriteRow(v4[2], rope)]
     yield "dsv4 fp8", lambda: store_rows(v4_rows, where)
     keys = entries(torch.int8, 64 * 128, 0, (64, 128), (128, 1))
     halves = entries(torch.float16, 64 * 2, 0, (64, 2), (1, 2))
-    yield "keys int8", lambda: store_rows([Row(keys, latent[:, :128], halves)], where)
-    yield "keys int8, loaded", lambda: load_rows([Held(keys, halves, bf16)], where)
+    yield "keys int8", lambda: store_rows([WriteRow(keys, latent[:, :128], halves)], where)
+    yield "keys int8, loaded", lambda: load_rows([ReadRow(keys, halves, bf16)], where)
     ids = torch.arange(2)
     pages = memory(4 * page).view(4, page)
     yield "move", lambda: copy_items([pages], ids, ids + 2, True)
@@ -94,7 +94,6 @@ def launches():
     for name, nbytes in (("runs of 656", 656), ("runs of 132", 132), ("runs of 131", 131)):
         sizes = np.full(3, nbytes)
         yield name, lambda n=sizes: copy_runs(MEMORY, at, at + page, n)
-    yield "gather", lambda: gather(at, np.full(3, 656), memory(3 * 656))
 
 
 def main():

@@ -21,5 +21,5 @@ def zeros(shape, dtype):
 
 
 def as_bits(tensor):
-    """What a tensor holds, as integers on the host."""
+    """A tensor's bits as integers on the host."""
     return torch_ops.bits(tensor.cpu())

@@ -1,4 +1,4 @@
-"""Tensors whose axes lie in any order, with room between their steps."""
+"""Tensors with axes in any memory order and gaps between their steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
 
 @st.composite
 def grids(draw, shape, inner=False):
-    """`inner`: elements of the last axis are neighbours."""
+    """`inner`: elements of the last axis are adjacent."""
     axes = range(len(shape))
     order = tuple(draw(st.permutations(axes[:-1] if inner else axes)))
     steps = st.tuples(*(st.sampled_from([0, 0, 0, 1, 2, 8]) for _ in shape))

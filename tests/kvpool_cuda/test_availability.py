@@ -57,7 +57,7 @@ def test_a_number_beyond_the_gpus_is_named(two_gpus):
 
 @pytest.mark.parametrize("name", ["cuda:", "cuda:x", "cuda:-1", "cuda:1.5"])
 def test_a_name_without_a_number_is_refused(two_gpus, name):
-    assert "is no number of a CUDA device" in CUDADevice(name).availability()
+    assert "is not a device number" in CUDADevice(name).availability()
 
 
 def test_a_missing_triton_says_what_to_install(monkeypatch, two_gpus):
@@ -74,14 +74,14 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch, two_gpus):
         assert "triton 3.5.1 is too old, the kernels need 3.6" in device.availability()
 
 
-def test_kernels_that_the_host_would_interpret_are_refused_memory_of_a_gpu(monkeypatch, two_gpus):
+def test_interpreted_kernels_are_refused_gpu_memory(monkeypatch, two_gpus):
     monkeypatch.setattr(availability, "interpreted", lambda: True)
     assert "TRITON_INTERPRET=1 was set" in CUDADevice("cuda:1").availability()
     monkeypatch.setattr(availability, "interpreted", lambda: False)
     assert CUDADevice("cuda:1").availability() is None
 
 
-def test_the_interpreter_must_be_asked_for_before_triton_is_imported():
+def test_the_interpreter_must_be_requested_before_triton_is_imported():
     code = "from kvpool.device import get_device; print(get_device('interpret').name)"
     assert answer(code, TRITON_INTERPRET="1") == "interpret\n"
     late = """
@@ -96,7 +96,7 @@ except DeviceUnavailable as error:
     assert "Set TRITON_INTERPRET=1 before the process starts." in answer(late)
 
 
-def test_devices_are_found_by_name_and_nothing_is_imported_before():
+def test_devices_are_found_by_name_without_importing_triton():
     code = """
 import sys
 import kvpool_cuda, kvpool_cuda.device, kvpool_cuda.interpret, kvpool_cuda.ipc

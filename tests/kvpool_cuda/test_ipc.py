@@ -1,4 +1,4 @@
-"""Handles of device memory: what is on the wire, and what is refused."""
+"""Handles of device memory: their encoding, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvpool.device import DeviceUnavailable
 from kvpool_cuda import driver, ipc
 from kvpool_cuda.device import CUDADevice
 
-GIVEN = ipc.Shared(bytes(range(64)), 4096, 1 << 30, b"u" * 16)
+GIVEN = ipc.CUDAIpcHandle(bytes(range(64)), 4096, 1 << 30, b"u" * 16)
 
 
-def test_what_is_shared_survives_the_wire():
+def test_a_handle_survives_its_encoding():
     assert ipc.decode(msgspec.msgpack.encode(GIVEN)) == GIVEN
 
 
@@ -28,10 +28,10 @@ def test_what_is_shared_survives_the_wire():
         {"offset": "0"},
     ],
 )
-def test_what_does_not_fit_is_refused(change):
+def test_invalid_fields_are_refused(change):
     fields = {name: getattr(GIVEN, name) for name in GIVEN.__struct_fields__}
     raw = msgspec.msgpack.encode(["kvpool-cuda-ipc-1", *{**fields, **change}.values()])
-    with pytest.raises(DeviceUnavailable, match="not what shares CUDA memory"):
+    with pytest.raises(DeviceUnavailable, match="not a handle of CUDA memory"):
         CUDADevice("cuda:0").attach(raw)
 
 
@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused(change):
 def test_truncated_and_foreign_bytes_are_refused(keep):
     whole = msgspec.msgpack.encode(GIVEN)
     for raw in (whole[:keep], b"\x80" + whole, whole.replace(b"ipc-1", b"ipc-2")):
-        with pytest.raises(DeviceUnavailable, match="not what shares CUDA memory"):
+        with pytest.raises(DeviceUnavailable, match="not a handle of CUDA memory"):
             ipc.attach(raw, 0)
 
 
@@ -57,7 +57,7 @@ def test_a_missing_driver_is_named(monkeypatch):
         driver._library.cache_clear()
 
 
-def test_an_error_carries_the_driver_s_own_name_and_words():
+def test_an_error_has_the_drivers_name_and_text():
     error = driver.DriverError("cuIpcOpenMemHandle_v2", "CUDA_ERROR_MAP_FAILED", "mapping failed")
     assert str(error) == "cuIpcOpenMemHandle_v2: CUDA_ERROR_MAP_FAILED (mapping failed)."
     assert error.name == "CUDA_ERROR_MAP_FAILED"

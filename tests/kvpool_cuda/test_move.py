@@ -1,4 +1,4 @@
-"""Items of all buffers are moved at once, sources before anything is written."""
+"""Copies of items in all buffers at once, which read all sources before they write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMS = 6
 
 
 def buffers(memory, shapes):
-    """Buffers of (bytes of an item, bytes between items) behind one another, 3 bytes apart."""
+    """Consecutive buffers of (item bytes, bytes between items)."""
     at, views = 0, []
     for width, gap in shapes:
         views.append(memory.as_strided([ITEMS, width], [width + gap, 1], at))
@@ -44,18 +44,18 @@ SHAPES = st.lists(
 
 @settings(max_examples=25)
 @given(SHAPES, st.permutations(range(ITEMS)), st.integers(1, 5), st.booleans())
-def test_items_move_in_buffers_of_any_size_and_alignment(shapes, order, count, staged):
+def test_items_are_copied_in_buffers_of_any_size_and_alignment(shapes, order, count, staged):
     count = min(count, ITEMS // 2)
     moved(shapes, order[:count], order[count : 2 * count], disjoint=not staged)
 
 
 @settings(max_examples=25)
 @given(SHAPES, st.lists(st.integers(0, 5), min_size=1, max_size=5), st.permutations(range(ITEMS)))
-def test_a_chain_of_items_moves_as_if_all_were_read_first(shapes, src, order):
+def test_a_chain_of_items_is_read_before_it_is_written(shapes, src, order):
     moved(shapes, src, order[: len(src)], disjoint=False)
 
 
-def test_items_longer_than_a_piece_and_a_stage_that_holds_little(monkeypatch):
+def test_items_longer_than_a_piece_and_a_small_stage(monkeypatch):
     shapes = [(3 * move.PIECE + 52, 12), (40, 8), (2 * move.PIECE, 0)]
     for room in (1, 3 * move.PIECE, move.STAGE_BYTES):
         monkeypatch.setattr(move, "STAGE_BYTES", room)
@@ -63,7 +63,7 @@ def test_items_longer_than_a_piece_and_a_stage_that_holds_little(monkeypatch):
     moved(shapes, [1], [2], disjoint=True)
 
 
-def test_a_table_is_made_once_for_buffers_that_lie_alike():
+def test_buffers_of_equal_geometry_share_one_table():
     before = len(move._tables)
     kept = []
     for shapes in ([(64, 0)], [(64, 0)], [(64, 0), (48, 16)]):
@@ -76,10 +76,10 @@ def test_a_table_is_made_once_for_buffers_that_lie_alike():
     assert len(move._tables) == before
 
 
-def test_what_is_no_bytes_of_items_is_refused():
+def test_views_that_are_not_bytes_of_items_are_refused():
     ids = torch.tensor([1], device=MEMORY)
     for wrong in (torch.zeros(4, 8), torch.zeros(8, 4, dtype=torch.uint8).T):
-        with pytest.raises(ValueError, match="needed are bytes"):
+        with pytest.raises(ValueError, match="expected bytes"):
             device().copy_items([wrong.to(MEMORY)], ids, ids)
     with pytest.raises(ValueError, match=r"ids to copy to: \[1\] torch\.int32"):
         held = torch.zeros(4, 8, dtype=torch.uint8, device=MEMORY)

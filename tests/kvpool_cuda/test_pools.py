@@ -1,4 +1,4 @@
-"""Every pool in every packing: what kernels write and read is what the CPU device does."""
+"""Every pool in every packing gives the same bytes with the kernels as on the CPU device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def writes(pool, seed):
 
 
 def assert_same(pool, reference):
-    """All items are equal, and nothing lies between them."""
+    """All items are equal, and the bytes between them are zero."""
     for ours, theirs in zip(pool.layout.buffers, reference.layout.buffers):
         held = pool.item_bytes_view(ours)
         assert torch.equal(held.cpu(), reference.item_bytes_view(theirs)), ours.name
@@ -63,7 +63,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_a_pool_holds_reads_and_moves_what_one_on_the_cpu_does(name):
+def test_writes_reads_and_copies_equal_those_of_a_cpu_pool(name):
     pool, reference = BUILDS[name](device=NAME), BUILDS[name](device="cpu")
     for layer, where, values in writes(reference, seed=0):
         reference.write(layer, where, values)

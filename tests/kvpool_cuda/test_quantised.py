@@ -1,4 +1,4 @@
-"""Quantising kernels give the bytes of kvpool.device.quant, and read them back as it does."""
+"""Quantising kernels write and read the same bytes as kvpool.device.quant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.device import quant
-from kvpool.device.torch_ops import Held
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -18,11 +18,11 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def stored(values, scales, dtype, code=torch.float8_e4m3fn):
-    """Values and scales that the device makes of `[N, ..., D]`, in entries of one an item."""
+    """Values `[N, ..., D]` as the device quantises them, and their scales, one entry an item."""
     held = zeros((len(values), 1, *values.shape[1:]), code)
     factors = zeros((len(values), 1, *values.shape[1:-1], scales), dtype)
     where = torch.randperm(len(values))
-    device().quantize_store(held, factors, where.to(MEMORY), values.to(MEMORY))
+    device().store_rows([WriteRow(held, values.to(MEMORY), factors)], where.to(MEMORY))
     return held.cpu()[where, 0], factors.cpu()[where, 0]
 
 
@@ -37,7 +37,7 @@ def from_bits(bits):
     return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-def test_every_float_is_rounded_as_torch_rounds_it_where_that_is_hard():
+def test_floats_near_a_tie_are_rounded_to_e4m3_as_torch_does():
     exact = ALL_CODES.view(torch.float8_e4m3fn).float()
     exact = exact[exact.isfinite()].sort().values
     halves = (exact[1:] + exact[:-1]) / 2
@@ -55,7 +55,7 @@ def test_every_float_is_rounded_as_torch_rounds_it_where_that_is_hard():
         assert torch.equal(as_bits(held), as_bits(rows.to(torch.float8_e4m3fn)))
 
 
-def test_every_quotient_is_rounded_to_int8_as_torch_rounds_it_where_that_is_hard():
+def test_quotients_near_a_tie_are_rounded_to_int8_as_torch_does():
     whole = torch.arange(-127, 128, dtype=torch.float32)
     edges = torch.cat([whole, whole[:-1] + 0.5, -whole[:1] * 0.0])
     far = torch.tensor([200.0, -200.0])
@@ -82,8 +82,8 @@ def test_blocks_of_any_magnitude_have_the_reference_s_scales_and_values(dtype, c
     # largest magnitudes that are, or just miss, 448 and 127 times a power of two
     edges = from_bits([0x43E00000, 0x43E00001, 0x43DFFFFF, 0x42FE0000, 0x42FE0001, 0x42FDFFFF])
     ends = from_bits([0x00000001, 0x007FFFFF, 0x7F7FFFFF])
-    most = torch.tensor([65504.0, 65519.0, 65520.0, 65536.0]) * quant.LARGEST[code]  # of float16
-    edges = torch.cat([edges, ends, most])
+    most = torch.tensor([65504.0, 65519.0, 65520.0, 65536.0])  # around float16's largest
+    edges = torch.cat([edges, ends, most * quant.LARGEST_CODE[code]])
     assert_quantised_alike(edges[:, None] * torch.tensor([1.0, -0.5, 0.3, 0.0]), 1, dtype, code)
     assert_quantised_alike(torch.zeros(3, 8), 2, dtype, code)
 
@@ -135,30 +135,30 @@ def test_all_codes_with_all_scales_are_read_as_the_reference_reads_them(kind, dt
     scales = zeros((len(factors), 1, 1), dtype)
     scales.copy_(factors[:, None, None])
     where = torch.randperm(len(factors))
-    read = device().load_rows([Held(held, scales, kind)], where.to(MEMORY))[0].cpu()
+    read = device().load_rows([ReadRow(held, scales, kind)], where.to(MEMORY))[0].cpu()
     wanted = quant.dequantise(held.cpu()[where, 0], scales.cpu()[where, 0], kind)
     assert read.dtype is kind
     torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_read_as_float64_is_what_is_read_as_float32():
+def test_reads_as_float64_equal_reads_as_float32():
     held, scales = zeros((4, 1, 8), torch.float8_e4m3fn), zeros((4, 1, 2), torch.float32)
     held.view(torch.uint8).copy_(torch.arange(32, dtype=torch.uint8).view(4, 1, 8) * 8)
     scales.copy_(torch.tensor([3e38, 1e-3]).expand(4, 1, 2))
     where = torch.arange(4, device=MEMORY)
-    wide, single = device().load_rows([Held(held, scales, k) for k in FLOATS[:2]], where)
+    wide, single = device().load_rows([ReadRow(held, scales, k) for k in FLOATS[:2]], where)
     torch.testing.assert_close(wide, single.double(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_dtypes_that_kernels_do_not_know_are_refused():
+def test_unsupported_dtypes_are_refused():
     held, where = zeros((4, 1, 8), torch.float8_e4m3fn), torch.arange(4, device=MEMORY)
     half = zeros((4, 1, 1), torch.bfloat16)
     with pytest.raises(ValueError, match=r"scales of torch\.bfloat16"):
-        device().quantize_store(held, half, where, torch.zeros(4, 8, device=MEMORY))
+        device().store_rows([WriteRow(held, torch.zeros(4, 8, device=MEMORY), half)], where)
     single = zeros((4, 1, 1), torch.float32)
     with pytest.raises(ValueError, match=r"torch\.int32 as torch\.float8_e4m3fn"):
         integers = torch.zeros(4, 8, dtype=torch.int32, device=MEMORY)
-        device().quantize_store(held, single, where, integers)
+        device().store_rows([WriteRow(held, integers, single)], where)
     with pytest.raises(ValueError, match=r"values \[4, 1, 8\] on .* with scales \[4, 1, 3\]"):
         three = zeros((4, 1, 3), torch.float32)
-        device().quantize_store(held, three, where, torch.zeros(4, 8, device=MEMORY))
+        device().store_rows([WriteRow(held, torch.zeros(4, 8, device=MEMORY), three)], where)

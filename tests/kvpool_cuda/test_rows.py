@@ -1,4 +1,4 @@
-"""Stores and loads of any geometry, against the reference in plain torch."""
+"""store_rows and load_rows of any geometry, against the reference in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.device import torch_ops
-from kvpool.device.torch_ops import Held, Row
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout.dtypes import ITEMSIZE
 from tests.kvpool_cuda.devices import MEMORY, as_bits, device, zeros
 from tests.kvpool_cuda.geometries import entries, grids
@@ -19,7 +19,7 @@ DTYPES = [getattr(torch, n) for n in ITEMSIZE if n not in ("bool", "float4_e2m1f
 
 
 def noise(count, dtype, seed=0):
-    """Memory of the host, any byte as likely as any other."""
+    """Random bytes in host memory."""
     random = torch.Generator().manual_seed(seed)
     nbytes = count * dtype.itemsize
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random).view(dtype)
@@ -39,10 +39,10 @@ def test_any_strides_and_dtypes_are_stored_and_loaded(given_rows):
         locations = torch.tensor(where)
         memory, held = both(noise(view.room(), dtype))
         source, values = both(noise(grid.room(), dtype, seed=1))
-        torch_ops.store(view.of(memory), locations, grid.of(source))
-        device().store(view.of(held), locations.to(MEMORY), grid.of(values))
+        torch_ops.store_rows([WriteRow(view.of(memory), grid.of(source))], locations)
+        device().store_rows([WriteRow(view.of(held), grid.of(values))], locations.to(MEMORY))
         assert torch.equal(as_bits(held), as_bits(memory))
-        read = device().load(view.of(held), locations.to(MEMORY))
+        (read,) = device().load_rows([ReadRow(view.of(held))], locations.to(MEMORY))
         assert read.is_contiguous() and read.dtype is dtype
         assert torch.equal(as_bits(read), as_bits(grid.of(source)))
 
@@ -68,19 +68,21 @@ def test_any_strides_are_quantised_and_read_back(geometry, code, factor, wide):
     sizes, factors = both(noise(scales.room(), factor, seed=2))
     source = torch.randn(grid.room(), generator=torch.Generator().manual_seed(3)).to(dtype)
     source, values = both(source)
-    torch_ops.quantize_store(view.of(memory), scales.of(sizes), locations, grid.of(source))
+    expected = WriteRow(view.of(memory), grid.of(source), scales.of(sizes))
+    torch_ops.store_rows([expected], locations)
     there = locations.to(MEMORY)
-    device().quantize_store(view.of(held), scales.of(factors), there, grid.of(values))
+    row = WriteRow(view.of(held), grid.of(values), scales.of(factors))
+    device().store_rows([row], there)
     assert torch.equal(as_bits(held), as_bits(memory))
     assert torch.equal(as_bits(factors), as_bits(sizes))
-    (read,) = device().load_rows([Held(view.of(held), scales.of(factors), dtype)], there)
-    (wanted,) = torch_ops.load_rows([Held(view.of(memory), scales.of(sizes), dtype)], locations)
+    (read,) = device().load_rows([ReadRow(view.of(held), scales.of(factors), dtype)], there)
+    (wanted,) = torch_ops.load_rows([ReadRow(view.of(memory), scales.of(sizes), dtype)], locations)
     assert torch.equal(read.cpu(), wanted)
 
 
 @settings(max_examples=20)
 @given(st.data())
-def test_rows_of_one_write_land_together_and_are_read_together(data):
+def test_rows_of_one_call_are_written_and_read_together(data):
     items, per_item, count = 3, 4, data.draw(st.integers(1, 12))
     locations = torch.randperm(items * per_item)[:count]
     rows, wanted, checked = [], [], []
@@ -91,24 +93,25 @@ def test_rows_of_one_write_land_together_and_are_read_together(data):
         memory, held = both(noise(view.room(), dtype))
         source, values = both(noise(len(locations) * torch.Size(axes).numel(), dtype, seed))
         shape = (len(locations), *axes)
-        rows.append(Row(view.of(held), values.view(shape)))
-        wanted.append(Row(view.of(memory), source.view(shape)))
+        rows.append(WriteRow(view.of(held), values.view(shape)))
+        wanted.append(WriteRow(view.of(memory), source.view(shape)))
         checked.append((held, memory))
     device().store_rows(rows, locations.to(MEMORY))
     torch_ops.store_rows(wanted, locations)
     for held, memory in checked:
         assert torch.equal(as_bits(held), as_bits(memory))
-    found = device().load_rows([Held(row.view) for row in rows], locations.to(MEMORY))
+    found = device().load_rows([ReadRow(row.view) for row in rows], locations.to(MEMORY))
     for got, row in zip(found, wanted):
         assert torch.equal(as_bits(got), as_bits(row.values))
 
 
-def test_values_expanded_over_an_axis_are_stored_as_many_times():
+def test_values_expanded_over_an_axis_are_stored():
     held, values = (
         zeros((3, 2, 4, 8), torch.float32),
         torch.arange(16.0, device=MEMORY).view(2, 1, 8),
     )
-    device().store(held, torch.tensor([5, 0], device=MEMORY), values.expand(2, 4, 8))
+    row = WriteRow(held, values.expand(2, 4, 8))
+    device().store_rows([row], torch.tensor([5, 0], device=MEMORY))
     assert torch.equal(held[2, 1].cpu(), values[0].cpu().expand(4, 8))
     assert torch.equal(held[0, 0].cpu(), values[1].cpu().expand(4, 8))
 
@@ -116,29 +119,29 @@ def test_values_expanded_over_an_axis_are_stored_as_many_times():
 def test_an_entry_may_be_one_element():
     held, where = zeros((3, 4), torch.float16), torch.tensor([11, 2], device=MEMORY)
     values = torch.tensor([2.5, -1.0], dtype=torch.float16, device=MEMORY)
-    device().store(held, where, values)
+    device().store_rows([WriteRow(held, values)], where)
     assert held.flatten()[[11, 2]].tolist() == [2.5, -1.0] and held.count_nonzero() == 2
-    assert device().load(held, where).tolist() == [2.5, -1.0]
+    assert device().load_rows([ReadRow(held)], where)[0].tolist() == [2.5, -1.0]
 
 
 def test_rows_longer_than_a_tile_are_stored_whole():
     held = zeros((3, 1, 3, 7001), torch.float32)
     values = torch.randn(2, 3, 7001)
-    device().store(held, torch.tensor([2, 1], device=MEMORY), values.to(MEMORY))
+    where = torch.tensor([2, 1], device=MEMORY)
+    device().store_rows([WriteRow(held, values.to(MEMORY))], where)
     assert torch.equal(held[[2, 1], 0].cpu(), values) and not held[0].any()
-    assert torch.equal(device().load(held, torch.tensor([1], device=MEMORY)).cpu(), values[1:])
+    assert torch.equal(device().load_rows([ReadRow(held)], where)[0].cpu(), values)
 
 
-def test_no_locations_are_nothing_to_do():
+def test_an_empty_list_of_locations_does_nothing():
     held, none = (
         zeros((3, 2, 8), torch.float8_e4m3fn),
         torch.zeros(0, dtype=torch.int64, device=MEMORY),
     )
     scales = zeros((3, 2, 1), torch.float32)
-    device().quantize_store(held, scales, none, torch.zeros(0, 8, device=MEMORY))
+    device().store_rows([WriteRow(held, torch.zeros(0, 8, device=MEMORY), scales)], none)
     device().store_rows([], none)
-    assert device().load(held, none).shape == (0, 8)
-    rows = [Held(held), Held(held, scales, torch.bfloat16)]
+    rows = [ReadRow(held), ReadRow(held, scales, torch.bfloat16)]
     assert [found.shape for found in device().load_rows(rows, none)] == [(0, 8)] * 2
     assert device().load_rows([], none) == []
     device().copy_items([held.view(torch.uint8).view(3, 16)], none, none)
@@ -154,7 +157,7 @@ def test_no_locations_are_nothing_to_do():
         ("on meta", {"values": torch.zeros(2, 8, device="meta")}),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(what, arguments):
+def test_mismatched_tensors_are_refused_before_anything_is_written(what, arguments):
     fitting = {"values": torch.zeros(2, 8), "locations": torch.tensor([1, 2])}
     every = {
         name: each if each.is_meta else each.to(MEMORY)
@@ -162,18 +165,18 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(what, ar
     }
     held = zeros((3, 2, 8), torch.float32)
     with pytest.raises(ValueError) as refused:
-        device().store(held, every["locations"], every["values"])
-    assert what in str(refused.value) and "needed are" in str(refused.value)
+        device().store_rows([WriteRow(held, every["values"])], every["locations"])
+    assert what in str(refused.value) and "expected" in str(refused.value)
     assert not held.any()
 
 
-def test_threads_store_at_once():
+def test_threads_write_concurrently():
     held = zeros((8, 4, 16), torch.bfloat16)
     values = torch.randn(8, 4, 16).bfloat16()
 
     def store(item):
         where = torch.arange(4, device=MEMORY) + 4 * item
-        device().store(held, where, values[item].to(MEMORY))
+        device().store_rows([WriteRow(held, values[item].to(MEMORY))], where)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(store, range(8)))

@@ -1,21 +1,19 @@
-"""Runs of bytes between addresses, and to and from one contiguous buffer."""
+"""Runs of bytes between pointers."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool_cuda import runs
-from tests.kvpool_cuda.devices import MEMORY, device
+from tests.kvpool_cuda.devices import device
 
 
 @st.composite
 def runs_of_bytes(draw):
-    """Lengths, and where runs begin in a source and a destination, in which they lie in other
-    orders and with gaps.
+    """Lengths, and the starts of runs in a source and a destination, in different orders and with
+    gaps.
     """
     unit = draw(st.sampled_from([1, 2, 4, 16, 16]))
     lengths = st.sampled_from([0, 1, 2, 3, 32, 33, 40, 500])
@@ -36,10 +34,10 @@ def runs_of_bytes(draw):
 
 @settings(max_examples=60)
 @given(runs_of_bytes())
-def test_any_runs_are_copied_gathered_and_scattered(given_runs):
+def test_any_runs_are_copied_to_the_byte(given_runs):
     nbytes, src, dst = given_runs
     room = int(max((src + nbytes).max(), (dst + nbytes).max(), 1))
-    source, copied, back = (device().allocate(room) for _ in range(3))
+    source, copied = (device().allocate(room) for _ in range(2))
     random = torch.Generator().manual_seed(0)
     source.copy_(torch.randint(0, 256, (room,), dtype=torch.uint8, generator=random))
     held, wanted = source.cpu(), torch.zeros(room, dtype=torch.uint8)
@@ -48,12 +46,6 @@ def test_any_runs_are_copied_gathered_and_scattered(given_runs):
 
     device().copy_runs(source.data_ptr() + src, copied.data_ptr() + dst, nbytes)
     assert torch.equal(copied.cpu(), wanted)
-    packed = torch.full((int(nbytes.sum()) + 1,), 77, dtype=torch.uint8, device=MEMORY)
-    runs.gather(source.data_ptr() + src, nbytes, packed)
-    pieces = [held[start : start + size] for start, size in zip(src, nbytes)]
-    assert torch.equal(packed.cpu(), torch.cat([*pieces, torch.tensor([77], dtype=torch.uint8)]))
-    runs.scatter(packed, back.data_ptr() + dst, nbytes)
-    assert torch.equal(back.cpu(), wanted)
 
 
 def test_one_run_of_a_megabyte_among_small_ones_is_cut():
@@ -69,16 +61,6 @@ def test_one_run_of_a_megabyte_among_small_ones_is_cut():
     assert torch.equal(out.cpu(), wanted)
 
 
-def test_no_runs_are_nothing_to_do():
+def test_an_empty_list_of_runs_does_nothing():
     none = np.zeros(0, dtype=np.int64)
     device().copy_runs(none, none, none)
-    runs.gather(none, none, torch.zeros(4, dtype=torch.uint8, device=MEMORY))
-
-
-def test_a_buffer_that_is_too_small_or_not_contiguous_is_refused():
-    addresses, nbytes = np.array([4096, 8192]), np.array([8, 9])
-    for buffer in (torch.zeros(16, dtype=torch.uint8), torch.zeros(9, 9, dtype=torch.uint8).T):
-        with pytest.raises(ValueError, match="runs of 17 bytes together"):
-            runs.gather(addresses, nbytes, buffer)
-        with pytest.raises(ValueError, match="runs of 17 bytes together"):
-            runs.scatter(buffer, addresses, nbytes)

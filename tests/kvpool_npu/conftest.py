@@ -1,4 +1,4 @@
-"""Tests against torch-npu's own files are collected where these lie (see wheel.folder)."""
+"""Collects tests against torch-npu's files only if these are found (see wheel.folder)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small pools of Ascend's layouts, and those of GPUs that they pair up with."""
+"""Small pools in Ascend's layouts, and the GPU pools that match them."""
 
 from __future__ import annotations
 

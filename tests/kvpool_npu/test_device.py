@@ -1,4 +1,4 @@
-"""The NPU device over plain torch: memory, moves, what it refuses, and what it says is missing."""
+"""The NPU device over plain torch: memory, copies, refusals, and what is missing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from kvpool import DeviceUnavailable
 from kvpool.device import get_device
 from kvpool.device.cpu import CPUDevice
-from kvpool.device.torch_ops import bits
+from kvpool.device.torch_ops import WriteRow, bits
 from kvpool_npu import NPUDevice, missing
 from kvpool_npu.device import reference
-from kvpool_npu.operators import Reference, TorchNPU
+from kvpool_npu.operators import Operators, TorchNPU
 from tests.kvpool_npu.pools import NPU, npu_mha
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import PACKED
@@ -34,28 +34,28 @@ def test_memory_is_zeroed_and_aligned(nbytes, alignment):
 
 
 @pytest.mark.parametrize("name", NPU)
-def test_pools_by_name_leave_the_bytes_that_a_cpu_leaves(name):
+def test_npu_pools_leave_the_same_bytes_as_on_a_cpu(name):
     same_bytes(NPU[name](device="npu-reference"), NPU[name](), write_everything)
 
 
 @pytest.mark.parametrize("placement", ["layer", "page", "stack"])
 @pytest.mark.parametrize("name", [name for name in PACKED if "fp8" in name])
-def test_pools_of_a_gpu_leave_the_bytes_that_a_cpu_leaves(name, placement):
+def test_gpu_pools_leave_the_same_bytes_as_on_a_cpu(name, placement):
     build = PACKED[name].but(placement=placement)
     same_bytes(build(device="npu-reference"), build(), write_everything)
 
 
-def test_the_reference_is_the_cpus_memory_under_another_name():
+def test_the_reference_device_uses_host_memory():
     device = get_device("npu-reference")
     assert (device.name, device.memory_kind) == ("npu-reference", "cpu")
     assert (device.alignment, device.registration_limit) == (TWO_MIB, 256)
     assert NPUDevice("npu:3").memory_kind == "npu"
-    mark = device.record()
-    device.wait(mark)
-    assert mark.query()
+    event = device.record()
+    device.wait(event)
+    assert event.query()
 
 
-def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
+def test_runs_are_copied_only_within_memory_of_the_device():
     device = reference("npu-reference")
     one, other = device.allocate(4096), device.allocate(4096)
     one.copy_(torch.arange(4096) % 251)
@@ -66,7 +66,7 @@ def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
     assert torch.equal(other[100:1100], one[3:1003]) and torch.equal(other[:8], one[4000:4008])
     device.copy_runs(src[2:], dst[2:], np.array([5]))
     assert one[:6].tolist() == [255] * 5 + [5]
-    with pytest.raises(ValueError, match=r"97 bytes at .*: not in memory"):
+    with pytest.raises(ValueError, match=r"97 bytes at .* are not in memory"):
         device.copy_runs(src[1:2], dst[:1], np.array([97]))
     del other
     gc.collect()
@@ -74,7 +74,7 @@ def test_runs_are_copied_inside_memory_of_the_device_and_nowhere_else():
         device.copy_runs(src[2:], dst[2:], np.array([5]))
 
 
-def test_nothing_is_written_where_there_are_no_locations():
+def test_an_empty_list_of_locations_writes_nothing():
     pool = npu_mha(device="npu-reference")
     none = torch.zeros(0, 4, 8, dtype=torch.bfloat16)
     pool.set_kv_buffer(0, [], none, none)
@@ -83,7 +83,7 @@ def test_nothing_is_written_where_there_are_no_locations():
     assert not pool._slab.any()
 
 
-def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
+def test_more_slots_than_int32_use_the_operator_that_takes_int64(monkeypatch):
     monkeypatch.setattr("kvpool_npu.device.INT32_MAX", 9 * 4 - 1)
     pool, calls = npu_mha(device="npu-reference"), []
     operators = pool.device.operators
@@ -96,10 +96,10 @@ def test_more_slots_than_int32_numbers_go_where_int64_are_taken(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "most", "times"),
-    [("LONGEST", 64, 1), ("INT32_MAX", 9 * 4 * 64, 1), ("INT32_MAX", 99 * 64, 33)],
+    [("MAX_GATHER_ROW", 64, 1), ("INT32_MAX", 9 * 4 * 64, 1), ("INT32_MAX", 99 * 64, 33)],
 )
-def test_what_the_gather_operator_cannot_count_is_indexed(monkeypatch, name, most, times):
-    """Rows, caches and reads beyond its limits, a byte each: pools of 36 entries of 64 bytes."""
+def test_reads_beyond_the_gather_operators_limits_are_indexed(monkeypatch, name, most, times):
+    """Each limit is exceeded by one byte: pools of 36 entries of 64 bytes."""
     pool, calls = npu_mha(device="npu-reference"), []
     keys, values = torch.randn(2, 3, 4, 8).to(torch.bfloat16)
     pool.set_kv_buffer(0, [4, 5, 35], keys, values)
@@ -124,7 +124,7 @@ def test_the_reference_gathers_sequences_by_their_pages():
     lengths = [5, 0, 12]
     found = torch.zeros(17, 1, 3), torch.zeros(17, 2, 5)
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    Reference().npu_gather_pa_kv_cache(keys, values, tables, seq_lens, *found)
+    Operators.npu_gather_pa_kv_cache(keys, values, tables, seq_lens, *found)
     for cache, rows in zip((keys, values), found):
         expected = [cache[t].flatten(0, 1)[:n] for t, n in zip(tables.tolist(), lengths)]
         assert torch.equal(rows, torch.cat(expected))
@@ -132,8 +132,8 @@ def test_the_reference_gathers_sequences_by_their_pages():
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [torch.float16, torch.float32])
-def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkeypatch):
-    """Of rows without numbers too, whatever the operator makes of these."""
+def test_the_quantising_operator_gives_the_bytes_of_a_cpu(given, scale, monkeypatch):
+    """Also for rows with infinities or NaN, whatever the operator returns."""
     device, cpu = get_device("npu-reference"), CPUDevice()
     rows = torch.randn(64, 16) * 2.0 ** torch.arange(-32, 32)[:, None].clamp(max=14)
     rows[3], rows[5, 2], rows[7, 0], rows[9, 15] = 0.0, torch.nan, torch.inf, -torch.inf
@@ -148,7 +148,7 @@ def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkey
     monkeypatch.setattr(device.operators, "npu_dynamic_quant", npu_dynamic_quant)
     held = [[torch.zeros(16, 4, 16).to(torch.int8), torch.zeros(16, 4, 1).to(scale)] for _ in "ab"]
     for kind, (view, scales) in zip((device, cpu), held):
-        kind.quantize_store(view, scales, where, rows)
+        kind.store_rows([WriteRow(view, rows, scales)], where)
     for ours, theirs in zip(*held):
         assert torch.equal(bits(ours), bits(theirs))
 
@@ -156,7 +156,7 @@ def test_the_quantising_operator_leaves_what_a_cpu_computes(given, scale, monkey
 # TorchNPU's events
 
 
-def test_an_event_of_an_npu_is_waited_for_by_its_stream_and_any_other_by_the_host():
+def test_the_stream_waits_for_an_npu_event_and_the_host_for_any_other():
     class Event:
         def record(self, stream):
             self.stream = stream
@@ -187,13 +187,13 @@ PARTS = {
     "_driver": (False, "an NPU with its driver (/dev/davinci_manager)"),
     "_cann": (False, "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)"),
     "_package": (False, "torch_npu (install kvpool[npu])"),
-    "_version": ("2.1.0", f"the torch-npu of torch {torch.__version__} (2.1.0 is installed)"),
+    "_version": ("2.1.0", f"the torch-npu for torch {torch.__version__} (2.1.0 is installed)"),
 }
 
 
 @pytest.fixture
 def complete(monkeypatch):
-    """A machine that has everything, and two NPUs."""
+    """A machine with everything installed and two NPUs."""
     found = {"_driver": True, "_cann": True, "_package": True, "_version": torch.__version__}
     for name, value in found.items():
         monkeypatch.setattr(f"kvpool_npu.missing.{name}", lambda value=value: value)
@@ -202,7 +202,7 @@ def complete(monkeypatch):
 
 
 @pytest.mark.parametrize("absent", [(name,) for name in PARTS] + [tuple(PARTS)])
-def test_all_that_is_missing_is_one_sentence(complete, monkeypatch, absent):
+def test_one_sentence_names_everything_that_is_missing(complete, monkeypatch, absent):
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # importing it would be an error
     for name in absent:
         monkeypatch.setattr(f"kvpool_npu.missing.{name}", lambda value=PARTS[name][0]: value)
@@ -211,20 +211,20 @@ def test_all_that_is_missing_is_one_sentence(complete, monkeypatch, absent):
 
 
 @pytest.mark.parametrize("name", ["npu", "npu:0", "npu:1"])
-def test_an_npu_that_is_there_is_available(complete, name):
+def test_an_installed_npu_is_available(complete, name):
     assert NPUDevice(name).availability() is None
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("npu:2", "2 NPUs are visible here, numbered from 0."),
-        ("npu:9", "2 NPUs are visible here, numbered from 0."),
-        ("npu:x", "an NPU is asked for by its number, as npu:0."),
-        ("npu:-1", "an NPU is asked for by its number, as npu:0."),
+        ("npu:2", "2 NPUs are visible, numbered from 0."),
+        ("npu:9", "2 NPUs are visible, numbered from 0."),
+        ("npu:x", "an NPU is named by its number, as npu:0."),
+        ("npu:-1", "an NPU is named by its number, as npu:0."),
     ],
 )
-def test_an_npu_that_is_not_there_is_refused_with_the_count(complete, name, says):
+def test_an_npu_with_too_high_a_number_is_refused(complete, name, says):
     assert NPUDevice(name).availability() == says
     with pytest.raises(DeviceUnavailable, match=f"device '{name}': "):
         get_device(name)
@@ -245,7 +245,7 @@ def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
     assert missing._cann()
 
 
-def test_without_an_npu_a_pool_on_one_is_refused_before_anything_is_allocated(monkeypatch):
+def test_a_pool_on_a_missing_npu_is_refused(monkeypatch):
     if NPUDevice("npu:0").availability() is None:
         return  # an NPU is here
     with pytest.raises(DeviceUnavailable, match="device 'npu:7': missing: an NPU with its driver"):

@@ -1,4 +1,4 @@
-"""What is imported, and what is said, on machines that lack this or that."""
+"""Imports and error messages on machines without torch_npu or CANN."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for ask in (get_device, lambda name: MLAPool(layers=[0], page_size=4, num_pages=
             device=name)):
     try:
         ask("npu:0")
-        raise SystemExit("npu:0 was had")
+        raise SystemExit("npu:0 is available")
     except DeviceUnavailable as error:
         said = str(error)
 assert said.startswith("device 'npu:0': missing: "), said
@@ -66,7 +66,7 @@ def test_everything_works_where_torch_npu_cannot_be_imported():
 if wheel.folder():
 
     def test_torch_npu_without_cann_is_not_imported():
-        """`import torch` itself would fail, were torch left to load it: hence the variable."""
+        """The variable is needed because torch would load it, and `import torch` would fail."""
         place = wheel.folder().parent
         found = said(ALL_OF_IT, place, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert "CANN" in found and "/dev/davinci_manager" in found
@@ -76,6 +76,6 @@ if wheel.folder():
         assert ("is installed)" in found) == another
 
     def test_torch_does_not_load_it_without_cann():
-        """Why it lies in a folder of its own: where torch finds it, `import torch` fails."""
+        """Where torch finds it, `import torch` fails; so tests keep it in its own folder."""
         code = "try:\n    import torch\nexcept RuntimeError as e:\n    print(e)\n"
         assert "torch_npu" in said(code, wheel.folder().parent)

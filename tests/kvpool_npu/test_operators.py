@@ -1,7 +1,7 @@
-"""Every call that the NPU device makes of torch_npu, against what the torch-npu package says of it.
+"""Every call of torch_npu by the NPU device, checked against the torch-npu package.
 
-The package's schemas are defined in torch under another namespace, with `Reference` behind them:
-so torch's own dispatcher takes each call, as it does on an NPU, or refuses it.
+The package's schemas are defined in torch under another namespace, with `Operators` behind them:
+torch's dispatcher then accepts or refuses each call, as on an NPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpool_npu.device import PAIRED, STAND_IN, TAKEN, UNEQUAL, NPUDevice
+from kvpool_npu.device import (
+    PA_SCATTER_DTYPES,
+    RESHAPE_DTYPES,
+    SCATTER_DTYPES,
+    VIEWED_AS,
+    NPUDevice,
+)
 from kvpool_npu.operators import Operators, Reference, TorchNPU
 from tests.kvpool_npu import wheel
 from tests.kvpool_npu.pools import NPU, npu_mha, npu_mla, npu_nsa
@@ -34,13 +40,13 @@ CONTIGUOUS = {"_npu_reshape_and_cache", "npu_scatter_pa_kv_cache"}
 
 
 class Wired(TorchNPU):
-    """TorchNPU over schemas that are the package's and operators that are plain torch's."""
+    """TorchNPU with the package's schemas over operators in plain torch."""
 
     memory_kind = "cpu"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._reference = Reference()
+        self._host = Reference()
         self._library = torch.library.Library("kvpool_npu_tests", "FRAGMENT")
         module = SimpleNamespace(npu=SimpleNamespace(device=nullcontext))
         for name in NAMES:
@@ -48,7 +54,7 @@ class Wired(TorchNPU):
             self._library.impl(name, self._body(name), "CPU")
             setattr(module, name, getattr(torch.ops.kvpool_npu_tests, name))
         super().__init__(module, 0)
-        self.zeros, self.record = self._reference.zeros, self._reference.record
+        self.zeros, self.record = self._host.zeros, self._host.record
 
     def _body(self, name):
         def body(*args, **kwargs):
@@ -56,11 +62,11 @@ class Wired(TorchNPU):
             check(name, args, kwargs)
             if name == "npu_dynamic_quant":
                 assert kwargs == {"dst_type": 1}  # torch's number of int8
-                return self._reference.npu_dynamic_quant(*args, dst_type=torch.int8)
-            if name == "_npu_reshape_and_cache":  # keywords on our side of the seam
+                return Operators.npu_dynamic_quant(*args, dst_type=torch.int8)
+            if name == "_npu_reshape_and_cache":  # keywords in Operators
                 words = "key", "value", "key_cache", "value_cache", "slot_indices"
                 args, kwargs = (), dict(zip(words, args))
-            getattr(self._reference, name)(*args, **kwargs)
+            getattr(Operators, name)(*args, **kwargs)
             return args[0] if name.endswith("_") else None
 
         return body
@@ -70,7 +76,7 @@ class Wired(TorchNPU):
 
 
 def check(name, args, kwargs):
-    """What the package's documents, or for ATB the calls of released engines, demand."""
+    """The rules of the package's documents; for ATB, of the calls in released engines."""
     if name in CONTIGUOUS:
         assert all(tensor.is_contiguous() for tensor in args)
         key, value, key_cache, value_cache, slots = args
@@ -86,7 +92,7 @@ def check(name, args, kwargs):
         assert rows.is_contiguous()  # else a copy of the whole cache would be taken and put back
     elif name == "_npu_reshape_and_cache":
         assert key_cache.shape == value_cache.shape and slots.dtype is torch.int32
-        assert key_cache[0, 0].nbytes % 32 == 0 and key_cache.dtype in PAIRED
+        assert key_cache[0, 0].nbytes % 32 == 0 and key_cache.dtype in RESHAPE_DTYPES
     elif name == "npu_scatter_pa_kv_cache":
         assert key.dtype in wheel.dtypes(name, "key") and kwargs == {"cache_mode": "Norm"}
         assert slots.dtype in wheel.dtypes(name, "slot_mapping")
@@ -116,9 +122,9 @@ def wired(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_package_has_every_operator_with_the_parameters_that_the_seam_names(name):
+def test_the_package_has_every_operator_with_the_same_parameters(name):
     theirs = torch._C.parse_schema(wheel.schemas()[name]).arguments
-    ours = list(signature(getattr(Operators, name)).parameters.values())[1:]
+    ours = list(signature(getattr(Operators, name)).parameters.values())
     if name == "npu_scatter_nd_update_":  # documented as input; given by position
         ours[0] = ours[0].replace(name="self")
     places = [each.name for each in ours if each.kind is not Parameter.KEYWORD_ONLY]
@@ -128,7 +134,7 @@ def test_the_package_has_every_operator_with_the_parameters_that_the_seam_names(
     assert all(each.name in named or each.has_default_value() for each in theirs)
 
 
-def test_a_call_that_the_package_would_not_take_is_seen(wired):
+def test_an_invalid_call_is_detected(wired):
     cache, rows = torch.zeros(3, 4, 2, 8), torch.zeros(1, 2, 8)
     slots = torch.tensor([5], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="cache_modes"):
@@ -136,12 +142,12 @@ def test_a_call_that_the_package_would_not_take_is_seen(wired):
             rows, rows, cache, cache, slots, cache_modes="Norm"
         )
     with pytest.raises(AssertionError):  # float32, which ATB does not take
-        wired._npu_reshape_and_cache(
+        wired.operators._npu_reshape_and_cache(
             key=rows, value=rows, key_cache=cache, value_cache=cache, slot_indices=slots
         )
 
 
-def test_what_the_operators_write_is_what_their_schemas_say_they_write():
+def test_operators_write_the_arguments_that_their_schemas_name():
     written = {
         "npu_scatter_nd_update_": ["self"],
         "_npu_reshape_and_cache": ["key_cache", "value_cache"],
@@ -155,12 +161,12 @@ def test_what_the_operators_write_is_what_their_schemas_say_they_write():
         assert changed == written[name]
 
 
-def test_dtypes_that_are_given_to_operators_are_documented():
+def test_dtypes_passed_to_operators_are_documented():
     name = "npu_scatter_nd_update_"
-    assert set(TAKEN) == wheel.dtypes(name, "input") == wheel.dtypes(name, "updates")
-    assert set(STAND_IN.values()) <= set(TAKEN)
-    assert all(dtype.itemsize == size for size, dtype in STAND_IN.items())
-    assert set(UNEQUAL) <= wheel.dtypes("npu_scatter_pa_kv_cache", "key")
+    assert set(SCATTER_DTYPES) == wheel.dtypes(name, "input") == wheel.dtypes(name, "updates")
+    assert set(VIEWED_AS.values()) <= set(SCATTER_DTYPES)
+    assert all(dtype.itemsize == size for size, dtype in VIEWED_AS.items())
+    assert set(PA_SCATTER_DTYPES) <= wheel.dtypes("npu_scatter_pa_kv_cache", "key")
 
 
 def test_the_package_holds_the_operator_of_atb_under_the_declared_signature():
@@ -168,7 +174,7 @@ def test_the_package_holds_the_operator_of_atb_under_the_declared_signature():
     assert b"_ZN3atb22_npu_reshape_and_cacheERKN2at6TensorES3_RS1_S4_S3_\0" in library
 
 
-def test_events_and_streams_are_called_as_the_package_defines_them():
+def test_events_and_streams_have_the_methods_that_are_called():
     classes = {
         node.name: {f.name: [a.arg for a in f.args.args] for f in node.body if hasattr(f, "args")}
         for node in ast.parse(wheel.text("npu/streams.py")).body
@@ -186,7 +192,7 @@ def test_events_and_streams_are_called_as_the_package_defines_them():
 
 
 @pytest.mark.parametrize("name", NPU)
-def test_pools_of_an_npu_write_through_operators_what_a_cpu_writes(name, wired, monkeypatch):
+def test_npu_pools_write_the_same_bytes_through_operators(name, wired, monkeypatch):
     through = NPU[name]()
     monkeypatch.undo()
     same_bytes(through, NPU[name](device="cpu"), write_everything)
@@ -195,7 +201,7 @@ def test_pools_of_an_npu_write_through_operators_what_a_cpu_writes(name, wired, 
 
 @pytest.mark.parametrize("placement", ["layer", "page", "stack"])
 @pytest.mark.parametrize("name", [*CLASSES, *(n for n in PACKED if "fp8" in n)])
-def test_pools_of_a_gpu_are_written_right_by_an_npu(name, placement, wired, monkeypatch):
+def test_gpu_pools_write_the_same_bytes_on_an_npu(name, placement, wired, monkeypatch):
     through = PACKED.get(name, CLASSES.get(name))(placement=placement)
     monkeypatch.undo()
     plain = PACKED.get(name, CLASSES.get(name))(placement=placement, device="cpu")
@@ -266,7 +272,7 @@ def test_k_and_v_are_read_in_one_launch_where_the_operator_takes_both(build, lau
         (npu_mha.but(placement="page"), []),
     ],
 )
-def test_items_are_moved_by_operators_where_they_lie_side_by_side(build, expected, wired):
+def test_contiguous_items_are_copied_by_operators(build, expected, wired):
     pool = build()
     pool.scatter(0, [pool.page_size], {"k": torch.ones_like(pool.view("k", 0)[:1, 0])})
     wired.calls.clear()
@@ -283,9 +289,7 @@ def test_items_are_moved_by_operators_where_they_lie_side_by_side(build, expecte
     ],
 )
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
-def test_index_keys_are_quantised_by_the_operator_whose_result_is_stored(
-    packing, expected, given, wired
-):
+def test_index_keys_are_quantised_by_the_operator(packing, expected, given, wired):
     pool = npu_nsa(index_packing=packing, packing=given)
     pool.set_index_key(3, [4, 9, 6], torch.randn(3, 16, dtype=given))
     assert wired.calls == expected

@@ -1,4 +1,4 @@
-"""Pools of GPUs and of NPUs pair up: byte-exact where roles and dtypes agree, else refused."""
+"""GPU and NPU pools exchange state, byte-exact if roles and dtypes agree, else refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def hand_off(sources, dest, tokens=TOKENS):
 
 @ways
 @pytest.mark.parametrize("name", PAIRS)
-def test_either_side_is_read_into_the_other(name, way):
+def test_gpu_and_npu_pools_exchange_state_both_ways(name, way):
     prefill, decode = sides(name, way)
     made = hand_off([prefill()], decode())
     assert (made.missing, made.unsent) == ((), ())
@@ -95,7 +95,7 @@ def test_a_page_of_one_row_is_two_runs_of_each_entry_and_equal_pages_are_one_run
 
 
 def test_values_that_a_gpu_quantised_are_read_by_an_npu_as_they_were():
-    """Not only bytes: what both sides' typed reads make of them."""
+    """Typed reads on both sides agree, not only bytes."""
     gpu, npu = nsa(**GPU), FP8(**NPU)
     keys = torch.randn(3, 16).to(torch.bfloat16)
     gpu.set_index_key(1, [4, 5, 6], keys)
@@ -108,7 +108,7 @@ def test_values_that_a_gpu_quantised_are_read_by_an_npu_as_they_were():
 
 
 def refusal(prefill, decode):
-    """What the planner says, and of what."""
+    """The planner's reasons, and their subjects."""
     with pytest.raises(IncompatibleLayouts) as refused:
         plan([prefill.layout], decode.layout)
     return str(refused.value), {(r.layer, r.role) for r in refused.value.reasons}

@@ -13,7 +13,7 @@ import torch
 from kvpool import Shard
 from kvpool.describe import describe
 from kvpool_npu import NPUMHAPool, NPUMLAPool
-from kvpool_npu.operators import Reference
+from kvpool_npu.operators import Operators
 from tests.kvpool_npu.pools import NPU, npu_hybrid, npu_mha, npu_mla, npu_nsa
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import CLASSES, hybrid_nsa
@@ -283,7 +283,7 @@ def test_int8_index_keys_are_taken_with_their_scales_and_refused_without():
 
 def test_the_reference_of_the_dynamic_quantisation_is_its_documented_formula():
     rows = torch.randn(5, 3, 16).to(torch.bfloat16)
-    held, scales = Reference().npu_dynamic_quant(rows, dst_type=torch.int8)
+    held, scales = Operators.npu_dynamic_quant(rows, dst_type=torch.int8)
     assert held.shape == rows.shape and scales.shape == rows.shape[:-1]
     for at in product(range(5), range(3)):
         values = rows[at].float().numpy()
@@ -293,7 +293,7 @@ def test_the_reference_of_the_dynamic_quantisation_is_its_documented_formula():
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu-reference"])
-def test_conv_states_lie_channels_last_and_are_given_channels_first(device):
+def test_conv_states_are_stored_channels_last_and_passed_channels_first(device):
     pool = npu_hybrid(device=device)
     conv = torch.randn(1, 2 * 3 + 2 * 3 + 4 * 5, 3).to(torch.bfloat16)
     temporal = torch.randn(1, 4, 3, 5)
@@ -313,7 +313,7 @@ def test_pools_are_drafts_too():
     assert draft.stacked("latent").shape[0] == 1
 
 
-def test_a_view_of_a_slab_that_begins_inside_its_storage_lies_where_the_layout_says():
+def test_views_of_a_slab_inside_a_larger_storage_match_the_layout():
     pool = npu_mha(device="npu-reference")
     pool.check_integrity()
     assert pool.view("v", 3).data_ptr() == pool.layout.buffer_by_name["target.v.3"].base

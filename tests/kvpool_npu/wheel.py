@@ -1,4 +1,4 @@
-"""What the torch-npu package says of its operators, read from its files: it is never imported."""
+"""The torch-npu package's description of its operators, read from its files, never imported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TYPES = {"bool": "bool", "int64_t": "int", "double": "float"}
 
 @cache
 def folder() -> Path | None:
-    """The package's folder: in the one that KVPOOL_TORCH_NPU names, else where it is installed."""
+    """The package's folder: inside KVPOOL_TORCH_NPU if that is set, else the installed one."""
     if named := os.environ.get("KVPOOL_TORCH_NPU"):
         found = Path(named) / "torch_npu"
         if not found.is_dir():
-            raise FileNotFoundError(f"KVPOOL_TORCH_NPU={named}: torch_npu does not lie there.")
+            raise FileNotFoundError(f"KVPOOL_TORCH_NPU={named}: it has no torch_npu.")
         return found
     spec = find_spec("torch_npu")
     places = spec.submodule_search_locations if spec else None
@@ -28,7 +28,7 @@ def folder() -> Path | None:
 
 
 def text(path: str) -> str:
-    """One of the package's files."""
+    """The text of one of the package's files."""
     return (folder() / path).read_text(encoding="utf-8")
 
 
@@ -44,7 +44,7 @@ def schemas() -> dict[str, str]:
 
 
 def _atb() -> dict[str, str]:
-    """Operators of ATB: the package declares them in C++, and lists those of `torch_npu` itself."""
+    """ATB's operators, declared in the package's C++ header."""
     header = text("include/third_party/op-plugin/op_plugin/include/AtbOpsInterface.h")
     listed = re.search(r"^API_LIST = \[(.*?)\]", text("op_plugin/atb/_atb_ops.py"), re.M | re.S)
     found = {}
@@ -62,7 +62,7 @@ def _atb() -> dict[str, str]:
 
 @cache
 def documented(name: str) -> str:
-    """What the package documents of an operator."""
+    """The package's documentation of an operator."""
     found = re.search(
         rf'_add_torch_npu_docstr\(\s*"{name}",\s*"""(.*?)"""', text("_op_plugin_docs.py"), re.S
     )
@@ -70,9 +70,7 @@ def documented(name: str) -> str:
 
 
 def dtypes(name: str, parameter: str) -> set[torch.dtype]:
-    """All that the package documents for a parameter, whatever the product, as far as torch has
-    them.
-    """
+    """The dtypes documented for a parameter, for any product, that torch has."""
     listed = documented(name).partition("参数说明")[2]
     paragraph = re.search(
         rf"^-? *{parameter}\b(.*?)(?=^-? *\w+ ?[:：（]|^输出)", listed, re.M | re.S

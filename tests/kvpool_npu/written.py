@@ -1,4 +1,4 @@
-"""The same work on two pools, and whether it left the same bytes."""
+"""The same writes, reads and copies on two pools, which must leave the same bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvpool.device.torch_ops import bits
 
 
 def write_everything(pool) -> list[torch.Tensor]:
-    """Stored bits to every role of every layer, floats to those that have scales, moves of items;
-    returns what is read.
+    """Writes stored values to every role of every layer and floats to those with scales, and copies
+    items; returns everything that it reads.
     """
     random, read = np.random.default_rng(5), []
     regions = pool.layout.region_by_key
@@ -46,7 +46,7 @@ def write_everything(pool) -> list[torch.Tensor]:
 
 
 def same_bytes(one, other, work) -> None:
-    """Does `work` on both; what it returns and all bytes of both pools' items must be equal."""
+    """Runs `work` on both pools; its results and all bytes of both pools' items must be equal."""
     for mine, theirs in zip(work(one), work(other), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(bits(mine), bits(theirs))
     buffers = one.layout.buffer_by_name, other.layout.buffer_by_name

@@ -16,7 +16,7 @@ from kvpool.layout import Slab
 from kvpool.layout.grid import Ints
 
 if TYPE_CHECKING:  # torch comes with it, which host memory has no need of
-    from kvpool.device import Event, Mapping, Sharing
+    from kvpool.device import Event, MappedMemory, Sharing
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -49,14 +49,14 @@ class Attached:
 
     memory: str
     device: Sharing
-    mappings: list[Mapping] = field(default_factory=list)
+    mappings: list[MappedMemory] = field(default_factory=list)
     event: Event | None = None
 
     def add(self, shared: Shared) -> int:
         """Maps what a peer shares; by how much it is shifted here."""
         from kvpool.device import DeviceUnavailable
 
-        mapping: Mapping = Own(shared.base, shared.nbytes)
+        mapping: MappedMemory = Own(shared.base, shared.nbytes)
         # a driver may map no memory of the process's own
         if not offered[shared] or shared.memory != self.memory:
             try:

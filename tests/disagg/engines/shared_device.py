@@ -92,10 +92,10 @@ class SharedDevice:
             raise DeviceUnavailable("that is not where an allocation begins.")
         return msgspec.msgpack.encode([os.getpid(), self._files[base], nbytes])
 
-    def attach(self, told):
+    def attach(self, handle):
         try:
-            pid, handle, nbytes = msgspec.msgpack.decode(told, type=tuple[int, int, int])
-            file = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+            pid, number, nbytes = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         except (msgspec.MsgspecError, OSError) as error:
             raise DeviceUnavailable(f"it cannot be mapped: {error}") from None
         self.attached.append(Mapped(np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8)))
@@ -103,16 +103,16 @@ class SharedDevice:
         return self.attached[-1]
 
     def copy_runs(self, src, dst, nbytes):
-        runs, before, mark = [column.copy() for column in (src, dst, nbytes)], self._last, Event()
+        runs, before, event = [column.copy() for column in (src, dst, nbytes)], self._last, Event()
 
         def copy():
             if before is not None:
                 before.synchronize()
             with self.held:
                 copy_runs(*runs)
-            mark.end()
+            event.end()
 
-        self._last = mark
+        self._last = event
         threading.Thread(target=copy, daemon=True).start()
 
     def record(self):

@@ -1,5 +1,5 @@
-"""The protocol and the registry of devices: names, refusals, laziness; and what the devices of the
-host do beyond the conformance kit.
+"""The protocol and the registry of devices: names, refusals, lazy imports; and what the devices of
+the host do beyond the conformance kit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,11 @@ from kvpool.device.host_copy import LARGE, copy_runs
 from tests.kvpool.testing.test_conformance import package
 
 SHAPE = {"layers": (0,), "num_pages": 3, "page_size": 4, "dtype": "bf16"}
-OPERATIONS = (
-    "store",
-    "load",
-    "quantize_store",
-    "store_rows",
-    "load_rows",
-    "copy_items",
-    "copy_runs",
-)
+OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
 
 
 def python(code, *path, **environment):
-    """Runs code in a process of its own, with more to import from."""
+    """Runs code in a new process, with more import paths."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])}
@@ -46,7 +38,7 @@ def python(code, *path, **environment):
 
 @pytest.fixture
 def vendor(tmp_path, monkeypatch):
-    """A vendor's package: `abacus` is there if its number is 0, `broken` cannot be imported."""
+    """A vendor's package: `abacus` has only number 0, `broken` cannot be imported."""
     (tmp_path / "abacus.py").write_text(
         textwrap.dedent(
             """
@@ -73,7 +65,7 @@ def test_devices_of_the_host_are_known_by_name():
     assert get_device("cpu") is get_device("cpu")
 
 
-def test_a_device_is_called_as_it_was_asked_for(vendor):
+def test_a_device_has_the_requested_name(vendor):
     device = get_device("abacus:0")
     assert device.name == "abacus:0" and type(device).__module__ == "abacus"
     assert MLAPool(**SHAPE, device="abacus:0").device is device
@@ -100,12 +92,12 @@ def test_a_refusal_is_not_remembered(vendor, monkeypatch):
     assert get_device("abacus:7").name == "abacus:7"
 
 
-def test_an_unknown_device_is_told_what_is_installed(vendor):
+def test_the_error_for_an_unknown_device_lists_the_installed_ones(vendor):
     with pytest.raises(DeviceUnavailable, match=r"\(installed: abacus, broken, cpu, .*meta"):
         get_device("tpu")
 
 
-def test_no_device_is_imported_before_it_is_asked_for(vendor):
+def test_devices_are_imported_on_first_use(vendor):
     done = python(
         """
         import sys
@@ -145,14 +137,14 @@ def test_operations_take_the_protocols_arguments(name):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cpu", "cpu"), ("meta", "meta")])
-def test_layouts_call_memory_by_its_kind(name, kind):
+def test_layouts_name_the_kind_of_memory(name, kind):
     assert get_device(name).memory_kind == kind
     assert {b.memory for b in MLAPool(**SHAPE, device=name).layout.buffers} == {kind}
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 64, 4096, 1 << 16, 2 << 20])
 @pytest.mark.parametrize("nbytes", [1, 4097])
-def test_host_memory_begins_where_it_is_asked_to(alignment, nbytes):
+def test_host_memory_is_aligned_as_requested(alignment, nbytes):
     memory = CPUDevice().allocate(nbytes, alignment)
     assert memory.data_ptr() % (alignment or CPUDevice.alignment) == 0
     assert memory.numel() == nbytes and not memory.any()
@@ -170,23 +162,23 @@ def test_a_device_without_memory_refuses_to_work(name):
 
 
 @pytest.mark.parametrize("device", [CPUDevice(), MetaDevice()], ids=["cpu", "meta"])
-def test_work_of_the_host_has_ended_when_it_is_marked(device):
-    mark = device.record()
-    assert mark.query()
-    mark.synchronize()
-    device.wait(mark)
+def test_an_event_of_the_host_has_ended(device):
+    event = device.record()
+    assert event.query()
+    event.synchronize()
+    device.wait(event)
 
 
-def test_the_host_waits_for_anothers_mark():
+def test_the_host_waits_for_an_event_of_another_device():
     class Later(CompletedEvent):
         waited = 0
 
         def synchronize(self):
             self.waited += 1
 
-    mark = Later()
-    CPUDevice().wait(mark)
-    assert mark.waited == 1
+    event = Later()
+    CPUDevice().wait(event)
+    assert event.waited == 1
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 656, LARGE - 1, LARGE, LARGE + 1])

@@ -101,7 +101,7 @@ def test_the_largest_float32_is_within_the_bound(scale):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_finite_is_read_as_finite(scale, dtype):
+def test_finite_values_are_read_as_finite(scale, dtype):
     most = torch.finfo(dtype).max
     for part in (1, 0.99, 0.98, 0.97, 0.96, 0.95):
         values = block(most * part, -most * part, dtype=dtype)
@@ -311,7 +311,7 @@ def test_int8_rounds_ties_to_even_and_keeps_zeros():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_an_int8_block_without_numbers_is_nan_as_a_whole(bad):
+def test_an_int8_block_with_an_infinity_or_a_nan_is_nan_as_a_whole(bad):
     held, stored = quantise(block(1.0, bad, 0.0, 127.0), 2, F16, torch.int8)
     assert held[0, :2].tolist() == [0, 0] and stored.isnan().tolist() == [[True, False]]
     assert dequantise(held, stored, F32).isnan().tolist() == [[True, True, False, False]]
@@ -348,7 +348,7 @@ def test_any_leading_shape_even_an_empty_one(scale, shape):
 
 
 @both
-def test_values_that_do_not_lie_in_a_row_are_quantised_like_those_that_do(scale):
+def test_strided_values_are_quantised_like_contiguous_ones(scale):
     values = torch.randn(6, 32, generator=torch.Generator().manual_seed(5))
     apart = values.t().contiguous().t()
     for one, two in zip(quantise(values, 2, scale), quantise(apart, 2, scale)):
@@ -370,6 +370,6 @@ def test_cells_of_values_and_scales(count, block_size, blocks):
     assert scaled("latent", count, block_size, "ue8m0")[1].dtype == "float8_e8m0fnu"
 
 
-def test_elements_that_fill_no_whole_blocks_are_refused():
-    with pytest.raises(ValueError, match="latent: 200 elements are no whole blocks of 128"):
+def test_elements_that_are_not_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="latent: 200 elements are not a multiple of"):
         scaled("latent", 200, 128)

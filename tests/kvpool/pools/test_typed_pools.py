@@ -591,10 +591,10 @@ WRONG = {
     "packing that is not known": (mha, {"packing": "fp4"}, "dtype 'fp4' is not known"),
     "index packing that is not known": (nsa, {"index_packing": "fp4"}, "dtype 'fp4' is not known"),
     "two names": (mha, {"packing": "bf16", "dtype": "f32"}, "dtype float32, packing bfloat16"),
-    "integers of fp8": (mla, {"packing": "fp8", "dtype": "int8"}, "What is quantised is written"),
+    "integers of fp8": (mla, {"packing": "fp8", "dtype": "int8"}, "A quantised pool takes and"),
     "fp8 of fp8": (mha, {"packing": "mxfp8", "dtype": "e4m3"}, "dtype float8_e4m3fn, packing 'mx"),
     "no name": (mha, {"packing": None}, "target: a dtype or a packing must be given"),
-    "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are no"),
+    "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are not"),
     "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
     "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are no whole entries of 8"),
     "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "no whole entries of -2"),
@@ -656,7 +656,7 @@ def test_an_argument_that_is_missing_is_named(build, missing):
 
 
 def test_a_kind_of_index_without_a_whole_block_is_refused():
-    with pytest.raises(ValueError, match="index_key: 200 elements are no whole blocks of 128"):
+    with pytest.raises(ValueError, match="index_key: 200 elements are not a multiple of the block"):
         nsa(index_head_dim=200)
     assert items(nsa(index_head_dim=256, layers=[1]), 1)["index_key"] == 4 * (256 + 2 * 4)
 

@@ -1,5 +1,5 @@
-"""The conformance kit: what is right passes, each kind of fault fails a check by name, and nobody
-notices the kit who did not ask for it.
+"""The conformance kit: correct devices and pools pass, each kind of fault fails a named check, and
+other projects do not notice the kit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import kvpool.device.quant
 from kvpool import DeviceUnavailable, MHAPool
 from kvpool.device import device_entries, get_device, torch_ops
 from kvpool.device.cpu import CompletedEvent, CPUDevice
-from kvpool.device.torch_ops import Held, Row
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.testing import POOLS, ConformanceError, check_device, check_pool
 from kvpool.testing.run import device_checks, run
 
@@ -55,7 +55,7 @@ def test_the_cpu_conforms(check):
     run(check, get_device("cpu"), "cpu", "")
 
 
-def test_a_device_without_memory_conforms_in_what_it_says():
+def test_a_device_without_memory_conforms():
     assert check_device("meta") == []
 
 
@@ -63,7 +63,7 @@ def test_a_device_without_memory_conforms_in_what_it_says():
 
 
 class Shifted(CPUDevice):
-    """Stores one entry further."""
+    """Stores one entry too far."""
 
     def store_rows(self, rows, locations):
         entries = rows[0].view.shape[0] * rows[0].view.shape[1]
@@ -93,26 +93,28 @@ class Partly(CPUDevice):
 
 
 class Dense(CPUDevice):
-    """Loads as if nothing lay between the entries."""
+    """Reads as if there were no gaps between the entries."""
 
-    def load(self, view, locations):
-        shape = (view.shape[0] * view.shape[1], *view.shape[2:])
-        flat = torch_ops.bits(view).as_strided(
-            shape, torch.empty(shape).stride(), view.storage_offset()
+    def load_rows(self, rows, locations):
+        return torch_ops.load_rows(
+            [row._replace(view=self.dense(row.view)) for row in rows], locations
         )
-        return flat[locations].view(view.dtype)
+
+    @staticmethod
+    def dense(view):
+        return view.as_strided(view.shape, torch.empty(view.shape).stride(), view.storage_offset())
 
 
 class Halved(CPUDevice):
-    """Reads what is quantised as bfloat16, whatever was asked for."""
+    """Reads quantised values as bfloat16, whatever dtype is requested."""
 
     def load_rows(self, rows, locations):
-        found = torch_ops.load_rows([Held(*row[:2]) for row in rows], locations)
+        found = torch_ops.load_rows([ReadRow(*row[:2]) for row in rows], locations)
         return [f if r.scales is None else f.to(r.dtype) for r, f in zip(rows, found)]
 
 
 class Repeating(CPUDevice):
-    """Reads the first of several roles for each of its dtype."""
+    """Reads the first role of each dtype for all of that dtype."""
 
     def load_rows(self, rows, locations):
         first = {}
@@ -122,7 +124,7 @@ class Repeating(CPUDevice):
 
 
 class Straight(CPUDevice):
-    """Takes values as they lie, not as their strides say."""
+    """Ignores the strides of values."""
 
     def store_rows(self, rows, locations):
         straight = []
@@ -130,7 +132,7 @@ class Straight(CPUDevice):
             held = values.as_strided(
                 values.shape, torch.empty(values.shape).stride(), values.storage_offset()
             )
-            straight.append(Row(view, held, scales))
+            straight.append(WriteRow(view, held, scales))
         torch_ops.store_rows(straight, locations)
 
 
@@ -140,14 +142,14 @@ class Truncating(CPUDevice):
     def store_rows(self, rows, locations):
         for view, values, scales in rows:
             if scales is None:
-                torch_ops.store(view, locations, values)
+                torch_ops.store_rows([WriteRow(view, values)], locations)
                 continue
             held, factors = kvpool.device.quant.quantise(values, scales.shape[-1], scales.dtype)
             blocks = values.float().unflatten(-1, (factors.shape[-1], -1))
             exact = (blocks / factors.float()[..., None]).reshape(held.shape)
             away = held.float().abs() > exact.abs()
             held = (held.view(torch.uint8) - away.to(torch.uint8)).view(held.dtype)
-            torch_ops.store_rows([Row(view, held), Row(scales, factors)], locations)
+            torch_ops.store_rows([WriteRow(view, held), WriteRow(scales, factors)], locations)
 
 
 class Blind(CPUDevice):
@@ -155,22 +157,24 @@ class Blind(CPUDevice):
 
     def store_rows(self, rows, locations):
         torch_ops.store_rows(
-            [Row(v, x.nan_to_num() if s is not None else x, s) for v, x, s in rows], locations
+            [WriteRow(v, x.nan_to_num() if s is not None else x, s) for v, x, s in rows], locations
         )
 
 
 class Away(CPUDevice):
-    """Rounds what lies between two int8 numbers away from zero."""
+    """Rounds int8 ties away from zero."""
 
-    def quantize_store(self, view, scales, locations, values):
-        torch_ops.quantize_store(view, scales, locations, values)
-        if view.dtype is torch.int8:
-            blocks = values.float().unflatten(-1, (scales.shape[-1], -1))
-            factors = blocks.abs().amax(-1, keepdim=True) / 127
-            held = torch_ops.load(view, locations).view(blocks.shape)
-            tie = (blocks / factors).frac().abs() == 0.5
-            held[tie] = ((blocks / factors)[tie] + 0.5 * blocks[tie].sign()).to(torch.int8)
-            torch_ops.store(view, locations, held.view(values.shape))
+    def store_rows(self, rows, locations):
+        torch_ops.store_rows(rows, locations)
+        for view, values, scales in rows:
+            if scales is None or view.dtype is not torch.int8:
+                continue
+            quotients = values.float().unflatten(-1, (scales.shape[-1], -1))
+            quotients /= quotients.abs().amax(-1, keepdim=True) / 127
+            (held,) = torch_ops.load_rows([ReadRow(view)], locations)
+            held, tie = held.view(quotients.shape), quotients.frac().abs() == 0.5
+            held[tie] = (quotients[tie] + 0.5 * quotients[tie].sign()).to(torch.int8)
+            torch_ops.store_rows([WriteRow(view, held.view(values.shape))], locations)
 
 
 class Eager(CPUDevice):
@@ -196,14 +200,14 @@ class Runaway(CPUDevice):
 
 
 class Dirty(CPUDevice):
-    """Leaves what lay there before."""
+    """Does not zero memory."""
 
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes, alignment).fill_(0x55)
 
 
 class Askew(CPUDevice):
-    """Aligns to its own 64 bytes, whatever was asked for."""
+    """Aligns to 64 bytes, whatever is requested."""
 
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes + 64)[64:]
@@ -219,7 +223,7 @@ class Twice(CPUDevice):
 
 
 class Nameless(CPUDevice):
-    """Has no second one, and says so late."""
+    """Has no second device, but fails only in allocate."""
 
     def allocate(self, nbytes, alignment=None):
         if ":" in self.name:
@@ -228,7 +232,7 @@ class Nameless(CPUDevice):
 
 
 class Late(CPUDevice):
-    """Works behind the caller's back, in order. Nothing is wrong with that."""
+    """Works asynchronously, in order, which is correct."""
 
     pause = 2e-4
 
@@ -239,9 +243,6 @@ class Late(CPUDevice):
     def queue(self, work, *arguments) -> Future:
         return self.worker.submit(lambda: (time.sleep(self.pause), work(*arguments)))
 
-    def store(self, *arguments):
-        self.queue(torch_ops.store, *arguments)
-
     def store_rows(self, *arguments):
         self.queue(torch_ops.store_rows, *arguments)
 
@@ -250,10 +251,6 @@ class Late(CPUDevice):
 
     def copy_runs(self, *arguments):
         self.queue(CPUDevice.copy_runs, *(column.copy() for column in arguments))
-
-    def load(self, view, locations):
-        (found,) = self.load_rows([Held(view)], locations)
-        return found
 
     def load_rows(self, rows, locations):
         found = []
@@ -271,8 +268,8 @@ class Late(CPUDevice):
     def record(self):
         return Ended(self.queue(lambda: None))
 
-    def wait(self, mark):
-        self.queue(mark.synchronize)
+    def wait(self, event):
+        self.queue(event.synchronize)
 
 
 class Ended:
@@ -281,7 +278,7 @@ class Ended:
 
 
 class Hasty(Late):
-    """The same, and its marks say that work has ended which has not."""
+    """The same, but its events end before the work does."""
 
     pause = 0.01
 
@@ -290,26 +287,30 @@ class Hasty(Late):
 
 
 FAULTS = {
-    Shifted: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 latent"),
-    Padder: ("dsv4 fp8, rows of 584", "scatter_writes_these_bytes_and_no_others", "padding, byte"),
+    Shifted: ("mla bf16", "work_waits_for_an_event", "store_rows after an event: byte"),
+    Padder: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "rows of 7"),
     Partly: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 rope"),
-    Dense: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "load of uint8 rows of 1"),
+    Dense: (
+        "mla bf16",
+        "entries_of_any_dtype_are_stored_and_loaded",
+        "load_rows of uint8 rows",
+    ),
     Halved: ("mla fp8", "rows_of_all_kinds_are_loaded_in_one_call", "other values for row 1"),
     Repeating: ("mla bf16", "rows_of_all_kinds_are_loaded_in_one_call", "values for row 3"),
-    Straight: ("mla bf16", "values_may_lie_anyhow", "target layer 0 latent"),
-    Truncating: ("mla fp8", "write_packs_as_the_formats_say", "target layer 0 latent: item"),
-    Blind: ("mha mxfp8", "write_packs_extremes", "0x7f expected"),
+    Straight: ("mla bf16", "values_may_have_any_strides", "target layer 0 latent"),
+    Truncating: ("mla bf16", "floats_are_quantised_into_every_format", "as float8_e4m3fn with 1"),
+    Blind: ("mla bf16", "floats_are_quantised_into_every_format", "expected 0x7f"),
     Away: (
         "mla bf16",
         "floats_are_quantised_into_every_format",
         "as int8 with",
     ),
     Eager: ("mla bf16", "items_are_copied_in_all_views", "copy_items of 40 items: byte"),
-    Short: ("mla bf16", "a_mark_tells_when_work_has_ended", "copy_items, one item after another"),
+    Short: ("mla bf16", "an_event_tells_when_work_has_ended", "copy_items, one item after another"),
     Runaway: ("mla bf16", "runs_are_copied_to_the_byte", "copy_runs of"),
     Dirty: ("mla bf16", "memory_is_zero_aligned_and_its_own", "byte 0 is 0x55"),
     Askew: ("mla bf16", "memory_is_zero_aligned_and_its_own", "past a multiple of"),
-    Twice: ("mla bf16", "memory_is_zero_aligned_and_its_own", "overlaps memory that is in use"),
+    Twice: ("mla bf16", "memory_is_zero_aligned_and_its_own", "overlaps memory in use"),
     Nameless: (
         "mla bf16",
         "a_device_that_is_not_there_is_refused_by_name",
@@ -317,15 +318,15 @@ FAULTS = {
     ),
     Hasty: (
         "mla bf16",
-        "a_mark_tells_when_work_has_ended",
-        "a mark had ended, and",
+        "an_event_tells_when_work_has_ended",
+        "an event had ended before",
     ),
 }
 DEVICES = [*FAULTS, Late]
 
 
 def package(root: Path, name: str, text: str) -> None:
-    """An installed package, as far as importlib.metadata is concerned."""
+    """Metadata of an installed package."""
     info = root / f"{name}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -334,7 +335,7 @@ def package(root: Path, name: str, text: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def vendors(tmp_path_factory):
-    """The devices above, joined as a vendor's would be."""
+    """The devices above, installed like a vendor's."""
     root = tmp_path_factory.mktemp("vendors")
     lines = [f"{kind.__name__.lower()} = {__name__}:{kind.__name__}" for kind in DEVICES]
     joined = ["[kvpool.testing]", f"vendors = {__name__}"]
@@ -355,29 +356,33 @@ def test_a_fault_fails_a_check_by_name(kind):
     assert str(failure.value).startswith(f"device {name}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "check"),
-    [
-        (Eager, "chained_copies_read_before_they_write"),
-        (Short, "copied_items_arrive_whole"),
-        (Dense, "gather_reads_these_bytes"),
-        (Runaway, "the_device_copies_the_runs_of_a_plan"),
-        (Dirty, "a_new_pool_is_zero_and_aligned"),
-        (Twice, "two_pools_share_no_byte"),
-    ],
-)
-def test_what_fails_without_a_pool_fails_with_one_too(kind, check):
-    with pytest.raises(ConformanceError) as failure:
-        check_pool(POOLS["mha hnd bf16"], kind.__name__.lower())
+WITH_A_POOL = [
+    (Shifted, "mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 latent"),
+    (Padder, "dsv4 fp8, rows of 584", "scatter_writes_these_bytes_and_no_others", "padding, byte"),
+    (Truncating, "mla fp8", "write_packs_as_the_formats_say", "target layer 0 latent: item"),
+    (Blind, "mha mxfp8", "write_packs_extremes", "0x7f expected"),
+    (Eager, "mha hnd bf16", "chained_copies_read_before_they_write", "target layer"),
+    (Short, "mha hnd bf16", "copied_items_arrive_whole", "target layer"),
+    (Dense, "mha hnd bf16", "gather_reads_these_bytes", "target layer"),
+    (Runaway, "mha hnd bf16", "the_device_copies_the_runs_of_a_plan", "target layer"),
+    (Dirty, "mha hnd bf16", "a_new_pool_is_zero_and_aligned", "0x55 found"),
+    (Twice, "mha hnd bf16", "two_pools_share_no_byte", "target layer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "pool", "check", "words"), WITH_A_POOL)
+def test_what_fails_without_a_pool_fails_with_one_too(kind, pool, check, words):
+    with pytest.raises(ConformanceError, match=re.escape(words)) as failure:
+        check_pool(POOLS[pool], kind.__name__.lower())
     assert failure.value.check == check
     assert failure.value.pool == "Example"
 
 
-def test_a_device_that_works_behind_the_callers_back_conforms():
+def test_a_device_that_works_asynchronously_conforms():
     assert check_device("late", ["mla fp8, rows of 656"]) == []
 
 
-def test_a_device_that_is_not_there_cannot_be_checked():
+def test_an_unavailable_device_cannot_be_checked():
     with pytest.raises(DeviceUnavailable, match="no installed package offers 'tpu'"):
         check_device("tpu")
 
@@ -386,7 +391,7 @@ def test_a_device_that_is_not_there_cannot_be_checked():
 
 
 class Flags(MHAPool):
-    """A third party's: K and V."""
+    """A third party's pool."""
 
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "num_pages": 5, "page_size": 4}
@@ -410,7 +415,7 @@ def a_vendors_check(case):
 POOL_CHECKS = (a_vendors_check,)
 
 
-def test_checks_of_other_packages_join_by_entry_point():
+def test_other_packages_add_checks_by_entry_point():
     check_pool(named(Flags))
     assert "flags" in SEEN
 
@@ -423,10 +428,10 @@ def test_a_pool_that_lists_its_buffers_wrongly_is_found():
 
     with pytest.raises(ConformanceError, match="pool swapped, check contiguous_lists") as failure:
         check_pool(named(Swapped))
-    assert "is listed for layer 2, of which it is not" in str(failure.value)
+    assert "is listed for layer 2, but has no such region" in str(failure.value)
 
 
-def test_a_pool_whose_views_lie_elsewhere_is_found():
+def test_a_pool_with_misplaced_views_is_found():
     class Elsewhere(Flags):
         def view(self, role, layer):
             return super().view("k" if role == "v" else role, layer)
@@ -480,17 +485,17 @@ def test_the_documents_device_conforms_by_the_documents_command(tmp_path):
         *("--pyargs", "kvpool.testing", "--device", "huge"),
         *("--pool", "mla fp8, *", "--pool", "mha hnd bf16"),
         "-v",
-        PYTHONPATH=str(tmp_path),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kvpool: device huge, memory cpu, alignment 2,097,152 bytes" in done.stdout
     assert "[mha hnd bf16-chained_copies_read_before_they_write] PASSED" in done.stdout
     assert "[mla fp8, rows of 656-write_packs_extremes] PASSED" in done.stdout
-    assert "[huge-a_mark_tells_when_work_has_ended] PASSED" in done.stdout
+    assert "[huge-an_event_tells_when_work_has_ended] PASSED" in done.stdout
     assert "nsa" not in done.stdout
 
 
-def test_a_device_that_is_not_there_ends_the_command_with_the_reason(tmp_path):
+def test_the_command_refuses_an_unavailable_device(tmp_path):
     done = kit(tmp_path, "--pyargs", "kvpool.testing", "--device", "tpu:1")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "device 'tpu:1': no installed package offers 'tpu'" in done.stderr
@@ -528,7 +533,7 @@ def test_the_kit_runs_inside_a_project_that_has_its_own_option_of_that_name(tmp_
     assert "kvpool: device meta" in done.stdout
 
 
-def test_pytest_pays_nothing_for_a_kit_that_it_is_not_asked_for():
+def test_the_plugin_imports_neither_torch_nor_numpy():
     code = "import sys, kvpool.testing.plugin; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

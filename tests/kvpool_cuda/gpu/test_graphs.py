@@ -1,4 +1,4 @@
-"""Pools are written, read and moved inside CUDA graphs, with other ids at every replay."""
+"""Writes, reads and copies inside CUDA graphs, with other ids at every replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GPU = torch.device("cuda:0")
 
 
 def captured(work):
-    """A graph of `work`, run before on another stream so that all of it is compiled."""
+    """A graph of `work`, which first runs on another stream to compile everything."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -24,7 +24,7 @@ def captured(work):
 
 
 @pytest.mark.parametrize("name", ["mha bf16", "mha hnd fp8", "mla fp8", "mha mxfp8"])
-def test_writes_and_reads_are_replayed_with_what_lies_in_their_inputs(name):
+def test_a_graph_replays_writes_and_reads_with_new_inputs(name):
     pool, reference = PACKED[name](device="cuda:0"), PACKED[name]()
     roles = ("latent", "rope") if name.startswith("mla") else ("k", "v")
     where = torch.zeros(6, dtype=torch.int64, device=GPU)
@@ -49,7 +49,7 @@ def test_writes_and_reads_are_replayed_with_what_lies_in_their_inputs(name):
             assert torch.equal(found.cpu(), reference.read(role, 1, where.cpu()))
 
 
-def test_moves_are_replayed_with_the_ids_that_lie_in_their_inputs():
+def test_a_graph_replays_copies_with_new_ids():
     pool = PACKED["nsa bf16"](device="cuda:0")
     src, dst = (torch.tensor(ids, device=GPU) for ids in ([1, 2], [2, 3]))
     graph, _ = captured(lambda: pool.copy_items("kv", src, dst))
@@ -65,9 +65,9 @@ def test_moves_are_replayed_with_the_ids_that_lie_in_their_inputs():
             assert torch.equal(pool.item_bytes_view(buffer).cpu(), was)
 
 
-def test_a_first_move_inside_a_capture_is_refused_with_what_to_do():
+def test_a_first_copy_inside_a_capture_is_refused():
     pool = PACKED["mla bf16"](device="cuda:0", num_pages=17)
     ids = torch.tensor([1, 2], device=GPU)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="do it once before"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(graph):
         pool.copy_items("kv", ids, ids)

@@ -1,4 +1,4 @@
-"""Another process maps device memory and reads what is there."""
+"""Another process maps device memory and reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pools import PACKED
 
 
 def reads(shared, nbytes, answers):
-    """A peer: what it finds in memory that was shared."""
+    """The peer process: maps shared memory and sends its bytes back."""
     device = get_device("cuda:0")
     first, second = device.attach(shared), device.attach(shared)
     found = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
@@ -48,31 +48,31 @@ def test_another_process_reads_a_pool_s_memory():
 
 def test_bytes_beyond_an_allocation_are_not_shared():
     memory = get_device("cuda:0").allocate(4096)
-    with pytest.raises(DeviceUnavailable, match="Share allocations one by one"):
+    with pytest.raises(DeviceUnavailable, match="Share each allocation separately"):
         ipc.share(memory.data_ptr(), 1 << 40)
 
 
-def test_memory_of_the_host_is_refused_in_the_driver_s_words():
+def test_host_memory_is_refused_with_the_drivers_error():
     host = torch.zeros(64)
     with pytest.raises(driver.DriverError, match="CUDA_ERROR_INVALID_VALUE"):
         ipc.share(host.data_ptr(), 64)
 
 
-def test_memory_of_one_s_own_and_memory_that_is_gone_are_refused_in_the_driver_s_words():
+def test_own_freed_and_invisible_memory_is_refused():
     memory = get_device("cuda:0").allocate(4096)
     shared = ipc.share(memory.data_ptr(), 4096)
     with pytest.raises(driver.DriverError):
         ipc.attach(shared, 0)
     given = ipc.decode(shared)
-    gone = ipc.Shared(bytes(64), given.offset, given.nbytes, given.uuid)
+    gone = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, given.uuid)
     with pytest.raises(driver.DriverError):
         ipc.attach(msgspec.msgpack.encode(gone), 0)
-    unseen = ipc.Shared(bytes(64), given.offset, given.nbytes, bytes(16))
+    unseen = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, bytes(16))
     with pytest.raises(DeviceUnavailable, match="CUDA_VISIBLE_DEVICES"):
         ipc.attach(msgspec.msgpack.encode(unseen), 0)
 
 
-def test_expandable_segments_are_refused_with_what_to_change():
+def test_expandable_segments_are_refused():
     code = """
 from kvpool.device import DeviceUnavailable, get_device
 device = get_device("cuda:0")

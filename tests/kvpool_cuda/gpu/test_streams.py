@@ -1,4 +1,4 @@
-"""Work goes to the current stream, waits where it is told to, and never makes the host wait."""
+"""Work runs on the current stream, waits for events, and never blocks the host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ A_WHILE = 200_000_000  # cycles
 
 @pytest.fixture
 def nothing_waits():
-    """Sets what turns on an error for every synchronisation that torch knows of."""
+    """A switch that makes every synchronisation that torch detects an error."""
     yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", ["mha bf16", "mla fp8", "dsv4 fp8"])
+@pytest.event.parametrize("name", ["mha bf16", "mla fp8", "dsv4 fp8"])
 def test_no_call_waits_for_the_gpu(name, nothing_waits):
     pool = PACKED[name](device="cuda:0")
     region = next(r for r in pool.layout.regions if r.layer == 1 and not r.role.endswith(".scale"))
@@ -43,15 +43,15 @@ def test_no_call_waits_for_the_gpu(name, nothing_waits):
     torch.cuda.synchronize()
     nothing_waits(True)
     torch.cuda._sleep(A_WHILE)
-    mark = pool.device.record()
+    event = pool.device.record()
     work()
-    assert not mark.query()
+    assert not event.query()
     nothing_waits(False)
-    mark.synchronize()
-    assert mark.query()
+    event.synchronize()
+    assert event.query()
 
 
-def test_a_stream_that_waits_for_a_mark_sees_what_was_written_before():
+def test_a_stream_that_waits_for_an_event_sees_earlier_writes():
     pool, device = PACKED["mha bf16"](device="cuda:0"), get_device("cuda:0")
     where, writer, reader = torch.tensor([7], device=GPU), torch.cuda.Stream(), torch.cuda.Stream()
     values = torch.randn(1, 4, 8, device=GPU).bfloat16()
@@ -62,13 +62,13 @@ def test_a_stream_that_waits_for_a_mark_sees_what_was_written_before():
         with torch.cuda.stream(writer):
             torch.cuda._sleep(A_WHILE // 4)
             pool.write(2, where, {"k": given})
-            mark = device.record()
+            event = device.record()
         with torch.cuda.stream(reader):
-            device.wait(mark)
+            device.wait(event)
             found = pool.read("k", 2, where)
         reader.synchronize()
         assert torch.equal(found, given)
 
 
-def test_a_mark_of_the_host_is_waited_for():
+def test_the_host_waits_for_an_event_of_the_host():
     get_device("cuda:0").wait(CompletedEvent())

@@ -1,4 +1,4 @@
-"""Checks of what a pool says of its memory: its views, its layout and the lists for connectors."""
+"""Checks of how a pool describes its memory: views, layout and buffer lists for connectors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from kvpool.layout import Buffer
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail, raises, random_of
-from kvpool.testing.memory import Memory, every, off
+from kvpool.testing.memory import PoolMemory, every, off
 
 
 def a_new_pool_is_zero_and_aligned(case: Case) -> None:
-    """Memory of the device's kind, each slab at a multiple of its alignment."""
+    """Zeroed memory of the device's kind, each slab aligned as the device says."""
     pool = case.make()
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     memory.check(np.zeros(memory.nbytes, dtype=np.uint8))
     for buffer in pool.layout.buffers:
         kind = buffer.memory.partition(":")[0]
@@ -26,27 +26,27 @@ def a_new_pool_is_zero_and_aligned(case: Case) -> None:
         if slab.base % step:
             fail(f"slab at {slab.base:#x}: {slab.base % step} bytes past a multiple of {step}.")
     if pool.nbytes < sum(buffer.items * buffer.item_bytes for buffer in pool.layout.buffers):
-        fail(f"nbytes: {pool.nbytes:,} are fewer than its buffers have.")
+        fail(f"nbytes: {pool.nbytes:,}, fewer than the bytes of its buffers.")
 
 
 def two_pools_share_no_byte(case: Case) -> None:
-    """What is written to one is not in the other."""
+    """A write to one pool does not change the other."""
     pools = case.make(), case.make()
-    memories = [Memory(pool) for pool in pools]
+    memories = [PoolMemory(pool) for pool in pools]
     held = [memory.fill(random_of(case.pool, n)) for n, memory in enumerate(memories)]
     for memory, expected in zip(memories, held):
         memory.check(expected)
 
 
 def views_described_back_are_the_layout(case: Case) -> None:
-    """Pointer, strides and dtype of every view."""
+    """`describe` of every view gives the region that it came from."""
     case.make().check_integrity()
 
 
 def views_show_the_bytes_of_the_layout(case: Case) -> None:
-    """Every byte of every region, through its view and by the formula."""
+    """Every byte of every region is the same through its view and by the layout's formula."""
     pool = case.make()
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     held = memory.fill(random_of(case.pool))
     for region in pool.layout.regions:
         items = pool.layout.buffer_of(region).items
@@ -57,13 +57,13 @@ def views_show_the_bytes_of_the_layout(case: Case) -> None:
         wrong = np.argwhere(raw != held[memory.cells(region, *at)])
         if wrong.size:
             fail(
-                f"{region}: the view shows another byte than the layout's formula at location "
+                f"{region}: the view has another byte than the layout's formula at location "
                 f"{wrong[0][0]} ({len(wrong):,} bytes of {raw.size:,} differ)."
             )
 
 
 def contiguous_lists_agree_with_the_layout(case: Case) -> None:
-    """Pointers, lengths, item lengths and layers; each buffer in one list, once."""
+    """Pointers, lengths, item lengths and layers; each buffer is listed once."""
     pool = case.make()
     if pool.placement == "page":
         raises(ValueError, "lists of pages of all layers", pool.get_contiguous_buf_infos)
@@ -71,7 +71,7 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
     main, states = pool.get_contiguous_buf_infos(), pool.get_state_buf_infos()
     listed = _listed(pool, "contiguous", *main)
     kinds = len(_runs(main.layer_ids))
-    # neighbouring kinds of which one begins behind the other's last layer look like one
+    # two kinds look like one run if the second starts after the last layer of the first
     if not kinds <= pool.kv_buf_groups <= len(main.layer_ids):
         fail(f"kv_buf_groups: {pool.kv_buf_groups}, but the list has {kinds} runs of layers.")
     for number, state in enumerate(states):
@@ -82,19 +82,19 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
 
 
 def layers_are_the_models(case: Case) -> None:
-    """First, last and total, against the layout."""
+    """First, last and total layers agree with the layout."""
     pool = case.make()
     layers = {region.layer for region in pool.layout.regions}
     equal("start_layer", pool.start_layer, pool.layers[0])
     equal("end_layer", pool.end_layer, pool.layers[-1] + 1)
     equal("total_kv_layers of the layout", pool.layout.total_kv_layers, pool.total_kv_layers)
     if not layers <= set(pool.layers):
-        fail(f"layers: the pool holds {pool.layers}, its regions are of {sorted(layers)}.")
+        fail(f"layers: the pool has {pool.layers}, its regions have {sorted(layers)}.")
     equal("owners", {region.owner for region in pool.layout.regions}, {pool.owner})
 
 
 def sizes_without_memory_are_the_same(case: Case) -> None:
-    """The pool on the meta device."""
+    """A pool on the meta device has the same layout, without pointers."""
     here, there = case.make().layout, case.build(device="meta").layout
     equal("regions on meta", there.regions, here.regions)
     equal("spaces on meta", there.spaces, here.spaces)
@@ -103,7 +103,7 @@ def sizes_without_memory_are_the_same(case: Case) -> None:
         equal(f"buffer {one.name} on meta", same, other)
 
 
-CHECKS = (
+LAYOUT_CHECKS = (
     a_new_pool_is_zero_and_aligned,
     two_pools_share_no_byte,
     views_described_back_are_the_layout,
@@ -117,7 +117,7 @@ CHECKS = (
 def _listed(
     pool: KVPool, what: str, ptrs: list[int], lens: list[int], items: list[int], layers: list[int]
 ) -> list[Buffer]:
-    """Buffers of a list, each compared with the layout's."""
+    """The buffers of a list, each compared with the layout."""
     held = {(buffer.base, buffer.end): buffer for buffer in pool.layout.buffers}
     of_layer = {(region.buffer, region.layer) for region in pool.layout.regions}
     equal(f"{what}: lengths of its columns", {len(lens), len(items), len(layers)}, {len(ptrs)})
@@ -126,11 +126,13 @@ def _listed(
         buffer = held.get((ptr, ptr + length))
         if buffer is None:
             fail(
-                f"{what}, layer {layer}: {length:,} bytes at {ptr:#x} are no buffer of the layout."
+                f"{what}, layer {layer}: the layout has no buffer of {length:,} bytes at {ptr:#x}."
             )
         equal(f"{what}, layer {layer}: item length", item, buffer.item_bytes)
         if (buffer.name, layer) not in of_layer:
-            fail(f"{what}: buffer {buffer.name} is listed for layer {layer}, of which it is not.")
+            fail(
+                f"{what}: buffer {buffer.name} is listed for layer {layer}, but has no such region."
+            )
         found.append(buffer)
     return found
 

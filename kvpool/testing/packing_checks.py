@@ -1,4 +1,4 @@
-"""Checks of packings: what becomes of floats that are written, and of bytes that are read."""
+"""Checks of packings: the bytes of written floats, and the floats of stored bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
 from kvpool.testing.groups import Group, blocks, device_of, groups, same, shape
-from kvpool.testing.memory import Memory, on
+from kvpool.testing.memory import PoolMemory, on
 from kvpool.testing.values import (
     Bytes,
     Floats,
@@ -30,23 +30,23 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def write_packs_as_the_formats_say(case: Case) -> None:
-    """Floats of every dtype: quantised where the pool has scales, else as they are."""
+    """Floats of every dtype: quantised where the pool has scales, else unchanged."""
     for dtype in FLOATS:
         _write(case, dtype, plain_floats)
 
 
 def write_packs_extremes(case: Case) -> None:
-    """Ties, zeros of both signs, tiny and huge numbers, infinities and NaNs, where the pool has
-    scales.
+    """Where the pool has scales: ties, zeros of both signs, tiny and huge numbers, infinities and
+    NaNs.
     """
     for dtype in ("float32", "bfloat16"):
         _write(case, dtype, odd_floats)
 
 
 def read_unpacks_as_the_formats_say(case: Case) -> None:
-    """Floats of what was put there byte by byte: a role alone, and all of a layer in one call."""
+    """Floats from bytes set by the check: each role alone, and all of a layer in one call."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     held = memory.fill(random)
     reads: list[tuple[Group, Ints, list[tuple[Region, Bytes, str]]]] = []
     for group in groups(pool):
@@ -76,17 +76,17 @@ def read_unpacks_as_the_formats_say(case: Case) -> None:
     memory.check(held)
 
 
-def values_may_lie_anyhow(case: Case) -> None:
-    """Slices of wider tensors, elements that do not lie side by side, one row for all."""
+def values_may_have_any_strides(case: Case) -> None:
+    """Slices of wider tensors, elements that are not adjacent, one row expanded to all."""
     for name, lay in _LAYS.items():
         _write(case, "bfloat16", plain_floats, name, lay)
 
 
-CHECKS = (
+PACKING_CHECKS = (
     write_packs_as_the_formats_say,
     write_packs_extremes,
     read_unpacks_as_the_formats_say,
-    values_may_lie_anyhow,
+    values_may_have_any_strides,
 )
 
 
@@ -97,9 +97,11 @@ def _write(
     how: str = "",
     lay: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
 ) -> None:
-    """Writes floats of `dtype`, and where they are not taken what is stored, laid out by `lay`."""
+    """Writes floats of `dtype`, or stored values if the pool takes no such floats, laid out by
+    `lay`.
+    """
     pool, random = case.make(), random_of(case.pool, dtype, how)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for group in groups(pool):
         where, values = group.pick(random), {}
@@ -128,8 +130,8 @@ def _write(
 
 
 def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
-    """Whether a write takes another dtype than is stored: to widen it, or to round it where the
-    pool rounds anyway.
+    """Whether a write converts `dtype` to the stored dtype: it widens, and rounds only in a pool
+    that quantises.
     """
     if region.dtype not in FLOATS or dtype == region.dtype:
         return False
@@ -141,7 +143,7 @@ def _has_scales(pool: KVPool, region: Region) -> bool:
 
 
 def _spaced(values: torch.Tensor) -> torch.Tensor:
-    """The same values, no two elements side by side."""
+    """The same values with no two elements adjacent."""
     wide = values.unsqueeze(-1)
     return torch.cat([wide, wide], dim=-1)[..., 0]
 

@@ -1,5 +1,5 @@
-"""Checks of what a device does to entries, without a pool: views of every dtype, size and stride,
-and every format.
+"""Checks of a device's `store_rows` and `load_rows` without a pool: views of every dtype, size and
+stride, and every format.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 
 from kvpool.device import Device
-from kvpool.device.torch_ops import Held
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.testing.case import equal, fail, random_of
-from kvpool.testing.groups import SCALES
+from kvpool.testing.groups import SCALE_FORMATS
 from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
 from kvpool.testing.values import (
-    MOST_HELD,
+    LARGEST_CODE,
     decode,
     dequantise,
     encode,
@@ -26,7 +26,7 @@ from kvpool.testing.values import (
     quantise,
 )
 
-DTYPES = (
+VIEW_DTYPES = (
     "uint8",
     "float8_e4m3fn",
     "float8_e5m2",
@@ -40,30 +40,31 @@ ENTRIES = 5
 
 
 def entries_of_any_dtype_are_stored_and_loaded(device: Device) -> None:
-    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]` in both orders."""
-    for dtype in DTYPES:
+    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]`, both NHD and HND."""
+    for dtype in VIEW_DTYPES:
         for heads_first in (False, True):
             for width in (1, 7, 32):
                 _entries(device, dtype, heads_first, width)
 
 
 def many_entries_are_stored_and_loaded(device: Device) -> None:
-    """More than a launch's worth of rows at once, of a size that is no power of two."""
+    """Many rows in one call, of a size that is not a power of two."""
     random, items, count = random_of(), 250, 1111
     raw, slab = random_slab(device, random, items * ENTRIES * 48)
     view = slab.view(torch.bfloat16).view(items, ENTRIES, 24)
     where = random.permutation(items * ENTRIES)[:count]
     values = random.integers(0, 256, (count, 48), dtype=np.uint8)
-    device.store(view, ids_on(slab.device, where), on(slab.device, values, "bfloat16"))
+    locations = ids_on(slab.device, where)
+    device.store_rows([WriteRow(view, on(slab.device, values, "bfloat16"))], locations)
     raw.reshape(-1, 48)[where] = values
-    same_slab(device, slab, raw, "store of 1,111 entries")
-    found = off(device, device.load(view, ids_on(slab.device, where)))
-    if not np.array_equal(found, values):
-        fail("load of 1,111 entries: other bytes than are there.")
+    same_slab(device, slab, raw, "store_rows of 1,111 entries")
+    (found,) = device.load_rows([ReadRow(view)], locations)
+    if not np.array_equal(off(device, found), values):
+        fail("load_rows of 1,111 entries: the bytes differ from the memory.")
 
 
 def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
-    """Bytes as they are in rows side by side and apart, and floats of values with scales."""
+    """Stored bytes in rows adjacent and apart, and floats of values with scales."""
     random, items = random_of(), 9
     raw, slab = random_slab(device, random, items * ENTRIES * 4096)
     rows = raw.reshape(items * ENTRIES, 4096)
@@ -76,11 +77,11 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
         return typed[..., first // ITEMSIZE[dtype] :][..., :count]
 
     asked = [
-        Held(view("bfloat16", 0, 256)),
-        Held(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float16),
-        Held(view("uint8", 1031, 7)),
-        Held(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float32),
-        Held(view("bfloat16", 0, 2048)),
+        ReadRow(view("bfloat16", 0, 256)),
+        ReadRow(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float16),
+        ReadRow(view("uint8", 1031, 7)),
+        ReadRow(view("float8_e4m3fn", 1024, 128), view("float32", 1152, 4), torch.float32),
+        ReadRow(view("bfloat16", 0, 2048)),
     ]
     for count in (0, 1, 31):
         where = random.permutation(len(rows))[:count]
@@ -101,9 +102,9 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
 
 
 def floats_are_quantised_into_every_format(device: Device) -> None:
-    """e4m3 and int8 with scales of every dtype, one a token or four; what is hard to round too."""
+    """e4m3 and int8 with scales of every dtype, one or four a token; hard roundings too."""
     random, items, width = random_of(), 7, 64
-    for held, scale, count in product(MOST_HELD, SCALES, (1, 4)):
+    for held, scale, count in product(LARGEST_CODE, SCALE_FORMATS, (1, 4)):
         row = width + 4 * ITEMSIZE[scale]
         raw, slab = random_slab(device, random, items * ENTRIES * row)
         rows = raw.reshape(items * ENTRIES, row)
@@ -114,7 +115,7 @@ def floats_are_quantised_into_every_format(device: Device) -> None:
             where = random.permutation(len(rows))[:19]
             numbers = floats(random, (where.size, width), dtype)
             given = on(slab.device, encode(numbers, dtype), dtype)
-            device.quantize_store(view, scales, ids_on(slab.device, where), given)
+            device.store_rows([WriteRow(view, given, scales)], ids_on(slab.device, where))
             codes, factors = quantise(numbers, count, scale, held)
             end = width + factors.shape[-1]
             rows[where, :width], rows[where, width:end] = codes, factors
@@ -127,12 +128,12 @@ def floats_are_quantised_into_every_format(device: Device) -> None:
             if wrong.size:
                 at = tuple(wrong[0])
                 fail(
-                    f"quantize_store of {dtype} as {held} with {count} of {scale}: entry {at[0]}, "
+                    f"store_rows of {dtype} as {held} with {count} of {scale}: entry {at[0]}, "
                     f"byte {at[1]} is {int(found[at]):#04x}, expected {int(rows[at]):#04x}."
                 )
 
 
-CHECKS = (
+ROW_CHECKS = (
     entries_of_any_dtype_are_stored_and_loaded,
     many_entries_are_stored_and_loaded,
     rows_of_all_kinds_are_loaded_in_one_call,
@@ -141,7 +142,7 @@ CHECKS = (
 
 
 def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
-    """A view of 6 items: rows with a gap behind each item, and bytes before the first."""
+    """A view of 6 items with a gap after each item and before the first."""
     random, items, heads = random_of(dtype, heads_first, width), 6, 3
     size = ITEMSIZE[dtype]
     inner = heads * ENTRIES * width
@@ -160,11 +161,12 @@ def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
     what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
     where = random.permutation(items * ENTRIES)[:17]
     item, entry = np.divmod(where, ENTRIES)
-    found = device.load(view, ids_on(slab.device, where))
-    equal(f"load of {what}: dtype", found.dtype, view.dtype)
+    locations = ids_on(slab.device, where)
+    (found,) = device.load_rows([ReadRow(view)], locations)
+    equal(f"load_rows of {what}: dtype", found.dtype, view.dtype)
     if not np.array_equal(off(device, found), rows[item, entry]):
-        fail(f"load of {what}: other bytes than are there.")
+        fail(f"load_rows of {what}: the bytes differ from the memory.")
     values = random.integers(0, 256, (where.size, heads, width * size), dtype=np.uint8)
-    device.store(view, ids_on(slab.device, where), on(slab.device, values, dtype))
+    device.store_rows([WriteRow(view, on(slab.device, values, dtype))], locations)
     rows[item, entry] = values
-    same_slab(device, slab, raw, f"store of {what}")
+    same_slab(device, slab, raw, f"store_rows of {what}")

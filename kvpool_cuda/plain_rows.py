@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Rows of bytes between a tensor `[N, ...]` and the entries of a view, as they are.
+"""Rows that move unchanged between a tensor `[N, ...]` and the entries of a view.
 
-A program moves a tile of rows and of units of a row; what depends on a row (its location, its item)
-is computed once for all of its units.
+A program moves a tile of rows by units of a row, so that a row's location and item are computed
+once for all of its units.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool_cuda.geometry import TILE, WIDEST, Axis, columns, walk
-from kvpool_cuda.words import words_at
+from kvpool_cuda.geometry import WIDEST, Dim, access_pattern, columns
+from kvpool_cuda.memory import words_at
+
+TILE_WORDS = 1024
+"""Words that a program of four warps moves at once: four accesses of 16 bytes a lane."""
 
 
-class Part(NamedTuple):
-    """A part of a launch: a kernel's constants, its arguments, and how many programs it takes."""
+class LaunchPart(NamedTuple):
+    """One row of a launch: the kernel's constants and arguments, and how many programs it takes."""
 
     constants: tuple[int, ...]
     arguments: tuple[int, ...]
     programs: int
 
 
-def plain(view: torch.Tensor, values: torch.Tensor) -> Part:
-    """Bytes of `values` `[N, ...]` to or from `view` `[item, entry, ...]`, of one dtype."""
-    addresses = values.data_ptr(), view.data_ptr()
+def plain(view: torch.Tensor, values: torch.Tensor) -> LaunchPart:
+    """Moves `values` `[N, ...]` to or from `view` `[item, entry, ...]` of the same dtype."""
+    pointers = values.data_ptr(), view.data_ptr()
     constants, strides = _geometry(
         tuple(view.shape),
         values.stride(),
         view.stride(),
         view.element_size(),
-        (addresses[0] | addresses[1]) % WIDEST,
+        (pointers[0] | pointers[1]) % WIDEST,
     )
     rows, pieces = constants[1], constants[3]
-    return Part(constants, addresses + strides, -(-values.shape[0] // rows) * pieces)
+    return LaunchPart(constants, pointers + strides, -(-values.shape[0] // rows) * pieces)
 
 
 @lru_cache(maxsize=4096)
@@ -49,16 +52,16 @@ def _geometry(
     low: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     value, held = ([s * itemsize for s in strides] for strides in (value_strides, view_strides))
-    axes = [Axis(*each) for each in zip(shape[2:], zip(value[1:], held[2:]))]
-    axes = axes or [Axis(1, (itemsize, itemsize))]  # an entry is one element
-    path = walk(axes, itemsize, (low, value[0], held[0], held[1]))
+    axes = [Dim(*each) for each in zip(shape[2:], zip(value[1:], held[2:]))]
+    axes = axes or [Dim(1, (itemsize, itemsize))]  # an entry is one element
+    path = access_pattern(axes, itemsize, (low, value[0], held[0], held[1]))
     word = min(path.unit, 8)
     lanes = path.unit // word
-    cols = columns(path.units, TILE // lanes)
-    rows = TILE // (cols * lanes)
+    cols = columns(path.units, TILE_WORDS // lanes)
+    rows = TILE_WORDS // (cols * lanes)
     pieces = -(-path.units // cols)
-    # `at` of the kernel, behind the addresses: strides of rows, items and entries, and of the axes
-    # in each tensor; PART, in which 0 says that it is one of plain bytes
+    # the kernel's `at` after the pointers: strides of rows, items and entries, then of the axes in
+    # each tensor; and PART, whose first number 0 marks plain rows
     strides = (value[0] // path.unit, held[0] // path.unit, held[1] // path.unit)
     constants = (0, rows, cols, pieces, path.unit, word, shape[1], path.units, *path.sizes)
     return constants, (*strides, *path.strides[0], *path.strides[1])
@@ -66,13 +69,13 @@ def _geometry(
 
 @triton.jit
 def plain_programs(count, PART: tl.constexpr):
-    """How many programs a part of `count` rows takes."""
+    """How many programs `count` rows take."""
     return tl.cdiv(count, PART[1]) * PART[3]
 
 
 @triton.jit
 def move_part(program, at, locations, count, PART: tl.constexpr, LOADS: tl.constexpr):
-    """One program's rows, to the view or (`LOADS`) from it."""
+    """Moves one program's rows to the view, or with `LOADS` from it."""
     ROWS: tl.constexpr = PART[1]
     COLS: tl.constexpr = PART[2]
     PIECES: tl.constexpr = PART[3]

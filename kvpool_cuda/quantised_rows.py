@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Blocks of floats that share a scale: quantised into the entries of two views, and read back.
+"""Rows of floats that are quantised into the entries of two views, values and scales, and read
+back.
 
-A program takes whole blocks, so that the largest of each is known before any is written. Offsets
-are in elements.
+A program takes whole blocks, because a block's largest magnitude decides its scale. Offsets are in
+elements.
 """
 
 from __future__ import annotations
@@ -14,52 +15,59 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool_cuda.floats import INF, KINDS, largest_of, load_floats, store_floats
-from kvpool_cuda.geometry import WIDEST, Axis, divisor, fused, power_of_two
-from kvpool_cuda.quantised import (
-    CODES,
-    SCALES,
+from kvpool_cuda.formats import (
+    CODE_IDS,
+    FLOAT_IDS,
+    INF,
+    SCALE_IDS,
     decode,
     encode_block,
+    largest_of,
+    load_floats,
     load_scales,
     poison,
+    store_floats,
     store_scales,
 )
-from kvpool_cuda.rows import Part
-from kvpool_cuda.words import words_at
+from kvpool_cuda.geometry import WIDEST, Dim, divisor, fused, power_of_two
+from kvpool_cuda.memory import words_at
+from kvpool_cuda.plain_rows import LaunchPart
 
-TILE = 2048
+TILE_FLOATS = 2048
 """Elements that a program of four warps quantises at once: two accesses of 16 bytes a lane."""
 
 
-def scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> Part:
-    """Floats `values` `[N, ..., D]` to or from e4m3 or int8 `view` `[item, entry, ..., D]` and its
-    `scales` `[item, entry, ..., S]`. Raises ValueError for other dtypes and shapes.
+def scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> LaunchPart:
+    """Quantises floats `values` `[N, ..., D]` to e4m3 or int8 `view` `[item, entry, ..., D]` and
+    its `scales` `[item, entry, ..., S]`, or reads them back. Raises ValueError for other dtypes and
+    shapes.
     """
-    if values.dtype not in KINDS or scales.dtype not in SCALES or view.dtype not in CODES:
+    known = values.dtype in FLOAT_IDS, scales.dtype in SCALE_IDS, view.dtype in CODE_IDS
+    if not all(known):
         raise ValueError(
-            f"{values.dtype} as {view.dtype} with scales of {scales.dtype}: kernels know floats of "
-            "16 bits and more as float8_e4m3fn or int8, with scales of float32, float16 or "
-            "float8_e8m0fnu."
+            f"{values.dtype} as {view.dtype} with scales of {scales.dtype}: kernels quantise "
+            "floats of 16 bits and more to float8_e4m3fn or int8, with scales of float32, float16 "
+            "or float8_e8m0fnu."
         )
     blocks = scales.shape[-1]
     alike = scales.shape[1:-1] == view.shape[1:-1] and scales.device == view.device
     if not alike or view.shape[-1] % blocks:
         raise ValueError(
             f"values {list(view.shape)} on {view.device} with scales {list(scales.shape)} on "
-            f"{scales.device}: both must lie on one device, and each last axis must be as many "
-            "equal blocks as it has scales."
+            f"{scales.device}: both must be on one device, and the last axis must be a multiple of "
+            "the number of scales."
         )
-    addresses = values.data_ptr(), view.data_ptr(), scales.data_ptr()
+    pointers = values.data_ptr(), view.data_ptr(), scales.data_ptr()
     constants, strides = _geometry(
         tuple(view.shape),
         blocks,
         (values.stride(), view.stride(), scales.stride()),
-        (values.element_size(), KINDS[values.dtype], SCALES[scales.dtype], CODES[view.dtype]),
-        (addresses[0] % WIDEST, addresses[1] % WIDEST),
+        values.element_size(),
+        (FLOAT_IDS[values.dtype], SCALE_IDS[scales.dtype], CODE_IDS[view.dtype]),
+        (pointers[0] % WIDEST, pointers[1] % WIDEST),
     )
     programs = -(-values.shape[0] * constants[8] // constants[1])
-    return Part(constants, addresses + strides, programs)
+    return LaunchPart(constants, pointers + strides, programs)
 
 
 @lru_cache(maxsize=4096)
@@ -67,26 +75,28 @@ def _geometry(
     shape: tuple[int, ...],
     scales: int,
     all_strides: tuple[tuple[int, ...], ...],
-    dtypes: tuple[int, int, int, int],
+    itemsize: int,
+    formats: tuple[int, int, int],
     low: tuple[int, int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     value, held, scale = all_strides
-    itemsize, kind, factor, code = dtypes
+    kind, factor, code = formats
     block = shape[-1] // scales
     outer = zip(shape[2:-1], zip(value[1:-1], held[2:-1], scale[2:-1]))
     steps = block * value[-1], block * held[-1], scale[-1]
-    axes = fused([Axis(scales, steps), *(Axis(*each) for each in outer)]) or [Axis(1, steps)]
+    axes = fused([Dim(scales, steps), *(Dim(*each) for each in outer)]) or [Dim(1, steps)]
     value_unit = divisor((low[0], itemsize * value[0], *(itemsize * a.strides[0] for a in axes)))
     held_unit = divisor((low[1], held[0], held[1], *(axis.strides[1] for axis in axes)))
     padded = power_of_two(block)
     per_row = scales * prod(shape[2:-1])
-    # PART of the kernels; the first, of CODES, says that it is one of blocks
+    # the kernels' PART; its first number, of CODE_IDS, marks quantised rows
+    tile = max(1, TILE_FLOATS // padded)
     constants = (
-        *(code, max(1, TILE // padded), block, padded, kind, factor, value_unit, held_unit),
+        *(code, tile, block, padded, kind, factor, value_unit, held_unit),
         *(per_row, shape[1], itemsize, *(axis.size for axis in axes)),
     )
-    # `at` of the kernels, behind the addresses: strides of rows, items and entries, of elements,
-    # and of the axes in each tensor
+    # the kernels' `at` after the pointers: strides of rows, items and entries, of elements, and of
+    # the axes in each tensor
     rows = value[0], held[0], held[1], scale[0], scale[1]
     columns = (axis.strides[tensor] for tensor in range(3) for axis in axes)
     return constants, (*rows, value[-1], held[-1], *columns)
@@ -94,14 +104,14 @@ def _geometry(
 
 @triton.jit
 def scaled_programs(count, PART: tl.constexpr):
-    """How many programs a part of `count` rows takes."""
+    """How many programs `count` rows take."""
     return tl.cdiv(count * PART[8], PART[1])
 
 
 @triton.jit
 def _places(program, at, locations, count, PART: tl.constexpr):
-    """Offsets `[B, D]` of elements of values and view, `[B]` of scales; which `[B, D]`, `[B]` are
-    there.
+    """Offsets of elements in values and view `[B, D]` and of scales `[B]`, and the masks of
+    both.
     """
     BLOCKS: tl.constexpr = PART[1]
     BLOCK: tl.constexpr = PART[2]
@@ -135,13 +145,13 @@ def _places(program, at, locations, count, PART: tl.constexpr):
 
 @triton.jit
 def quantise_part(program, at, locations, count, PART: tl.constexpr):
-    """One program's blocks, into the view and its scales."""
+    """Quantises one program's blocks into the view and its scales."""
     CODE: tl.constexpr = PART[0]
     value, held, scale, inside, there = _places(program, at, locations, count, PART)
     floats = load_floats(at[0], value, inside, PART[4], PART[6])
     codes, stored, largest = encode_block(floats, CODE, PART[5])
     if tl.max(largest, axis=0) >= INF:
-        # seldom: they are loaded again, so that no register keeps them until here
+        # rare: load them again rather than keep them in registers until here
         again = load_floats(at[0], value, inside, PART[4], PART[6])
         codes = poison(codes, again, largest, CODE)
     tl.store(words_at(at[1], 1, PART[7]) + held, codes.to(tl.uint8), mask=inside)
@@ -150,14 +160,14 @@ def quantise_part(program, at, locations, count, PART: tl.constexpr):
 
 @triton.jit
 def dequantise_part(program, at, locations, count, PART: tl.constexpr):
-    """One program's blocks, out of the view and its scales; what is beyond the floats' range is
-    their largest number.
+    """Dequantises one program's blocks; values beyond the range of the floats become their largest
+    number.
     """
     value, held, scale, inside, there = _places(program, at, locations, count, PART)
     codes = tl.load(words_at(at[1], 1, PART[7]) + held, mask=inside, other=0).to(tl.int32)
     factors = load_scales(at[2], scale, there, PART[5])
     floats = decode(codes, PART[0]) * factors[:, None]
-    # comparisons with NaN are false: it stays
+    # comparisons with NaN are false, so NaN stays
     largest = largest_of(PART[4])
     floats = tl.where(floats > largest, largest, floats)
     floats = tl.where(floats < -largest, -largest, floats)

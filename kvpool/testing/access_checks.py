@@ -1,4 +1,4 @@
-"""Checks of reads and writes of entries: every role of every layer, by flat location."""
+"""Checks of a pool's reads and writes of stored values, by role, layer and flat location."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from kvpool.layout.grid import Ints
 from kvpool.testing.case import Case, equal, fail, raises, random_of
 from kvpool.testing.groups import device_of, groups, same, shape
-from kvpool.testing.memory import Memory, ids_on, off, on
+from kvpool.testing.memory import PoolMemory, ids_on, off, on
 from kvpool.testing.values import encode
 
 
 def scatter_writes_these_bytes_and_no_others(case: Case) -> None:
-    """Stored values of every role, all roles of a layer in one call."""
+    """Every role, all roles of a layer in one call."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for group in groups(pool):
         where, values = group.pick(random), {}
@@ -32,9 +32,9 @@ def scatter_writes_these_bytes_and_no_others(case: Case) -> None:
 
 
 def gather_reads_these_bytes(case: Case) -> None:
-    """Stored values of every role, into tensors of their own."""
+    """Every role; results do not share memory with the pool."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     held = memory.fill(random)
     for group in groups(pool):
         where = group.pick(random)
@@ -48,9 +48,9 @@ def gather_reads_these_bytes(case: Case) -> None:
 
 
 def locations_may_be_any_integers(case: Case) -> None:
-    """Lists, numpy's and torch's, of 32 and 64 bits, on the host and on the device, in strides."""
+    """Lists, numpy and torch, 32 and 64 bits, host and device, strided."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for group in {group.space.name: group for group in groups(pool)}.values():
         region = group.regions[0]
@@ -67,9 +67,9 @@ def locations_may_be_any_integers(case: Case) -> None:
 
 
 def no_locations_are_no_write(case: Case) -> None:
-    """An empty list writes nothing and reads nothing."""
+    """An empty list of locations writes and reads nothing."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for group in groups(pool):
         values: dict[str, torch.Tensor] = {}
@@ -85,12 +85,12 @@ def no_locations_are_no_write(case: Case) -> None:
     memory.check(expected)
 
 
-def a_location_given_twice_holds_what_it_was_given(case: Case) -> None:
-    """As padding is written: many rows to one location, in no order and perhaps mixed, among others
-    that are written once.
+def a_repeated_location_holds_one_of_its_values(case: Case) -> None:
+    """Padding: many rows go to one location, among others that are written once. Each byte may be
+    from any of them.
     """
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     free = np.zeros(expected.shape, dtype=bool)
     for group in groups(pool):
@@ -108,14 +108,14 @@ def a_location_given_twice_holds_what_it_was_given(case: Case) -> None:
             found = pool.gather(region.role, group.layer, [0])
             given = off(case.device, values[region.role])[where == 0]
             if not (given == off(case.device, found)).any(axis=0).all():
-                fail(f"{region}: location 0 holds bytes that none of its 5 values has.")
+                fail(f"{region}: location 0 has bytes of none of its 5 values.")
     memory.check(expected, free)
 
 
-def what_does_not_fit_is_refused_and_writes_nothing(case: Case) -> None:
-    """Locations outside, and values of another shape or dtype."""
+def invalid_writes_are_refused_and_change_nothing(case: Case) -> None:
+    """Locations out of range, and values of another shape or dtype."""
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for group in groups(pool):
         region = group.regions[0]
@@ -133,13 +133,13 @@ def what_does_not_fit_is_refused_and_writes_nothing(case: Case) -> None:
     memory.check(expected)
 
 
-CHECKS = (
+ACCESS_CHECKS = (
     scatter_writes_these_bytes_and_no_others,
     gather_reads_these_bytes,
     locations_may_be_any_integers,
     no_locations_are_no_write,
-    a_location_given_twice_holds_what_it_was_given,
-    what_does_not_fit_is_refused_and_writes_nothing,
+    a_repeated_location_holds_one_of_its_values,
+    invalid_writes_are_refused_and_change_nothing,
 )
 
 
@@ -150,5 +150,5 @@ _FORMS: dict[str, Callable[[Ints, torch.device], Any]] = {
     "torch int64 on the host": lambda where, _: ids_on(torch.device("cpu"), where),
     "torch int64": lambda where, device: ids_on(device, where),
     "torch int32": lambda where, device: ids_on(device, where).int(),
-    "torch int64 in strides": lambda where, device: ids_on(device, np.repeat(where, 2))[::2],
+    "strided torch int64": lambda where, device: ids_on(device, np.repeat(where, 2))[::2],
 }

@@ -1,4 +1,4 @@
-"""Checks of a device by itself, without a pool: what it says, its memory, copies, and marks."""
+"""Checks of a device without a pool: properties, memory, copies, events."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.device.cpu import CompletedEvent
+from kvpool.device.torch_ops import WriteRow
 from kvpool.testing.case import equal, fail, random_of
-from kvpool.testing.items import chain
+from kvpool.testing.item_checks import chain
 from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
 from kvpool.testing.values import Bytes
 
 
-def it_says_what_it_is(device: Device) -> None:
-    """Name, kind of memory, alignment, limits."""
+def its_properties_are_valid(device: Device) -> None:
+    """Availability, name, kind of memory, alignment, limit of registrations."""
     equal("availability", device.availability(), None)
-    equal("the device of its name", get_device(device.name).name, device.name)
+    equal("the name of get_device(name)", get_device(device.name).name, device.name)
     if not device.memory_kind.isidentifier():
         fail(f"memory_kind: {device.memory_kind!r} where a name without a number is expected.")
     if device.alignment < 1 or device.alignment & (device.alignment - 1):
@@ -29,13 +30,13 @@ def it_says_what_it_is(device: Device) -> None:
 
 
 def a_device_that_is_not_there_is_refused_by_name(device: Device) -> None:
-    """Number 9999 of this kind: DeviceUnavailable, unless numbers mean nothing to it."""
+    """Number 9999 of this kind raises DeviceUnavailable, unless the device ignores numbers."""
     name = f"{device.name.partition(':')[0]}:9999"
     try:
         memory = get_device(name).allocate(64)
     except DeviceUnavailable as error:
         if name not in str(error):
-            fail(f"{name}: the refusal does not say what was asked for: {error}")
+            fail(f"{name}: DeviceUnavailable does not name the device: {error}")
         return
     except Exception as error:
         fail(f"{name}: {type(error).__name__} ({error}) where DeviceUnavailable is expected.")
@@ -43,7 +44,7 @@ def a_device_that_is_not_there_is_refused_by_name(device: Device) -> None:
 
 
 def memory_is_zero_aligned_and_its_own(device: Device) -> None:
-    """Of odd sizes, for alignments up to 2 MiB, and when it has been used before."""
+    """Odd sizes, alignments up to 2 MiB, and memory that is reused."""
     held: list[torch.Tensor] = []
     for nbytes in (1, 63, 4096, 100_003, 3 << 20):
         for alignment in (None, 1, 512, 4096, 2 << 20):
@@ -51,17 +52,17 @@ def memory_is_zero_aligned_and_its_own(device: Device) -> None:
             for other in held:
                 low, high = other.data_ptr(), other.data_ptr() + other.numel()
                 if memory.data_ptr() < high and low < memory.data_ptr() + nbytes:
-                    fail(f"allocate({nbytes}): it overlaps memory that is in use at {low:#x}.")
+                    fail(f"allocate({nbytes}): overlaps memory in use at {low:#x}.")
             memory.fill_(0xA5)
             held = [*held[-3:], memory]
     held.clear()
-    for nbytes in (63, 4096, 3 << 20):  # what was just given back
+    for nbytes in (63, 4096, 3 << 20):  # memory that was just freed
         _allocated(device, nbytes, None)
 
 
 def items_are_copied_in_all_views(device: Device) -> None:
-    """Views of many widths in one call: interleaved, odd, long; and one after another."""
-    random, items = random_of(), 300 if _is_far(device) else 40
+    """Views of many widths in one call: interleaved, odd, long; and dependent calls."""
+    random, items = random_of(), 300 if _is_accelerator(device) else 40
     widths = (3, 37, 64, 1000)
     raw, slab = random_slab(device, random, items * (sum(widths) + 5))
     starts = np.cumsum([0, *widths[:-1]])
@@ -71,7 +72,7 @@ def items_are_copied_in_all_views(device: Device) -> None:
         for start, width in zip(starts, widths)
     ]
     rows = raw.reshape(items, stride)
-    # a ring of all items; then halves that have none in common, said and unsaid
+    # a ring of all items; then disjoint halves, with and without saying so
     halves = random.permutation(items).reshape(2, -1)
     for src, dst, disjoint in (
         (*chain(random, np.arange(items)), False),
@@ -89,16 +90,16 @@ def items_are_copied_in_all_views(device: Device) -> None:
 
 
 def runs_are_copied_to_the_byte(device: Device) -> None:
-    """Runs of any length at any address, of all lengths mixed or of one, `nbytes` broadcast."""
+    """Runs of any length at any pointer, of mixed lengths or of one, `nbytes` broadcast."""
     random = random_of()
-    longest, many = (1 << 20, 3000) if _is_far(device) else (20_000, 99)
+    longest, many = (1 << 20, 3000) if _is_accelerator(device) else (20_000, 99)
     raw, slab = random_slab(device, random, 6 << 20)
     base, half = slab.data_ptr(), slab.numel() // 2
     lengths = np.concatenate([np.arange(0, 40), random.integers(0, 20_000, 9), [longest]])
     for nbytes in (random.permutation(lengths), np.broadcast_to(np.int64(656), many)):
         gaps = random.integers(0, 9, nbytes.size)
         src = np.cumsum(nbytes + gaps) - nbytes
-        order = random.permutation(nbytes.size)  # the same runs, one after another elsewhere
+        order = random.permutation(nbytes.size)  # packed at the destination, in another order
         dst = np.empty_like(src)
         dst[order] = half + 1 + np.cumsum(nbytes[order]) - nbytes[order]
         for columns in ((src, dst), (dst, src)):
@@ -111,11 +112,11 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
     same_slab(device, slab, raw, "copy_runs of no runs")
 
 
-def a_mark_tells_when_work_has_ended(device: Device) -> None:
-    """Copies that build on one another, and what is there once the mark says so."""
+def an_event_tells_when_work_has_ended(device: Device) -> None:
+    """Copies that depend on one another have all landed when the event has ended."""
     random = random_of()
-    far = _is_far(device)  # where less work would have ended before one can look
-    items, width, rounds = 16, (8 << 20 if far else 64 << 10), (8 if far else 1)
+    accelerated = _is_accelerator(device)  # where less work would end before the check
+    items, width, rounds = 16, (8 << 20 if accelerated else 64 << 10), (8 if accelerated else 1)
     raw, slab = random_slab(device, random, items * width)
     rows = raw.reshape(items, width)
     steps = [ids_on(slab.device, [number]) for number in range(items)]
@@ -125,17 +126,17 @@ def a_mark_tells_when_work_has_ended(device: Device) -> None:
     rows[:] = rows[0]
     event = device.record()
     event.synchronize()
-    if not np.array_equal(_read_apart(slab), raw):
+    if not np.array_equal(_read_now(slab), raw):
         time.sleep(1)
-        if np.array_equal(_read_apart(slab), raw):
-            fail("a mark had ended, and work that was queued before it had not.")
+        if np.array_equal(_read_now(slab), raw):
+            fail("an event had ended before the work queued ahead of it.")
         same_slab(device, slab, raw, "copy_items, one item after another")
     if not event.query():
-        fail("synchronize() of a mark has returned, and query() says that it has not ended.")
+        fail("query() of an event is false after synchronize() has returned.")
 
 
-def work_waits_for_a_mark(device: Device) -> None:
-    """Its own, one twice, and one of a device that does its work while it is called."""
+def work_waits_for_an_event(device: Device) -> None:
+    """Of its own event, twice, and of one from a device whose calls finish before they return."""
     random = random_of()
     raw, slab = random_slab(device, random, 4096)
     event = device.record()
@@ -144,18 +145,19 @@ def work_waits_for_a_mark(device: Device) -> None:
         values = random.integers(0, 256, (3, 64), dtype=np.uint8)
         where = random.permutation(64)[:3]
         view = slab.view(8, 8, 64)
-        device.store(view, ids_on(slab.device, where), on(slab.device, values, "uint8"))
+        rows = [WriteRow(view, on(slab.device, values, "uint8"))]
+        device.store_rows(rows, ids_on(slab.device, where))
         raw.reshape(64, 64)[where] = values
-    same_slab(device, slab, raw, "store behind a mark")
+    same_slab(device, slab, raw, "store_rows after an event")
 
 
-CHECKS = (it_says_what_it_is, a_device_that_is_not_there_is_refused_by_name)
-WITH_MEMORY = (
+PROPERTY_CHECKS = (its_properties_are_valid, a_device_that_is_not_there_is_refused_by_name)
+MEMORY_CHECKS = (
     memory_is_zero_aligned_and_its_own,
-    a_mark_tells_when_work_has_ended,
+    an_event_tells_when_work_has_ended,
     items_are_copied_in_all_views,
     runs_are_copied_to_the_byte,
-    work_waits_for_a_mark,
+    work_waits_for_an_event,
 )
 
 
@@ -170,17 +172,17 @@ def _allocated(device: Device, nbytes: int, alignment: int | None) -> torch.Tens
     raw = off(device, memory)
     if raw.any():
         first = int(np.flatnonzero(raw)[0])
-        fail(f"{call}: byte {first} is {int(raw[first]):#04x}, zeroed memory is expected.")
+        fail(f"{call}: byte {first} is {int(raw[first]):#04x}, expected zeroed memory.")
     return memory
 
 
-def _is_far(device: Device) -> bool:
-    """Whether tensors are not the host's: there is time for more, and need of it."""
+def _is_accelerator(device: Device) -> bool:
+    """Whether tensors are not in host memory: larger checks are needed, and fast enough."""
     return device.allocate(1).device.type != "cpu"
 
 
-def _read_apart(memory: torch.Tensor) -> Bytes:
-    """Bytes, read behind no work of the device: on a stream of its own where there are streams."""
+def _read_now(memory: torch.Tensor) -> Bytes:
+    """Bytes, read without waiting for the device: on another stream if there are streams."""
     if memory.device.type == "cpu":
         return np.array(memory.numpy())
     before = torch.accelerator.current_stream(memory.device)

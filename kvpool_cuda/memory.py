@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""Kernels' view of memory: addresses, and words of 8, 4 or 1 bytes at them.
-
-Bytes move as integers, whatever they mean. Two neighbouring words of 8 bytes are one access of 16.
+"""Device memory in kernels: integer words of 8, 4, 2 or 1 bytes at pointers given as integers. The
+compiler merges two adjacent words of 8 bytes into one access of 16.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def words_at(address, WORD: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to words at addresses that are multiples of `ALIGNED` bytes."""
+    """A pointer to words of `WORD` bytes; the address is a multiple of `ALIGNED` bytes."""
     if WORD == 8:
         pointer = address.to(tl.pointer_type(tl.int64))
     elif WORD == 4:
@@ -26,8 +25,8 @@ def words_at(address, WORD: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def copy_units(src, dst, nbytes, UNIT: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr):
-    """`nbytes` bytes from one address to another, `WORDS` words at a time; addresses and length are
-    multiples of `UNIT`.
+    """Copies `nbytes` bytes, `WORDS` words at a time; pointers and length are multiples of
+    `UNIT` bytes.
     """
     first = nbytes * 0
     while first < nbytes // WORD:
@@ -40,7 +39,7 @@ def copy_units(src, dst, nbytes, UNIT: tl.constexpr, WORD: tl.constexpr, WORDS: 
 
 @triton.jit
 def copy_bytes(src, dst, nbytes, WORDS: tl.constexpr):
-    """`nbytes` bytes from one address to another, as wide as these allow."""
+    """Copies `nbytes` bytes with the widest accesses that pointers and length allow."""
     low = src | dst | nbytes
     if low % 16 == 0:
         copy_units(src, dst, nbytes, 16, 8, WORDS)

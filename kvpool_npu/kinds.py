@@ -1,6 +1,6 @@
-"""Kinds of state as Ascend's attention operators take them: each role in a tensor of its own.
+"""Kinds of state for Ascend's attention operators: one tensor per role.
 
-Roles, axes and dtypes are those of `kvpool.pools.kinds`, so that pools of GPUs and of NPUs pair up.
+Roles, axes and dtypes are those of `kvpool.pools.kinds`, so that GPU and NPU pools exchange state.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from kvpool.pools.placement import BufferSpec
 
 @dataclass(frozen=True, slots=True)
 class NPUMLA(MLA):
-    """Multi-head latent attention, latent and rope apart: `[item, entry, 512]` and `[.., 64]`.
+    """Multi-head latent attention, latent and rope in two tensors: `[item, entry, 512]` and
+    `[.., 64]`.
 
-    Source: SGLang's `NPUMLATokenToKVPool` (hardware_backend/npu/memory_pool_npu.py), which keeps an
-    axis of one head before the last; so do vllm-ascend's caches.
+    Source: SGLang's `NPUMLATokenToKVPool` (hardware_backend/npu/memory_pool_npu.py), which has an
+    axis of one head before the last; vllm-ascend's caches too.
     """
 
     def declare(self, at: At) -> Iterator[BufferSpec]:
@@ -32,7 +33,8 @@ class NPUMLA(MLA):
 
 @dataclass(frozen=True, slots=True)
 class NPUIndexKey(IndexKey):
-    """Keys of a sparse-attention indexer, and their scales apart: `[item, entry, 128]`, `[.., 1]`.
+    """Keys of a sparse-attention indexer and their scales in two tensors: `[item, entry, 128]` and
+    `[.., 1]`.
 
     Packings: any float dtype, without scales; `fp8`, e4m3 and a float32 scale per token (SGLang's
     `enable_npu_quant_lightning_indexer`; vllm-ascend's indexer with `fp8`, on A5); `int8` and a
@@ -53,5 +55,5 @@ class NPUIndexKey(IndexKey):
 
 
 def npu_order(linear: LinearState) -> LinearState:
-    """The same state with its convolution as NPU operators take it: `[tap, channels]`."""
+    """The same state with its convolution in the order of NPU operators: `[tap, channels]`."""
     return replace(linear, conv_layout="taps_first")

@@ -1,4 +1,4 @@
-"""Checks of whole items: moves within a pool, and the way to the host and back."""
+"""Checks of whole items: copies within a pool, and offload to the host and back."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.memory import Memory, ids_on
+from kvpool.testing.memory import PoolMemory, ids_on
 from kvpool.testing.values import Bytes
 
 
 def copied_items_arrive_whole(case: Case) -> None:
-    """Items of every id list, to items of their own: padding too, and nothing else."""
+    """Disjoint items of every id list: all bytes of an item, padding too, and no others."""
     _copies(case, chains=False)
 
 
 def chained_copies_read_before_they_write(case: Case) -> None:
-    """Items that are source and destination at once: chains and swaps."""
+    """Items that are both source and destination: chains and swaps."""
     _copies(case, chains=True)
 
 
 def saved_items_come_back_elsewhere(case: Case) -> None:
-    """A request's items in host memory, and from there in other items of a pool that has been
+    """A request's items are saved to host memory, and loaded into other items after the pool is
     overwritten.
     """
     pool, random = case.make(), random_of(case.pool)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     held = memory.fill(random)
     for tokens in sorted({1, capacity(pool.layout) // 2 + 1, capacity(pool.layout)}):
         before, after = (place(pool.layout, tokens, random) for _ in range(2))
@@ -56,7 +56,7 @@ def saved_items_come_back_elsewhere(case: Case) -> None:
         held = memory.fill(random)
 
 
-CHECKS = (
+ITEM_CHECKS = (
     copied_items_arrive_whole,
     chained_copies_read_before_they_write,
     saved_items_come_back_elsewhere,
@@ -64,7 +64,7 @@ CHECKS = (
 
 
 def capacity(layout: PoolLayout) -> int:
-    """Tokens of the longest request that `place` finds items for."""
+    """Tokens of the longest request for which `place` has items."""
     usable, most = usable_items(layout), 1 << 20
     for space in layout.spaces:
         if space.ids is None and space.kind == "paged":
@@ -73,7 +73,7 @@ def capacity(layout: PoolLayout) -> int:
 
 
 def usable_items(layout: PoolLayout) -> dict[str, Ints]:
-    """Ids that requests may have, by id list."""
+    """Ids that requests can use, by id list."""
     found: dict[str, Ints] = {}
     for name, items in layout.items_by_space.items():
         lender = layout.space_by_name[layout.space_by_name[name].id_list]
@@ -83,7 +83,7 @@ def usable_items(layout: PoolLayout) -> dict[str, Ints]:
 
 
 def place(layout: PoolLayout, tokens: int, random: np.random.Generator) -> RequestAddress:
-    """Where a request of `tokens` tokens lies, its items in no order."""
+    """A block table for a request of `tokens` tokens, with items in random order."""
     spans = {}
     for name, ids in usable_items(layout).items():
         space = layout.space_by_name[name]
@@ -93,21 +93,21 @@ def place(layout: PoolLayout, tokens: int, random: np.random.Generator) -> Reque
 
 
 def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
-    """Sources and destinations of a move of every item to the place of another, in no order."""
+    """Sources and destinations of copies that move every item to another in one random cycle."""
     order = random.permutation(ids.size)
     return ids[order], np.roll(ids, 1)[order]
 
 
 def _copies(case: Case, chains: bool) -> None:
     pool, random = case.make(), random_of(case.pool, chains)
-    memory = Memory(pool)
+    memory = PoolMemory(pool)
     expected = memory.fill(random)
     for id_list, ids in _all_items(pool.layout).items():
         for on_device in (False, True):
             mixed = random.permutation(ids)
             half = mixed.size // 2
             src, dst = mixed[:half], mixed[half : 2 * half]
-            if chains:  # a ring of all items, in no order; and below it a swap
+            if chains:  # a cycle of all items, and a swap below
                 src, dst = chain(random, mixed)
             _move(pool, id_list, (src, dst), on_device)
             _expect(memory, expected, id_list, src, dst)
@@ -127,14 +127,14 @@ def _move(pool: KVPool, id_list: str, pair: tuple[Ints, Ints], on_device: bool) 
     pool.copy_items(id_list, *given)
 
 
-def _expect(memory: Memory, expected: Bytes, id_list: str, src: Ints, dst: Ints) -> None:
+def _expect(memory: PoolMemory, expected: Bytes, id_list: str, src: Ints, dst: Ints) -> None:
     for buffer in memory.layout.buffers:
         if memory.layout.space_by_name[buffer.space].id_list == id_list:
             expected[memory.items(buffer, dst)] = expected[memory.items(buffer, src)].copy()
 
 
 def _all_items(layout: PoolLayout) -> dict[str, Ints]:
-    """All ids of each id list, reserved ones too."""
+    """All ids of each id list, including reserved ones."""
     found: dict[str, Ints] = {}
     for buffer in layout.buffers:
         name = layout.space_by_name[buffer.space].id_list

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""All that one write gives, or one read takes, in one launch: each row is a part of it, with
-programs of its own.
+"""All rows of a write, or of a read, in one launch: each row is a part of it with its own
+programs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool.device.torch_ops import Held, Row
-from kvpool_cuda.blocks import dequantise_part, quantise_part, scaled, scaled_programs
+from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool_cuda.launch import checked, constants, on
-from kvpool_cuda.rows import Part, move_part, plain, plain_programs
+from kvpool_cuda.plain_rows import LaunchPart, move_part, plain, plain_programs
+from kvpool_cuda.quantised_rows import dequantise_part, quantise_part, scaled, scaled_programs
 
 
-def store_rows(rows: Sequence[Row], locations: torch.Tensor) -> None:
+def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
     """See Device.store_rows."""
     count = locations.numel()
     for view, values, scales in rows:
@@ -26,19 +26,19 @@ def store_rows(rows: Sequence[Row], locations: torch.Tensor) -> None:
     _launch(rows, locations, loads=False)
 
 
-def load_rows(rows: Sequence[Held], locations: torch.Tensor) -> list[torch.Tensor]:
+def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
     found = []
     for view, scales, dtype in rows:
         kind = view.dtype if scales is None else dtype
         shape = locations.numel(), *view.shape[2:]
         found.append(torch.empty(shape, dtype=kind, device=view.device))
-    into = [Row(view, out, scales) for (view, scales, _), out in zip(rows, found)]
+    into = [WriteRow(view, out, scales) for (view, scales, _), out in zip(rows, found)]
     _launch(into, locations, loads=True)
     return found
 
 
-def _launch(rows: Sequence[Row], locations: torch.Tensor, loads: bool) -> None:
+def _launch(rows: Sequence[WriteRow], locations: torch.Tensor, loads: bool) -> None:
     for row in rows:
         checked("locations", row.view, locations, (locations.numel(),), torch.int64)
     parts = [_part(*row) for row in rows]
@@ -55,7 +55,7 @@ def _launch(rows: Sequence[Row], locations: torch.Tensor, loads: bool) -> None:
         )
 
 
-def _part(view: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None) -> Part:
+def _part(view: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None) -> LaunchPart:
     return plain(view, values) if scales is None else scaled(view, scales, values)
 
 
