@@ -77,6 +77,7 @@ def settle(world: World) -> None:
     world.traps.clear()
     for node in world.everybody():
         node.stopped = False
+        node.transport.unread.clear()
         engine = node.engine
         engine.patient, engine.meanwhile, engine.fate = False, None, ""
         engine.trouble.clear()
@@ -86,7 +87,7 @@ def settle(world: World) -> None:
     go(world, 10)  # parts of a few bytes take a turn each
     for node in world.able():
         for name in list(node.machine.open_rooms()):
-            assert may_wait(node, name), f"{name!r} of {node.hello.generation} never ends"
+            assert may_wait(node, name), f"{name!r} of life {node.life} never ends"
     for node in reversed(world.able()):
         for name in list(node.machine.open_rooms()):
             late = world.network or isinstance(node, Decode)  # a want may come after its abort
