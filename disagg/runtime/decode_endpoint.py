@@ -8,12 +8,12 @@ decode.wait(room)                   # KVPoll.Success, or Failed with decode.fail
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Literal
+
+from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError
@@ -23,9 +23,8 @@ from disagg.protocol.effects import Dial
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
-from disagg.runtime.endpoint import PEER_TIMEOUT, Endpoint
+from disagg.runtime.endpoint import Endpoint, Options
 from disagg.runtime.staging import MIN_STAGING, stage_for
-from disagg.runtime.transport import Transport
 from kvpool.layout import PoolLayout, RequestAddress
 
 READ_TIMEOUT = 30.0
@@ -40,13 +39,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     digests of everything that was read with prefill's before a room succeeds. `allow_missing` names
     owners or roles that prefill may lack altogether (`"draft"`): their memory is left as it is.
     `staging` bytes (0: none) are for small runs that lie close together on prefill: they are read
-    as long ones and scattered from there (docs/engines.md).
-
-    `peer_timeout` (seconds): a peer that is silent for longer is dead; its rooms fail by name, and
-    it is dialled until it is back. `keys`: a file of `kvpool keys`, the same on both sides; with
-    it, messages are encrypted, and only its holders may connect. `transport`: another one than
-    ZeroMQ, which stays the caller's to close. `clock`: seconds, monotonic. `threaded=False`: no
-    thread is started; the caller calls `step()`, and rooms move only then and in `wait`.
+    as long ones and scattered from there (docs/engines.md). `options`: see Options.
     """
 
     def __init__(
@@ -55,15 +48,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         engine: Engine,
         *,
         ranks: int = 1,
-        peer_timeout: float = PEER_TIMEOUT,
         read_timeout: float = READ_TIMEOUT,
         verify: Literal["checksum"] | None = None,
         allow_missing: Collection[str] = (),
         staging: int = STAGING_BYTES,
-        keys: str | os.PathLike[str] | None = None,
-        transport: Transport | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        threaded: bool = True,
+        **options: Unpack[Options],
     ) -> None:
         if verify not in (None, "checksum"):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
@@ -72,16 +61,12 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if staging and not staging >= MIN_STAGING:
             raise ValueError(f"staging={staging!r}: {MIN_STAGING:,} bytes or more, or 0 for none.")
         super().__init__(
-            lambda hello: DecodeMachine(
-                hello, self.layout, ranks, verify is not None, allow_missing, now=clock()
+            lambda hello, now: DecodeMachine(
+                hello, self.layout, ranks, verify is not None, allow_missing, now=now
             ),
             layout,
             engine,
-            peer_timeout=peer_timeout,
-            keys=keys,
-            transport=transport,
-            clock=clock,
-            threaded=threaded,
+            options,
             serves=False,
             stage=stage_for(layout, engine, staging),
             read_timeout=read_timeout,

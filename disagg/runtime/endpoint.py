@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 from typing_extensions import Self
 
@@ -93,6 +93,25 @@ class Machine(Protocol):
         """Numbers now, and since the machine was made."""
 
 
+class Options(TypedDict, total=False):
+    """What every endpoint takes by keyword."""
+
+    peer_timeout: float
+    """Seconds (10): a peer that is silent for longer is dead. Its rooms fail by name, and decode
+    dials it until it is back.
+    """
+    keys: str | os.PathLike[str] | None
+    """A file of `kvpool keys`, the same on both sides: messages are encrypted, and only its holders
+    may connect.
+    """
+    transport: Transport | None
+    """Another one than ZeroMQ. Who made it closes it."""
+    clock: Callable[[], float]
+    """Seconds, monotonic."""
+    threaded: bool
+    """Without a thread (False), the caller calls `step()`; rooms move only then, and in `wait`."""
+
+
 M = TypeVar("M", bound=Machine)
 
 
@@ -105,19 +124,21 @@ class Endpoint(Generic[M]):
 
     def __init__(
         self,
-        machine: Callable[[Hello], M],
+        machine: Callable[[Hello, float], M],
         layout: PoolLayout,
         engine: Engine,
+        options: Options,
         *,
-        peer_timeout: float,
-        keys: str | os.PathLike[str] | None,
-        transport: Transport | None,
-        clock: Callable[[], float],
-        threaded: bool,
         serves: bool,
         stage: Stage | None = None,
         read_timeout: float = math.inf,
     ) -> None:
+        unknown = options.keys() - Options.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(unknown))}.")
+        peer_timeout = options.get("peer_timeout", PEER_TIMEOUT)
+        keys, transport = options.get("keys"), options.get("transport")
+        clock = options.get("clock", time.monotonic)
         if not MIN_TIMEOUT <= peer_timeout <= MAX_TIMEOUT:
             raise ValueError(
                 f"peer_timeout={peer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s."
@@ -143,7 +164,7 @@ class Endpoint(Generic[M]):
             engine.metadata() if serves else b"",
             float(peer_timeout),
         )
-        self.machine = machine(hello)
+        self.machine = machine(hello, clock())
         self._clock = clock
         self._reader = Reader(engine, read_timeout, clock, stage)
         self._digester = Digester()
@@ -155,7 +176,9 @@ class Endpoint(Generic[M]):
         self._turning = threading.Lock()
         self._closing = False
         self._asked, self._telemetry = clock(), dict(engine.telemetry())
-        self._thread = IOThread(self._run_turn, type(self).__name__) if threaded else None
+        self._thread: IOThread | None = None
+        if options.get("threaded", True):
+            self._thread = IOThread(self._run_turn, type(self).__name__)
 
     def poll(self, room: Room) -> KVPoll:
         """State of a room."""

@@ -6,17 +6,15 @@ prefill.send(room, block_table, tokens=range(0, n), last=True, aux={"first_token
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.protocol.events import OfferChunk
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
-from disagg.runtime.endpoint import PEER_TIMEOUT, Endpoint
-from disagg.runtime.transport import Transport
+from disagg.runtime.endpoint import Endpoint, Options
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
@@ -30,8 +28,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
 
     A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. A lease
     ends `lease` seconds after the room's last chunk or request (None: never): the room fails, its
-    pages are free, and a reader that is late is told that its read is void. `peer_timeout`, `keys`,
-    `transport`, `clock` and `threaded`: see `DecodeEndpoint`.
+    pages are free, and a reader that is late is told that its read is void. `options`: see Options.
     """
 
     def __init__(
@@ -40,24 +37,16 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         engine: Engine,
         bind: str = "tcp://127.0.0.1:*",
         *,
-        peer_timeout: float = PEER_TIMEOUT,
         lease: float | None = LEASE_SECONDS,
-        keys: str | os.PathLike[str] | None = None,
-        transport: Transport | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        threaded: bool = True,
+        **options: Unpack[Options],
     ) -> None:
         if lease is not None and not lease > 0:
             raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
         super().__init__(
-            lambda hello: PrefillMachine(hello, lease, now=clock()),
+            lambda hello, now: PrefillMachine(hello, lease, now=now),
             layout,
             engine,
-            peer_timeout=peer_timeout,
-            keys=keys,
-            transport=transport,
-            clock=clock,
-            threaded=threaded,
+            options,
             serves=True,
         )
         try:
