@@ -145,9 +145,11 @@ class Endpoint(Generic[M]):
             )
         if keys is not None and transport is not None:
             raise ValueError("keys are for ZeroMQ: give keys or a transport, not both.")
-        own = ZmqTransport(keys) if transport is None else None
-        self._close_transport = own.close if own else lambda: None
-        self._transport = transport or own or ZmqTransport()
+        self._close_transport: Callable[[], None] = lambda: None  # it is the caller's
+        if transport is None:
+            transport = zmq = ZmqTransport(keys)
+            self._close_transport = zmq.close
+        self._transport = transport
         stage = stage or Stage()
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
