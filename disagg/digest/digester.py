@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.digest.digest import Piece, differing, digests, to_wire
-from disagg.protocol.messages import Room
 from kvpool.layout import PoolLayout, RequestAddress
 
 MAX_ENTRIES = 1 << 20
@@ -27,7 +26,7 @@ class Verification:
     uint64, one for each piece, or with `each` one for each of its entries.
     """
 
-    room: Room
+    room: int | str
     attempt: str
     source: int
     layout: PoolLayout
