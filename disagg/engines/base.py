@@ -10,13 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-
-if TYPE_CHECKING:
-    from disagg.plan import TransferPlan
 
 
 class EngineUnavailable(RuntimeError):
@@ -60,9 +57,6 @@ class Engine(ABC):
         """A peer, from what its `metadata()` returned (untrusted). Raises TransferError if
         unreachable.
         """
-
-    def prepare(self, peer: Any, plan: TransferPlan) -> None:
-        """Does what can be done once per peer and plan, so that a read costs less."""
 
     @abstractmethod
     def read(self, peer: Any, batch: CopyBatch) -> Any:

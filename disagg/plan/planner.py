@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disagg.plan.bind import Columns, CopyBatch, IncompleteTransfer, bind
+from disagg.plan.bind import Columns, CopyBatch, bind
 from disagg.plan.match import Piece, elect, mismatches, tile
 from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
 from kvpool.layout import Key, PoolLayout, RequestAddress
@@ -19,15 +19,6 @@ from kvpool.layout.sentences import ranges
 
 if TYPE_CHECKING:
     from disagg.plan.explain import Explanation
-
-__all__ = [
-    "CopyBatch",
-    "IncompatibleLayouts",
-    "IncompleteTransfer",
-    "Reason",
-    "TransferPlan",
-    "plan",
-]
 
 
 @dataclass(frozen=True, slots=True)

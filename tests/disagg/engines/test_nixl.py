@@ -1,4 +1,4 @@
-"""NIXL: what is prepared once and read by number, what a fence promises, what is left behind."""
+"""NIXL: what is read, what a fence guarantees, and what is released."""
 
 from __future__ import annotations
 
@@ -14,32 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.engines.base import TransferError, create_engine
-from disagg.engines.nixl import link as nixl_link
 from disagg.engines.nixl import memory as nixl_memory
-from disagg.engines.nixl.lists import Places
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Slab, Space, Span
-from kvpool.pools.base import Shard
+from kvpool.layout import Slab
 from tests.disagg.engines.nixl_peers import Owner, come_and_go, owners, pattern
 from tests.disagg.plan.test_geometry import geometries
-from tests.oracle import assert_holds, blank, fill, pages_for, place, write
-from tests.pools import CLASSES, PACKED
+from tests.oracle import assert_holds, blank, fill, place, write
+from tests.pools import PACKED
 
 MIB = 1 << 20
 SIZE = 16 * MIB
 """More than what TCP and shared memory hold between two processes that have just met."""
 UNSAID = {"engine_config": "TLS=tcp"}
 TRANSPORTS = {"default": {}, "tcp": {"transports": "tcp"}, "posix": {"transports": "posix"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_reads_go_by_number():
-    """They are not worth it, but quick to compare."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_link, "WORTH", 1)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +51,12 @@ def finish(engine, transfers, owner=None):
             owner.progress()
 
 
-def hand_off(sources, dest, tokens, *, start=0, shuffled=True, max_bytes=1 << 16, max_runs=37):
-    """Reads all parts of all sources at once, between two agents of this process; compares every
-    byte of the destination; returns how many runs went by number, and by address.
+def hand_off(sources, dest, tokens, *, start=0):
+    """Reads all parts of all sources at once, between two agents of this process, and compares
+    every byte of the destination.
     """
     made = plan([source.layout for source in sources], dest.layout)
-    here, *there = (
-        place(pool, tokens, number if shuffled else None)
-        for number, pool in enumerate([dest, *sources])
-    )
+    here, *there = (place(pool, tokens, number) for number, pool in enumerate([dest, *sources]))
     for source, address in zip(sources, there):
         fill(source, address)
     blank(dest)
@@ -82,67 +67,14 @@ def hand_off(sources, dest, tokens, *, start=0, shuffled=True, max_bytes=1 << 16
     transfers, peers = [], []
     for source in made.contributors():
         peer = reader.connect(owner.metadata())
-        reader.prepare(peer, made)
         batch = made.bind(source, there[source], here, tokens=range(start, tokens))
-        transfers += [reader.read(peer, part) for part in batch.split(max_bytes, max_runs)]
+        transfers += [reader.read(peer, part) for part in batch.split(1 << 16, 37)]
         peers.append(peer)
     finish(reader, transfers, owner)
     assert all(reader.fence(peer, 0) for peer in peers)
-    counted = reader.telemetry()
     reader.close()
     owner.close()
     assert_holds(dest, here, range(start, tokens), kept=range(start))
-    return counted["runs_by_number"], counted["runs_by_address"]
-
-
-def located(rows, numbers):
-    """Addresses and lengths that NIXL's strided rows give to numbers, in Python's own integers."""
-    address, length, _, stride, count = rows.astype(object).T
-    first = np.cumsum(count) - count
-    row = np.searchsorted(first.astype(np.int64), numbers, side="right") - 1
-    return address[row] + (numbers - first[row]) * stride[row], length[row]
-
-
-def assert_numbered(places, batch):
-    """Numbers stand for the batch's own addresses; each run has one or is among the others."""
-    found = places.number(batch)
-    assert found.src.dtype == found.dst.dtype == np.int32
-    by_number = np.setdiff1d(np.arange(batch.runs), found.others)
-    assert found.src.size == found.dst.size == by_number.size
-    assert found.others.size == np.unique(found.others).size
-    for rows, numbers, column in (
-        (places.src_rows, found.src, batch.src),
-        (places.dst_rows, found.dst, batch.dst),
-    ):
-        addresses, lengths = located(rows, numbers.astype(object))
-        assert addresses.tolist() == column[by_number].tolist()
-        assert lengths.tolist() == batch.nbytes[by_number].tolist()
-    return by_number.size
-
-
-@settings(max_examples=60)
-@given(geometries(layers=6, heads=8, pp=2, tp=4, page=20), st.integers(1, 120), st.data())
-def test_numbers_stand_for_the_very_addresses_also_after_a_split(geometry, tokens, data):
-    model, source, dest, where = geometry
-    start = data.draw(st.one_of(st.just(0), st.integers(0, tokens - 1)), label="start")
-    seed = data.draw(st.one_of(st.none(), st.integers(0, 99)), label="seed")
-    cut = data.draw(st.sampled_from([(1 << 40, 1 << 40), (4096, 50), (1 << 20, 7)]), label="cut")
-    pools = [source.pool(model, *rank, tokens, "meta") for rank in source.ranks()]
-    into = dest.pool(model, *where, tokens, "meta")
-    made = plan([pool.layout for pool in pools], into.layout)
-    for number in made.contributors():
-        layout = pools[number].layout
-        routes = [route for route in made.routes if route.source == number]
-        places = Places(routes, layout, into.layout)
-        for more in (0, 1):  # one request after the other
-            other = seed if seed is None else seed + more
-            addresses = place(pools[number], tokens, other), place(into, tokens, seed)
-            batch = made.bind(number, *addresses, tokens=range(start, tokens - more))
-            whole = assert_numbered(places, batch)
-            parts = list(batch.split(*cut))
-            assert sum(part.runs for part in parts) >= batch.runs
-            found = sum(assert_numbered(places, part) for part in parts)
-            assert found == whole or int(batch.nbytes.max()) > cut[0]
 
 
 @settings(max_examples=15)
@@ -156,46 +88,6 @@ def test_any_geometry_is_read_byte_exact(geometry, tokens, data):
     start = data.draw(st.one_of(st.just(0), st.integers(0, tokens)), label="start")
     pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
     hand_off(pools, dest.pool(model, *where, tokens), tokens, start=start)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_kind_of_pool_is_read_by_number(name):
-    build, tokens = PACKED[f"{name} fp8"], 29
-    sizes = {"num_pages": pages_for(tokens, 4), "num_window_pages": pages_for(tokens, 2)}
-    by_number, _ = hand_off([build(**sizes)], build(**sizes), tokens)
-    assert by_number
-
-
-SHAPES = {
-    "equal": ({}, {}),
-    "stacked page by page": ({"placement": "page"}, {"placement": "page"}),
-    "pages of 4 to pages of 2": ({"page_size": 4}, {"page_size": 2}),
-    "pages of 2 to pages of 4": ({"page_size": 2}, {"page_size": 4}),
-    "pages of one token": ({"page_size": 1}, {"page_size": 1}),
-    "heads apart on one side": ({}, {"order": "hnd"}),
-    "half of the heads": ({}, {"shard": Shard(1, 2)}),
-}
-
-
-@pytest.mark.parametrize(("there", "here"), SHAPES.values(), ids=SHAPES)
-def test_full_pages_go_by_number(there, here):
-    build = PACKED["mha bf16"].but(num_pages=60)
-    _, by_address = hand_off([build(**there)], build(**here), 24, max_runs=1000)
-    assert by_address == 0
-    by_number, _ = hand_off([build(**there)], build(**here), 23)
-    assert by_number, "a tail goes by address, the pages before do not"
-
-
-def test_pages_that_do_not_divide_go_by_address():
-    build = PACKED["mha bf16"].but(num_pages=60)
-    by_number, by_address = hand_off([build(page_size=4)], build(page_size=3), 24)
-    assert by_address and not by_number
-
-
-def test_a_run_across_two_pages_has_no_number_though_it_is_as_long_as_one():
-    pool = PACKED["mla bf16"].but(num_pages=9, page_size=4)
-    by_number, by_address = hand_off([pool()], pool(), 6, start=2, shuffled=False)
-    assert by_address == 4 and not by_number, "a run a layer"
 
 
 def test_shares_say_runs_and_bytes_of_each_route():
@@ -215,21 +107,6 @@ def test_shares_say_runs_and_bytes_of_each_route():
         assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
 
 
-def layout_at(base: int, page: int, items: int, layers: int) -> PoolLayout:
-    """Latent rows of 48 bytes in pages, a buffer a layer, one behind the other."""
-    row = Repeat("entry", page, Seq(Cell("latent", 16, "bf16"), Cell("rope", 8, "bf16")))
-    size = item_bytes(row)
-    buffers = tuple(
-        Buffer(f"b{n}", "kv", base + n * size * items, size, size, items) for n in range(layers)
-    )
-    regions = tuple(
-        region
-        for n in range(layers)
-        for region in item_regions(row, owner="target", layer=n, buffer=f"b{n}")
-    )
-    return PoolLayout(buffers, regions, (Space("kv", "paged", page),), layers)
-
-
 def memory_of(size):
     memory = np.full(size, 0xEE, dtype=np.uint8)
     return memory, [Slab(memory.ctypes.data, size)]
@@ -237,61 +114,29 @@ def memory_of(size):
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_another_process_is_read_over(transports, friends):
-    """Numbers and addresses, several parts in flight, on one connection; telemetry adds up."""
-    tokens, page, items, layers = 4 * 900 + 3, 4, 1000, 3
-    size = items * page * 48 * layers
-    memory, slabs = memory_of(size)
+    """Several parts in flight on one connection; telemetry adds up."""
+    count, width = 3000, 144
+    memory, slabs = memory_of(2 * count * width)
     other, random = friends(transports), np.random.default_rng(0)
     engine = create_engine("nixl", **TRANSPORTS[transports])
     engine.register(slabs)
     peer = engine.connect(other.metadata)
-    made = plan(
-        [layout_at(other.base, page, items, layers)],
-        layout_at(memory.ctypes.data, page, items, layers),
-    )
-    engine.prepare(peer, made)
-    there, here = (
-        RequestAddress(tokens, {"kv": Span(1 + random.permutation(items - 1)[:901])})
-        for _ in range(2)
-    )
-    batch = made.bind(0, there, here)
+    src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
+    lengths = random.integers(1, width + 1, count)
+    batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
     parts = list(batch.split(1 << 16, 400))
-    transfers = [engine.read(peer, part) for part in parts]
-    engine.prepare(peer, made)  # its lists go; what is in flight has no need of them
-    finish(engine, transfers)
+    finish(engine, [engine.read(peer, part) for part in parts])
     counted = engine.telemetry()
     assert engine.fence(peer, 0)
-    assert not engine._agent._held, "NIXL's requests and lists are given back"
+    assert not engine._agent._held, "NIXL's requests are released"
     engine.close()
-    expected, truth = np.full(size, 0xEE, dtype=np.uint8), pattern(size)
-    for src, dst, nbytes in zip(*batch):
-        at, to = src - other.base, dst - memory.ctypes.data
+    expected, truth = np.full(memory.size, 0xEE, dtype=np.uint8), pattern(memory.size)
+    for at, to, nbytes in zip(src, dst, lengths):
         expected[to : to + nbytes] = truth[at : at + nbytes]
     assert np.array_equal(memory, expected)
-    assert counted["bytes"] == batch.total
-    assert counted["runs_by_number"] + counted["runs_by_address"] == batch.runs
-    assert counted["runs_by_address"] == layers  # each has a tail
-    assert counted["reads"] == len(parts) + layers and counted["agents_ended"] == 0
+    assert counted["bytes"] == batch.total and counted["descriptors"] == batch.runs
+    assert counted["reads"] == len(parts) and counted["agents_ended"] == 0
     assert 0 < counted["post_seconds"] <= counted["transfer_seconds"]
-
-
-def test_lists_over_memory_that_the_peer_did_not_register_are_refused():
-    tokens, items, layers = 40, 20, 2
-    size = items * 4 * 48 * layers
-    source, dest = pattern(size), memory_of(size)
-    owner, reader = create_engine("nixl"), create_engine("nixl")
-    owner.register([Slab(source.ctypes.data, size - 64)])
-    reader.register(dest[1])
-    peer = reader.connect(owner.metadata())
-    bases = source.ctypes.data, dest[0].ctypes.data
-    made = plan([layout_at(bases[0], 4, items, layers)], layout_at(bases[1], 4, items, layers))
-    reader.prepare(peer, made)
-    address = RequestAddress(tokens, {"kv": Span(range(1, 11))})
-    with pytest.raises(TransferError, match="NIXL list: "):
-        reader.read(peer, made.bind(0, address, address))
-    assert reader.fence(peer, 0) and (dest[0] == 0xEE).all()
-    reader.close()
-    owner.close()
 
 
 def stuck(engine, other, memory, seen=True):

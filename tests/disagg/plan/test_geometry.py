@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from disagg.plan import plan
-from disagg.plan.bind import IncompleteTransfer
+from disagg.plan import IncompleteTransfer, plan
 from kvpool.layout import RequestAddress, Span
 from kvpool.pools.base import Shard
 from kvpool.pools.mha import MHAPool

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.plan import IncompatibleLayouts, plan
-from disagg.plan.bind import IncompleteTransfer
+from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool.describe import describe, describe_buffer
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
