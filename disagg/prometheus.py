@@ -101,9 +101,9 @@ def _items(found: Mapping[str, float]) -> Iterable[Sample]:
     return [((name,), number) for name, number in found.items()]
 
 
-Row = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
+Family = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
 
-COUNTERS: tuple[Row, ...] = (
+COUNTERS: tuple[Family, ...] = (
     ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),
     (
         "kvpool_failures",
@@ -138,7 +138,7 @@ COUNTERS: tuple[Row, ...] = (
     ),
     ("kvpool_plans", "Plans asked for.", ("cache",), lambda s: _items(s.plans)),
 )
-GAUGES: tuple[Row, ...] = (
+GAUGES: tuple[Family, ...] = (
     ("kvpool_open_rooms", "Rooms that have not ended.", (), lambda s: [((), s.open_rooms)]),
     ("kvpool_alive_peers", "Peers that answer.", (), lambda s: [((), s.peers)]),
     ("kvpool_leased_items", "Items of open rooms.", ("space",), lambda s: _items(s.leases.leased)),

@@ -26,7 +26,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Availability:
     """A device or an engine that some package offers; `problem` is None where it works here."""
 
     kind: str
@@ -35,7 +35,7 @@ class Finding:
     problem: str | None
 
 
-def findings() -> list[Finding]:
+def findings() -> list[Availability]:
     """Every device and engine that is installed, whether it works or not."""
     return [
         *_asked("device", "kvpool.devices", lambda found, name: found(name).availability()),
@@ -43,14 +43,14 @@ def findings() -> list[Finding]:
     ]
 
 
-def _asked(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Finding]:
+def _asked(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Availability]:
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         offered_by = entry.dist.name if entry.dist else entry.module
         try:
             problem = ask(entry.load(), entry.name)
         except Exception as error:  # whatever a vendor's package does, the others are asked too
             problem = f"{type(error).__name__}: {error}"
-        yield Finding(kind, entry.name, offered_by, problem)
+        yield Availability(kind, entry.name, offered_by, problem)
 
 
 def versions() -> dict[str, str]:
@@ -81,7 +81,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(found: list[Finding], packages: dict[str, str]) -> None:
+def _print(found: list[Availability], packages: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.plan.positions import End, Walk, walk
+from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
@@ -76,7 +76,8 @@ class CopyBatch:
             before = int(edge[start - 1]) if start else 0
             stop = int(np.searchsorted(edge, before + max_bytes, side="right"))
             stop = min(stop, start + max_runs)
-            yield CopyBatch(*(column[start:stop] for column in whole))
+            src, dst, nbytes = (column[start:stop] for column in whole)
+            yield CopyBatch(src, dst, nbytes)
             start = stop
 
     def _cut(self, most: int) -> CopyBatch:
@@ -117,18 +118,18 @@ def bind(
         raise ValueError(
             f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
         )
-    walks: dict[tuple[str, str], Walk] = {}
+    pairs: dict[tuple[str, str], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:
         pair = route.src_space.name, route.dst_space.name
-        if pair not in walks:
-            walks[pair] = walk(
-                End(route.src_space, source, source_address),
-                End(route.dst_space, dest, dest_address),
+        if pair not in pairs:
+            pairs[pair] = pair_entries(
+                BlockLookup(route.src_space, source, source_address),
+                BlockLookup(route.dst_space, dest, dest_address),
                 tokens,
             )
-        if walks[pair].count.size:
-            blocks.extend(_blocks(route, walks[pair]))
+        if pairs[pair].count.size:
+            blocks.extend(_blocks(route, pairs[pair]))
     lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
     out = columns.take(sum(block.runs for block in blocks))
     start = 0
@@ -147,23 +148,23 @@ def bind(
     return CopyBatch(out[0], out[1], nbytes, shares)
 
 
-def cost(route: Route, walk: Walk) -> tuple[int, int]:
-    """Runs and bytes that a route moves for a walk."""
-    blocks = list(_blocks(route, walk)) if walk.count.size else []
+def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
+    """Runs and bytes that a route moves for these pairs of entries."""
+    blocks = list(_blocks(route, pairs)) if pairs.count.size else []
     return sum(block.runs for block in blocks), sum(block.total for block in blocks)
 
 
-def _blocks(route: Route, walk: Walk) -> Iterator[Block]:
+def _blocks(route: Route, pairs: EntryPairs) -> Iterator[Block]:
     src_entries, dst_entries = route.src_space.entries_per_item, route.dst_space.entries_per_item
     if route.linear:
-        yield _entry_block(route, route.chains, walk.coalesced(src_entries, dst_entries))
+        yield _entry_block(route, route.chains, pairs.coalesced(src_entries, dst_entries))
         return
-    rest = walk
+    rest = pairs
     if route.whole is not None:
-        full = (walk.count == src_entries) & (walk.src_step == 0) & (walk.dst_step == 0)
+        full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            yield _whole_block(route, route.whole, walk.part(full))
-        rest = walk.part(~full)
+            yield _whole_block(route, route.whole, pairs.select(full))
+        rest = pairs.select(~full)
     if rest.count.size:
         if route.chains.size:
             yield _entry_block(route, route.chains, rest)
@@ -171,24 +172,24 @@ def _blocks(route: Route, walk: Walk) -> Iterator[Block]:
             yield _entry_block(route, route.singles, rest.entries())
 
 
-def _whole_block(route: Route, whole: Runs, walk: Walk) -> Block:
-    spread = np.zeros_like(walk.count)
+def _whole_block(route: Route, whole: Runs, pairs: EntryPairs) -> Block:
+    spread = np.zeros_like(pairs.count)
     if route.dense:
-        walk = walk.coalesced(entries := route.src_space.entries_per_item, entries)
-        spread = (walk.count // entries - 1) * route.src_stride
+        pairs = pairs.coalesced(entries := route.src_space.entries_per_item, entries)
+        spread = (pairs.count // entries - 1) * route.src_stride
     return Block(
         route,
-        whole.src[:, None] + walk.src_item * route.src_stride,
-        whole.dst[:, None] + walk.dst_item * route.dst_stride,
+        whole.src[:, None] + pairs.src_item * route.src_stride,
+        whole.dst[:, None] + pairs.dst_item * route.dst_stride,
         whole.nbytes[:, None] + spread,
     )
 
 
-def _entry_block(route: Route, runs: EntryRuns, walk: Walk) -> Block:
+def _entry_block(route: Route, runs: EntryRuns, pairs: EntryPairs) -> Block:
     src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
     return Block(
         route,
-        runs.src[:, None] + walk.src_item * route.src_stride + walk.src_step * src_step,
-        runs.dst[:, None] + walk.dst_item * route.dst_stride + walk.dst_step * dst_step,
-        runs.nbytes[:, None] + (walk.count - 1) * dst_step,
+        runs.src[:, None] + pairs.src_item * route.src_stride + pairs.src_step * src_step,
+        runs.dst[:, None] + pairs.dst_item * route.dst_stride + pairs.dst_step * dst_step,
+        runs.nbytes[:, None] + (pairs.count - 1) * dst_step,
     )

@@ -15,16 +15,16 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.bench.case import QUICK, sizes_for
-from disagg.cli.bench.cases import all_cases, measurable, place_on
+from disagg.cli.bench.cases import all_cases, context_on, measurable
 from disagg.cli.bench.machine import machine, now, packages
-from disagg.cli.bench.measure import Row
+from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
 from disagg.cli.bench.transfers import transfer_cases
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import DeviceUnavailable
 
 PAIRS: list[tuple[str, float, float]] = []
-ROWS: list[Row] = []
+ROWS: list[Measurement] = []
 WHERE: dict[str, str] = {}
 
 
@@ -60,11 +60,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def place(pytestconfig):
+def context(pytestconfig):
     """Where cases run."""
     device = device_of(pytestconfig)
     WHERE.update(machine(device))
-    with place_on(device, sizes_of(pytestconfig)) as made:
+    with context_on(device, sizes_of(pytestconfig)) as made:
         yield made
 
 
@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter, config):
     sizes = sizes_of(config)
     for name, reason in engines().items():
         if reason is not None:
-            ROWS.extend(Row(case, reason=reason) for case in transfer_cases(sizes, [name]))
+            ROWS.extend(Measurement(case, reason=reason) for case in transfer_cases(sizes, [name]))
     report = Report(WHERE, packages(), now(), sizes is QUICK, ROWS)
     terminalreporter.section("rates, and those of the copies that bound them")
     console = Console(width=100)

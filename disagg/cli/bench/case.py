@@ -12,7 +12,7 @@ import torch
 from kvpool.device import Device
 
 if TYPE_CHECKING:
-    from disagg.cli.bench.peer import Reader
+    from disagg.cli.bench.peer import PeerReader
 
 COPY = "copy"
 """The bound of what moves bytes: one copy between two stretches of the device's memory."""
@@ -36,16 +36,16 @@ class Work(NamedTuple):
     check: Callable[[], None]
 
 
-class Place(NamedTuple):
+class BenchContext(NamedTuple):
     """Where cases run: memory of a device, and what reads a peer's memory of the same kind."""
 
     device: Device
-    reader: Callable[[str], Reader]
+    reader: Callable[[str], PeerReader]
     """The reader of an engine by name; the one before it is given up. Raises CannotRun."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """`nbytes` is what a copy moves that reads and writes as much as the case does in all; 0 where
     nothing is moved.
 
@@ -56,7 +56,7 @@ class Case:
     group: str
     name: str
     nbytes: int
-    open: Callable[[Place], Work]
+    open: Callable[[BenchContext], Work]
     bound: str = COPY
     calls: int = 0
     engine: str | None = None

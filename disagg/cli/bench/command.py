@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg.cli.bench.case import Case, Sizes
-    from disagg.cli.bench.measure import Row
+    from disagg.cli.bench.case import BenchCase, Sizes
+    from disagg.cli.bench.measure import Measurement
     from kvpool.device import Device
 
 
@@ -109,22 +109,24 @@ def _need_engine(name: str) -> None:
         raise typer.BadParameter(f"engine {name!r}: {reason}")
 
 
-def _run(cases: Sequence[Case], device: Device, sizes: Sizes, console: Console) -> list[Row]:
+def _run(
+    cases: Sequence[BenchCase], device: Device, sizes: Sizes, console: Console
+) -> list[Measurement]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from disagg.cli.bench.cases import place_on
+    from disagg.cli.bench.cases import context_on
     from disagg.cli.bench.measure import measured
 
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     hidden = not console.is_terminal
     rows = []
     with (
-        place_on(device, sizes) as place,
+        context_on(device, sizes) as context,
         Progress(*columns, console=console, transient=True, disable=hidden) as progress,
     ):
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=f"{case.group}: {case.name}")
-            rows.append(measured(case, place, sizes))
+            rows.append(measured(case, context, sizes))
             progress.advance(task)
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, WrongBytes
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes, Work, WrongBytes
 from disagg.cli.bench.plain import Lists, Run, tuples
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
@@ -25,15 +25,15 @@ SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}
 PLAIN = "plain Python"
 
 
-def allocator_cases(sizes: Sizes) -> Iterator[Case]:
+def allocator_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Room for one token more of every request of a decode batch; bytes are those of the locations
     that come of it.
     """
     name = f"{REQUESTS} requests, DSv4"
-    yield Case("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
+    yield BenchCase("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
 
 
-def open_extend(place: Place) -> Work:
+def open_extend(context: BenchContext) -> Work:
     """See allocator_cases. A request has room for 8192 tokens, more than are timed."""
     pages = REQUESTS * 32
     allocator, lists = Allocator(dsv4(num_pages=pages + 1)), Lists(REQUESTS, pages)
@@ -57,17 +57,17 @@ def open_extend(place: Place) -> Work:
     return Work(ours, lists.extend, check)
 
 
-def plan_cases(sizes: Sizes) -> Iterator[Case]:
+def plan_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Plans, which move nothing: made, and known from another life of the peer."""
     made = "one request of plain Python"
-    yield Case("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
+    yield BenchCase("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
     shapes = {"DSv4": v4_sides, "MLA from TP8 x PP2": sharded_sides}
     for name, sides in shapes.items():
         opened = partial(open_known, sides)
-        yield Case("plan", f"{name}, known shape", 0, opened, "planned anew")
+        yield BenchCase("plan", f"{name}, known shape", 0, opened, "planned anew")
 
 
-def open_plan(pages: int, place: Place) -> Work:
+def open_plan(pages: int, context: BenchContext) -> Work:
     """A plan between two pools of 61 layers, beside the runs of one request in plain Python."""
     source, dest = mla_sides()
     ids = [{"kv": each.tolist()} for each in _ids(pages)]
@@ -85,7 +85,7 @@ def open_plan(pages: int, place: Place) -> Work:
     return Work(ours, partial(tuples, source, dest, ids), check)
 
 
-def open_known(sides: Any, place: Place) -> Work:
+def open_known(sides: Any, context: BenchContext) -> Work:
     """A plan for layouts that have been planned between other addresses."""
     sources, dest = sides()
     cache = PlanCache()
@@ -104,27 +104,27 @@ def open_known(sides: Any, place: Place) -> Work:
     return Work(ours, lambda: plan(others, dest), check)
 
 
-def bind_cases(sizes: Sizes) -> Iterator[Case]:
+def bind_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Runs of one request in shuffled pages; bytes are those of addresses and lengths."""
     pages = sizes.bound_pages
     name = f"MLA, {LAYERS} x {pages} pages"
     opened = partial(open_bind, pages)
     nbytes = 24 * LAYERS * pages
-    yield Case("bind", name, nbytes, opened, PLAIN)
-    yield Case("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
+    yield BenchCase("bind", name, nbytes, opened, PLAIN)
+    yield BenchCase("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
     tokens = sizes.bound_pages * PAGE
     name = f"DSv4, {tokens:,} tokens"
-    yield Case("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
+    yield BenchCase("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
 
 
-def open_bind(pages: int, place: Place) -> Work:
+def open_bind(pages: int, context: BenchContext) -> Work:
     """61 layers of MLA."""
     layouts, ids = mla_sides(), _ids(pages)
     addresses = [RequestAddress(pages * PAGE, {"kv": Span(each)}) for each in ids]
     return _binding(layouts, addresses, LAYERS * pages)
 
 
-def open_v4_bind(tokens: int, place: Place) -> Work:
+def open_v4_bind(tokens: int, context: BenchContext) -> Work:
     """DeepSeek-V4: compressed latents and index keys, window latents, rings."""
     layouts = [dsv4().layout for _ in range(2)]
     addresses = []

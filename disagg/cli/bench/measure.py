@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.cli.bench.case import COPY, CannotRun, Case, Place, Sizes, Work, WrongBytes
+from disagg.cli.bench.case import COPY, BenchCase, BenchContext, CannotRun, Sizes, Work, WrongBytes
 from kvpool.device import Device, DeviceUnavailable
 
 GIB = 1 << 30
@@ -20,14 +20,14 @@ UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Measurement:
     """What came of a case: median times in seconds of a call of it and of its reference, and the
     median of the rounds' ratios (the reference's time over the case's: 1 is as fast as what bounds
     it), which a machine that changes its speed disturbs less; or the reason why it cannot run, or
     how it `failed`.
     """
 
-    case: Case
+    case: BenchCase
     seconds: float | None = None
     reference_seconds: float | None = None
     ratio: float | None = None
@@ -54,25 +54,25 @@ class Row:
         return self.case.nbytes / seconds / GIB if seconds and self.case.nbytes else None
 
 
-def measured(case: Case, place: Place, sizes: Sizes) -> Row:
+def measured(case: BenchCase, context: BenchContext, sizes: Sizes) -> Measurement:
     """Times a case; why it cannot run here is part of the row, and so is what went wrong."""
     try:
         with one_thread():
-            work = opened(case, place)
-            return _timed(case, work, place.device, sizes)
+            work = opened(case, context)
+            return _timed(case, work, context.device, sizes)
     except UNABLE as error:
-        return Row(case, reason=str(error))
+        return Measurement(case, reason=str(error))
     except WrongBytes as error:
-        return Row(case, reason=f"wrong: {error}", failed=True)
+        return Measurement(case, reason=f"wrong: {error}", failed=True)
     except Exception as error:  # whatever a vendor's device does, the others are timed too
-        return Row(case, reason=f"{type(error).__name__}: {error}", failed=True)
+        return Measurement(case, reason=f"{type(error).__name__}: {error}", failed=True)
 
 
-def opened(case: Case, place: Place) -> Work:
+def opened(case: BenchCase, context: BenchContext) -> Work:
     """A case with its memory, run once and checked."""
-    work = case.open(place)
+    work = case.open(context)
     work.ours()
-    place.device.record().synchronize()
+    context.device.record().synchronize()
     work.check()
     return work
 
@@ -105,7 +105,7 @@ class Effort(NamedTuple):
     rounds: int
 
 
-def effort(case: Case, work: Work, device: Device, sizes: Sizes) -> Effort:
+def effort(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Effort:
     """As much as the sizes ask for, by what one call of each takes. The reference takes a tenth of
     a slow case's time at least, to see as much of the machine's noise.
     """
@@ -119,14 +119,14 @@ def effort(case: Case, work: Work, device: Device, sizes: Sizes) -> Effort:
     return Effort(calls[0], calls[1], rounds)
 
 
-def row_of(case: Case, taken: Sequence[tuple[float, float]]) -> Row:
+def row_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Measurement:
     """Medians of rounds of (ours, reference), in seconds of a call."""
     ours, theirs = (median(times) for times in zip(*taken))
     ratio = median(reference / mine for mine, reference in taken)
-    return Row(case, ours, theirs, ratio, len(taken))
+    return Measurement(case, ours, theirs, ratio, len(taken))
 
 
-def _timed(case: Case, work: Work, device: Device, sizes: Sizes) -> Row:
+def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
     made = effort(case, work, device, sizes)
     taken = []
     for _ in range(made.rounds):

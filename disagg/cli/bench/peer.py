@@ -15,12 +15,12 @@ from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.layout import Slab
 
-PATIENCE = 60.0
+PEER_TIMEOUT = 60.0
 """Seconds until a process or a read is given up."""
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
 
-class Reader:
+class PeerReader:
     """An engine of this process, connected with the same engine of the other.
 
     `memory` is this side's, zeroed, `base` the address of the other's, which holds `pattern`.
@@ -33,23 +33,23 @@ class Reader:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
         for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
             transfer = self.engine.read(self.peer, part)
-            ends = time.monotonic() + PATIENCE
+            ends = time.monotonic() + PEER_TIMEOUT
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
-                    raise TransferError(f"{part.total} bytes did not come in {PATIENCE:.0f} s.")
+                    raise TransferError(f"{part.total} bytes did not come in {PEER_TIMEOUT:.0f} s.")
 
 
-class Peers:
+class PeerReaders:
     """Readers by engine, one at a time; the other process is started when one is first asked for.
     Each side has `nbytes` of the device's memory.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device, self._nbytes = device, nbytes
-        self._other: Other | None = None
-        self._last: tuple[str, Reader | str] | None = None
+        self._other: PeerProcess | None = None
+        self._last: tuple[str, PeerReader | str] | None = None
 
-    def reader(self, name: str) -> Reader:
+    def reader(self, name: str) -> PeerReader:
         """The reader of an engine; the one before it is closed. Raises CannotRun with the reason
         where the engine does not work, or not with this device's memory.
         """
@@ -68,29 +68,29 @@ class Peers:
             self._other.close()
             self._other = None
 
-    def _connect(self, name: str) -> Reader | str:
+    def _connect(self, name: str) -> PeerReader | str:
         try:
             engine = create_engine(name)
         except EngineUnavailable as error:
             return str(error)
         try:
             if self._other is None or not self._other.process.is_alive():
-                self._other = Other(self._device, self._nbytes)
+                self._other = PeerProcess(self._device, self._nbytes)
             memory = self._other.memory
             engine.register([_slab(memory)])
             peer = engine.connect(self._other.metadata(name))
         except REFUSED as error:
             engine.close()
             return str(error)
-        return Reader(engine, peer, self._other.base, memory)
+        return PeerReader(engine, peer, self._other.base, memory)
 
     def _give_up(self) -> None:
-        if self._last is not None and isinstance(self._last[1], Reader):
+        if self._last is not None and isinstance(self._last[1], PeerReader):
             self._last[1].engine.close()
         self._last = None
 
 
-class Other:
+class PeerProcess:
     """The other process, its memory at `base`, and as much `memory` of this one."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -117,9 +117,9 @@ class Other:
     def _answer(self) -> Any:
         """What it says; what it could not do is raised here."""
         try:
-            if not self._pipe.poll(PATIENCE):
+            if not self._pipe.poll(PEER_TIMEOUT):
                 self.close()
-                raise TransferError(f"the other process did not answer in {PATIENCE:.0f} s.")
+                raise TransferError(f"the other process did not answer in {PEER_TIMEOUT:.0f} s.")
             said = self._pipe.recv()
         except EOFError:
             self.process.join()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from disagg.cli.bench.machine import words
-from disagg.cli.bench.measure import Row
+from disagg.cli.bench.measure import Measurement
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Report:
     versions: Mapping[str, str]
     date: str
     quick: bool
-    rows: Sequence[Row]
+    rows: Sequence[Measurement]
 
     @property
     def title(self) -> str:
@@ -76,7 +76,7 @@ class Report:
 
     def left_out(self) -> list[str]:
         """Why cases did not run, a sentence for all that share a reason."""
-        found: dict[tuple[str, str | None, str], list[Row]] = {}
+        found: dict[tuple[str, str | None, str], list[Measurement]] = {}
         for row in self.rows:
             if row.reason is not None:
                 key = row.case.group, row.case.engine, row.reason
@@ -87,13 +87,13 @@ class Report:
         ]
 
 
-def _named(group: str, rows: Sequence[Row]) -> str:
+def _named(group: str, rows: Sequence[Measurement]) -> str:
     if len(rows) == 1:
         return f"{group} {rows[0].case.name}"
     return f"{group} {rows[0].case.name} and {len(rows) - 1} more"
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: Measurement) -> dict[str, Any]:
     return {
         "group": row.case.group,
         "case": row.case.name,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, need_equal, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes, Work, need_equal, plain_copy
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
 from kvpool.device.quant import dequantise, quantise, scale_role
 from kvpool.device.torch_ops import bits
@@ -21,7 +21,7 @@ MLA_ROLES = {"latent": (512,), "rope": (64,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EntryFormat:
     """Entries of one layer: the pool that holds them, the shape of bf16 values by role, and the
     bytes that are stored of an entry.
     """
@@ -49,19 +49,19 @@ class Rows:
         )
 
 
-KINDS = (
-    Rows("K and V 8 x 128, NHD", MHAPool, HEADS, {"k": (8, 128), "v": (8, 128)}, 4096),
-    Rows(
+ENTRY_FORMATS = (
+    EntryFormat("K and V 8 x 128, NHD", MHAPool, HEADS, {"k": (8, 128), "v": (8, 128)}, 4096),
+    EntryFormat(
         "K and V 8 x 128, HND",
         MHAPool,
         {**HEADS, "order": "hnd"},
         {"k": (8, 128), "v": (8, 128)},
         4096,
     ),
-    Rows("MLA bf16, 1152 B", MLAPool, {"packing": "bf16"}, MLA_ROLES, 1152),
-    Rows("MLA fp8, 656 B", MLAPool, {"packing": "fp8"}, MLA_ROLES, 656),
-    Rows("index keys fp8, 132 B", NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
-    Rows(
+    EntryFormat("MLA bf16, 1152 B", MLAPool, {"packing": "bf16"}, MLA_ROLES, 1152),
+    EntryFormat("MLA fp8, 656 B", MLAPool, {"packing": "fp8"}, MLA_ROLES, 656),
+    EntryFormat("index keys fp8, 132 B", NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
+    EntryFormat(
         "DSv4 fp8, 584 B",  # of which one byte is spare
         DSv4Pool,
         {"packing": "fp8", "compress_ratios": [0]},
@@ -71,39 +71,39 @@ KINDS = (
 )
 
 
-def store_cases(sizes: Sizes) -> Iterator[Case]:
+def store_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Writes of bf16 values, quantised where the pool does."""
     return _cases("store", open_store, sizes)
 
 
-def load_cases(sizes: Sizes) -> Iterator[Case]:
+def load_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Reads of the same as bf16 values."""
     return _cases("load", open_load, sizes)
 
 
-def _cases(group: str, opens: Callable[..., Work], sizes: Sizes) -> Iterator[Case]:
-    for rows in KINDS:
+def _cases(group: str, opens: Callable[..., Work], sizes: Sizes) -> Iterator[BenchCase]:
+    for rows in ENTRY_FORMATS:
         both = rows.given + rows.stored
         tokens = max(1, 2 * sizes.entry_bytes // both // WINDOW_PAGE) * WINDOW_PAGE
         nbytes = tokens * both // 2
-        yield Case(group, rows.name, nbytes, partial(opens, rows, tokens, nbytes))
+        yield BenchCase(group, rows.name, nbytes, partial(opens, rows, tokens, nbytes))
 
 
-def open_store(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
+def open_store(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See store_cases."""
-    pool, where, values = _filled(rows, tokens, place)
+    pool, where, values = _filled(rows, tokens, context)
 
     def check() -> None:
         for role, expected in _stored(pool, values).items():
             found = _entries(pool, role, where)
             need_equal(f"entries of {role}", found, expected.contiguous().view(torch.uint8))
 
-    return Work(lambda: pool.write(0, where, values), plain_copy(place.device, nbytes), check)
+    return Work(lambda: pool.write(0, where, values), plain_copy(context.device, nbytes), check)
 
 
-def open_load(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
+def open_load(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See load_cases."""
-    pool, where, values = _filled(rows, tokens, place)
+    pool, where, values = _filled(rows, tokens, context)
     pool.write(0, where, values)
     stored = _stored(pool, values)
     read: dict[str, torch.Tensor] = {}
@@ -118,14 +118,16 @@ def open_load(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
             expected = held if scales is None else dequantise(held, scales, torch.bfloat16)
             need_equal(f"entries of {role}", *(t.view(torch.uint8) for t in (read[role], expected)))
 
-    return Work(ours, plain_copy(place.device, nbytes), check)
+    return Work(ours, plain_copy(context.device, nbytes), check)
 
 
-def _filled(rows: Rows, tokens: int, place: Place) -> tuple[KVPool, torch.Tensor, dict[str, Any]]:
+def _filled(
+    rows: EntryFormat, tokens: int, context: BenchContext
+) -> tuple[KVPool, torch.Tensor, dict[str, Any]]:
     """A pool, locations as a prefill has them (pages in any order, entries one after another), and
     values.
     """
-    pool = rows.pool(place.device.name, tokens)
+    pool = rows.pool(context.device.name, tokens)
     first = next(iter(rows.roles))
     entries = pool.view(first, 0).shape[1]
     seed = torch.Generator().manual_seed(0)

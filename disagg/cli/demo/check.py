@@ -11,18 +11,20 @@ import torch
 from kvpool.layout import RequestAddress, Space
 
 
-class Bytes(NamedTuple):
+class ByteCount(NamedTuple):
     """Bytes that differ, and bytes compared."""
 
     wrong: int = 0
     checked: int = 0
 
-    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> Bytes:
+    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> ByteCount:
         """With those of two tensors, which must be of one shape and dtype."""
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             raise ValueError(f"{found.shape} {found.dtype}, {expected.shape} {expected.dtype}.")
         pair = [x.contiguous().view(torch.uint8) for x in (found, expected)]
-        return Bytes(self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel())
+        return ByteCount(
+            self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel()
+        )
 
 
 def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
@@ -35,9 +37,11 @@ def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarr
     return np.asarray(items * size + numbers % size)
 
 
-def same_as_pool(pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress) -> Bytes:
+def same_as_pool(
+    pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress
+) -> ByteCount:
     """Every live byte of a request in two pools of one declaration."""
-    found = Bytes()
+    found = ByteCount()
     for region in pool.layout.regions:
         space, there = pool.layout.space_of(region), other.layout.space_of(region)
         alive = space.alive(address.num_tokens)
@@ -47,9 +51,9 @@ def same_as_pool(pool: Any, address: RequestAddress, other: Any, other_at: Reque
     return found
 
 
-def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> Bytes:
+def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> ByteCount:
     """Every byte that transformers' own cache of the same tokens holds, in the pool."""
-    found = Bytes()
+    found = ByteCount()
     for layer in pool.layers:
         for roles, entries, expected in _held(pool, layer, own.layers[layer], address.num_tokens):
             parts = []

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.run import PATIENCE, DecodeSide, offer, say
+from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from disagg.plan import TransferPlan
     from disagg.runtime.endpoint import DecodeEndpoint
 
-DTYPES = ("float32", "bfloat16", "float16")
-PACKINGS = ("fp8", "mxfp8")
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED_PACKINGS = ("fp8", "mxfp8")
 PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 
 
@@ -52,7 +52,9 @@ def demo(
         int, typer.Option(min=0, help="Tokens a page on prefill (0: as the family has it).")
     ] = 0,
     decode_page: Annotated[int, typer.Option(min=0, help="Tokens a page on decode.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help=f"Of the model: {', '.join(MODEL_DTYPES)}.")
+    ] = "float32",
     packing: Annotated[
         str, typer.Option(help="How the pool stores: a dtype, fp8 or mxfp8; as the model's dtype.")
     ] = "",
@@ -70,8 +72,8 @@ def demo(
     for option, value, known in (
         ("--model", model, MODELS),
         ("--engine", engine, engine_names()),
-        ("--dtype", dtype, DTYPES),
-        ("--packing", packing or dtype, (dtype, *PACKINGS)),
+        ("--dtype", dtype, MODEL_DTYPES),
+        ("--packing", packing or dtype, (dtype, *QUANTISED_PACKINGS)),
     ):
         if value not in known:
             names = ", ".join(known)
@@ -120,7 +122,7 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
         signal.signal(signal.SIGINT, interrupted)
     there.close()
     try:
-        good = decode_process(Peer(here, process), settings, new_tokens, console)
+        good = decode_process(PrefillProcess(here, process), settings, new_tokens, console)
         process.join(5)
         return good
     finally:
@@ -129,7 +131,7 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
 
 
 @dataclass(frozen=True)
-class Peer:
+class PrefillProcess:
     """The prefill process as the decode process sees it. It says where it is, or why it fails."""
 
     pipe: Connection
@@ -138,7 +140,7 @@ class Peer:
     def address(self) -> str:
         """Where the prefill endpoint is; raises RuntimeError if the process ends before it is."""
         with suppress(EOFError, OSError):
-            if self.pipe.poll(PATIENCE):
+            if self.pipe.poll(START_TIMEOUT):
                 kind, said = self.pipe.recv()
                 if kind == "address":
                     return str(said)
@@ -166,7 +168,9 @@ class Peer:
         return RuntimeError(f"{how}: {reason or 'it said nothing more'}")
 
 
-def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:
+def decode_process(
+    peer: PrefillProcess, settings: Settings, new_tokens: int, console: Console
+) -> bool:
     """This process: receives what prefill computed, decodes from it, and compares."""
     from disagg.engines.base import create_engine
     from disagg.runtime.endpoint import DecodeEndpoint
@@ -203,10 +207,10 @@ def prefill_process(pipe: Connection, settings: Settings) -> None:
         sys.exit(1)
 
 
-def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
+def _connect(endpoint: DecodeEndpoint, peer: PrefillProcess) -> TransferPlan:
     """The plan, once prefill has answered."""
     link = endpoint.connect([peer.address()])
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + START_TIMEOUT
     while link.plan is None:
         try:
             endpoint.handshake(link, 0.5)
@@ -218,7 +222,9 @@ def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
     return link.plan
 
 
-def _watch(endpoint: DecodeEndpoint, room: str, wanted: int, peer: Peer, console: Console) -> None:
+def _watch(
+    endpoint: DecodeEndpoint, room: str, wanted: int, peer: PrefillProcess, console: Console
+) -> None:
     """A progress bar until the room has ended."""
     from rich.progress import BarColumn, DownloadColumn, Progress
 

@@ -29,7 +29,7 @@ SMOOTH = {
     "index_topk": 1 << 17,
 }
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-LATENT = {
+LATENT_ATTENTION = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 128,
     "qk_nope_head_dim": 32,
@@ -43,16 +43,16 @@ DEEPSEEK = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
     "num_mtp_layers": 0,
-    **LATENT,
+    **LATENT_ATTENTION,
     **EXPERTS,
 }
-INDEX = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
+INDEXER = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, **EXPERTS},
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v32": {**DEEPSEEK, **INDEX},
+    "deepseek_v32": {**DEEPSEEK, **INDEXER},
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 64,
@@ -75,7 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 8,
         "linear_head_dim": 32,
         "num_local_experts": 8,
-        **LATENT,
+        **LATENT_ATTENTION,
         **EXPERTS,
     },
     "deepseek_v4": {
@@ -88,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 64,
         "n_routed_experts": 8,
-        **INDEX,
+        **INDEXER,
         **EXPERTS,
     },
 }

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from disagg.cli.demo.check import Bytes
+    from disagg.cli.demo.check import ByteCount
     from disagg.runtime.endpoint import DecodeEndpoint
 
-PATIENCE = 600.0
+START_TIMEOUT = 600.0
 ROUNDING = 0.1  # of the largest logit: what a quantised pool may add
 
 
@@ -46,7 +46,7 @@ def offer(pipe: Connection, settings: Settings) -> None:
                     aux = {"first_token": first} if last else {}
                     after = pool.device.record()
                     endpoint.send(room, request.address(), last=last, aux=aux, after=after)
-            if endpoint.wait(room, PATIENCE) is not KVPoll.Success:
+            if endpoint.wait(room, START_TIMEOUT) is not KVPoll.Success:
                 raise RuntimeError(f"the hand-off failed: {endpoint.failure(room)}")
             allocator.free(request)
 
@@ -167,7 +167,7 @@ class DecodeSide:
         self._say_bytes(truth, "bytes that transformers' own cache holds equal")
         return good and same and not truth.wrong
 
-    def _say_bytes(self, found: Bytes, what: str) -> None:
+    def _say_bytes(self, found: ByteCount, what: str) -> None:
         right = f"{found.checked - found.wrong:,} of {found.checked:,}"
         say(self.console, not found.wrong, f"{right} {what}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engines.base import Engine, TransferError
+from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
 from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
 from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
@@ -21,7 +21,6 @@ from kvpool.layout import Slab
 
 MAX_KEPT_AGENTS = 8
 """Retired agents that are kept undestroyed; beyond, the oldest is destroyed."""
-FENCE_POLL_SECONDS = 0.001
 
 
 @dataclass(eq=False)

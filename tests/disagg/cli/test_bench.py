@@ -23,7 +23,7 @@ from disagg.cli.bench.case import QUICK
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.command import bench
 from disagg.cli.bench.measure import row_of
-from disagg.cli.bench.peer import Other
+from disagg.cli.bench.peer import PeerProcess
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
@@ -231,7 +231,9 @@ def test_what_breaks_is_listed_too_and_fails(monkeypatch):
 
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):
-    monkeypatch.setattr(Other, "metadata", lambda other, _: (other.process.kill(), other._answer()))
+    monkeypatch.setattr(
+        PeerProcess, "metadata", lambda other, _: (other.process.kill(), other._answer())
+    )
     done = run("--only", "transfer", "--engine", "local")
     assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
 
@@ -242,7 +244,7 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
         (["--device", "abacus:0"], "no installed package offers 'abacus'"),
         (["--device", "meta"], "device 'meta' has sizes and no memory"),
         (["--only", "stores"], "--only stores: one of store, load"),
-        (["--engine", "pigeon"], "engine 'pigeon': known are"),
+        (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
         (["--engine", "local", "--only", "store"], "--engine is for transfers"),
         (["--json", "nowhere/x.json"], "there is no directory nowhere"),

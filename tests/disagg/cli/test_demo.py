@@ -53,7 +53,7 @@ def play():
     verdict and what was printed.
     """
     spawn = multiprocessing.get_context("spawn")
-    peers: list[demo.Peer] = []
+    peers: list[demo.PrefillProcess] = []
 
     def run(settings):
         if not peers or not peers[-1].process.is_alive():
@@ -61,7 +61,7 @@ def play():
             process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
             process.start()
             there.close()
-            peers.append(demo.Peer(here, process))
+            peers.append(demo.PrefillProcess(here, process))
         peer, console = peers[-1], Console(file=StringIO(), width=200)
         peer.pipe.send(settings)
         try:

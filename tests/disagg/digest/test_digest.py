@@ -377,7 +377,7 @@ def test_work_comes_in_small_steps_and_the_result_is_the_same(monkeypatch, each)
 def test_a_piece_asked_for_over_and_over_is_refused():
     (this,) = case_of("mla: equal")
     given = this.pieces(0)
-    with pytest.raises(ValueError, match="target layer 0 latent: the pieces up to this one are mo"):
+    with pytest.raises(ValueError, match="target layer 0 latent: the pieces up to this one exceed"):
         values(this.dest, this.here, [*given, given[0]])
 
 
@@ -385,19 +385,31 @@ def test_a_piece_asked_for_over_and_over_is_refused():
 
 ROWS = Piece(("target", 1, "k"), (("head", 1, 3),), range(4, 9))
 OUTSIDE = {
-    "no such layer": (ROWS._replace(key=("target", 9, "k")), "'target' layer 9 'k': there is no"),
-    "no such role": (ROWS._replace(key=("target", 1, "k\n")), r"layer 1 'k\\n': there is no such"),
-    "heads that are not held": (ROWS._replace(box=(("head", 1, 5),)), "k: head 1 to 4 of a piece"),
-    "heads below": (ROWS._replace(box=(("head", 0, 2),)), "k: head 0 to 1 .* held are 1 to 3"),
-    "no heads": (ROWS._replace(box=(("head", 2, 2),)), "k: head 2 to 1 of a piece"),
+    "no such layer": (
+        ROWS._replace(key=("target", 9, "k")),
+        "'target' layer 9 'k': this layout has no",
+    ),
+    "no such role": (
+        ROWS._replace(key=("target", 1, "k\n")),
+        r"layer 1 'k\\n': this layout has no",
+    ),
+    "heads that are not held": (ROWS._replace(box=(("head", 1, 5),)), "k: a piece has head 1 to 4"),
+    "heads below": (
+        ROWS._replace(box=(("head", 0, 2),)),
+        "k: a piece has head 0 to 1, the region 1 to 3",
+    ),
+    "no heads": (ROWS._replace(box=(("head", 2, 2),)), "k: a piece has head 2 to 1"),
     "another axis": (
         ROWS._replace(box=(("dim", 0, 1),)),
-        r"k: axes \['dim'\] of a piece, .* \['head'\]",
+        r"k: a piece has axes \['dim'\], .* \['head'\]",
     ),
-    "no axes": (ROWS._replace(box=()), r"k: axes \[\] of a piece, the region has"),
-    "too many entries": (ROWS._replace(entries=range(4, 31)), "k: entries 4 to 30 of a piece"),
-    "very many entries": (ROWS._replace(entries=range(2**63 - 1)), "keeps 0 to 29 of 30 tokens"),
-    "no entries": (ROWS._replace(entries=range(4, 4)), "k: entries 4 to 3 of a piece"),
+    "no axes": (ROWS._replace(box=()), r"k: a piece has axes \[\], the region"),
+    "too many entries": (ROWS._replace(entries=range(4, 31)), "k: a piece has entries 4 to 30"),
+    "very many entries": (
+        ROWS._replace(entries=range(2**63 - 1)),
+        "keeps 0 to 29 alive at 30 tokens",
+    ),
+    "no entries": (ROWS._replace(entries=range(4, 4)), "k: a piece has entries 4 to 3"),
 }
 
 
@@ -420,7 +432,7 @@ def test_ids_outside_the_buffer_and_pages_that_are_not_there_are_refused(three_h
     address = RequestAddress(30, {"kv": Span(ids)})
     with pytest.raises(ValueError, match=r"target layer 1 k: (item|space kv needs)"):
         values(three_heads, address, [ROWS])
-    with pytest.raises(ValueError, match="target layer 1 k: no ids for space 'kv'"):
+    with pytest.raises(ValueError, match="target layer 1 k: its block table has no ids"):
         values(three_heads, RequestAddress(30, {}), [ROWS])
 
 
@@ -428,9 +440,8 @@ def test_entries_that_have_left_a_window_are_refused():
     (this,) = case_of("dsv4: equal")
     piece = next(p for p in this.pieces(0) if p.key[2] == "swa.latent")
     early = piece._replace(entries=range(piece.entries.start - 1, piece.entries.stop))
-    with pytest.raises(
-        ValueError, match=r"target layer 0 swa.latent: entries 22 to 28 .* 23 to 28"
-    ):
+    said = r"target layer 0 swa.latent: a piece has entries 22 to 28, .* 23 to 28 alive"
+    with pytest.raises(ValueError, match=said):
         values(this.dest, this.here, [early])
 
 
@@ -533,7 +544,7 @@ def test_of_very_many_ranges_the_first_are_named():
 
 
 def test_digests_of_other_pieces_are_not_compared():
-    with pytest.raises(ValueError, match="one array a piece, of one number an entry"):
+    with pytest.raises(ValueError, match="an array per piece, of one number per entry"):
         differing([ROWS], [np.zeros(5, np.uint64)], [np.zeros(4, np.uint64)], mha().layout)
 
 

@@ -104,11 +104,11 @@ def pretended(monkeypatch):
         ),
         (
             [Slab(3 * ALIGNMENT + 512, 5, "npu:0")],
-            "at 0x600200 on npu:0 does not begin at a multiple of 2 MiB. Allocate 2 MiB more",
+            "at 0x600200 on npu:0 does not start at a multiple of 2 MiB. Allocate 2 MiB more",
         ),
         (
             [Slab(2 * number * ALIGNMENT, 5, "npu:0") for number in range(257)],
-            "257 regions of memory, engine ascend registers 256. Put all buffers into one slab",
+            "257 regions: engine ascend registers at most 256. Put all buffers into one slab",
         ),
     ],
 )
@@ -126,14 +126,14 @@ def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):  #
         engine.register([Slab(ALIGNMENT, 256 * ALIGNMENT + 1, "npu:0")])
     with pytest.raises(ValueError, match="a multiple of 2 MiB"):
         AscendEngine(chunk=ALIGNMENT + 1)
-    with pytest.raises(TransferError, match="before memory of one is registered"):
+    with pytest.raises(TransferError, match="register memory of an NPU first"):
         AscendEngine().metadata()
 
 
 def test_a_process_that_uses_mooncake_over_tcp_has_no_ascend(pretended, monkeypatch):
     monkeypatch.setattr(mooncake, "package", lambda: None)
     monkeypatch.setenv("MC_FORCE_TCP", "1")
-    with pytest.raises(EngineUnavailable, match="MC_FORCE_TCP is set, so Mooncake uses tcp"):
+    with pytest.raises(EngineUnavailable, match="MC_FORCE_TCP is set, so this process uses tcp"):
         AscendEngine()
 
 
@@ -158,6 +158,6 @@ if "mooncake" in ENGINES:
             pass
         assert np.array_equal(dest[7:], source[7:]) and not dest[:7].any()
         assert reading.fence(peer, 0)
-        assert pretended == {threading.get_ident(): 3, peer.link._thread.ident: 3}
+        assert pretended == {threading.get_ident(): 3, peer.thread._thread.ident: 3}
         for engine in engines:
             engine.close()

@@ -157,8 +157,8 @@ def metadata():
     ("change", "sentence"),
     [
         ({"host": "elsewhere"}, "another host"),
-        ({"pid": 1 << 30}, "is gone"),
-        ({"started": "1"}, "is gone"),
+        ({"pid": 1 << 30}, "has ended"),
+        ({"started": "1"}, "has ended"),
         ({"segments": [[4096, -1, 3, 0, 0, 0]]}, "overlaps or overflows"),
         ({"segments": [[4096, 1 << 63, 3, 0, 0, 0]]}, "malformed|overflows"),
         ({"segments": [[4096, 99, 3, 0, 0, 0], [4100, 9, 3, 0, 0, 0]]}, "overlaps"),
@@ -173,7 +173,10 @@ def test_metadata_that_lies_is_refused(metadata, change, sentence):
 def test_a_file_that_is_not_the_registered_one_is_refused():
     with Owner("local", "shared") as other:
         told = msgspec.msgpack.decode(other.metadata)
-        for column, value, sentence in ((5, 1, "not the one"), (3, 1 << 40, "outside a file")):
+        for column, value, sentence in (
+            (5, 1, "not the registered one"),
+            (3, 1 << 40, "outside a file"),
+        ):
             lie = {**told, "segments": [list(told["segments"][0])]}
             lie["segments"][0][column] = value
             with pytest.raises(TransferError, match=sentence):
@@ -191,7 +194,7 @@ def test_memory_that_is_not_mapped_cannot_be_registered():
 
 def test_engines_are_known_by_name():
     assert {"local", "nixl"} <= set(engine_names())
-    with pytest.raises(EngineUnavailable, match=r"'pigeon': known are .*local.*nixl"):
+    with pytest.raises(EngineUnavailable, match=r"'pigeon' is unknown; known: .*local.*nixl"):
         create_engine("pigeon")
     assert all(engine_class(name).availability() is None for name in ENGINES)
 

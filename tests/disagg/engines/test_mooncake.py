@@ -16,7 +16,8 @@ import pytest
 
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
-from disagg.engines.mooncake.link import CALL_RUNS, choose, fetch, hasten, start
+from disagg.engines.mooncake.package import choose, fetch, hasten, start
+from disagg.engines.mooncake.thread import CALL_RUNS
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.peers import ENGINES
@@ -237,10 +238,10 @@ def test_neither_side_is_touched_outside_what_it_registered(engine, memory, othe
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"hostname": "a b"}, "no host name"),
-        ({"hostname": "host:1/"}, "no host name"),
-        ({"hostname": "x" * 300}, "no host name"),
-        ({"hostname": ""}, "no host name"),
+        ({"hostname": "a b"}, "malformed metadata: host name"),
+        ({"hostname": "host:1/"}, "malformed metadata: host name"),
+        ({"hostname": "x" * 300}, "malformed metadata: host name"),
+        ({"hostname": ""}, "malformed metadata: host name"),
         ({"port": 0}, "malformed metadata"),
         ({"port": 1 << 16}, "malformed metadata"),
         ({"token": b"short"}, "a token of 5 bytes"),
@@ -263,9 +264,9 @@ def test_metadata_that_lies_is_refused(engine, other, change, sentence):
 
 def test_who_answers_must_be_the_peer(engine, memory, other):
     told = msgspec.msgpack.decode(other.metadata)
-    for change, sentence in (({"token": bytes(16)}, "another process"), ({"port": 1}, "nobody")):
+    for change, sentence in (({"token": bytes(16)}, "process answers"), ({"port": 1}, "no answer")):
         peer = engine.connect(msgspec.msgpack.encode({**told, **change}))
-        with pytest.raises(TransferError, match=f"{sentence} answers at 127.0.0.1:"):
+        with pytest.raises(TransferError, match=f"{sentence} at 127.0.0.1:"):
             finish(engine, engine.read(peer, blocks(other, memory, 1)))
         with pytest.raises(TransferError, match=sentence):
             engine.read(peer, blocks(other, memory, 1))
@@ -344,7 +345,7 @@ def test_close_ends_reads_in_flight(memory):
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
         peer.stop()
         engine.read(there, blocks(peer, memory, 16, width=1 << 20))
-        until(lambda: there.link._doubt)
+        until(lambda: there.thread._doubt)
         engine.close()
         after = memory.copy()
         peer.go_on()
@@ -378,7 +379,7 @@ def test_thirty_peers_leave_no_thread_and_no_file_behind(engine, memory, other):
         peer = engine.connect(other.metadata)
         finish(engine, engine.read(peer, blocks(other, memory, 1, first=cycle)))
         assert engine.fence(peer, 0)
-        peer.link.join()
+        peer.thread.join()
         if cycle == 0:
             before = held()
     until(lambda: all(now <= then for now, then in zip(held(), before)))
@@ -403,10 +404,10 @@ def test_a_protocol_is_established_or_refused():
     code = """
 import os
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
-from disagg.engines.mooncake.link import package
+from disagg.engines.mooncake.package import package
 maker = package().TransferEngine()
 assert maker.initialize("127.0.0.1", "P2PHANDSHAKE", "pigeon", "") == 0
-for protocol, sentence in (("pigeon", "knows tcp, rdma"), ("ascend", "knows tcp, rdma")):
+for protocol, sentence in (("pigeon", "has tcp, rdma"), ("ascend", "has tcp, rdma")):
     try:
         create_engine("mooncake", protocol=protocol)
     except EngineUnavailable as error:

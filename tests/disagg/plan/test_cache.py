@@ -153,7 +153,7 @@ def test_a_refusal_is_raised_each_time_and_kept_for_nobody():
 @given(st.lists(st.integers(0, 5), max_size=30))
 def test_the_plans_that_were_asked_for_last_are_kept(asked):
     dest = SMALL[0]
-    cache, kept, hits = PlanCache(most=3), [], 0
+    cache, kept, hits = PlanCache(capacity=3), [], 0
     for number in asked:
         made = cache.plan([SMALL[number]], dest)
         assert made.sources == (SMALL[number],)

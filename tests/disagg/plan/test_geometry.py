@@ -174,7 +174,7 @@ def test_a_position_that_the_source_lacks_is_refused(geometry, tokens, data):
         made.bind_all(there, place(into, tokens))
     short = [RequestAddress(tokens, address.spans) for address in there]
     if -(-held // source.page) < -(-tokens // source.page):
-        with pytest.raises(IncompleteTransfer, match="source: space kv needs the items"):
+        with pytest.raises(IncompleteTransfer, match="source: space kv needs items"):
             made.bind_all(short, place(into, tokens))
 
 

@@ -66,11 +66,12 @@ def test_all_reasons_are_listed_at_once():
     text = str(refused)
     assert text.startswith("3 reasons.\n")
     assert (
-        "target layer 0 latent: 8 elements a cell on prefill, 16 elements a cell on decode." in text
+        "target layer 0 latent: 8 elements per cell on prefill, 16 elements per cell on decode."
+        in text
     )
     assert "target layer 0 rope: bfloat16 on prefill, float32 on decode." in text
     assert "target layer 1 index_key: prefill offers no such region" in text
-    assert "it holds none at all" in text
+    assert "it holds none" in text
 
 
 def test_layers_that_share_a_reason_share_a_line():
@@ -93,17 +94,17 @@ CLASHES = {
     "axis totals": (
         Repeat("entry", 4, Repeat("head", 2, Cell("k", 4, "bf16"), 0, 8)),
         Space("kv", entries_per_item=4),
-        "{'head': 2} in all on prefill, {'head': 8} in all on decode",
+        "{'head': 2} in total on prefill, {'head': 8} in total on decode",
     ),
     "kind of space": (
         PAGE,
         Space("kv", "ring", entries_per_item=4, window=4),
         "paged space on prefill, ring space on decode",
     ),
-    "tokens an entry": (
+    "tokens per entry": (
         PAGE,
         Space("kv", entries_per_item=4, tokens_per_entry=2),
-        "1 tokens an entry on prefill, 2 tokens an entry on decode",
+        "1 tokens per entry on prefill, 2 tokens per entry on decode",
     ),
 }
 
@@ -144,10 +145,10 @@ def test_a_rank_left_out_is_refused_with_what_is_offered():
     ranks = [mha(shard=Shard(rank, 4)) for rank in range(4)]
     refused = refusal([ranks[0], ranks[3]], mha())
     assert (
-        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3: these "
-        "do not cover it exactly once. Plan with the layouts of all prefill ranks."
+        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3, which "
+        "does not cover it exactly once. Plan with the layouts of all prefill ranks."
     ) in str(refused)
-    assert "offers nothing of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
+    assert "offers none of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
 
 
 def test_a_stage_left_out_is_refused_with_the_layers_that_are_held():
@@ -163,14 +164,14 @@ def test_addresses_and_ranges_that_cannot_be_are_refused():
     source, dest = mla(), mla()
     made = plan([source.layout], dest.layout)
     here = place(dest, 10)
-    with pytest.raises(ValueError, match="2 addresses for 1 sources"):
+    with pytest.raises(ValueError, match="2 block tables for 1 sources"):
         made.bind_all([here, here], here)
     with pytest.raises(ValueError, match="source 1: this plan has sources 0 to 0"):
         made.bind(1, here, here)
     for tokens in (range(5, 11), range(0, 10, 2), range(-1, 4)):
         with pytest.raises(ValueError, match="a range of positions within 0 to 10"):
             made.bind(0, here, here, tokens=tokens)
-    with pytest.raises(ValueError, match="destination: no ids for space 'kv'"):
+    with pytest.raises(ValueError, match="destination: its block table has no ids for space 'kv'"):
         made.bind(0, here, RequestAddress(10, {}))
 
 
@@ -463,7 +464,7 @@ def test_a_ring_that_has_gone_on_is_refused():
     source, dest = ring(8), ring(16)
     made = plan([source.layout], dest.layout)
     made.bind(0, place(source, 40), place(dest, 40))
-    with pytest.raises(IncompleteTransfer, match="space ring keeps entries from 33 alive"):
+    with pytest.raises(IncompleteTransfer, match="space ring keeps entries from 33 on alive"):
         made.bind(0, place(source, 41), place(dest, 40))
 
 
