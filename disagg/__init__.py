@@ -1,6 +1,6 @@
-"""Moves state between pools: plans derived from layouts, engines that see addresses and lengths.
+"""Moves KV state between pools: plans from layouts, engines that copy runs of bytes.
 
-`import disagg` is light: names load on first use, and `disagg.plan` never loads torch.
+Names load on first use; `disagg.plan` never imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from disagg.engines.base import EngineUnavailable as EngineUnavailable
     from disagg.engines.base import TransferError as TransferError
     from disagg.engines.base import create_engine as create_engine
+    from disagg.plan import ExplainRow as ExplainRow
+    from disagg.plan import Explanation as Explanation
     from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
+    from disagg.plan import Reason as Reason
     from disagg.plan import TransferPlan as TransferPlan
     from disagg.plan.bind import CopyBatch as CopyBatch
     from disagg.plan.positions import IncompleteTransfer as IncompleteTransfer
@@ -28,11 +31,14 @@ _HOME = {
     "DecodeEndpoint": "runtime.endpoint",
     "Engine": "engines.base",
     "EngineUnavailable": "engines.base",
+    "ExplainRow": "plan",
+    "Explanation": "plan",
     "HandshakeRefused": "runtime.endpoint",
     "IncompatibleLayouts": "plan",
     "IncompleteTransfer": "plan.positions",
     "KVPoll": "protocol.status",
     "PrefillEndpoint": "runtime.endpoint",
+    "Reason": "plan",
     "TransferError": "engines.base",
     "TransferPlan": "plan",
     "create_engine": "engines.base",

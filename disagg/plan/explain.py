@@ -131,15 +131,15 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     ]
     if cut:
         return "resharded", "; ".join(cut)
-    change = f"pages of {pages[0]} entries on the source, {pages[1]} on the destination"
+    change = f"items of {pages[0]} entries on the source, {pages[1]} on the destination"
     if route.linear or route.dense:
-        return "direct", "whole pages" if pages[0] == pages[1] else change
+        return "direct", "whole items" if pages[0] == pages[1] else change
     if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:
         return "strided", f"{_order(there)} on the source, {_order(here)} on the destination"
     if pages[0] != pages[1]:
         return "strided", change
     if route.whole is not None and route.whole.size == 1:
-        return "direct", "whole pages, among other regions"
+        return "direct", "whole items, among other regions"
     return "strided", "other bytes lie in between on one side"
 
 

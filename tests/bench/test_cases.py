@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.cli.bench.measure import UNABLE, Measurement, batch, effort, one_thread, opened, row_of
+from disagg.cli.bench.measure import (
+    UNABLE,
+    Measurement,
+    batch,
+    effort,
+    measurement_of,
+    one_thread,
+    opened,
+)
 from tests.bench.conftest import ROWS, sizes_of
 
 
@@ -28,6 +36,6 @@ def test_case(case, context, benchmark, pytestconfig):
 
         benchmark.pedantic(ours, setup=before, rounds=made.rounds)
     mine = [seconds / made.calls for seconds in benchmark.stats.stats.data]
-    row = row_of(case, list(zip(mine, theirs)))
+    row = measurement_of(case, list(zip(mine, theirs)))
     benchmark.extra_info.update(bytes=case.nbytes, calls=made.calls, ratio=row.ratio)
     ROWS.append(row)

@@ -13,7 +13,7 @@ from disagg.cli.bench.stores import load_cases, store_cases
 from disagg.cli.bench.transfers import memory_bytes, transfer_cases
 from kvpool.device import Device, DeviceUnavailable, get_device
 
-MADE: tuple[Callable[[Sizes], Iterator[BenchCase]], ...] = (
+CASES_OF_SIZES: tuple[Callable[[Sizes], Iterator[BenchCase]], ...] = (
     store_cases,
     load_cases,
     move_cases,
@@ -26,14 +26,14 @@ GROUPS = ("store", "load", "move", "gather", "scatter", "allocator", "plan", "bi
 
 
 def all_cases(sizes: Sizes, engines: Sequence[str]) -> list[BenchCase]:
-    """Every case, whether it can run here or not; those of transfers for each of `engines`."""
-    found = [case for made in MADE for case in made(sizes)]
+    """Every case, whether it can run here or not; transfers for each of `engines`."""
+    found = [case for cases in CASES_OF_SIZES for case in cases(sizes)]
     return [*found, *transfer_cases(sizes, engines)]
 
 
 @contextmanager
 def context_on(device: Device, sizes: Sizes) -> Iterator[BenchContext]:
-    """Where cases of these sizes run; ends what they started."""
+    """The context for cases of these sizes; ends the processes that they start."""
     peers = PeerReaders(device, memory_bytes(sizes))
     try:
         yield BenchContext(device, peers.reader)
@@ -42,11 +42,10 @@ def context_on(device: Device, sizes: Sizes) -> Iterator[BenchContext]:
 
 
 def measurable(name: str) -> Device:
-    """The device by name; raises DeviceUnavailable for one that is not there, or has no memory."""
+    """The device by name. Raises DeviceUnavailable if it is missing or has no memory."""
     device = get_device(name)
     if device.memory_kind == "meta":
         raise DeviceUnavailable(
-            f"device {name!r} has sizes and no memory: there is nothing to measure. Ask for one "
-            "with memory, such as cpu."
+            f"device {name!r} has no memory to measure. Choose a device with memory, such as cpu."
         )
     return device

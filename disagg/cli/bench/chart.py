@@ -1,4 +1,4 @@
-"""Bars of ratios, with the bound at 1."""
+"""A bar chart of ratios; the bound is at 1."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ svg {{ max-width: 100%; height: auto; }} pre {{ white-space: pre-wrap; }}</style
 
 
 def chart_problem(path: Path) -> str | None:
-    """Why no chart can be written there, if none can."""
+    """Why no chart can be written to `path`, or None."""
     if path.suffix not in SUFFIXES:
-        return f"{path}: a name that ends in {', '.join(SUFFIXES)}."
+        return f"{path}: the name must end in {', '.join(SUFFIXES)}."
     if find_spec("matplotlib") is None:
         return "matplotlib is not installed. pip install 'kvpool[viz]'."
     return None
 
 
 def write_chart(report: Report, path: Path) -> None:
-    """Writes an image, or a page that holds one. Raises OSError."""
+    """Writes an image, or an HTML page with one. Raises OSError."""
     figure = drawn(report)
     if path.suffix == ".png":
         figure.savefig(path, dpi=150)
@@ -58,15 +58,13 @@ def write_chart(report: Report, path: Path) -> None:
 
 
 def drawn(report: Report) -> Figure:
-    """What moves bytes beside a plain copy, and below what the host does beside what else does the
-    same; there ratios differ by powers of ten.
-    """
+    """Two panels: cases bounded by a plain copy, and host work on a logarithmic scale."""
     from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.ratio is not None]
     panels = [[row for row in rows if row.moves is moves] for moves in (True, False)]
     panels = [panel for panel in panels if panel]
-    notes = [line for told in report.left_out() for line in wrap(told, LETTERS)]
+    notes = [line for sentence in report.left_out() for line in wrap(sentence, LETTERS)]
     body = sum(HEAD_INCHES + BAR_INCHES * len(panel) for panel in panels)
     figure = Figure(
         figsize=(WIDTH_INCHES, HEAD_INCHES + body + LINE_INCHES * len(notes)), layout="constrained"
@@ -94,14 +92,12 @@ def _bars(axis: Any, rows: Sequence[Measurement]) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     if rows[0].moves:
         axis.set_xlim(0, 1.1 * max(1.1, *ratios))
-        axis.set_xlabel("rate, as a part of that of a plain copy of as many bytes", fontsize=8)
+        axis.set_xlabel("rate relative to a plain copy of as many bytes", fontsize=8)
     else:
         axis.set_xscale("log")
         axis.set_xlim(0.7 * min(0.7, *ratios), 1.5 * max(2.0, *ratios))
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel(
-            "times as fast as the reference: plain Python, or a plan made anew", fontsize=8
-        )
+        axis.set_xlabel("times as fast as the reference: plain Python, or a new plan", fontsize=8)
     for context, ratio in zip(places, ratios):
         axis.text(max(ratio, start), context, f" {ratio:.2g}", va="center", fontsize=7)
     axis.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Items moved in all layers, and runs of bytes gathered into one buffer and scattered from it."""
+"""Moves of items in all layers; gathers and scatters of runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import (
-    BenchCase,
-    BenchContext,
-    Sizes,
-    Work,
-    need_equal,
-    noise,
-    plain_copy,
-)
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
+from disagg.cli.bench.work import Work, need_equal, noise, plain_copy
 from kvpool import MLAPool
 
 LAYERS, PAGE = 61, 64
@@ -35,7 +28,7 @@ def move_cases(sizes: Sizes) -> Iterator[BenchCase]:
 
 
 def open_move(pages: int, placement: str, ids: str, context: BenchContext) -> Work:
-    """See move_cases. Ids on the host go through the pool, which copies and checks them."""
+    """See move_cases. Ids on the host go through the pool, which checks and copies them."""
     pool = MLAPool(
         layers=range(LAYERS),
         num_pages=2 * pages + 1,
@@ -64,7 +57,7 @@ def open_move(pages: int, placement: str, ids: str, context: BenchContext) -> Wo
 
 
 def run_cases(sizes: Sizes) -> Iterator[BenchCase]:
-    """Runs in any order, against one contiguous buffer."""
+    """Runs in random order, to and from one contiguous buffer."""
     for group in ("gather", "scatter"):
         for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width

@@ -1,4 +1,4 @@
-"""Another process whose memory engines read, and this one's side of it."""
+"""A peer process whose memory the engines read, and the readers in this process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from disagg.cli.bench.case import CannotRun, noise
+from disagg.cli.bench.work import CannotRun, noise
 from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
 from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.layout import Slab
 
 PEER_TIMEOUT = 60.0
-"""Seconds until a process or a read is given up."""
+"""Seconds to wait for the peer process or a read."""
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
 
 class PeerReader:
-    """An engine of this process, connected with the same engine of the other.
+    """An engine connected to the same engine in the peer process.
 
-    `memory` is this side's, zeroed, `base` the address of the other's, which holds `pattern`.
+    `memory` is this side's; the peer's, at pointer `base`, holds `pattern`.
     """
 
     def __init__(self, engine: Engine, peer: Any, base: int, memory: torch.Tensor) -> None:
@@ -36,12 +36,12 @@ class PeerReader:
             ends = time.monotonic() + PEER_TIMEOUT
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
-                    raise TransferError(f"{part.total} bytes did not come in {PEER_TIMEOUT:.0f} s.")
+                    raise TransferError(f"no {part.total} bytes in {PEER_TIMEOUT:.0f} s.")
 
 
 class PeerReaders:
-    """Readers by engine, one at a time; the other process is started when one is first asked for.
-    Each side has `nbytes` of the device's memory.
+    """Readers by engine, one at a time. The peer process starts with the first reader; each side
+    has `nbytes` of the device's memory.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -50,8 +50,8 @@ class PeerReaders:
         self._last: tuple[str, PeerReader | str] | None = None
 
     def reader(self, name: str) -> PeerReader:
-        """The reader of an engine; the one before it is closed. Raises CannotRun with the reason
-        where the engine does not work, or not with this device's memory.
+        """The reader of an engine; closes the previous one. Raises CannotRun if the engine does
+        not work here or with this device's memory.
         """
         if self._last is None or self._last[0] != name:
             self._give_up()
@@ -62,7 +62,7 @@ class PeerReaders:
         return found
 
     def close(self) -> None:
-        """Gives up the engine, and ends the process."""
+        """Closes the engine, and ends the process."""
         self._give_up()
         if self._other is not None:
             self._other.close()
@@ -91,7 +91,7 @@ class PeerReaders:
 
 
 class PeerProcess:
-    """The other process, its memory at `base`, and as much `memory` of this one."""
+    """The peer process, its memory at `base`, and as much `memory` of this process."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.memory = device.allocate(nbytes)
@@ -103,19 +103,19 @@ class PeerProcess:
         self.base: int = self._answer()
 
     def metadata(self, engine: str) -> bytes:
-        """Of that engine over there, which is the only one from now on."""
+        """Metadata of the peer's engine of that name, which replaces its previous one."""
         self._pipe.send(engine)
         said: bytes = self._answer()
         return said
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
 
     def _answer(self) -> Any:
-        """What it says; what it could not do is raised here."""
+        """The process's next answer. Raises TransferError with its error, if it sends one."""
         try:
             if not self._pipe.poll(PEER_TIMEOUT):
                 self.close()
@@ -132,14 +132,13 @@ class PeerProcess:
 
 
 def pattern(nbytes: int) -> torch.Tensor:
-    """What lies in the other process's memory."""
+    """The contents of the peer's memory."""
     return noise(nbytes, seed=7)
 
 
 def serve(pipe: Connection, device: str, nbytes: int) -> None:
-    """The other process: the engine that was asked for last, until the pipe is closed.
-
-    A reason why not is sent as a str.
+    """The peer process: serves the engine requested last until the pipe is closed; errors are sent
+    as str.
     """
     torch.set_num_threads(1)
     engine: Engine | None = None

@@ -1,4 +1,4 @@
-"""Writes and reads of entries: rows of every packing that has a kernel of its own."""
+"""Writes and reads of entries, for every packing that has its own kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, BenchContext, Sizes, Work, need_equal, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
+from disagg.cli.bench.work import Work, need_equal, plain_copy
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
 from kvpool.device.quant import dequantise, quantise, scale_role
 from kvpool.device.torch_ops import bits
@@ -22,8 +23,8 @@ MLA_ROLES = {"latent": (512,), "rope": (64,)}
 
 @dataclass(frozen=True, slots=True)
 class EntryFormat:
-    """Entries of one layer: the pool that holds them, the shape of bf16 values by role, and the
-    bytes that are stored of an entry.
+    """Entries of one layer: their pool, the shape of their bf16 values by role, and the stored
+    bytes per entry.
     """
 
     name: str
@@ -38,7 +39,7 @@ class EntryFormat:
         return 2 * sum(int(np.prod(shape)) for shape in self.roles.values())
 
     def pool(self, device: str, tokens: int) -> KVPool:
-        """A pool on which `tokens` entries of layer 0 have room beside the reserved page."""
+        """A pool with room for `tokens` entries of layer 0 beside the reserved page."""
         return self.kind(
             layers=[0],
             num_pages=tokens // PAGE + 1,
@@ -124,7 +125,7 @@ def open_load(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext
 def _filled(
     rows: EntryFormat, tokens: int, context: BenchContext
 ) -> tuple[KVPool, torch.Tensor, dict[str, Any]]:
-    """A pool, locations as a prefill has them (pages in any order, entries one after another), and
+    """A pool, locations as in a prefill (pages in random order, entries within them in order), and
     values.
     """
     pool = rows.pool(context.device.name, tokens)
@@ -142,7 +143,7 @@ def _filled(
 
 
 def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the pool must hold, computed on the host."""
+    """The entries that the pool must hold, computed on the host."""
     found = {}
     for role, given in values.items():
         scales = scale_role(role)

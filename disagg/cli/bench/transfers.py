@@ -1,4 +1,4 @@
-"""Reads from the memory of another process, by engine and by length of run."""
+"""Reads from another process's memory, by engine and run length."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, BenchContext, Sizes, Work, need_equal, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.peer import pattern
+from disagg.cli.bench.work import Work, need_equal, plain_copy
 from disagg.plan.bind import CopyBatch
 
 READ_WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
 
 
 def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
-    """Runs in any order, and one run of all."""
+    """Runs in random order, and one run of all bytes."""
     for engine in engines:
         for name, width in {**READ_WIDTHS, "one run": sizes.transfer_bytes}.items():
             count = sizes.transfer_bytes // width
@@ -26,7 +27,7 @@ def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
 
 
 def memory_bytes(sizes: Sizes) -> int:
-    """What each side needs: twice what is read."""
+    """Memory that each side needs: twice the bytes that are read."""
     return 2 * sizes.transfer_bytes
 
 

@@ -22,7 +22,7 @@ from disagg.cli.bench import chart, host
 from disagg.cli.bench.case import QUICK
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import row_of
+from disagg.cli.bench.measure import measurement_of
 from disagg.cli.bench.peer import PeerProcess
 from disagg.engines import base
 from disagg.engines.base import engine_names
@@ -147,7 +147,9 @@ def test_bytes_are_those_of_the_formats(everything):
 def test_a_ratio_is_that_of_times_taken_in_the_same_round():
     case = all_cases(QUICK, [])[0]
     slow = 10.0  # the machine, half of the time
-    row = row_of(case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)])
+    row = measurement_of(
+        case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)]
+    )
     assert (row.ratio, row.rounds) == (0.5, 4)
     assert (row.seconds, row.reference_seconds) == (5.5, 0.5)
 
@@ -242,14 +244,14 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
     ("arguments", "sentence"),
     [
         (["--device", "abacus:0"], "no installed package offers 'abacus'"),
-        (["--device", "meta"], "device 'meta' has sizes and no memory"),
+        (["--device", "meta"], "device 'meta' has no memory to measure"),
         (["--only", "stores"], "--only stores: one of store, load"),
         (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
-        (["--engine", "local", "--only", "store"], "--engine is for transfers"),
+        (["--engine", "local", "--only", "store"], "--engine selects transfers"),
         (["--json", "nowhere/x.json"], "there is no directory nowhere"),
         (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
-        (["--chart", "x.gif"], "x.gif: a name that ends in .svg, .html, .png."),
+        (["--chart", "x.gif"], "x.gif: the name must end in .svg, .html, .png."),
         (["--chart", "x.svg"], "matplotlib is not installed. pip install 'kvpool[viz]'."),
     ],
 )

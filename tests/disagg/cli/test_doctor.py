@@ -51,9 +51,9 @@ def test_what_is_installed_here_works_here():
     assert all(name in table for _, name in works)
 
 
-def test_each_that_does_not_work_says_why_and_the_others_are_asked_too(monkeypatch):
+def test_each_that_does_not_work_has_a_reason_and_the_others_are_still_checked(monkeypatch):
     offer(monkeypatch, devices=["Missing"], engines=["Absent", "Broken"])
-    missing, absent, broken = doctor.findings()
+    missing, absent, broken = doctor.availabilities()
     assert [each.kind for each in (missing, absent, broken)] == ["device", "engine", "engine"]
     assert "AttributeError" in missing.problem and "Missing" in missing.problem
     assert absent.problem == "no such card in this machine. Put one in."

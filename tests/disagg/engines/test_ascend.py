@@ -119,7 +119,7 @@ def test_slabs_that_an_npu_cannot_register_are_refused(pretended, monkeypatch, s
     assert not pretended
 
 
-def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):  # museum 33
+def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):
     monkeypatch.setattr(mooncake, "package", lambda: None)
     engine = AscendEngine(chunk=ALIGNMENT)
     with pytest.raises(TransferError, match="257 regions"):

@@ -175,7 +175,7 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
     assert np.array_equal(memory[: 4096 * BLOCK], pattern()[: 4096 * BLOCK])
 
 
-def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):  # museum 33
+def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):
     engine = MooncakeEngine(chunk=3 << 20)
     engine.register([slab(memory)])
     with Owner(chunk=(5 << 20) + 1) as peer:
@@ -203,7 +203,7 @@ def test_whoever_reaches_the_ports_of_a_process_can_write_what_it_registered(mem
     assert (memory[:16] == 7).all()
 
 
-def test_memory_that_mooncake_refuses_is_an_error(memory):  # museum 33
+def test_memory_that_mooncake_refuses_is_an_error(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
     with pytest.raises(TransferError, match="overlap"):

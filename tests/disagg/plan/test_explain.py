@@ -29,14 +29,14 @@ def mla(**changes):
 @pytest.mark.parametrize(
     ("sources", "dest", "how", "why", "runs"),
     [
-        ([mla()], mla(), "direct", "whole pages", 4 * 64),
-        ([mla(placement="page")], mla(placement="page"), "direct", "whole pages", 64),
-        ([mla()], mla(placement="page"), "direct", "whole pages, among other regions", 4 * 64),
+        ([mla()], mla(), "direct", "whole items", 4 * 64),
+        ([mla(placement="page")], mla(placement="page"), "direct", "whole items", 64),
+        ([mla()], mla(placement="page"), "direct", "whole items, among other regions", 4 * 64),
         (
             [mla()],
             mla(page_size=64),
             "direct",
-            "pages of 16 entries on the source, 64 on the destination",
+            "items of 16 entries on the source, 64 on the destination",
             4 * 64,
         ),
         (
@@ -46,7 +46,7 @@ def mla(**changes):
             "entry before head on the source, head before entry",
             None,
         ),
-        ([mha(order="hnd")], mha(order="hnd", page_size=8), "strided", "pages of 16 entries", None),
+        ([mha(order="hnd")], mha(order="hnd", page_size=8), "strided", "items of 16 entries", None),
         (
             [mha(shard=Shard(rank, 2)) for rank in range(2)],
             mha(),
