@@ -29,7 +29,7 @@ class Reason:
 
 
 class IncompatibleLayouts(ValueError):
-    """The destination cannot be filled from these sources; `reasons` holds one per region."""
+    """The destination cannot be filled from these sources; `reasons` lists all reasons."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)

@@ -1,7 +1,7 @@
-"""Every figure is a ratio: each round runs the reference first, then ours, in one process.
+"""Ratios: each round runs the reference, then our code, in one process.
 
-Options, where this folder is named on the command line: `--device NAME`, `--json FILE`. Without
-`--benchmark-enable` each case runs once, as small as can be.
+Options, if this folder is named on the command line: `--device NAME`, `--json FILE`. Without
+`--benchmark-enable` each case runs once, with minimal sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def device_of(config: pytest.Config):
-    """The device that was asked for; `cpu` where the option is not known."""
+    """The device of the option; `cpu` if the option is not defined."""
     try:
         return measurable(config.getoption("--device", "cpu") or "cpu")
     except DeviceUnavailable as error:
@@ -43,12 +43,12 @@ def device_of(config: pytest.Config):
 
 
 def sizes_of(config: pytest.Config):
-    """Small ones where nothing is timed."""
+    """Minimal sizes if nothing is timed."""
     return sizes_for(device_of(config), quick=not config.getoption("benchmark_enable"))
 
 
 def engines() -> dict[str, str | None]:
-    """Every engine that is known, and why it does not work here."""
+    """Every known engine, and the reason if it does not work here."""
     return {name: engine_class(name).availability() for name in engine_names()}
 
 
@@ -70,7 +70,7 @@ def context(pytestconfig):
 
 @pytest.fixture
 def paired(benchmark, request):
-    """Call `paired(ours, reference)`: times both in turn, and keeps the ratio of medians."""
+    """`paired(ours, reference)` times both in turn, and records the ratio of medians."""
 
     def run(ours, reference, rounds=20):
         taken = []

@@ -1,4 +1,4 @@
-"""The cases of `kvpool bench`: each does what it says, and is timed if benchmarks are enabled."""
+"""The cases of `kvpool bench`: each is checked, and timed if benchmarks are enabled."""
 
 from __future__ import annotations
 

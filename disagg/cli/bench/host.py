@@ -11,7 +11,7 @@ import numpy as np
 
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.plain import Lists, Run, tuples
-from disagg.cli.bench.work import Work, WrongBytes
+from disagg.cli.bench.work import LAYERS, PAGE, Work, WrongBytes
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
 from disagg.plan.cache import PlanCache
@@ -19,7 +19,7 @@ from kvpool import Allocator, DSv4Pool, MLAPool, RequestAddress, Span
 from kvpool.layout import PoolLayout
 from kvpool.pools.placement import Shard
 
-LAYERS, PAGE, V4_PAGE = 61, 64, 256
+V4_PAGE = 256
 RATIOS = [128, 128, *[4, 128] * 29, 4]
 REQUESTS, BEFORE = 256, 131  # requests, and tokens that they have
 SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
-from disagg.cli.bench.work import Work, need_equal, noise, plain_copy
+from disagg.cli.bench.work import LAYERS, PAGE, Work, need_equal, noise, plain_copy
 from kvpool import MLAPool
 
-LAYERS, PAGE = 61, 64
 MLA_PAGE_BYTES = PAGE * (512 + 64) * 2
 RUN_WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
 

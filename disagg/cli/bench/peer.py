@@ -15,7 +15,7 @@ from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.layout import Slab
 
-PEER_TIMEOUT = 60.0
+READER_TIMEOUT = 60.0
 """Seconds to wait for the peer process or a read."""
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
@@ -33,10 +33,10 @@ class PeerReader:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
         for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
             transfer = self.engine.read(self.peer, part)
-            ends = time.monotonic() + PEER_TIMEOUT
+            ends = time.monotonic() + READER_TIMEOUT
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
-                    raise TransferError(f"no {part.total} bytes in {PEER_TIMEOUT:.0f} s.")
+                    raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
 
 
 class PeerReaders:
@@ -117,9 +117,9 @@ class PeerProcess:
     def _answer(self) -> Any:
         """The process's next answer. Raises TransferError with its error, if it sends one."""
         try:
-            if not self._pipe.poll(PEER_TIMEOUT):
+            if not self._pipe.poll(READER_TIMEOUT):
                 self.close()
-                raise TransferError(f"the other process did not answer in {PEER_TIMEOUT:.0f} s.")
+                raise TransferError(f"the other process did not answer in {READER_TIMEOUT:.0f} s.")
             said = self._pipe.recv()
         except EOFError:
             self.process.join()

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
-from disagg.cli.bench.work import Work, need_equal, plain_copy
+from disagg.cli.bench.work import PAGE, Work, need_equal, plain_copy
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
 from kvpool.device.quant import dequantise, quantise, scale_role
 from kvpool.device.torch_ops import bits
 
-PAGE, WINDOW_PAGE = 64, 128
+WINDOW_PAGE = 128
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}
 MLA_ROLES = {"latent": (512,), "rope": (64,)}
 

@@ -10,6 +10,9 @@ import torch
 
 from kvpool.device import Device
 
+LAYERS, PAGE = 61, 64
+"""Layers of DeepSeek-V3, and tokens per page."""
+
 
 class CannotRun(Exception):
     """The reason why this device or engine cannot run a case."""

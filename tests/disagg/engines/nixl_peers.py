@@ -1,4 +1,4 @@
-"""Processes that NIXL reads, and one that reads; light, as they import neither torch nor pools."""
+"""Processes that NIXL reads, and one that reads; they import neither torch nor pools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pattern(size: int) -> np.ndarray:
 
 
 def owner(pipe, size: int, options: dict) -> None:
-    """Registers a pattern and serves, until it is told to do so in steps, again, or no more."""
+    """Registers a pattern and serves; orders switch to single steps, back, or end it."""
     memory, engine = pattern(size), create_engine("nixl", **options)
     engine.register([Slab(memory.ctypes.data, size)])
     pipe.send((engine.metadata(), memory.ctypes.data))
@@ -51,17 +51,17 @@ class Owner:
         self.metadata, self.base = self.pipe.recv()
 
     def step(self) -> None:
-        """Lets reads go on for a step, and then no more."""
+        """Makes progress once."""
         self.pipe.send("step")
         assert self.pipe.poll(60), "the owner does not answer"
         self.pipe.recv()
 
     def stop(self) -> None:
-        """Stops the process, which does not know."""
+        """Stops the process by a signal."""
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Lets the process go on, and serve."""
+        """Continues the process, which serves again."""
         self.pipe.send("serve")
         os.kill(self.process.pid, signal.SIGCONT)
 
@@ -74,7 +74,7 @@ class Owner:
 
 @contextmanager
 def owners(count: int, size: int, **options):
-    """So many of them; killed at the end."""
+    """Owners, killed at the end."""
     found: list[Owner] = []
     try:
         for _ in range(count):
@@ -93,7 +93,7 @@ def usage() -> tuple[int, int, int]:
 
 
 def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycles: int) -> None:
-    """Makes, uses and closes engines; sends its usage after each."""
+    """Creates, uses and closes engines; sends its usage after each cycle."""
     memory, truth = np.zeros(size, dtype=np.uint8), pattern(size)
     for _ in range(cycles):
         memory[:] = 0

@@ -25,7 +25,7 @@ HERE = EntryPoint("shm", f"{__name__}:SharedDevice", "kvpool.devices")
 
 @contextmanager
 def installed():
-    """As if a package offered it."""
+    """Registers the device, as an installed package would."""
     with mock.patch.object(registry, "device_entries", lambda: {"shm": HERE}):
         registry.get_device.cache_clear()
         yield
@@ -33,7 +33,7 @@ def installed():
 
 
 def there(layout, memory):
-    """The layout, as that of a pool on a device."""
+    """The layout with its buffers in a device's memory."""
     return replace(layout, buffers=tuple(replace(b, memory=memory) for b in layout.buffers))
 
 
@@ -69,7 +69,7 @@ class Mapped:
 
 
 class SharedDevice:
-    """`held` keeps copies from beginning while it is locked."""
+    """Copies do not start while `held` is locked."""
 
     alignment = 4096
 
@@ -92,10 +92,10 @@ class SharedDevice:
             raise DeviceUnavailable("that is not where an allocation begins.")
         return msgspec.msgpack.encode([os.getpid(), self._files[base], nbytes])
 
-    def attach(self, told):
+    def attach(self, handle):
         try:
-            pid, handle, nbytes = msgspec.msgpack.decode(told, type=tuple[int, int, int])
-            file = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+            pid, number, nbytes = msgspec.msgpack.decode(handle, type=tuple[int, int, int])
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
         except (msgspec.MsgspecError, OSError) as error:
             raise DeviceUnavailable(f"it cannot be mapped: {error}") from None
         self.attached.append(Mapped(np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8)))
@@ -103,16 +103,16 @@ class SharedDevice:
         return self.attached[-1]
 
     def copy_runs(self, src, dst, nbytes):
-        runs, before, mark = [column.copy() for column in (src, dst, nbytes)], self._last, Event()
+        runs, before, event = [column.copy() for column in (src, dst, nbytes)], self._last, Event()
 
         def copy():
             if before is not None:
                 before.synchronize()
             with self.held:
                 copy_runs(*runs)
-            mark.end()
+            event.end()
 
-        self._last = mark
+        self._last = event
         threading.Thread(target=copy, daemon=True).start()
 
     def record(self):

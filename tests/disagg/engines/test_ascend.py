@@ -1,5 +1,5 @@
-"""Engine ascend as far as that goes without an NPU: what it says is missing, what it refuses, and
-its code over the transport that Mooncake has here.
+"""Engine ascend without an NPU: what is missing, what it refuses, and its code over the transport
+of the installed Mooncake.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.disagg.engines.peers import ENGINES
 PARTS = {"_driver": "an NPU", "_cann": "CANN", "_transport": "USE_ASCEND_DIRECT"}
 
 
-def test_without_an_npu_it_says_so_and_imports_nothing_of_a_vendor():
+def test_without_an_npu_it_is_unavailable_and_imports_no_vendor_package():
     if AscendEngine.availability() is None:
-        return  # an NPU is here
+        return  # this machine has an NPU
     code = """
 import sys
 from disagg.engines.base import EngineUnavailable, create_engine
@@ -44,7 +44,7 @@ assert not {"torch", "torch_npu", "mooncake"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("absent", [*PARTS, "torch_npu", None])
-def test_exactly_what_is_missing_is_named(monkeypatch, absent):
+def test_exactly_the_missing_parts_are_named(monkeypatch, absent):
     for part in PARTS:
         monkeypatch.setattr(ascend, part, lambda part=part: part != absent)
     names = {**PARTS, "torch_npu": "torch_npu"}
@@ -76,7 +76,7 @@ def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Nothing is missing: engines can be made, and the device that each thread sets is kept."""
+    """Pretends that nothing is missing; records the device that each thread sets."""
     devices = {}
 
     @contextmanager
@@ -119,7 +119,7 @@ def test_slabs_that_an_npu_cannot_register_are_refused(pretended, monkeypatch, s
     assert not pretended
 
 
-def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):
+def test_chunks_count_as_regions_and_are_multiples_of_2_mib(pretended, monkeypatch):
     monkeypatch.setattr(mooncake, "package", lambda: None)
     engine = AscendEngine(chunk=ALIGNMENT)
     with pytest.raises(TransferError, match="257 regions"):
@@ -140,7 +140,7 @@ def test_a_process_that_uses_mooncake_over_tcp_has_no_ascend(pretended, monkeypa
 if "mooncake" in ENGINES:
 
     def aligned(size):
-        """Host memory that passes for an NPU's: what Mooncake has here moves it over TCP."""
+        """Host memory in place of an NPU's: the installed Mooncake moves it over TCP."""
         memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         return memory[-memory.ctypes.data % ALIGNMENT :][:size]
 

@@ -1,4 +1,4 @@
-"""Engine mooncake, and what it relies on of the package. Owners are processes of their own."""
+"""Engine mooncake, and the behaviour of Mooncake that it relies on. Owners are processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpool.layout import Slab
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import stands_still
 
-__test__ = "mooncake" in ENGINES  # collected where the package is installed
+__test__ = "mooncake" in ENGINES  # collected if the package is installed
 
 SIZE = 32 << 20
 BLOCK = 4096
@@ -39,7 +39,7 @@ def slab(memory: np.ndarray) -> Slab:
 
 
 def owner(pipe, options) -> None:
-    """Registers memory, and keeps it until it is told to end."""
+    """Registers memory, and keeps it until it receives a message."""
     memory, engine = pattern(), MooncakeEngine(**options)
     engine.register([slab(memory)])
     pipe.send((engine.metadata(), memory.ctypes.data))
@@ -48,7 +48,7 @@ def owner(pipe, options) -> None:
 
 
 def until(condition, seconds=30):
-    """Waits; the time is for machines that stand still, not for what is tested."""
+    """Waits; the limit is for overloaded machines, not for what is tested."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -75,7 +75,7 @@ class Owner:
         self.process.join()
 
     def stop(self):
-        """Stops every thread, and returns once they stand still."""
+        """Stops every thread, and returns once all have stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         until(lambda: stands_still(self.process.pid))
 
@@ -90,7 +90,7 @@ class Owner:
 
 @pytest.fixture(scope="module")
 def other():
-    """A peer to which nothing happens; it must exit well."""
+    """A peer that is never disturbed; it must exit with status 0."""
     with Owner() as process:
         yield process
         process.pipe.send(None)
@@ -112,7 +112,7 @@ def engine(memory):
 
 
 def blocks(peer, memory, count, width=BLOCK, first=0):
-    """`count` runs of `width` bytes from block `first` on, to the same place here."""
+    """`count` runs of `width` bytes from block `first` on, to equal offsets here."""
     offsets = np.arange(first, first + count, dtype=np.int64) * width
     nbytes = np.full(count, width, dtype=np.int64)
     return CopyBatch(peer.base + offsets, memory.ctypes.data + offsets, nbytes)
@@ -124,7 +124,7 @@ def finish(engine, transfer):
 
 
 def settled(memory):
-    """What memory holds once it has not changed for a second."""
+    """The contents of memory once it has not changed for a second."""
     before = None
     while before is None or not np.array_equal(before, memory):
         before = memory.copy()
@@ -175,11 +175,11 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
     assert np.array_equal(memory[: 4096 * BLOCK], pattern()[: 4096 * BLOCK])
 
 
-def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):
+def test_a_run_across_registered_ranges_is_cut_at_their_edges(memory):
     engine = MooncakeEngine(chunk=3 << 20)
     engine.register([slab(memory)])
     with Owner(chunk=(5 << 20) + 1) as peer:
-        link = engine.connect(peer.metadata)
+        reader = engine.connect(peer.metadata)
         border = (5 << 20) + 1
         at, to = peer.base + border - 8, memory.ctypes.data
         raw = start("tcp", "127.0.0.1", "")
@@ -187,12 +187,12 @@ def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):
         assert fetch(raw, peer.address, [[at], [to], [8]])
         hasten(raw)
         del raw
-        finish(engine, engine.read(link, blocks(peer, memory, 1, width=SIZE)))
+        finish(engine, engine.read(reader, blocks(peer, memory, 1, width=SIZE)))
         assert np.array_equal(memory, pattern())
     engine.close()
 
 
-def test_whoever_reaches_the_ports_of_a_process_can_write_what_it_registered(memory):
+def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
     memory[:8] = 7
     choose("tcp")
     raw = start("tcp", "127.0.0.1", "")
@@ -215,7 +215,7 @@ def test_memory_that_mooncake_refuses_is_an_error(memory):
     engine.close()
 
 
-def test_memory_of_an_engine_that_only_reads_is_open_to_nobody(engine, memory, other):
+def test_an_engine_that_only_reads_registers_no_memory(engine, memory, other):
     assert engine._engine is None
     peer = engine.connect(other.metadata)
     transfer = engine.read(peer, CopyBatch(*np.array([[other.base], [memory.ctypes.data], [64]])))
@@ -225,7 +225,7 @@ def test_memory_of_an_engine_that_only_reads_is_open_to_nobody(engine, memory, o
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_neither_side_is_touched_outside_what_it_registered(engine, memory, other, side):
+def test_neither_side_is_accessed_outside_its_registered_memory(engine, memory, other, side):
     peer = engine.connect(other.metadata)
     batch = blocks(other, memory, 3)
     getattr(batch, side)[2] += SIZE - 2 * BLOCK - 1
@@ -256,13 +256,13 @@ def test_neither_side_is_touched_outside_what_it_registered(engine, memory, othe
         ({"more": 1}, "malformed metadata"),
     ],
 )
-def test_metadata_that_lies_is_refused(engine, other, change, sentence):
+def test_wrong_metadata_is_refused(engine, other, change, sentence):
     told = msgspec.msgpack.decode(other.metadata)
     with pytest.raises(TransferError, match=sentence):
         engine.connect(msgspec.msgpack.encode({**told, **change}))
 
 
-def test_who_answers_must_be_the_peer(engine, memory, other):
+def test_another_process_that_answers_is_refused(engine, memory, other):
     told = msgspec.msgpack.decode(other.metadata)
     for change, sentence in (({"token": bytes(16)}, "process answers"), ({"port": 1}, "no answer")):
         peer = engine.connect(msgspec.msgpack.encode({**told, **change}))
@@ -274,7 +274,7 @@ def test_who_answers_must_be_the_peer(engine, memory, other):
     assert not memory.any()
 
 
-def test_a_dead_peer_is_an_error_and_others_go_on(engine, memory, other):
+def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other):
     with Owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
@@ -289,14 +289,12 @@ def test_a_dead_peer_is_an_error_and_others_go_on(engine, memory, other):
     assert np.array_equal(memory[: 64 * BLOCK], pattern()[: 64 * BLOCK])
 
 
-def test_a_stopped_peer_blocks_nobody_and_nothing_of_it_lands_after_the_fence(
-    engine, memory, other
-):
+def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine, memory, other):
     half, truth = SIZE // 2, pattern()
     with Owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         transfer = None
-        while transfer is None or transfer.ended.wait(0.2):  # it was too quick for us
+        while transfer is None or transfer.ended.wait(0.2):  # the read completed before the stop
             peer.go_on()
             memory[:half] = 0
             transfer = engine.read(there, blocks(peer, memory, 16, width=1 << 20))
@@ -315,9 +313,9 @@ def test_a_stopped_peer_blocks_nobody_and_nothing_of_it_lands_after_the_fence(
         peer.go_on()
         assert np.array_equal(settled(memory), after)
         again = engine.connect(peer.metadata)
-        for link, process in ((again, peer), (elsewhere, other)):
+        for connected_peer, process in ((again, peer), (elsewhere, other)):
             memory[:] = 0
-            finish(engine, engine.read(link, blocks(process, memory, 4, width=SIZE // 4)))
+            finish(engine, engine.read(connected_peer, blocks(process, memory, 4, width=SIZE // 4)))
             assert np.array_equal(memory, truth)
 
 
@@ -352,13 +350,13 @@ def test_close_ends_reads_in_flight(memory):
         assert np.array_equal(settled(memory), after)
 
 
-def test_where_all_peers_share_one_transfer_engine_a_failed_read_is_never_quiet(memory, other):
+def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, other):
     engine = MooncakeEngine(shared=True)
     engine.register([slab(memory)])
     with Owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
-        for link, process in ((there, peer), (elsewhere, other)):
-            finish(engine, engine.read(link, blocks(process, memory, 64)))
+        for connected_peer, process in ((there, peer), (elsewhere, other)):
+            finish(engine, engine.read(connected_peer, blocks(process, memory, 64)))
         assert engine.fence(elsewhere, 0)
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
@@ -371,7 +369,7 @@ def test_where_all_peers_share_one_transfer_engine_a_failed_read_is_never_quiet(
     assert np.array_equal(memory[: 128 * BLOCK], pattern()[: 128 * BLOCK])
 
 
-def test_thirty_peers_leave_no_thread_and_no_file_behind(engine, memory, other):
+def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
     def held():
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -391,7 +389,7 @@ def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
     seconds = []
     for wake in (lambda _: time.sleep(0.1), hasten):
         maker = start("tcp", "127.0.0.1", "")
-        time.sleep(0.05)  # its listener begins to wait
+        time.sleep(0.05)  # its listener starts waiting
         wake(maker)
         began = time.perf_counter()
         del maker
@@ -434,7 +432,7 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_missing_is_named(another_mooncake):
+def test_the_missing_library_is_named(another_mooncake):
     assert "kvpool[mooncake-cpu]" in MooncakeEngine.availability()
     broken = "raise ImportError('liburing.so.2: cannot open shared object file')\n"
     (another_mooncake / "engine.py").write_text(broken)
@@ -450,7 +448,7 @@ def test_options_are_checked(options):
         MooncakeEngine(**options)
 
 
-def test_a_call_leaves_python_to_other_threads(memory, other):
+def test_a_call_releases_the_gil(memory, other):
     choose("tcp")
     maker, turns, done = start("tcp", "127.0.0.1", ""), [0], threading.Event()
     batch = blocks(other, memory, 512, width=SIZE // 512)

@@ -21,18 +21,17 @@ from kvpool.layout import Slab
 from tests.disagg.engines.nixl_peers import Owner, come_and_go, owners, pattern
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import assert_holds, blank, fill, place, write
-from tests.pools import PACKED
 
 MIB = 1 << 20
 SIZE = 16 * MIB
-"""More than what TCP and shared memory hold between two processes that have just met."""
-UNSAID = {"engine_config": "TLS=tcp"}
+"""More than TCP and shared memory buffer between two processes that have just connected."""
+BY_OPTION = {"engine_config": "TLS=tcp"}
 TRANSPORTS = {"default": {}, "tcp": {"transports": "tcp"}, "posix": {"transports": "posix"}}
 
 
 @pytest.fixture(scope="module")
 def friends():
-    """Processes that are not stopped, one a transport; all exit well."""
+    """A process per transport that is never stopped; all exit with status 0."""
     found = {}
 
     def friend(transports):
@@ -45,7 +44,7 @@ def friends():
 
 
 def finish(engine, transfers, owner=None):
-    """Polls until all are there; an owner in this process must make progress too."""
+    """Polls until all are complete; an owner in this process must make progress too."""
     while not all(engine.poll(transfer) for transfer in transfers):
         if owner:
             owner.progress()
@@ -90,23 +89,6 @@ def test_any_geometry_is_read_byte_exact(geometry, tokens, data):
     hand_off(pools, dest.pool(model, *where, tokens), tokens, start=start)
 
 
-def test_shares_say_runs_and_bytes_of_each_route():
-    pool = PACKED["nsa bf16"](num_pages=20)
-    made = plan([pool.layout], pool.layout)
-    batch = made.bind(0, place(pool, 29, 1), place(pool, 29, 2))
-    assert {route for route, _, _ in batch.shares} == set(made.routes)
-    assert sum(runs for _, runs, _ in batch.shares) == batch.runs
-    assert sum(nbytes for _, _, nbytes in batch.shares) == batch.total
-    for route in made.routes:
-        inside = np.zeros(batch.runs, dtype=bool)
-        for base in route.src_base:
-            size = route.src_stride * pool.num_pages
-            inside |= (batch.src >= base) & (batch.src < base + size)
-        mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
-        assert sum(runs for runs, _ in mine) == inside.sum()
-        assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
-
-
 def memory_of(size):
     memory = np.full(size, 0xEE, dtype=np.uint8)
     return memory, [Slab(memory.ctypes.data, size)]
@@ -140,7 +122,7 @@ def test_another_process_is_read_over(transports, friends):
 
 
 def stuck(engine, other, memory, seen=True):
-    """A peer, and a read from him that is in mid flight when he stops, or that he has not seen."""
+    """A peer that was stopped, and a read from it that it has partly served or not yet seen."""
     if seen:
         other.step()
         peer = engine.connect(other.metadata)
@@ -153,7 +135,7 @@ def stuck(engine, other, memory, seen=True):
     transfer = engine.read(
         peer, CopyBatch(other.base + starts, memory.ctypes.data + starts, lengths)
     )
-    while seen and (memory == 0xEE).all():  # a step fills what lies between, less than all
+    while seen and (memory == 0xEE).all():  # a step fills the buffers between, not all of it
         other.step()
         engine.poll(transfer)
     other.stop()
@@ -163,7 +145,7 @@ def stuck(engine, other, memory, seen=True):
 
 
 def small_read(engine, other, memory, peer=None):
-    """Eight bytes to the end of `memory`, which then are what they should be."""
+    """Reads eight bytes to the end of `memory` and checks them."""
     peer = peer or engine.connect(other.metadata)
     memory[-8:] = 0xEE
     finish(engine, [engine.read(peer, to_the_end(other, memory))])
@@ -178,15 +160,15 @@ def to_the_end(other, memory):
 
 @pytest.mark.parametrize(
     ("transports", "seen"),
-    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp, unsaid", True)],
+    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp by option", True)],
 )
-def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transports, seen, friends):
-    """Where a connection closes on which he has to answer, UCX can end him: he lives if we know
-    that nothing lands by the transport without us.
+def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, seen, friends):
+    """UCX can end a peer whose connection closes before it answers. The peer survives if the engine
+    knows that nothing lands over this transport without progress here.
     """
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(MIB)
-    good, options = friends(transports.partition(",")[0]), TRANSPORTS.get(transports, UNSAID)
+    good, options = friends(transports.partition(" ")[0]), TRANSPORTS.get(transports, BY_OPTION)
     with owners(1, SIZE, **options) as (bad,):
         engine = create_engine("nixl", patience=0.3, **options)
         engine.register([*slabs, *other_slabs])
@@ -199,7 +181,7 @@ def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transport
         memory[:] = 0xEE
         bad.go_on()
         until = time.monotonic() + 0.5
-        while time.monotonic() < until:  # the same friend is read on, by another agent
+        while time.monotonic() < until:  # the friend is still read, by a new agent
             small_read(engine, good, more, friend)
             engine.progress()
         assert (memory == 0xEE).all()
@@ -208,12 +190,12 @@ def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transport
         with pytest.raises(TransferError, match="Connect again"):
             engine.read(peer, to_the_end(bad, memory))
         assert engine.fence(peer, 0), "once fenced, always fenced"
-        assert transports == "tcp, unsaid" or bad.close() == 0
+        assert transports == "tcp by option" or bad.close() == 0
         engine.close()
 
 
-def test_a_fence_lets_reads_end_by_themselves():
-    """A peer that stops for a moment costs no agent, and all his bytes are there."""
+def test_a_fence_lets_reads_complete():
+    """A peer that stops for a moment costs no agent, and all its bytes arrive."""
     memory, slabs = memory_of(SIZE)
     with owners(1, SIZE, transports="tcp") as (other,):
         engine = create_engine("nixl", transports="tcp", patience=math.inf)
@@ -228,7 +210,7 @@ def test_a_fence_lets_reads_end_by_themselves():
         assert other.close() == 0
 
 
-def test_a_fence_waits_for_what_others_read():
+def test_a_fence_waits_for_reads_from_other_peers():
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(SIZE)
     with owners(2, SIZE, transports="tcp") as (bad, slow):
@@ -249,8 +231,8 @@ def test_a_fence_waits_for_what_others_read():
 
 
 @pytest.mark.parametrize(("transports", "patience"), [("tcp", math.inf), ("posix", 0.2)])
-def test_a_dead_peer_is_fenced_and_others_are_read_on(transports, patience, friends):
-    """TCP says so. Over shared memory UCX does not notice, and the read is pending for ever."""
+def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, friends):
+    """TCP reports it. Over shared memory UCX does not notice, and the read stays pending."""
     memory, slabs = memory_of(SIZE)
     good, options = friends(transports), TRANSPORTS[transports]
     with owners(1, SIZE, **options) as (bad,):
@@ -266,12 +248,10 @@ def test_a_dead_peer_is_fenced_and_others_are_read_on(transports, patience, frie
 
 
 def test_what_keeps_an_agent_alive():
-    """Exceptions that the caller keeps do not; another's reference does, and then the fence says
-    that it does not know.
-    """
+    """A kept exception does not; a reference does, and then the fence raises."""
     memory, slabs = memory_of(SIZE)
     with owners(1, SIZE, transports="tcp") as (other,):
-        engine = create_engine("nixl", patience=0.0, **UNSAID)
+        engine = create_engine("nixl", patience=0.0, **BY_OPTION)
         engine.register(slabs)
         peer, _ = stuck(engine, other, memory)
         with pytest.raises(TransferError) as kept:
@@ -285,8 +265,8 @@ def test_what_keeps_an_agent_alive():
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_engines_come_and_go_without_a_trace(transports, friends):
-    """Files, threads and memory of the reading process, over cycles; it exits well."""
+def test_created_and_closed_engines_leave_nothing_behind(transports, friends):
+    """Files, threads and memory of the reading process, over cycles."""
     spawn = multiprocessing.get_context("spawn")
     other, (pipe, there) = friends(transports), spawn.Pipe()
     given = there, other.metadata, other.base, MIB, TRANSPORTS[transports], 14
@@ -301,13 +281,13 @@ def test_engines_come_and_go_without_a_trace(transports, friends):
 
 
 @pytest.mark.parametrize("given", ["tcp,cma", "tcp"])
-def test_transports_that_would_not_be_used_are_refused(given, monkeypatch):
+def test_transports_that_ucx_would_not_use_are_refused(given, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "posix")
     with pytest.raises(ValueError, match="UCX_TLS"):
         create_engine("nixl", transports=given)
 
 
-def test_memories_are_named_as_layouts_name_them():
+def test_memory_names_are_those_of_layouts():
     assert nixl_memory.memory_of("cpu") == ("cpu", "DRAM", 0)
     assert nixl_memory.memory_of("cuda:3") == ("cuda:3", "VRAM", 3)
     for other in ("npu:0", "meta", "cpu:0", "cuda:x", "cuda:-1", f"cuda:{1 << 16}", "cuda:²"):

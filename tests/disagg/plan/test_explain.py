@@ -1,4 +1,4 @@
-"""A plan in words says what happens: how, in how many runs, and the one true cause."""
+"""Explanations: how bytes travel, in how many runs, and why."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
         (b'{"version": 9}', "layout version 9"),
     ],
 )
-def test_a_file_that_is_no_layout_is_a_sentence(tmp_path, content, sentence):
+def test_a_file_that_is_no_layout_is_refused(tmp_path, content, sentence):
     (tmp_path / "a").write_bytes(content)
     done = run(tmp_path / "a", tmp_path / "a")
     assert done.returncode == 2

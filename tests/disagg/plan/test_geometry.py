@@ -1,4 +1,4 @@
-"""Any two geometries of one model: byte-exact, by position, and nothing else is touched."""
+"""Transfers between any two geometries of a model are byte-exact and write nothing else."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_any_geometry_is_byte_exact(geometry, tokens, data):
 
 @settings(max_examples=50)
 @given(geometries(kinds=("mha",)))
-def test_a_rank_holds_the_heads_that_its_number_says(geometry):
+def test_a_rank_holds_the_heads_of_its_number(geometry):
     model, source, _, _ = geometry
     for stage, rank in source.ranks():
         for region in source.pool(model, stage, rank, 1, "meta").layout.regions:
@@ -126,7 +126,7 @@ def test_a_rank_holds_the_heads_that_its_number_says(geometry):
 
 @settings(max_examples=60)
 @given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=5))
-def test_any_plan_proves_itself_by_brute_force(geometry):
+def test_any_plan_verifies(geometry):
     model, source, dest, where = geometry
     pools = [source.pool(model, *rank, 12) for rank in source.ranks()]
     plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout).verify()
