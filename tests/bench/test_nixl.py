@@ -10,7 +10,7 @@ import pytest
 from disagg.engines.base import create_engine
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.nixl_peers import Owner
+from tests.disagg.engines.owners import Owner
 
 TOTAL = 16 << 20
 OVER = {"cma": {}, "posix": {"transports": "posix"}, "tcp": {"transports": "tcp"}}
@@ -22,7 +22,7 @@ memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 @pytest.fixture(scope="module", params=OVER)
 def peer(request):
     options = OVER[request.param]
-    other = Owner(2 * TOTAL, **options)
+    other = Owner("nixl", 2 * TOTAL, **options)
     engine, memory = create_engine("nixl", **options), np.zeros(2 * TOTAL, dtype=np.uint8)
     engine.register([Slab(memory.ctypes.data, memory.size)])
     yield engine, engine.connect(other.metadata), other.base, memory

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +18,8 @@ from disagg.engines.mooncake.package import choose, fetch, hasten, start
 from disagg.engines.mooncake.thread import CALL_RUNS
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from tests.disagg.engines.owners import Owner, pattern, until
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import stands_still
 
 __test__ = "mooncake" in ENGINES  # collected if the package is installed
 
@@ -29,73 +27,26 @@ SIZE = 32 << 20
 BLOCK = 4096
 
 
-def pattern(size: int = SIZE) -> np.ndarray:
-    """Memory with a value in every byte, none of them 0."""
-    return (np.arange(size, dtype=np.uint32) * 2654435761 >> 11).astype(np.uint8) | 1
-
-
 def slab(memory: np.ndarray) -> Slab:
     return Slab(memory.ctypes.data, memory.nbytes)
 
 
-def owner(pipe, options) -> None:
-    """Registers memory, and keeps it until it receives a message."""
-    memory, engine = pattern(), MooncakeEngine(**options)
-    engine.register([slab(memory)])
-    pipe.send((engine.metadata(), memory.ctypes.data))
-    pipe.recv()
-    engine.close()
+def owner(**options) -> Owner:
+    return Owner("mooncake", SIZE, **options)
 
 
-def until(condition, seconds=30):
-    """Waits; the limit is for overloaded machines, not for what is tested."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-class Owner:
-    """A process with `SIZE` registered bytes."""
-
-    def __init__(self, **options):
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=owner, args=(there, options), daemon=True)
-        self.process.start()
-        there.close()
-        assert self.pipe.poll(60)
-        self.metadata, self.base = self.pipe.recv()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.join()
-
-    def stop(self):
-        """Stops every thread, and returns once all have stopped."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        until(lambda: stands_still(self.process.pid))
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    @property
-    def address(self):
-        told = msgspec.msgpack.decode(self.metadata)
-        return f"{told['hostname']}:{told['port']}"
+def address(peer) -> str:
+    """The endpoint address in a peer's metadata."""
+    fields = msgspec.msgpack.decode(peer.metadata)
+    return f"{fields['hostname']}:{fields['port']}"
 
 
 @pytest.fixture(scope="module")
 def other():
     """A peer that is never disturbed; it must exit with status 0."""
-    with Owner() as process:
+    with owner() as process:
         yield process
-        process.pipe.send(None)
-        process.process.join(20)
-        assert process.process.exitcode == 0
+        assert process.close() == 0
 
 
 @pytest.fixture
@@ -136,13 +87,13 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
     lost, kept, connected = memory, np.zeros_like(memory), np.zeros(1, dtype=np.uint8)
     choose("tcp")
     makers = [start("tcp", "127.0.0.1", "") for _ in range(2)]
-    with Owner() as peer:
+    with owner() as peer:
         for maker in makers:
-            assert fetch(maker, peer.address, [[peer.base], [connected.ctypes.data], [1]])
+            assert fetch(maker, address(peer), [[peer.base], [connected.ctypes.data], [1]])
         peer.stop()
         for maker, place in zip(makers, (lost, kept)):
             batch = blocks(peer, place, 4 * CALL_RUNS)
-            assert not fetch(maker, peer.address, [column.tolist() for column in batch])
+            assert not fetch(maker, address(peer), [column.tolist() for column in batch])
         assert not lost.any() and not kept.any()
         hasten(makers[1])
         del maker, makers[1]
@@ -157,7 +108,7 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
     count = 4 * CALL_RUNS + 3
     finish(engine, engine.read(engine.connect(other.metadata), blocks(other, memory, count)))
-    assert np.array_equal(memory[: count * BLOCK], pattern()[: count * BLOCK])
+    assert np.array_equal(memory[: count * BLOCK], pattern(SIZE)[: count * BLOCK])
     assert not memory[count * BLOCK :].any()
 
 
@@ -172,23 +123,23 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
     batch.src[:] = batch.dst[:] = 0
     for transfer in transfers:
         finish(engine, transfer)
-    assert np.array_equal(memory[: 4096 * BLOCK], pattern()[: 4096 * BLOCK])
+    assert np.array_equal(memory[: 4096 * BLOCK], pattern(SIZE)[: 4096 * BLOCK])
 
 
 def test_a_run_across_registered_ranges_is_cut_at_their_edges(memory):
     engine = MooncakeEngine(chunk=3 << 20)
     engine.register([slab(memory)])
-    with Owner(chunk=(5 << 20) + 1) as peer:
+    with owner(chunk=(5 << 20) + 1) as peer:
         reader = engine.connect(peer.metadata)
         border = (5 << 20) + 1
         at, to = peer.base + border - 8, memory.ctypes.data
         raw = start("tcp", "127.0.0.1", "")
-        assert not fetch(raw, peer.address, [[at], [to], [16]])
-        assert fetch(raw, peer.address, [[at], [to], [8]])
+        assert not fetch(raw, address(peer), [[at], [to], [16]])
+        assert fetch(raw, address(peer), [[at], [to], [8]])
         hasten(raw)
         del raw
         finish(engine, engine.read(reader, blocks(peer, memory, 1, width=SIZE)))
-        assert np.array_equal(memory, pattern())
+        assert np.array_equal(memory, pattern(SIZE))
     engine.close()
 
 
@@ -196,9 +147,9 @@ def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
     memory[:8] = 7
     choose("tcp")
     raw = start("tcp", "127.0.0.1", "")
-    with Owner() as peer:
-        assert raw.transfer_sync_write(peer.address, memory.ctypes.data, peer.base, 8) == 0
-        assert fetch(raw, peer.address, [[peer.base], [memory.ctypes.data + 8], [8]])
+    with owner() as peer:
+        assert raw.transfer_sync_write(address(peer), memory.ctypes.data, peer.base, 8) == 0
+        assert fetch(raw, address(peer), [[peer.base], [memory.ctypes.data + 8], [8]])
     hasten(raw)
     assert (memory[:16] == 7).all()
 
@@ -275,7 +226,7 @@ def test_another_process_that_answers_is_refused(engine, memory, other):
 
 
 def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other):
-    with Owner() as peer:
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
         transfer = engine.read(there, blocks(peer, memory, 2, width=SIZE // 2))
@@ -286,12 +237,12 @@ def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other
                 transfer = engine.read(there, blocks(peer, memory, 1))
         assert engine.fence(there)
         finish(engine, engine.read(elsewhere, blocks(other, memory, 64)))
-    assert np.array_equal(memory[: 64 * BLOCK], pattern()[: 64 * BLOCK])
+    assert np.array_equal(memory[: 64 * BLOCK], pattern(SIZE)[: 64 * BLOCK])
 
 
 def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine, memory, other):
-    half, truth = SIZE // 2, pattern()
-    with Owner() as peer:
+    half, truth = SIZE // 2, pattern(SIZE)
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         transfer = None
         while transfer is None or transfer.ended.wait(0.2):  # the read completed before the stop
@@ -322,7 +273,7 @@ def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine
 def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         peer.stop()
         there = engine.connect(peer.metadata)
         transfer = engine.read(there, blocks(peer, memory, 64))
@@ -338,7 +289,7 @@ def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory)
 def test_close_ends_reads_in_flight(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         there = engine.connect(peer.metadata)
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
         peer.stop()
@@ -353,7 +304,7 @@ def test_close_ends_reads_in_flight(memory):
 def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, other):
     engine = MooncakeEngine(shared=True)
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         for connected_peer, process in ((there, peer), (elsewhere, other)):
             finish(engine, engine.read(connected_peer, blocks(process, memory, 64)))
@@ -366,7 +317,7 @@ def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, othe
         again = engine.connect(other.metadata)
         finish(engine, engine.read(again, blocks(other, memory, 64, first=64)))
     engine.close()
-    assert np.array_equal(memory[: 128 * BLOCK], pattern()[: 128 * BLOCK])
+    assert np.array_equal(memory[: 128 * BLOCK], pattern(SIZE)[: 128 * BLOCK])
 
 
 def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
@@ -381,7 +332,7 @@ def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
         if cycle == 0:
             before = held()
     until(lambda: all(now <= then for now, then in zip(held(), before)))
-    assert np.array_equal(memory[: 31 * BLOCK], pattern()[: 31 * BLOCK])
+    assert np.array_equal(memory[: 31 * BLOCK], pattern(SIZE)[: 31 * BLOCK])
 
 
 def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
@@ -455,7 +406,7 @@ def test_a_call_releases_the_gil(memory, other):
     rows = [column.tolist() for column in batch]
 
     def call():
-        assert fetch(maker, other.address, rows)
+        assert fetch(maker, address(other), rows)
         done.set()
 
     thread = threading.Thread(target=call)

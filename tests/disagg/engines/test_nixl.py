@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from disagg.engines.nixl import memory as nixl_memory
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.nixl_peers import Owner, come_and_go, owners, pattern
+from tests.disagg.engines.owners import Owner, pattern
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import assert_holds, blank, fill, place, write
 
@@ -36,7 +38,7 @@ def friends():
 
     def friend(transports):
         if transports not in found:
-            found[transports] = Owner(SIZE, **TRANSPORTS[transports])
+            found[transports] = Owner("nixl", SIZE, **TRANSPORTS[transports])
         return found[transports]
 
     yield friend
@@ -169,7 +171,7 @@ def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, s
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(MIB)
     good, options = friends(transports.partition(" ")[0]), TRANSPORTS.get(transports, BY_OPTION)
-    with owners(1, SIZE, **options) as (bad,):
+    with Owner("nixl", SIZE, **options) as bad:
         engine = create_engine("nixl", patience=0.3, **options)
         engine.register([*slabs, *other_slabs])
         friend = small_read(engine, good, more)
@@ -197,7 +199,7 @@ def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, s
 def test_a_fence_lets_reads_complete():
     """A peer that stops for a moment costs no agent, and all its bytes arrive."""
     memory, slabs = memory_of(SIZE)
-    with owners(1, SIZE, transports="tcp") as (other,):
+    with Owner("nixl", SIZE, transports="tcp") as other:
         engine = create_engine("nixl", transports="tcp", patience=math.inf)
         engine.register(slabs)
         peer, transfer = stuck(engine, other, memory)
@@ -213,7 +215,10 @@ def test_a_fence_lets_reads_complete():
 def test_a_fence_waits_for_reads_from_other_peers():
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(SIZE)
-    with owners(2, SIZE, transports="tcp") as (bad, slow):
+    with (
+        Owner("nixl", SIZE, transports="tcp") as bad,
+        Owner("nixl", SIZE, transports="tcp") as slow,
+    ):
         engine = create_engine("nixl", transports="tcp", patience=0.1)
         engine.register([*slabs, *other_slabs])
         friend, transfer = stuck(engine, slow, more)
@@ -235,7 +240,7 @@ def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, f
     """TCP reports it. Over shared memory UCX does not notice, and the read stays pending."""
     memory, slabs = memory_of(SIZE)
     good, options = friends(transports), TRANSPORTS[transports]
-    with owners(1, SIZE, **options) as (bad,):
+    with Owner("nixl", SIZE, **options) as bad:
         engine = create_engine("nixl", patience=patience, **options)
         engine.register(slabs)
         peer, _ = stuck(engine, bad, memory)
@@ -250,7 +255,7 @@ def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, f
 def test_what_keeps_an_agent_alive():
     """A kept exception does not; a reference does, and then the fence raises."""
     memory, slabs = memory_of(SIZE)
-    with owners(1, SIZE, transports="tcp") as (other,):
+    with Owner("nixl", SIZE, transports="tcp") as other:
         engine = create_engine("nixl", patience=0.0, **BY_OPTION)
         engine.register(slabs)
         peer, _ = stuck(engine, other, memory)
@@ -262,6 +267,31 @@ def test_what_keeps_an_agent_alive():
         del held
         assert engine.fence(peer, 0), kept.value
         engine.close()
+
+
+def usage() -> tuple[int, int, int]:
+    """Open files, threads, and resident pages of this process."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycles: int) -> None:
+    """Creates, uses and closes engines; sends its usage after each cycle."""
+    memory, truth = np.zeros(size, dtype=np.uint8), pattern(size)
+    for _ in range(cycles):
+        memory[:] = 0
+        engine = create_engine("nixl", **options)
+        engine.register([Slab(memory.ctypes.data, size)])
+        peer = engine.connect(metadata)
+        starts = np.arange(0, size, 4096)
+        lengths = np.full(starts.size, 4096)
+        transfer = engine.read(peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
+        while not engine.poll(transfer):
+            pass
+        assert engine.fence(peer, 0)
+        engine.close()
+        assert np.array_equal(memory, truth)
+        pipe.send(usage())
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
