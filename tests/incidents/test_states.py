@@ -59,7 +59,7 @@ def hand_off(sources, dest, tokens, **options):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_moves_states_that_it_knows_nothing_about(engine):
+def test_every_engine_moves_every_kind_of_state(engine):
     """sglang#24878, #23773: each transport had its own list of states."""
     arguments = {
         "layers": range(4), "compress_ratios": (0, 4, 128, 4), "page_size": 128, "packing": "fp8",
@@ -83,7 +83,7 @@ def test_every_engine_moves_states_that_it_knows_nothing_about(engine):
 def test_no_engine_names_a_role():
     """sglang#24878, #23773."""
     roles = {r.role for r in (*dsv4().layout.regions, *hybrid().layout.regions)} | {"swa", "nsa"}
-    for source in Path(disagg.engines.__file__).parent.glob("*.py"):
+    for source in Path(disagg.engines.__file__).parent.rglob("*.py"):
         words = set(source.read_text().replace('"', " ").replace("'", " ").split())
         assert not words & (roles - {"k", "v", "rope"}), source.name
 
@@ -102,7 +102,7 @@ def test_a_role_that_only_decode_has_is_refused():
     assert_holds(dest, place(dest, 40), range(0))
 
 
-def test_a_role_that_only_prefill_has_is_not_sent_and_is_said():
+def test_a_role_that_only_prefill_has_is_not_sent_but_listed():
     """sglang#25698."""
     common = {"layers": range(4), "num_pages": 9, "page_size": 16, "dtype": "bf16"}
     dest = MLAPool(**common)
@@ -116,7 +116,7 @@ def test_a_role_that_only_prefill_has_is_not_sent_and_is_said():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_dense_model_never_waits_for_a_state_that_is_not_there(engine):
+def test_a_dense_model_waits_for_no_state(engine):
     """sglang#25698."""
     arguments = {
         "layers": range(2), "num_kv_heads": 2, "head_dim": 8, "num_pages": 9, "page_size": 16,
@@ -198,7 +198,7 @@ def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
     ],
 )
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2)])
-def test_sections_of_a_convolution_are_sharded_each_on_its_own(prefill, decode, there, here):
+def test_sections_of_a_convolution_are_sharded_separately(prefill, decode, there, here):
     """sglang#30997, vllm#37635."""
 
     def rank(number, size, conv_layout):
@@ -278,7 +278,7 @@ def test_a_ring_of_8_lands_by_position_in_a_ring_of_16(tokens):
 
 
 def padding(pool, tokens):
-    """Bytes at the ends of the request's items, beside the spare byte of every row of scales."""
+    """Padding at the ends of the request's items."""
     items = {"swa": -(-tokens // pool.window_page_size), "c4": -(-tokens // pool.page_size)}
     items["c128"] = items["c4"]
     total = 0
