@@ -22,7 +22,7 @@ from disagg.plan.positions import BlockLookup, needed_entries
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import axis_steps, ranges
+from kvpool.layout.sentences import axis_steps, by_layers, ranges
 from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
 
 STEP_BYTES = 4 << 20
@@ -106,17 +106,12 @@ def differing(
     counts = [len(piece.entries) for piece in pieces]
     if any([array.size for array in side] != counts for side in (one, other)):
         raise ValueError("digests to compare: need an array per piece, of one number per entry.")
-    grouped: dict[tuple[str, str, str, str], list[int]] = {}
-    for piece, here, there in zip(pieces, one, other):
-        at = np.flatnonzero(here != there)
-        if at.size:
-            owner, layer, role = piece.key
-            where = _where(layout, piece), _positions(layout, piece, at)
-            grouped.setdefault((owner, role, *where), []).append(layer)
-    return [
-        f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}{where}: {what}"
-        for (owner, role, where, what), layers in grouped.items()
-    ]
+    found = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, one, other))
+    return by_layers(
+        (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, at)}")
+        for piece, at in found
+        if at.size
+    )
 
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_INT)]

@@ -15,7 +15,7 @@ from disagg.plan.match import Overlap, elect, mismatches, tile
 from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
 from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
-from kvpool.layout.sentences import ranges
+from kvpool.layout.sentences import by_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,7 @@ class IncompatibleLayouts(ValueError):
 
     def lines(self) -> list[str]:
         """One sentence for all layers that share owner, role and reason."""
-        grouped: dict[tuple[str, str, str], list[int]] = {}
-        for reason in self.reasons:
-            key = reason.owner, reason.role, reason.sentence
-            grouped.setdefault(key, []).append(reason.layer)
-        return [
-            f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}: {sentence}"
-            for (owner, role, sentence), layers in grouped.items()
-        ]
+        return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
 
 
 @dataclass(frozen=True, slots=True)
