@@ -1,6 +1,6 @@
-"""Moves state between pools: plans derived from layouts, engines that see addresses and lengths.
+"""Moves KV state between pools: plans from layouts, engines that copy runs of bytes.
 
-`import disagg` is light: names load on first use, and `disagg.plan` never loads torch.
+Names load on first use; `disagg.plan` never imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from disagg.errors import UnknownRoom as UnknownRoom
     from disagg.errors import UsageError as UsageError
     from disagg.errors import WireError as WireError
+    from disagg.plan import ExplainRow as ExplainRow
+    from disagg.plan import Explanation as Explanation
     from disagg.plan import IncompatibleLayouts as IncompatibleLayouts
+    from disagg.plan import Reason as Reason
     from disagg.plan import TransferPlan as TransferPlan
     from disagg.plan.bind import CopyBatch as CopyBatch
     from disagg.plan.positions import IncompleteTransfer as IncompleteTransfer
@@ -45,6 +48,8 @@ _HOME = {
     "EndpointClosed": "errors",
     "Engine": "engines.base",
     "EngineUnavailable": "engines.base",
+    "ExplainRow": "plan",
+    "Explanation": "plan",
     "Failure": "protocol.status",
     "HandshakeRefused": "errors",
     "IncompatibleLayouts": "plan",
@@ -57,6 +62,7 @@ _HOME = {
     "PeerError": "errors",
     "Phase": "protocol.status",
     "PrefillEndpoint": "runtime.prefill_endpoint",
+    "Reason": "plan",
     "RoomError": "errors",
     "RoomMetrics": "protocol.metrics",
     "Snapshot": "protocol.metrics",

@@ -1,4 +1,4 @@
-"""Numbers of endpoints for Prometheus (`disagg.prometheus`)."""
+"""Metrics of endpoints for Prometheus (`disagg.prometheus`)."""
 
 from disagg.prometheus import export
 

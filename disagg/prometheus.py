@@ -1,4 +1,4 @@
-"""Endpoints for Prometheus: numbers are read when they are asked for, and at no other time.
+"""Serves the metrics of endpoints to Prometheus; they are read when Prometheus asks.
 
 with export({"prefill": prefill, "decode": decode}, port=9400) as server:
     ...                             # http://127.0.0.1:9400/metrics
@@ -24,21 +24,21 @@ Sample = tuple[tuple[str, ...], float]
 
 
 class Observed(Protocol):
-    """What an endpoint offers."""
+    """An endpoint."""
 
     def snapshot(self) -> Snapshot:
-        """Its numbers now; called from any thread."""
+        """Its metrics now; called from any thread."""
 
 
 class Server:
-    """Serves numbers at `addr`, `port` until it is closed."""
+    """Serves metrics at `addr`, `port` until it is closed."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server, self._thread = server, thread
         self.addr, self.port = str(server.server_address[0]), server.server_port
 
     def close(self) -> None:
-        """Stops serving; the endpoints stay as they are."""
+        """Stops serving; does not close the endpoints."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -51,17 +51,16 @@ class Server:
 
 
 def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.0.1") -> Server:
-    """Serves the numbers of endpoints, by the name that is their label; `port` 0 is any that is
-    free.
+    """Serves the metrics of endpoints, labelled by name; `port` 0 is any free port.
 
-    Endpoints that join or leave the mapping do so in what is served. Raises RuntimeError if the
-    package prometheus_client is missing, ValueError if nothing can be served there.
+    The mapping may change later. Raises RuntimeError if the package prometheus_client is missing,
+    ValueError if the address cannot be used.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
         raise RuntimeError(
-            "the exporter needs the package prometheus_client: pip install kvpool[metrics]"
+            "the exporter needs the package prometheus_client. Install kvpool[metrics]."
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(endpoints))
@@ -76,7 +75,7 @@ class _Collector:
         self._endpoints = endpoints
 
     def collect(self) -> Iterator[Metric]:
-        """All families, with a sample for each endpoint that answers."""
+        """All metric families, with samples of every endpoint that answers."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
@@ -84,8 +83,8 @@ class _Collector:
         for name, endpoint in list(self._endpoints.items()):
             try:
                 seen[name] = endpoint.snapshot()
-            except Exception as error:  # the others' numbers must not be lost with one's
-                log.warning("endpoint %r gives no numbers: %s", name, error)
+            except Exception as error:  # one endpoint must not hide the others
+                log.warning("endpoint %r has no metrics: %s", name, error)
             up.add_metric([name], float(name in seen))
         yield up
         for kind, rows in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
@@ -101,17 +100,17 @@ def _items(found: Mapping[str, float]) -> Iterable[Sample]:
     return [((name,), number) for name, number in found.items()]
 
 
-Row = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
+Family = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
 
-COUNTERS: tuple[Row, ...] = (
+COUNTERS: tuple[Family, ...] = (
     ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),
     (
         "kvpool_failures",
-        "Rooms that have failed, by the side on which, and why.",
+        "Rooms that have failed, by side and kind of failure.",
         ("side", "kind"),
         lambda s: s.totals.failures.items(),
     ),
-    ("kvpool_chunks", "Chunks bound, each of one rank.", (), lambda s: [((), s.totals.chunks)]),
+    ("kvpool_chunks", "Chunks bound, per source rank.", (), lambda s: [((), s.totals.chunks)]),
     (
         "kvpool_moved_bytes",
         "Bytes that have arrived.",
@@ -132,25 +131,25 @@ COUNTERS: tuple[Row, ...] = (
     ),
     (
         "kvpool_phase_seconds",
-        "Seconds of rooms that have ended, by phase; total is from want to end.",
+        "Seconds of rooms that have ended, by phase; total is from read request to end.",
         ("phase",),
         lambda s: _items(s.totals.seconds),
     ),
     ("kvpool_plans", "Plans asked for.", ("cache",), lambda s: _items(s.plans)),
 )
-GAUGES: tuple[Row, ...] = (
+GAUGES: tuple[Family, ...] = (
     ("kvpool_open_rooms", "Rooms that have not ended.", (), lambda s: [((), s.open_rooms)]),
     ("kvpool_alive_peers", "Peers that answer.", (), lambda s: [((), s.peers)]),
     ("kvpool_leased_items", "Items of open rooms.", ("space",), lambda s: _items(s.leases.leased)),
     (
         "kvpool_quarantined_items",
-        "Items of ended rooms to which bytes may still come.",
+        "Items of ended rooms that may still be written.",
         ("space",),
         lambda s: _items(s.leases.quarantined),
     ),
     (
         "kvpool_engine",
-        "What the engine itself counts, in its own units.",
+        "The engine's own counters, in its units.",
         ("engine", "counter"),
         lambda s: [((s.engine, name), number) for name, number in s.telemetry.items()],
     ),

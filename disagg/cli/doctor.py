@@ -1,4 +1,4 @@
-"""`kvpool doctor`: which devices and engines work here, and why one does not."""
+"""`kvpool doctor`: which devices and engines work here, and why others do not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """A device or an engine that some package offers; `problem` is None where it works here."""
+class Availability:
+    """An installed device or engine; `problem` is None if it works here."""
 
     kind: str
     name: str
@@ -35,26 +35,26 @@ class Finding:
     problem: str | None
 
 
-def findings() -> list[Finding]:
-    """Every device and engine that is installed, whether it works or not."""
+def availabilities() -> list[Availability]:
+    """Every installed device and engine."""
     return [
-        *_asked("device", "kvpool.devices", lambda found, name: found(name).availability()),
-        *_asked("engine", "disagg.engines", lambda found, _: found.availability()),
+        *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
+        *_check("engine", "disagg.engines", lambda found, _: found.availability()),
     ]
 
 
-def _asked(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Finding]:
+def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Availability]:
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         offered_by = entry.dist.name if entry.dist else entry.module
         try:
             problem = ask(entry.load(), entry.name)
-        except Exception as error:  # whatever a vendor's package does, the others are asked too
+        except Exception as error:  # a vendor's error must not hide the others
             problem = f"{type(error).__name__}: {error}"
-        yield Finding(kind, entry.name, offered_by, problem)
+        yield Availability(kind, entry.name, offered_by, problem)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here; `-` for those that are not installed."""
+    """Versions of the relevant packages; `-` for those that are not installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -67,11 +67,11 @@ def versions() -> dict[str, str]:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """Say which devices and engines work here, and why one does not.
+    """List which devices and engines work here, and why others do not.
 
     Exit status 1 if no device or no engine works.
     """
-    found, packages = findings(), versions()
+    found, packages = availabilities(), versions()
     if as_json:
         typer.echo(json.dumps({"versions": packages, "found": [asdict(each) for each in found]}))
     else:
@@ -81,7 +81,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(found: list[Finding], packages: dict[str, str]) -> None:
+def _print(found: list[Availability], packages: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`kvpool explain`: how bytes travel between layouts, given as files."""
+"""`kvpool explain`: how bytes travel between layouts that are given as files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvpool.layout import PoolLayout
 def explain(
     layouts: Annotated[
         list[Path],
-        typer.Argument(help="Layout files: one for each prefill rank, decode's last."),
+        typer.Argument(help="Layout files: one per prefill rank, then decode's."),
     ],
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
 ) -> None:
-    """Explain the transfer between layouts, given as files of PoolLayout.to_json or to_msgpack.
+    """Explain the transfer between layouts: files of PoolLayout.to_json or to_msgpack.
 
-    Exit status 1 if decode cannot be filled, with all the reasons.
+    Exit status 1 if decode cannot be filled; all reasons are listed.
     """
     from rich.console import Console
 
     if len(layouts) < 2:
-        raise typer.BadParameter("at least two layouts: prefill's ranks, then decode's.")
+        raise typer.BadParameter("give at least two layouts: the prefill ranks', then decode's.")
     *sources, dest = [_read(path) for path in layouts]
     try:
         made = plan(sources, dest)

@@ -1,1 +1,1 @@
-"""Digests of live bytes, for both sides of a transfer to compare."""
+"""Digests of live bytes, which both sides of a transfer compare."""

@@ -1,8 +1,7 @@
 """Hashes of cells: at most `CELL` consecutive bytes of one grid point of one entry.
 
-A cell's hash follows from its region's key, its entry, its number (which counts steps of the whole
-model) and its bytes. Meant against accidents: who knows the weights can make other bytes of the
-same hash.
+A cell's hash depends on its region's key, its entry, its number in the whole model, and its bytes.
+It detects accidents, not forgery: collisions are easy to construct.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from kvpool.layout import Axis, Key
 from kvpool.layout.grid import Ints
 
 Hashes = npt.NDArray[np.uint64]
-Read = Callable[[Ints, int], npt.NDArray[np.void]]
-"""Bytes at offsets `[E, C]` of some memory, so many each, `[E, C]`."""
+ReadCells = Callable[[Ints, int], npt.NDArray[np.void]]
+"""Reads that many bytes at each offset `[E, C]` of a buffer, `[E, C]`."""
 
 CELL = 4096
 MIN_CELL_COST = 64
-"""Bytes as many as a smaller cell's work is worth."""
+"""A smaller cell costs as much as one of this many bytes."""
 SLICE_BYTES = 256 << 10
 
 
 class Cells(NamedTuple):
-    """Cells of an entry, `[C]`: offsets from its first byte, and their numbers, each times a
-    weight; all are `width` bytes.
+    """Cells of an entry, `[C]`: offsets from its first byte, and weighted numbers; each is `width`
+    bytes long.
     """
 
     offsets: Ints
@@ -40,11 +39,11 @@ class Cells(NamedTuple):
 
     @property
     def work(self) -> int:
-        """What it takes to hash them, as bytes."""
+        """Cost of hashing them, in bytes."""
         return self.numbers.size * max(self.width, MIN_CELL_COST)
 
     def slices(self, entries: int) -> Iterator[tuple[slice, Cells]]:
-        """Some of `entries` entries and some of their cells at a time: as many as fit a cache."""
+        """Slices of `entries` entries and of their cells that fit a CPU cache."""
         many = SLICE_BYTES // max(self.width, MIN_CELL_COST)
         count = max(1, many // self.numbers.size)
         for first in range(0, self.numbers.size, many):
@@ -56,7 +55,7 @@ class Cells(NamedTuple):
 
 @lru_cache(maxsize=32)
 def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
-    """The cells of steps `box` of a region's axes: whole ones, and what is left of grid points."""
+    """The cells of steps `box` of a region's axes: full ones, and the rest of each grid point."""
     offsets, numbers = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     for axis, (_, low, high) in zip((axis for axis in axes if axis.name != "entry"), box):
         steps = np.arange(low, high, dtype=np.int64)
@@ -75,10 +74,10 @@ def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
     return tuple(found)
 
 
-def sums(read: Read, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
+def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
     """For each entry, the sum of its cells' hashes mod 2**64.
 
-    `starts`: first bytes of the entries in the memory that is `read`; `entries`: their numbers.
+    `starts` are offsets of the entries' first bytes for `read`, `entries` their numbers.
     """
     hashes = _multilinear(read(starts[:, None] + cells.offsets, cells.width))
     hashes += cells.numbers
@@ -93,8 +92,8 @@ def _seed(key: Key) -> Hashes:
 
 
 def _multilinear(cells: npt.NDArray[np.void]) -> Hashes:
-    """The 32-bit halves of each cell's words times odd weights, summed: a change of one half always
-    shows.
+    """Sum of the 32-bit halves of each cell's words times odd weights: a change of one half changes
+    the sum.
     """
     width = cells.dtype.itemsize
     words = -(-width // 8)
@@ -103,13 +102,13 @@ def _multilinear(cells: npt.NDArray[np.void]) -> Hashes:
         raw = np.concatenate([raw, np.zeros((*cells.shape, -width % 8), np.uint8)], axis=2)
     values = raw.view("<u8")
     found = np.einsum("ijk,k->ij", values, _LOW[:words])
-    values >>= np.uint64(32)  # in place: fresh memory costs more than the arithmetic
+    values >>= np.uint64(32)  # in place: allocation costs more than arithmetic
     found += np.einsum("ijk,k->ij", values, _HIGH[:words])
     return np.asarray(found, dtype=np.uint64)
 
 
 def _mix(x: Hashes) -> Hashes:
-    """The finaliser of splitmix64, in place: one-to-one, every bit reaches every other."""
+    """The finaliser of splitmix64, in place: a bijection that mixes all bits."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= x >> np.uint64(shift)
         x *= np.uint64(factor)

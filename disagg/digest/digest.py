@@ -1,8 +1,8 @@
-"""Digests of live bytes that do not depend on where they lie, for both sides to compare.
+"""Digests of live bytes that both sides of a transfer compare, independent of memory layout.
 
-A digest is the sum of the hashes of cells (disagg.digest.cell_hash) mod 2**64. Page ids, page
-sizes, ring sizes, the order of axes, shards, placement and padding have no part in it, and digests
-of disjoint pieces add up.
+A digest is the sum of cell hashes (disagg.digest.cell_hash) mod 2**64. It does not depend on page
+ids, page sizes, ring sizes, axis order, shards, placement or padding; digests of disjoint pieces
+add up.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from disagg.digest.cell_hash import CELL, Hashes, Read, cells_of, sums
+from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
-from disagg.plan.positions import End, needed_entries
+from disagg.plan.positions import BlockLookup, needed_entries
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import axis_steps, ranges
+from kvpool.layout.sentences import axis_steps, by_layers, ranges
 from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
 
 STEP_BYTES = 4 << 20
-"""Work between two yields, as bytes."""
+"""Work between two yields, in bytes."""
 PIECE_SETUP_COST = 32 << 10
-"""Bytes as many as beginning a piece takes."""
+"""Cost of starting a piece, in bytes."""
 MAX_CELLS = 1 << 20
-MAX_RANGES = 16
+MAX_POSITION_RANGES = 16
 
 
 class Piece(NamedTuple):
-    """Grid points of the region `key`: steps `box` of its axes, of the entries numbered `entries`.
+    """Part of region `key`: steps `box` of its axes, and `entries`.
 
-    Both count in the whole model and the whole request. A slot is one entry.
+    Steps count in the whole model, entries in the whole request. A slot is one entry.
     """
 
     key: Key
@@ -45,30 +45,29 @@ class Piece(NamedTuple):
 
 
 def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[Piece]:
-    """What source rank `source` gives to the destination for positions `tokens` of a request of
-    `total` tokens: what `plan.bind` moves.
+    """What `plan.bind` moves from source rank `source` for positions `tokens` of a request of
+    `total` tokens.
     """
     entries: dict[str, range] = {}
     found = []
-    for part, giver in plan.elected:
-        if giver == source:
-            space = plan.dest.space_of(part.dest)
+    for overlap, elected in plan.elected:
+        if elected == source:
+            space = plan.dest.space_of(overlap.dest)
             if space.name not in entries:
                 entries[space.name] = needed_entries(space, tokens, total)
             if entries[space.name]:
-                found.append(Piece(part.dest.key, part.box, entries[space.name]))
+                found.append(Piece(overlap.dest.key, overlap.box, entries[space.name]))
     return found
 
 
 def digests(
     layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], each: bool = False
 ) -> Iterator[Hashes | None]:
-    """Digests of the pieces in order, one for each, or with `each` one for each of their entries.
+    """Digests of the pieces in order, one per piece, or with `each` one per entry.
 
-    They come in parts, as they are made: there are about `STEP_BYTES` of work before each, and None
-    where no piece has ended since. Pieces may be anybody's: raises ValueError, naming owner, layer
-    and role, for what lies outside the layout, outside what the address keeps alive, or on a device
-    that is not there, and where together they are more than all that is alive.
+    Yields after about `STEP_BYTES` of work: the digests of pieces completed since, or None. Pieces
+    may be untrusted: raises ValueError, naming owner, layer and role, if a piece lies outside the
+    layout, outside the live entries or on a missing device, or if they exceed all live bytes.
     """
     left = layout.live_bytes(address.num_tokens)
     ready: list[Hashes] = []
@@ -78,7 +77,7 @@ def digests(
         read, starts = _rows(layout, address, region, piece.entries)
         left -= starts.size * _volume(piece.box) * region.width
         if left < 0:
-            raise ValueError(f"{region}: the pieces up to this one are more than what is alive.")
+            raise ValueError(f"{region}: the pieces up to this one exceed the live bytes.")
         numbers = np.arange(piece.entries.start, piece.entries.stop, dtype=np.int64)
         found = np.zeros(starts.size, dtype=np.uint64)
         work += PIECE_SETUP_COST
@@ -102,44 +101,38 @@ def differing(
 ) -> list[str]:
     """Sentences that name owner, layers, role and positions of entries whose digests differ.
 
-    `one` and `other` hold an array for each piece, of one digest for each entry. Raises ValueError
-    where they do not.
+    `one` and `other` hold an array per piece, of one digest per entry; else raises ValueError.
     """
     counts = [len(piece.entries) for piece in pieces]
     if any([array.size for array in side] != counts for side in (one, other)):
-        raise ValueError("digests to compare: one array a piece, of one number an entry.")
-    grouped: dict[tuple[str, str, str, str], list[int]] = {}
-    for piece, here, there in zip(pieces, one, other):
-        at = np.flatnonzero(here != there)
-        if at.size:
-            owner, layer, role = piece.key
-            where = _where(layout, piece), _positions(layout, piece, at)
-            grouped.setdefault((owner, role, *where), []).append(layer)
-    return [
-        f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}{where}: {what}"
-        for (owner, role, where, what), layers in grouped.items()
-    ]
+        raise ValueError("digests to compare: need an array per piece, of one number per entry.")
+    found = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, one, other))
+    return by_layers(
+        (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, at)}")
+        for piece, at in found
+        if at.size
+    )
 
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_INT)]
 _Index = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-_Name = Annotated[str, Meta(max_length=MAX_NAME)]
+_BoundedName = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
-class _Kind(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What pieces of many layers have in common."""
+class _PieceShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the pieces of many layers have in common."""
 
-    owner: _Name
-    role: _Name
-    box: Annotated[list[tuple[_Name, _Number, _Number]], Meta(max_length=MAX_AXES)]
+    owner: _BoundedName
+    role: _BoundedName
+    box: Annotated[list[tuple[_BoundedName, _Number, _Number]], Meta(max_length=MAX_AXES)]
     start: _Number
     stop: _Number
 
 
 class _Pieces(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """For each piece, which kind and which layer."""
+    """For each piece, the index of its shape and its layer."""
 
-    kinds: Annotated[list[_Kind], Meta(max_length=MAX_PARTS)]
+    shapes: Annotated[list[_PieceShape], Meta(max_length=MAX_PARTS)]
     which: Annotated[list[_Index], Meta(max_length=MAX_PARTS)]
     layers: Annotated[list[_Number], Meta(max_length=MAX_PARTS)]
 
@@ -148,37 +141,35 @@ _decoder = msgspec.msgpack.Decoder(_Pieces)
 
 
 def to_wire(pieces: Sequence[Piece]) -> bytes:
-    """Bytes that `from_wire` reads back, in order. Raises ValueError above `MAX_PARTS` pieces."""
+    """Encodes pieces for `from_wire`. Raises ValueError above `MAX_PARTS` pieces."""
     if len(pieces) > MAX_PARTS:
         raise ValueError(f"{len(pieces)} pieces: at most {MAX_PARTS} are sent at once.")
-    kinds: dict[tuple[str, str, Box, range], int] = {}
-    which = [kinds.setdefault((p.key[0], p.key[2], p.box, p.entries), len(kinds)) for p in pieces]
+    shapes: dict[tuple[str, str, Box, range], int] = {}
+    which = [shapes.setdefault((p.key[0], p.key[2], p.box, p.entries), len(shapes)) for p in pieces]
     made = [
-        _Kind(owner, role, list(box), entries.start, entries.stop)
-        for owner, role, box, entries in kinds
+        _PieceShape(owner, role, list(box), entries.start, entries.stop)
+        for owner, role, box, entries in shapes
     ]
     return msgspec.msgpack.encode(_Pieces(made, which, [piece.key[1] for piece in pieces]))
 
 
 def from_wire(data: bytes) -> list[Piece]:
-    """Pieces, from untrusted bytes; raises ValueError with the reason. `digests` checks what they
-    mean.
-    """
+    """Decodes pieces from untrusted bytes. Raises ValueError; `digests` checks their contents."""
     try:
         found = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"malformed pieces: {error}") from None
-    if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.kinds):
-        raise ValueError("malformed pieces: a piece without its kind or its layer.")
-    kinds = [(k.owner, k.role, tuple(k.box), range(k.start, k.stop)) for k in found.kinds]
+    if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
+        raise ValueError("malformed pieces: a piece without its shape or its layer.")
+    shapes = [(k.owner, k.role, tuple(k.box), range(k.start, k.stop)) for k in found.shapes]
     return [
-        Piece((kinds[at][0], layer, kinds[at][1]), *kinds[at][2:])
+        Piece((shapes[at][0], layer, shapes[at][1]), *shapes[at][2:])
         for at, layer in zip(found.which, found.layers)
     ]
 
 
 def _where(layout: PoolLayout, piece: Piece) -> str:
-    """The axis steps of a piece, where they are not all that the model has."""
+    """The axis steps of a piece, if they are not the whole model's."""
     region = layout.region_by_key[piece.key]
     cut = [
         axis_steps(Axis(name, high - low, 0, low, axis.total))
@@ -189,15 +180,15 @@ def _where(layout: PoolLayout, piece: Piece) -> str:
 
 
 def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
-    """The positions of entries number `at` of a piece."""
+    """A sentence about the positions of entries number `at` of a piece."""
     space = layout.space_of(layout.region_by_key[piece.key])
     if space.kind == "slot":
         return "its state differs."
     breaks = np.flatnonzero(np.diff(at) > 1) + 1
     more = ""
-    if breaks.size >= MAX_RANGES:
-        at = at[: breaks[MAX_RANGES - 1]]
-        more = f" and {breaks.size + 1 - MAX_RANGES} more ranges"
+    if breaks.size >= MAX_POSITION_RANGES:
+        at = at[: breaks[MAX_POSITION_RANGES - 1]]
+        more = f" and {breaks.size + 1 - MAX_POSITION_RANGES} more ranges"
     size = space.tokens_per_entry
     tokens = (piece.entries.start + at[:, None]) * size + np.arange(size)
     if tokens.size == 1:
@@ -206,43 +197,43 @@ def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
 
 
 def _region(layout: PoolLayout, piece: Piece) -> Region:
-    """The region of a piece, which lies inside it."""
+    """The region that a piece lies in. Raises ValueError if it lies in none."""
     region = layout.region_by_key.get(piece.key)
     if region is None:
         owner, layer, role = piece.key
-        raise ValueError(f"{owner!r} layer {layer} {role!r}: there is no such region here.")
+        raise ValueError(f"{owner!r} layer {layer} {role!r}: this layout has no such region.")
     axes = [axis for axis in region.axes if axis.name != "entry"]
     names = [name for name, _, _ in piece.box], [axis.name for axis in axes]
     if names[0] != names[1]:
-        raise ValueError(f"{region}: axes {names[0]} of a piece, the region has {names[1]}.")
+        raise ValueError(f"{region}: a piece has axes {names[0]}, the region {names[1]}.")
     for axis, (name, low, high) in zip(axes, piece.box):
         if not axis.start <= low < high <= axis.stop:
             raise ValueError(
-                f"{region}: {name} {low} to {high - 1} of a piece, held are {axis.start} to "
+                f"{region}: a piece has {name} {low} to {high - 1}, the region {axis.start} to "
                 f"{axis.stop - 1}."
             )
     if _volume(piece.box) * -(-region.width // CELL) > MAX_CELLS:
-        raise ValueError(f"{region}: a piece of more than {MAX_CELLS} cells an entry.")
+        raise ValueError(f"{region}: a piece has more than {MAX_CELLS} cells per entry.")
     return region
 
 
 def _rows(
     layout: PoolLayout, address: RequestAddress, region: Region, entries: range
-) -> tuple[Read, Ints]:
-    """What reads a region's buffer, and where in it each of some entries starts that the address
-    keeps alive.
+) -> tuple[ReadCells, Ints]:
+    """A reader of a region's buffer, and the offset of each entry. Raises ValueError for entries
+    that are not alive.
     """
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
     alive = space.alive(address.num_tokens)
     if not (entries.step == 1 and alive.start <= entries.start < entries.stop <= alive.stop):
         raise ValueError(
-            f"{region}: entries {entries.start} to {entries.stop - 1} of a piece, space "
-            f"{space.name} keeps {alive.start} to {alive.stop - 1} of {address.num_tokens} tokens "
-            "alive."
+            f"{region}: a piece has entries {entries.start} to {entries.stop - 1}, space "
+            f"{space.name} keeps {alive.start} to {alive.stop - 1} alive at {address.num_tokens} "
+            "tokens."
         )
     numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
     items, steps = np.divmod(numbers, space.entries_per_item)
-    ids = End(space, layout, address).item(items, str(region))
+    ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return reader(buffer), starts
 

@@ -1,6 +1,4 @@
-"""Bytes of a buffer for the host to look at: the host's own memory, or a device's, which brings
-them.
-"""
+"""Reads bytes of a buffer from the host: directly, or through the buffer's device."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.digest.cell_hash import Read
+from disagg.digest.cell_hash import ReadCells
 from kvpool.layout import Buffer
 from kvpool.layout.grid import Ints
 
 
-def reader(buffer: Buffer) -> Read:
-    """What reads a buffer by offset. Both raise ValueError, naming the buffer, where its device is
-    not there.
+def reader(buffer: Buffer) -> ReadCells:
+    """A function that reads a buffer by offset. Raises ValueError, as it does, if the buffer's
+    device is not available.
     """
-    return _of_host(buffer) if buffer.memory == "cpu" else _of_device(buffer)
+    return _of_host(buffer) if buffer.on_host else _of_device(buffer)
 
 
-def _of_host(buffer: Buffer) -> Read:
+def _of_host(buffer: Buffer) -> ReadCells:
     memory: Any = (ctypes.c_ubyte * (buffer.end - buffer.base)).from_address(buffer.base)
 
     def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
@@ -33,8 +31,8 @@ def _of_host(buffer: Buffer) -> Read:
     return read
 
 
-def _of_device(buffer: Buffer) -> Read:
-    from kvpool.device import DeviceUnavailable, get_device  # torch comes with it
+def _of_device(buffer: Buffer) -> ReadCells:
+    from kvpool.device import DeviceUnavailable, get_device  # imports torch
 
     where = f"buffer {buffer.name} on {buffer.memory}"
     try:

@@ -1,8 +1,7 @@
-"""The protocol that every engine keeps, and the registry through which one is asked for by name.
+"""The interface of engines, and their registry (entry points of the group `disagg.engines`).
 
-Decode pulls: an engine only ever reads a peer's registered memory into its own. An engine is used
-by one thread at a time. Adding one touches one file and one entry point of the group
-`disagg.engines`.
+Decode pulls: an engine only reads a peer's registered memory into its own. One thread at a time
+uses an engine.
 """
 
 from __future__ import annotations
@@ -10,38 +9,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from disagg.errors import PeerError
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 
-if TYPE_CHECKING:
-    from disagg.plan import TransferPlan
+FENCE_POLL_SECONDS = 0.0005
+"""Interval at which a waiting `fence` checks again."""
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine that was asked for cannot work here; the message says what is missing."""
+    """The requested engine cannot work here; the message says what is missing."""
 
 
 class TransferError(PeerError, RuntimeError):
-    """A read failed, or would have left registered memory; none of its bytes may be relied on."""
+    """A read failed or would leave registered memory; none of its bytes may be relied on."""
 
 
 class Engine(ABC):
-    """Reads batches out of peers. `Peer` and `Transfer` objects are the engine's own and opaque."""
+    """Reads batches from peers. The types of peers and transfers are the engine's own."""
 
     name: ClassVar[str]
     max_bytes: ClassVar[int] = 16 << 20
-    """Most bytes that one `read` should carry, so that control messages are served in between."""
+    """Most bytes per `read`, so that control messages are served in between."""
     max_runs: ClassVar[int] = 16384
-    """Most runs that one `read` may carry."""
+    """Most runs per `read`."""
     run_overhead_bytes: ClassVar[int] = 0
-    """What a run costs beside its bytes: as many as could be moved in that time. Where it is not 0,
-    small runs go by way of `disagg.runtime.staging`.
+    """Fixed cost of a run, as the number of bytes moved in that time. If not 0, small runs are read
+    through `disagg.runtime.staging`.
     """
     progress_seconds: ClassVar[float] = 0.001
-    """How often `progress` is to be called where a peer may be reading."""
+    """Interval at which `progress` is called while a peer may be reading."""
 
     @classmethod
     @abstractmethod
@@ -50,51 +49,46 @@ class Engine(ABC):
 
     @abstractmethod
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Makes memory readable by peers, and writable by one's own reads."""
+        """Makes memory readable by peers and writable by this engine's reads."""
 
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer must know to read what was registered; called after `register`."""
+        """What a peer needs to read the registered memory; called after `register`."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> Any:
-        """A peer, from what its `metadata()` returned (untrusted). Raises TransferError if
-        unreachable.
-        """
-
-    def prepare(self, peer: Any, plan: TransferPlan) -> None:
-        """Does what can be done once per peer and plan, so that a read costs less."""
+        """A peer, from its `metadata()` (untrusted). Raises TransferError if unreachable."""
 
     @abstractmethod
     def read(self, peer: Any, batch: CopyBatch) -> Any:
-        """Starts to copy the runs of `batch` from the peer; returns a transfer to `poll`.
+        """Starts copying the runs of `batch` from the peer; returns a transfer to `poll`.
 
-        The batch's arrays are not needed after the call. Raises TransferError.
+        The batch's arrays may be reused after the call. Raises TransferError.
         """
 
     @abstractmethod
     def poll(self, transfer: Any) -> bool:
-        """Whether every byte has arrived. Raises TransferError if one will not."""
+        """Whether every byte has arrived. Raises TransferError if the transfer has failed."""
 
     def progress(self) -> None:
-        """Lets reads by peers go on; called often by whoever serves them."""
+        """Lets peers' reads proceed; called often on the side that is read."""
 
     @abstractmethod
     def fence(self, peer: Any, timeout: float | None = None) -> bool:
-        """Gives a peer up, with all its reads; whether no byte of one can still land here.
+        """Gives up a peer and its reads; True once no byte of them can land here.
 
-        With a `timeout` in seconds (0: at once) it may answer False: then call it again. Without,
-        it waits as long as it takes. Other peers' reads go on. Raises TransferError if it can
-        never be known.
+        With a `timeout` in seconds (0: do not wait) it may return False; call it again then.
+        Without one it waits. Other peers' reads continue. Raises TransferError if it can never be
+        certain.
         """
 
     def telemetry(self) -> Mapping[str, float]:
-        """What the engine itself counts, since it was made: a name and a number each."""
+        """The engine's own counters since it was created, by name."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up all peers and memory."""
+        """Gives up all peers and releases the memory."""
 
 
 def _entries() -> dict[str, EntryPoint]:
@@ -102,21 +96,21 @@ def _entries() -> dict[str, EntryPoint]:
 
 
 def engine_names() -> list[str]:
-    """Names of all engines that are known here, whether they work or not."""
+    """Names of all installed engines, whether they work here or not."""
     return sorted(_entries())
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class of an engine by name; raises EngineUnavailable with the names that are known."""
+    """The class of an engine by name. Raises EngineUnavailable with the known names."""
     entry = _entries().get(name)
     if entry is None:
-        raise EngineUnavailable(f"engine {name!r}: known are {', '.join(engine_names())}.")
+        raise EngineUnavailable(f"engine {name!r} is unknown; known: {', '.join(engine_names())}.")
     found: type[Engine] = entry.load()
     return found
 
 
 def create_engine(name: str, **options: Any) -> Engine:
-    """An engine by name; raises EngineUnavailable with the reason if it cannot work here."""
+    """An engine by name. Raises EngineUnavailable with the reason if it cannot work here."""
     kind = engine_class(name)
     reason = kind.availability()
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Stretches of registered memory: whether runs lie in them, and where a run must be cut."""
+"""Ranges of registered memory: checks that runs lie inside, and cuts runs at their edges."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvpool.layout.types import MAX_INT
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Where each begins and ends (exclusive), `[R]`, ascending; `block` is equal for those that
-    touch.
-    """
+    """Starts and ends (exclusive), `[R]`, ascending; ranges that touch have the same `block`."""
 
     starts: Ints
     ends: Ints
     block: Ints
 
     @classmethod
-    def of(cls, stretches: Iterable[tuple[int, int]]) -> Ranges:
-        """From addresses and lengths in bytes. Raises ValueError where two overlap."""
-        ordered = sorted(stretches)
+    def of(cls, ranges: Iterable[tuple[int, int]]) -> Ranges:
+        """From pointers and lengths in bytes. Raises ValueError if two overlap."""
+        ordered = sorted(ranges)
         end = 0
         for base, nbytes in ordered:
             if base < end or nbytes < 1 or base + nbytes > MAX_INT:
-                raise ValueError(f"{nbytes} bytes at {base:#x} overlap others, or no addresses.")
+                raise ValueError(
+                    f"{nbytes} bytes at {base:#x} overlap another range or are invalid."
+                )
             end = base + nbytes
         starts = np.array([base for base, _ in ordered], dtype=np.int64)
         ends = np.array([base + nbytes for base, nbytes in ordered], dtype=np.int64)
@@ -39,12 +39,12 @@ class Ranges:
         return cls(starts, ends, np.cumsum(gaps))
 
     def cut(self, batch: CopyBatch, first: Ints, whose: str) -> CopyBatch:
-        """The same bytes in runs that lie in one range each; `first` is the batch's `src` or `dst`.
+        """The same bytes in runs that each lie in one range; `first` is the batch's `src` or `dst`.
 
-        Raises TransferError for the first run that leaves them.
+        Raises TransferError for the first run that lies outside.
         """
         if not self.starts.size:
-            raise TransferError(f"no memory was registered by {whose}.")
+            raise TransferError(f"{whose} has registered no memory.")
         last = first + batch.nbytes
         at = np.searchsorted(self.starts, first, side="right") - 1
         to = np.searchsorted(self.starts, last - 1, side="right") - 1
@@ -54,7 +54,7 @@ class Ranges:
             wrong = int(np.flatnonzero(~inside)[0])
             raise TransferError(
                 f"{int(batch.nbytes[wrong])} bytes at {int(first[wrong]):#x} do not lie in memory "
-                f"that was registered by {whose}."
+                f"that {whose} has registered."
             )
         pieces = to - at + 1
         if (pieces == 1).all():

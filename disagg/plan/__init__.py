@@ -1,14 +1,14 @@
-"""Transfers between layouts: `plan(sources, dest)` is a pure function of what they say.
-
-Needs numpy and msgspec only.
-"""
+"""Transfer plans between layouts: `plan(sources, dest)`. Needs numpy and msgspec only."""
 
 from disagg.plan.bind import CopyBatch
+from disagg.plan.explain import ExplainRow, Explanation
 from disagg.plan.planner import IncompatibleLayouts, Reason, TransferPlan, plan
 from disagg.plan.positions import IncompleteTransfer
 
 __all__ = [
     "CopyBatch",
+    "ExplainRow",
+    "Explanation",
     "IncompatibleLayouts",
     "IncompleteTransfer",
     "Reason",

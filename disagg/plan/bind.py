@@ -1,6 +1,5 @@
-"""A plan's routes and one request's walks, as arrays of source address, destination and length.
-
-Nothing here is a Python object per run.
+"""Binds a plan's routes to one request: arrays of source pointers, destination pointers and
+lengths, without a Python object per run.
 """
 
 from __future__ import annotations
@@ -12,71 +11,61 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.plan.positions import End, IncompleteTransfer, Walk, walk
-from disagg.plan.runs import Route
+from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
+from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
-__all__ = ["Block", "Columns", "CopyBatch", "IncompleteTransfer", "bind", "cost"]
-
 
 class Block(NamedTuple):
-    """Runs of a route: `kind` names those of an item or entry (`whole`, `chains` or `singles`),
-    `[A]`, each at every step of `walk`, `[F]`, for each of the route's `[B]` record pairs.
+    """Runs of a route: `[A]` runs of an item or entry at each of `[F]` steps of the request, for
+    each of the route's `[B]` record pairs.
 
-    `src`, `dst` and `nbytes` are what comes on top of the pair's bases, `[A, F]`; in a batch the
-    block's runs come one after another, `[B, A, F]`.
+    `src`, `dst` and `nbytes` are offsets from a pair's bases and lengths, `[A, F]`; a batch holds
+    the block's runs in the order `[B, A, F]`.
     """
 
     route: Route
-    kind: str
-    walk: Walk
     src: Ints
     dst: Ints
     nbytes: Ints
 
     @property
     def runs(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return self.route.src_base.size * self.src.size
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return self.route.src_base.size * int(self.nbytes.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch:
-    """Source addresses, destination addresses and lengths in bytes, int64 `[N]` each.
+    """Source pointers, destination pointers and lengths in bytes, int64 `[N]` each.
 
-    Equal lengths are one number, broadcast and read-only. What was bound also has the `blocks` of
-    which the columns are made: its runs are those of all blocks from number `first` on.
+    Equal lengths are one number, broadcast and read-only. `shares` are the runs and bytes of each
+    route, of a batch that `bind` returned; its parts have none.
     """
 
     src: Ints
     dst: Ints
     nbytes: Ints
-    blocks: tuple[Block, ...] = ()
-    first: int = 0
+    shares: tuple[tuple[Route, int, int], ...] = ()
 
     def __iter__(self) -> Iterator[Ints]:
         return iter((self.src, self.dst, self.nbytes))
 
     @property
     def runs(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return self.src.size
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return int(self.nbytes.sum())
-
-    @property
-    def shares(self) -> list[tuple[Route, int, int]]:
-        """Runs and bytes by route, of a batch as it was bound: a part gives its whole's."""
-        return [(block.route, block.runs, block.total) for block in self.blocks]
 
     def split(self, max_bytes: int, max_runs: int) -> Iterator[CopyBatch]:
         """Consecutive parts of at most `max_runs` runs and `max_bytes` bytes."""
@@ -88,11 +77,11 @@ class CopyBatch:
             stop = int(np.searchsorted(edge, before + max_bytes, side="right"))
             stop = min(stop, start + max_runs)
             src, dst, nbytes = (column[start:stop] for column in whole)
-            yield CopyBatch(src, dst, nbytes, whole.blocks, whole.first + start)
+            yield CopyBatch(src, dst, nbytes)
             start = stop
 
     def _cut(self, most: int) -> CopyBatch:
-        """The same bytes in runs of at most `most`; what is cut is no longer made of blocks."""
+        """The same bytes in runs of at most `most` bytes."""
         if not self.runs or int(self.nbytes.max()) <= most:
             return self
         pieces = -(-self.nbytes // most)
@@ -103,9 +92,7 @@ class CopyBatch:
 
 
 class Columns:
-    """Memory for batches, reused: fresh arrays of this size cost more in page faults than their
-    filling.
-    """
+    """Reused memory for batches: page faults of fresh arrays cost more than filling them."""
 
     def __init__(self) -> None:
         self._held = np.empty((3, 0), dtype=np.int64)
@@ -129,20 +116,20 @@ def bind(
     """Runs of `routes` for positions `tokens` of one request. See TransferPlan.bind."""
     if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= dest_address.num_tokens:
         raise ValueError(
-            f"tokens {tokens}: a range of positions within 0 to {dest_address.num_tokens}."
+            f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
         )
-    walks: dict[tuple[str, str], Walk] = {}
+    pairs: dict[tuple[str, str], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:
         pair = route.src_space.name, route.dst_space.name
-        if pair not in walks:
-            walks[pair] = walk(
-                End(route.src_space, source, source_address),
-                End(route.dst_space, dest, dest_address),
+        if pair not in pairs:
+            pairs[pair] = pair_entries(
+                BlockLookup(route.src_space, source, source_address),
+                BlockLookup(route.dst_space, dest, dest_address),
                 tokens,
             )
-        if walks[pair].count.size:
-            blocks.extend(_blocks(route, walks[pair]))
+        if pairs[pair].count.size:
+            blocks.extend(_blocks(route, pairs[pair]))
     lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
     out = columns.take(sum(block.runs for block in blocks))
     start = 0
@@ -154,62 +141,55 @@ def bind(
         if len(lengths) > 1:
             out[2, start:stop].reshape(shape)[...] = block.nbytes
         start = stop
+    nbytes: Ints = out[2]
     if len(lengths) == 1:  # one number for all: a third less memory to write
-        equal = np.broadcast_to(np.int64(lengths.pop()), start)
-        return CopyBatch(out[0], out[1], equal, tuple(blocks))
-    return CopyBatch(out[0], out[1], out[2], tuple(blocks))
+        nbytes = np.broadcast_to(np.int64(lengths.pop()), start)
+    shares = tuple((block.route, block.runs, block.total) for block in blocks)
+    return CopyBatch(out[0], out[1], nbytes, shares)
 
 
-def cost(route: Route, walk: Walk) -> tuple[int, int]:
-    """Runs and bytes that a route moves for a walk."""
-    blocks = list(_blocks(route, walk)) if walk.count.size else []
+def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
+    """Runs and bytes that a route moves for these pairs of entries."""
+    blocks = list(_blocks(route, pairs)) if pairs.count.size else []
     return sum(block.runs for block in blocks), sum(block.total for block in blocks)
 
 
-def _blocks(route: Route, walk: Walk) -> Iterator[Block]:
+def _blocks(route: Route, pairs: EntryPairs) -> Iterator[Block]:
     src_entries, dst_entries = route.src_space.entries_per_item, route.dst_space.entries_per_item
     if route.linear:
-        yield _entry_block(route, "chains", walk.coalesced(src_entries, dst_entries))
+        yield _entry_block(route, route.chains, pairs.coalesced(src_entries, dst_entries))
         return
-    rest = walk
+    rest = pairs
     if route.whole is not None:
-        full = (walk.count == src_entries) & (walk.src_step == 0) & (walk.dst_step == 0)
+        full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            yield _whole_block(route, walk.part(full))
-        rest = walk.part(~full)
+            yield _whole_block(route, route.whole, pairs.select(full))
+        rest = pairs.select(~full)
     if rest.count.size:
         if route.chains.size:
-            yield _entry_block(route, "chains", rest)
+            yield _entry_block(route, route.chains, rest)
         if route.singles.size:
-            yield _entry_block(route, "singles", rest.entries())
+            yield _entry_block(route, route.singles, rest.entries())
 
 
-def _whole_block(route: Route, walk: Walk) -> Block:
-    whole = route.whole
-    if whole is None:
-        raise ValueError("this route moves no whole items.")
-    spread = np.zeros_like(walk.count)
+def _whole_block(route: Route, whole: Runs, pairs: EntryPairs) -> Block:
+    spread = np.zeros_like(pairs.count)
     if route.dense:
-        walk = walk.coalesced(entries := route.src_space.entries_per_item, entries)
-        spread = (walk.count // entries - 1) * route.src_stride
+        pairs = pairs.coalesced(entries := route.src_space.entries_per_item, entries)
+        spread = (pairs.count // entries - 1) * route.src_stride
     return Block(
         route,
-        "whole",
-        walk,
-        whole.src[:, None] + walk.src_item * route.src_stride,
-        whole.dst[:, None] + walk.dst_item * route.dst_stride,
+        whole.src[:, None] + pairs.src_item * route.src_stride,
+        whole.dst[:, None] + pairs.dst_item * route.dst_stride,
         whole.nbytes[:, None] + spread,
     )
 
 
-def _entry_block(route: Route, kind: str, walk: Walk) -> Block:
-    runs = route.chains if kind == "chains" else route.singles
+def _entry_block(route: Route, runs: EntryRuns, pairs: EntryPairs) -> Block:
     src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
     return Block(
         route,
-        kind,
-        walk,
-        runs.src[:, None] + walk.src_item * route.src_stride + walk.src_step * src_step,
-        runs.dst[:, None] + walk.dst_item * route.dst_stride + walk.dst_step * dst_step,
-        runs.nbytes[:, None] + (walk.count - 1) * dst_step,
+        runs.src[:, None] + pairs.src_item * route.src_stride + pairs.src_step * src_step,
+        runs.dst[:, None] + pairs.dst_item * route.dst_stride + pairs.dst_step * dst_step,
+        runs.nbytes[:, None] + (pairs.count - 1) * dst_step,
     )

@@ -1,5 +1,5 @@
-"""Plans by what layouts look like: another life of a peer, or another peer of the same shape, has
-other addresses only.
+"""Plans by the shape of layouts: a restarted peer, or another peer of the same shape, differs in
+pointers only.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import replace
 import numpy as np
 
 from disagg.plan.planner import TransferPlan, plan
-from disagg.plan.runs import Route, neighbours
+from disagg.plan.runs import Route, adjacent_buffers
 from kvpool.layout import PoolLayout
 
 Shape = tuple[str, frozenset[tuple[tuple[str, int], ...]]]
 
 
 class PlanCache:
-    """The plans that were asked for last, at most `most`, all with one `allow_missing`. Use it
-    under one lock.
-    """
+    """The `capacity` plans used last, all for one `allow_missing`. Not thread-safe."""
 
-    def __init__(self, allow_missing: Collection[str] = (), most: int = 64) -> None:
-        self.allow_missing, self.most = frozenset(allow_missing), most
+    def __init__(self, allow_missing: Collection[str] = (), capacity: int = 64) -> None:
+        self.allow_missing, self.capacity = frozenset(allow_missing), capacity
         self.hits = 0
         self.misses = 0
         self.seconds = 0.0
@@ -33,7 +31,7 @@ class PlanCache:
         self._dest: tuple[PoolLayout, Shape] | None = None
 
     def plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
-        """As `disagg.plan.plan`, which it may save. Refusals are raised anew each time."""
+        """As `disagg.plan.plan`. A refusal is computed and raised each time."""
         began = time.perf_counter()
         try:
             return self._plan(sources, dest)
@@ -48,7 +46,7 @@ class PlanCache:
         if known is None:
             self.misses += 1
             self._plans[key] = made = plan(sources, dest, allow_missing=self.allow_missing)
-            if len(self._plans) > self.most:
+            if len(self._plans) > self.capacity:
                 self._plans.popitem(last=False)
             return made
         self.hits += 1
@@ -64,7 +62,7 @@ class PlanCache:
 
 
 def _rebased(route: Route, source: PoolLayout, dest: PoolLayout) -> Route:
-    """A route between other addresses."""
+    """The route with the base pointers of other layouts."""
     src, dst = (
         np.array([layout.buffer_by_name[name].base for name in names], dtype=np.int64)
         for layout, names in ((source, route.src_buffers), (dest, route.dst_buffers))
@@ -73,10 +71,10 @@ def _rebased(route: Route, source: PoolLayout, dest: PoolLayout) -> Route:
 
 
 def _shape(layout: PoolLayout) -> Shape:
-    """All that a plan depends on but addresses: the layout without them, and which buffers' items
-    lie side by side.
+    """All that a plan depends on except pointers: the layout's fingerprint, and which buffers have
+    items side by side.
     """
-    groups = (group for group in neighbours(layout) if len(group) > 1)
+    groups = (group for group in adjacent_buffers(layout) if len(group) > 1)
     return layout.fingerprint(), frozenset(
         tuple((buffer.name, buffer.base - group[0].base) for buffer in group) for group in groups
     )

@@ -1,15 +1,15 @@
-"""A plan in words: per role, how its bytes travel, in how many runs, and why."""
+"""Explains a plan: how the bytes of each role travel, in how many runs, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.plan.bind import cost
-from disagg.plan.planner import TransferPlan
 from disagg.plan.positions import scattered
 from disagg.plan.runs import Route
-from kvpool.layout import Axis, Region
+from kvpool.layout import Axis, Key, PoolLayout, Region
 from kvpool.layout.sentences import ranges
 
 if TYPE_CHECKING:
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """How roles that share runs travel: direct, strided, resharded, missing or unsent."""
+class ExplainRow:
+    """How roles that share runs travel: direct, strided, resharded, missing or unsent.
+
+    Runs are those of the worst case, in which no two pages of the request are adjacent.
+    """
 
     owner: str
     roles: tuple[str, ...]
@@ -30,7 +33,7 @@ class Row:
 
     @property
     def bytes_per_run(self) -> float:
-        """Mean length of a run when no two items are neighbours."""
+        """Mean length of a run."""
         return self.nbytes / self.runs if self.runs else 0.0
 
 
@@ -39,24 +42,38 @@ class Explanation:
     """One row for all roles and layers that travel alike, for a request of `tokens` tokens."""
 
     tokens: int
-    rows: tuple[Row, ...]
+    rows: tuple[ExplainRow, ...]
 
     @property
     def runs(self) -> int:
-        """Runs in all, when no two items are neighbours."""
+        """Total runs."""
         return sum(row.runs for row in self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(row.nbytes for row in self.rows)
+
+    def with_skipped(self, missing: Sequence[Key], unsent: Sequence[Key]) -> Explanation:
+        """With rows for the regions that are not moved."""
+        rows = list(self.rows)
+        for how, keys, why in (
+            ("missing", missing, "no source has it; allowed"),
+            ("unsent", unsent, "the destination has no such region"),
+        ):
+            skipped: dict[tuple[str, str], list[int]] = {}
+            for owner, layer, role in keys:
+                skipped.setdefault((owner, role), []).append(layer)
+            for (owner, role), layers in skipped.items():
+                rows.append(ExplainRow(owner, (role,), tuple(sorted(layers)), how, 0, 0, why))
+        return Explanation(self.tokens, tuple(rows))
 
     def table(self) -> Table:
         """The rows as a rich table."""
         from rich.markup import escape
         from rich.table import Table
 
-        title = f"plan for {self.tokens:,} tokens, no two items neighbours"
+        title = f"plan for {self.tokens:,} tokens (worst case: no two pages adjacent)"
         table = Table(title=title)
         for name in ("roles", "layers", "how"):
             table.add_column(name, overflow="fold")
@@ -81,57 +98,49 @@ class Explanation:
         )
 
 
-def explain_plan(made: TransferPlan, tokens: int) -> Explanation:
-    """See TransferPlan.explain."""
+def explain_routes(
+    sources: Sequence[PoolLayout], dest: PoolLayout, routes: Sequence[Route], tokens: int
+) -> Explanation:
+    """Explains routes, one row for all that travel alike."""
     found: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
-    for route in made.routes:
+    for route in routes:
         owner = route.keys[0][0]
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
-        how, why = _how(made, route)
+        how, why = _how(sources[route.source], dest, route)
         layers, runs, nbytes = found.get((owner, roles, how, why), (set[int](), 0, 0))
         more = cost(route, scattered(route.src_space, route.dst_space, tokens))
         layers |= {layer for _, layer, _ in route.keys}
         found[owner, roles, how, why] = layers, runs + more[0], nbytes + more[1]
-    rows = [
-        Row(owner, roles, tuple(sorted(layers)), how, runs, nbytes, why)
+    rows = (
+        ExplainRow(owner, roles, tuple(sorted(layers)), how, runs, nbytes, why)
         for (owner, roles, how, why), (layers, runs, nbytes) in found.items()
-    ]
-    for how, keys, why in (
-        ("missing", made.missing, "prefill has none; allowed"),
-        ("unsent", made.unsent, "decode has no such region"),
-    ):
-        idle: dict[tuple[str, str], list[int]] = {}
-        for owner, layer, role in keys:
-            idle.setdefault((owner, role), []).append(layer)
-        for (owner, role), held in idle.items():
-            rows.append(Row(owner, (role,), tuple(sorted(held)), how, 0, 0, why))
+    )
     return Explanation(tokens, tuple(rows))
 
 
-def _how(made: TransferPlan, route: Route) -> tuple[str, str]:
-    """How a route's bytes travel, and the first true cause of what keeps items from being whole."""
+def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
+    """How a route's bytes travel, and the first reason why items do not travel whole."""
     key = route.keys[0]
-    there = made.sources[route.source].region_by_key[key]
-    here = made.dest.region_by_key[key]
+    there, here = source.region_by_key[key], dest.region_by_key[key]
     pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
     cut = [
-        f"{ours.name}: {theirs.size} of {ours.total} a rank there, {ours.size} here"
+        f"{ours.name}: {theirs.size} of {ours.total} on the source, {ours.size} on the destination"
         for ours in here.axes
         if (theirs := there.axis(ours.name)) and ours.name != "entry"
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
     if cut:
         return "resharded", "; ".join(cut)
-    change = f"items of {pages[0]} entries there, {pages[1]} here"
+    change = f"items of {pages[0]} entries on the source, {pages[1]} on the destination"
     if route.linear or route.dense:
         return "direct", "whole items" if pages[0] == pages[1] else change
     if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:
-        return "strided", f"{_order(there)} there, {_order(here)} here"
+        return "strided", f"{_order(there)} on the source, {_order(here)} on the destination"
     if pages[0] != pages[1]:
         return "strided", change
     if route.whole is not None and route.whole.size == 1:
-        return "direct", "whole items, among others' bytes"
-    return "strided", "other bytes lie between on one side"
+        return "direct", "whole items, among other regions"
+    return "strided", "other bytes lie in between on one side"
 
 
 def _outermost(region: Region) -> list[Axis]:

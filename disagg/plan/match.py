@@ -1,7 +1,7 @@
-"""Which source holds which part of a destination region, and why it can or cannot be used.
+"""Matches source regions to a destination region, or says why they do not match.
 
-Regions are paired by (owner, layer, role). The shard axes of both sides are intersected; sources
-that hold the same part are replicas, of which one is elected.
+The shard axes of both sides are intersected. Sources that hold the same part are replicas, of which
+one is elected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvpool.layout.sentences import ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What some sources, replicas of one another, hold of a destination region."""
+class Overlap:
+    """The part `box` of a destination region that the replicas `holders` all hold."""
 
     dest: Region
     box: Box
@@ -27,7 +27,7 @@ class Piece:
 def mismatches(
     region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
 ) -> list[str]:
-    """Why sources' bytes cannot be this region's bytes."""
+    """Reasons why the sources' bytes cannot fill this region."""
     if not holders:
         held = sorted(
             {
@@ -37,7 +37,7 @@ def mismatches(
                 if (other.owner, other.role) == (region.owner, region.role)
             }
         )
-        where = f"it holds layers {ranges(held)}" if held else "it holds none at all"
+        where = f"it holds layers {ranges(held)}" if held else "it holds none"
         return [
             f"prefill offers no such region ({where}). Give prefill that region too"
             + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
@@ -52,24 +52,24 @@ def mismatches(
         for what, theirs, ours, cure in (
             ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
             (
-                " elements a cell",
+                " elements per cell",
                 other.width // ITEMSIZE[other.dtype],
                 region.width // ITEMSIZE[region.dtype],
                 "Build both pools for the same model",
             ),
             (" axes", sorted(totals), sorted(axes), "Declare the same axes on both sides"),
             (
-                " in all",
+                " in total",
                 {name: total for name, total in totals.items() if name in axes},
                 {name: total for name, total in axes.items() if name in totals},
                 "Build both pools for the same model",
             ),
-            (" space", there.kind, here.kind, "Keep this state in the same kind of space"),
+            (" space", there.kind, here.kind, "Use the same kind of space on both sides"),
             (
-                " tokens an entry",
+                " tokens per entry",
                 there.tokens_per_entry,
                 here.tokens_per_entry,
-                "Use the same compression",
+                "Use the same compression on both sides",
             ),
         ):
             if theirs != ours:
@@ -79,8 +79,8 @@ def mismatches(
 
 def tile(
     region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> tuple[list[Piece], list[str]]:
-    """Pieces that cover the region's shard exactly once, or why there are none."""
+) -> tuple[list[Overlap], list[str]]:
+    """Overlaps that cover the region's shard exactly once, or the reason why there are none."""
     axes = [axis for axis in region.axes if axis.name != "entry"]
     replicas: dict[Box, list[int]] = {}
     for holder in holders:
@@ -97,27 +97,27 @@ def tile(
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
     if sum(map(_volume, taken)) != _volume(needed):
-        held = "; ".join(sorted({_say(box) for box in replicas})) or "nothing of it"
+        held = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
         return [], [
-            f"decode needs {_say(needed)}, prefill offers {held}: these do not cover it exactly "
+            f"decode needs {_say(needed)}, prefill offers {held}, which does not cover it exactly "
             "once. Plan with the layouts of all prefill ranks."
         ]
-    return [Piece(region, box, tuple(replicas[box])) for box in taken], []
+    return [Overlap(region, box, tuple(replicas[box])) for box in taken], []
 
 
-def elect(pieces: Sequence[Piece]) -> list[tuple[Piece, int]]:
-    """One holder a piece. Replicas share the layers out among them, in blocks, so that every sender
-    works.
+def elect(overlaps: Sequence[Overlap]) -> list[tuple[Overlap, int]]:
+    """One holder for each overlap. Replicas share the layers in contiguous blocks, so that all of
+    them send.
     """
     layers: dict[tuple[int, ...], list[tuple[str, int]]] = {}
-    for piece in pieces:
-        layers.setdefault(piece.holders, []).append((piece.dest.owner, piece.dest.layer))
+    for each in overlaps:
+        layers.setdefault(each.holders, []).append((each.dest.owner, each.dest.layer))
     turn: dict[tuple[tuple[int, ...], tuple[str, int]], int] = {}
     for holders, held in layers.items():
         ordered = sorted(set(held))
         for number, layer in enumerate(ordered):
             turn[holders, layer] = holders[number * len(holders) // len(ordered)]
-    return [(p, turn[p.holders, (p.dest.owner, p.dest.layer)]) for p in pieces]
+    return [(o, turn[o.holders, (o.dest.owner, o.dest.layer)]) for o in overlaps]
 
 
 def _volume(box: Box) -> int:

@@ -1,34 +1,22 @@
-"""From the layouts of all source ranks and of one destination to the copies between them.
+"""Plans the copies from all source ranks to one destination, from their layouts alone.
 
-Regions are paired by (owner, layer, role), wherever they lie; shard axes are intersected; what
-remains is proved to cover the destination exactly once. Pure: no torch, no engine, no memory
-touched.
+Regions are paired by (owner, layer, role); shard axes are intersected; the result must cover the
+destination exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from disagg.errors import PeerError
-from disagg.plan.bind import Columns, CopyBatch, IncompleteTransfer, bind
-from disagg.plan.match import Piece, elect, mismatches, tile
+from disagg.plan.bind import Columns, CopyBatch, bind
+from disagg.plan.explain import Explanation, explain_routes
+from disagg.plan.match import Overlap, elect, mismatches, tile
 from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
+from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
-from kvpool.layout.sentences import ranges
-
-if TYPE_CHECKING:
-    from disagg.plan.explain import Explanation
-
-__all__ = [
-    "CopyBatch",
-    "IncompatibleLayouts",
-    "IncompleteTransfer",
-    "Reason",
-    "TransferPlan",
-    "plan",
-]
+from kvpool.layout.sentences import by_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +30,7 @@ class Reason:
 
 
 class IncompatibleLayouts(PeerError, ValueError):
-    """The destination cannot be filled from these sources; `reasons` lists every region and why."""
+    """The destination cannot be filled from these sources; `reasons` lists all reasons."""
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
@@ -51,33 +39,26 @@ class IncompatibleLayouts(PeerError, ValueError):
         super().__init__("\n".join([f"{count}.", *lines]))
 
     def lines(self) -> list[str]:
-        """One sentence for all layers of an owner and role that share it."""
-        grouped: dict[tuple[str, str, str], list[int]] = {}
-        for reason in self.reasons:
-            key = reason.owner, reason.role, reason.sentence
-            grouped.setdefault(key, []).append(reason.layer)
-        return [
-            f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}: {sentence}"
-            for (owner, role, sentence), layers in grouped.items()
-        ]
+        """One sentence for all layers that share owner, role and reason."""
+        return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
-    `missing` those that only the destination has and that the caller allowed."""
+    `missing` regions that only the destination has and that `allow_missing` names."""
 
     sources: tuple[PoolLayout, ...]
     dest: PoolLayout
     routes: tuple[Route, ...]
     unsent: tuple[Key, ...]
     missing: tuple[Key, ...]
-    elected: tuple[tuple[Piece, int], ...] = field(repr=False, compare=False)
-    """What of the destination's regions comes from which source."""
+    elected: tuple[tuple[Overlap, int], ...] = field(repr=False, compare=False)
+    """Each part of a destination region, and the source rank that it is read from."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
 
     def contributors(self) -> list[int]:
-        """Source ranks from which bytes are read."""
+        """Source ranks that bytes are read from."""
         return sorted({each.source for each in self.routes})
 
     def bind(
@@ -92,21 +73,20 @@ class TransferPlan:
         """Runs that move positions `tokens` (default: all of the destination's) from source rank
         `source`.
 
-        Returns addresses and lengths in bytes, coalesced, `[N]` each, valid until `columns`
-        (default: the plan's own of that source) are used again. Raises IncompleteTransfer if the
-        source does not hold a position that the destination needs, and ValueError if an id lies
-        outside its buffer.
+        Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
+        (default: the plan's own for that source) is used again. Raises IncompleteTransfer if the
+        source does not hold a position that the destination needs, and ValueError if a page id
+        lies outside its buffer.
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(
                 f"source {source}: this plan has sources 0 to {len(self.sources) - 1}."
             )
-        reach = range(dest_address.num_tokens) if tokens is None else tokens
+        tokens = range(dest_address.num_tokens) if tokens is None else tokens
         into = self._columns.setdefault(source, Columns()) if columns is None else columns
-        mine = [each for each in self.routes if each.source == source]
-        return bind(
-            mine, self.sources[source], self.dest, source_address, dest_address, reach, into
-        )
+        routes = [each for each in self.routes if each.source == source]
+        layouts = self.sources[source], self.dest
+        return bind(routes, *layouts, source_address, dest_address, tokens, into)
 
     def bind_all(
         self,
@@ -117,50 +97,47 @@ class TransferPlan:
     ) -> list[CopyBatch]:
         """`bind` for every source rank, one batch each (empty where nothing is read)."""
         if len(source_addresses) != len(self.sources):
-            raise ValueError(f"{len(source_addresses)} addresses for {len(self.sources)} sources.")
+            raise ValueError(
+                f"{len(source_addresses)} block tables for {len(self.sources)} sources."
+            )
         return [
             self.bind(source, address, dest_address, tokens=tokens)
             for source, address in enumerate(source_addresses)
         ]
 
     def verify(self) -> None:
-        """Proves the plan once more by brute force, byte by byte; slow, for tests. Raises
-        RuntimeError.
-        """
-        from disagg.plan.verify import verify
-
-        verify(self)
+        """Checks the plan byte by byte; slow, for tests. Raises RuntimeError."""
+        verify(self.sources, self.dest, self.missing, self.bind_all)
 
     def explain(self, tokens: int = 2048) -> Explanation:
-        """Per role: how its bytes travel, in how many runs, and why, for a request of `tokens`
+        """How the bytes of each role travel, in how many runs and why, for a request of `tokens`
         tokens.
         """
-        from disagg.plan.explain import explain_plan
-
-        return explain_plan(self, tokens)
+        found = explain_routes(self.sources, self.dest, self.routes, tokens)
+        return found.with_skipped(self.missing, self.unsent)
 
 
 def plan(
     sources: Sequence[PoolLayout], dest: PoolLayout, *, allow_missing: Collection[str] = ()
 ) -> TransferPlan:
-    """Plans every transfer that `dest` requires from `sources`, one layout per rank.
+    """Plans all copies that fill `dest` from `sources`, one layout per rank.
 
-    `allow_missing` names owners or roles that sources may lack altogether.
-    Raises IncompatibleLayouts with every reason at once.
+    `allow_missing` names owners or roles that no source has to hold. Raises IncompatibleLayouts
+    with all reasons at once.
     """
-    given = [] if isinstance(sources, PoolLayout) else [*sources, dest]
-    if not given or any(not isinstance(layout, PoolLayout) for layout in given):
-        raise TypeError("plan: a list of source layouts (pool.layout), and the destination's.")
+    layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
+    if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
+        raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
     offered: dict[Key, list[int]] = {}
     for number, layout in enumerate(sources):
         for region in layout.regions:
             offered.setdefault(region.key, []).append(number)
-    # what some source has is not missing altogether: a forgotten stage stays refused
+    # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in offered}
     pairs = {(owner, role) for owner, _, role in offered}
     reasons: list[Reason] = []
     missing: list[Key] = []
-    pieces: list[Piece] = []
+    overlaps: list[Overlap] = []
     for region in dest.regions:
         holders = offered.pop(region.key, [])
         without_owner = region.owner in allow_missing and region.owner not in owners
@@ -171,35 +148,36 @@ def plan(
         problems = mismatches(region, dest, sources, holders)
         if not problems:
             found, problems = tile(region, sources, holders)
-            pieces.extend(found)
+            overlaps.extend(found)
         reasons.extend(Reason(*region.key, problem) for problem in problems)
     if reasons:
         raise IncompatibleLayouts(reasons)
-    elected = tuple(elect(pieces))
+    elected = tuple(elect(overlaps))
     routes = _routes(sources, dest, elected)
     return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing), elected)
 
 
 def _routes(
-    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[Piece, int]]
+    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[Overlap, int]]
 ) -> tuple[Route, ...]:
-    """Joins the runs of every record pair, and gathers the pairs of one shape."""
+    """Joins the runs of every record pair, and groups pairs of equal shape into routes."""
     here = records(dest)
     there = [records(layout) for layout in sources]
     parts: dict[tuple[int, int, int], list[EntryRuns]] = {}
     keys: dict[tuple[int, int, int], list[Key]] = {}
     ends: dict[tuple[int, int, int], tuple[Record, Record]] = {}
-    for piece, source in elected:
-        dst, dst_at = here[piece.dest.buffer]
-        other = sources[source].region_by_key[piece.dest.key]
+    for overlap, source in elected:
+        dst, dst_at = here[overlap.dest.buffer]
+        other = sources[source].region_by_key[overlap.dest.key]
         src, src_at = there[source][other.buffer]
         pair = source, id(src), id(dst)
         ends[pair] = src, dst
-        keys.setdefault(pair, []).append(piece.dest.key)
-        parts.setdefault(pair, []).append(entry_runs(other, src_at, piece.dest, dst_at, piece.box))
+        keys.setdefault(pair, []).append(overlap.dest.key)
+        runs = entry_runs(other, src_at, overlap.dest, dst_at, overlap.box)
+        parts.setdefault(pair, []).append(runs)
     shapes: dict[object, list[tuple[int, int, int]]] = {}
     joined = {pair: join(runs) for pair, runs in parts.items()}
-    for pair, runs in joined.items():
+    for pair, entry in joined.items():
         shape = (
             pair[0],
             tuple((owner, role) for owner, _, role in keys[pair]),
@@ -207,7 +185,7 @@ def _routes(
                 (r.space.name, r.stride, r.pad_starts.tobytes(), r.pad_ends.tobytes())
                 for r in ends[pair]
             ),
-            *(column.tobytes() for column in runs.columns()),
+            *(column.tobytes() for column in entry.columns()),
         )
         shapes.setdefault(shape, []).append(pair)
     routes = []

@@ -1,7 +1,7 @@
-"""Which items and entries of both sides hold the same positions of a request.
+"""Pairs the items and entries of both sides that hold the same positions of a request.
 
-Positions pair the two sides. A walk over them is the same for all layers of a pair of spaces: it is
-made and coalesced once and then broadcast.
+The pairs are the same for all layers of two spaces: they are computed and coalesced once, then
+broadcast over the layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvpool.layout.grid import Ints, ragged
 
 
 class IncompleteTransfer(ValueError):
-    """A source does not hold positions that the destination needs."""
+    """A source does not hold all positions that the destination needs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Walk:
-    """Entries of a request that lie in one item on both sides: items, steps in them and counts,
-    `[F]` each.
+class EntryPairs:
+    """Stretches of entries that lie in one item on each side: item ids, first steps within the
+    items, and counts, `[F]` each.
     """
 
     src_item: Ints
@@ -31,16 +31,16 @@ class Walk:
     dst_step: Ints
     count: Ints
 
-    def part(self, which: slice | npt.NDArray[np.bool_]) -> Walk:
-        """Those of a slice or mask."""
-        return Walk(*(column[which] for column in self.columns()))
+    def select(self, which: slice | npt.NDArray[np.bool_]) -> EntryPairs:
+        """The stretches of a slice or mask."""
+        return EntryPairs(*(column[which] for column in self.columns()))
 
     def columns(self) -> tuple[Ints, ...]:
         """src_item, src_step, dst_item, dst_step, count."""
         return self.src_item, self.src_step, self.dst_item, self.dst_step, self.count
 
-    def coalesced(self, src_entries: int, dst_entries: int) -> Walk:
-        """The same entries in fewer parts where one goes on in the next item on both sides."""
+    def coalesced(self, src_entries: int, dst_entries: int) -> EntryPairs:
+        """The same entries, joined where a stretch continues in the next item on both sides."""
         src = self.src_item * src_entries + self.src_step
         dst = self.dst_item * dst_entries + self.dst_step
         breaks = (src[1:] != src[:-1] + self.count[:-1]) | (dst[1:] != dst[:-1] + self.count[:-1])
@@ -48,7 +48,7 @@ class Walk:
             return self
         first = np.flatnonzero(np.append(True, breaks))
         count = np.add.reduceat(self.count, first)
-        return Walk(
+        return EntryPairs(
             self.src_item[first],
             self.src_step[first],
             self.dst_item[first],
@@ -56,43 +56,45 @@ class Walk:
             count,
         )
 
-    def entries(self) -> Walk:
-        """One part an entry."""
-        part, within = ragged(self.count)
-        src_item, src_step, dst_item, dst_step = (c[part] for c in self.columns()[:4])
-        return Walk(src_item, src_step + within, dst_item, dst_step + within, np.ones_like(within))
+    def entries(self) -> EntryPairs:
+        """One stretch per entry."""
+        index, within = ragged(self.count)
+        src_item, src_step, dst_item, dst_step = (c[index] for c in self.columns()[:4])
+        return EntryPairs(
+            src_item, src_step + within, dst_item, dst_step + within, np.ones_like(within)
+        )
 
 
-def scattered(src_space: Space, dst_space: Space, tokens: int) -> Walk:
-    """The walk of a request of `tokens` tokens of which no two items are neighbours."""
+def scattered(src_space: Space, dst_space: Space, tokens: int) -> EntryPairs:
+    """The pairs of a request of `tokens` tokens in the worst case: no two items adjacent."""
     needed = needed_entries(dst_space, range(tokens), tokens)
     sizes = src_space.entries_per_item, dst_space.entries_per_item
-    starts, count = _parts(needed, *sizes)
+    starts, count = _stretches(needed, *sizes)
     (src, src_step), (dst, dst_step) = (np.divmod(starts, size) for size in sizes)
-    return Walk(2 * src, src_step, 2 * dst, dst_step, count)
+    return EntryPairs(2 * src, src_step, 2 * dst, dst_step, count)
 
 
-class End:
-    """One side of a walk: a space, the items that its buffers have, and the request's span."""
+class BlockLookup:
+    """Item ids of a request in one space, checked against the space's buffers."""
 
     def __init__(self, space: Space, layout: PoolLayout, address: RequestAddress) -> None:
         self.space, self.address = space, address
         self.items = layout.items_by_space[space.name]
         self.span: Span | None = address.spans.get(space.id_list)
 
-    def item(self, index: Ints, who: str) -> Ints:
-        """Ids of the request's items `index`; ids outside the buffer raise."""
+    def ids(self, index: Ints, who: str) -> Ints:
+        """Ids of the request's items number `index`. Raises ValueError outside the buffer."""
         span = self.span
         if span is None:
-            raise ValueError(f"{who}: no ids for space {self.space.id_list!r}.")
+            raise ValueError(f"{who}: its block table has no ids for space {self.space.id_list!r}.")
         at = index - span.first_item if self.space.kind == "paged" else np.zeros_like(index)
         if at[0] < 0 or at[-1] >= span.ids.size:
             size = self.space.tokens_per_item
             held = range(span.first_item * size, (span.first_item + span.ids.size) * size)
             wanted = f"{int(index[0]) * size} to {(int(index[-1]) + 1) * size - 1}"
             raise IncompleteTransfer(
-                f"{who}: space {self.space.name} needs the items of positions {wanted}, "
-                f"its ids cover {held.start} to {held.stop - 1}."
+                f"{who}: space {self.space.name} needs items for positions {wanted}, its block "
+                f"table covers {held.start} to {held.stop - 1}."
             )
         if at[-1] - at[0] + 1 == at.size:
             ids = span.ids[int(at[0]) : int(at[-1]) + 1]
@@ -108,58 +110,58 @@ class End:
         return ids
 
 
-def walk(src: End, dst: End, tokens: range) -> Walk:
+def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
     """Pairs the entries of `tokens` that the destination keeps alive."""
     needed = needed_entries(dst.space, tokens, dst.address.num_tokens)
     _check_offered(src, needed, tokens, dst.address.num_tokens)
     if not needed:
         none = np.empty(0, dtype=np.int64)
-        return Walk(none, none, none, none, none)
+        return EntryPairs(none, none, none, none, none)
     sizes = src.space.entries_per_item, dst.space.entries_per_item
-    starts, count = _parts(needed, *sizes)
+    starts, count = _stretches(needed, *sizes)
     src_index, src_step = np.divmod(starts, sizes[0])
     same = sizes[0] == sizes[1]
     dst_index, dst_step = (src_index, src_step) if same else np.divmod(starts, sizes[1])
-    return Walk(
-        src.item(src_index, "source"), src_step, dst.item(dst_index, "destination"), dst_step, count
+    return EntryPairs(
+        src.ids(src_index, "source"), src_step, dst.ids(dst_index, "destination"), dst_step, count
     )
 
 
 def needed_entries(space: Space, tokens: range, total: int) -> range:
     """Entries of `tokens` that are alive once a request has `total` tokens."""
     alive = space.alive(total)
-    if space.per_request:  # may change until the last position is there
+    if space.per_request:  # it changes until the last position is written
         return alive if tokens.stop == total else range(0)
     per = space.tokens_per_entry
     return range(max(alive.start, tokens.start // per), tokens.stop // per)
 
 
-def _check_offered(src: End, needed: range, tokens: range, total: int) -> None:
+def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -> None:
     space, held = src.space, src.address.num_tokens
     if not needed:
         return
     if held < tokens.stop:
         raise IncompleteTransfer(
-            f"source: space {space.name} holds positions up to {held - 1}, needed are those up to "
-            f"{tokens.stop - 1}. Bind the positions that are computed, or wait for the rest."
+            f"source: space {space.name} holds positions up to {held - 1}, the destination needs "
+            f"them up to {tokens.stop - 1}. Bind positions that are computed, or wait for the rest."
         )
     if space.kind == "slot" and held != total:
         raise IncompleteTransfer(
-            f"source: the state in space {space.name} is that of {held} tokens, needed is that of "
-            f"{total}."
+            f"source: the state in space {space.name} is that of {held} tokens, the destination "
+            f"needs that of {total}."
         )
     if space.window is not None:
         alive = space.alive(held)
         if needed.start < alive.start:
             raise IncompleteTransfer(
-                f"source: space {space.name} keeps entries from {alive.start} alive, needed are "
-                f"{needed.start} to {needed.stop - 1}. Give decode a window of at most "
-                f"{space.window} entries."
+                f"source: space {space.name} keeps entries from {alive.start} on alive, the "
+                f"destination needs {needed.start} to {needed.stop - 1}. Give decode a window of "
+                f"at most {space.window} entries."
             )
 
 
-def _parts(entries: range, one: int, other: int) -> tuple[Ints, Ints]:
-    """Starts and counts of the parts into which items of `one` and `other` entries cut a range."""
+def _stretches(entries: range, one: int, other: int) -> tuple[Ints, Ints]:
+    """Starts and counts of a range of entries, cut at the items of both sides' sizes."""
 
     def cuts(size: int) -> Ints:
         found = np.arange(entries.start // size * size, entries.stop, size, dtype=np.int64)

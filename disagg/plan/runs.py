@@ -1,8 +1,8 @@
-"""How bytes run between an item of a source and an item of the destination.
+"""Contiguous runs between an item of a source and an item of the destination.
 
-Buffers whose items lie side by side form one record, so that layers placed page by page fuse like
-neighbouring heads do. A route carries every record pair of the same shape between one source rank
-and the destination: only the bases differ, and a request is bound by broadcasting over them.
+Buffers whose items lie side by side form one record, so that the layers of page placement fuse as
+adjacent heads do. A route holds all record pairs of one shape between a source rank and the
+destination: only their base pointers differ, and `bind` broadcasts over them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy.typing as npt
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
 
-LISTED = 1 << 20
-"""Gaps between entries that are looked at together."""
+GAPS_AT_ONCE = 1 << 20
+"""Bounds the memory for checking gaps between entries."""
 
 Box = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Contiguous bytes of an item pair: offsets in both items and lengths, `[R]` each, by
-    destination.
+    """Contiguous bytes of an item pair: offsets in both items and lengths, `[R]` each, ordered by
+    destination offset.
     """
 
     src: Ints
@@ -34,13 +34,13 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return self.src.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryRuns:
-    """Runs of one entry: those of entry 0, and the bytes to the next on both sides."""
+    """Runs of one entry: those of entry 0, and the bytes to the next entry on both sides."""
 
     src: Ints
     dst: Ints
@@ -50,11 +50,11 @@ class EntryRuns:
 
     @property
     def size(self) -> int:
-        """How many runs."""
+        """Number of runs."""
         return self.src.size
 
     def pick(self, which: npt.NDArray[np.bool_] | Ints) -> EntryRuns:
-        """Those of a mask or in an order."""
+        """The runs of a mask, or in an order."""
         return EntryRuns(*(column[which] for column in self.columns()))
 
     def columns(self) -> tuple[Ints, ...]:
@@ -64,7 +64,10 @@ class EntryRuns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Buffers of one space whose items lie side by side within one stride, the first at `base`."""
+    """Buffers of one space whose items lie side by side within one stride, from `base` on.
+
+    `pad_starts` and `pad_ends` are the padding of an item.
+    """
 
     first: str
     space: Space
@@ -75,7 +78,7 @@ class Record:
     pad_ends: Ints
 
     def is_padding(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-        """Whether the bytes `starts` to `ends` of an item mean nothing."""
+        """Whether the bytes `starts` to `ends` of an item are padding (or none)."""
         if not self.pad_starts.size:
             return starts >= ends
         at = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
@@ -86,15 +89,15 @@ class Record:
 class Route:
     """Record pairs of one shape between source rank `source` and the destination.
 
-    `src_base` and `dst_base` are addresses `[B]`, at which the buffers `src_buffers` and
-    `dst_buffers` begin; `chains` are runs whose entries continue one another, `singles` the other
-    runs; `whole` are the runs of a whole item pair, where both hold the same entries.
+    `src_base` and `dst_base` are pointers `[B]` to the first bytes of the buffers `src_buffers` and
+    `dst_buffers`. `chains` are runs that continue from entry to entry, `singles` the other runs;
+    `whole` are the runs of a whole item pair, if items of both sides hold equally many entries.
     """
 
     source: int
     keys: tuple[Key, ...]
     roles: str
-    """`latent, rope`: those of the keys, as runs are counted by."""
+    """The roles of `keys`, for metrics: `latent, rope`."""
     src_space: Space
     dst_space: Space
     src_buffers: tuple[str, ...]
@@ -107,13 +110,13 @@ class Route:
     singles: EntryRuns
     whole: Runs | None
     linear: bool
-    """Chains go on from item to item: neighbouring items are one run."""
+    """Chains continue from item to item: adjacent items are one run."""
     dense: bool
-    """`whole` is one run that goes on from item to item."""
+    """`whole` is one run that continues from item to item."""
 
 
-def neighbours(layout: PoolLayout) -> list[list[Buffer]]:
-    """Buffers whose items lie side by side, by address."""
+def adjacent_buffers(layout: PoolLayout) -> list[list[Buffer]]:
+    """Groups of buffers whose items lie side by side, in memory order."""
     groups: list[list[Buffer]] = []
     for buffer in sorted(layout.buffers, key=lambda b: (b.space, b.memory, b.base)):
         first = groups[-1][0] if groups else None
@@ -131,36 +134,36 @@ def neighbours(layout: PoolLayout) -> list[list[Buffer]]:
 
 def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
     """For each buffer by name, its record and its offset in the record's items."""
-    inside: dict[str, list[Region]] = {}
+    regions: dict[str, list[Region]] = {}
     for region in layout.regions:
-        inside.setdefault(region.buffer, []).append(region)
+        regions.setdefault(region.buffer, []).append(region)
     found: dict[str, tuple[Record, int]] = {}
     known: dict[object, tuple[Ints, Ints]] = {}
-    for group in neighbours(layout):
+    for group in adjacent_buffers(layout):
         first, base = group[0], group[0].base
         shape = tuple(
             (
                 buffer.base - base,
                 buffer.item_bytes,
-                tuple((r.offset, r.width, r.axes) for r in inside.get(buffer.name, ())),
+                tuple((r.offset, r.width, r.axes) for r in regions.get(buffer.name, ())),
             )
             for buffer in group
         )
         if shape not in known:
-            known[shape] = _padding(group, inside)
+            known[shape] = _padding(group, regions)
         space = layout.space_by_name[first.space]
         record = Record(first.name, space, base, first.item_stride, first.items, *known[shape])
         found.update((buffer.name, (record, buffer.base - base)) for buffer in group)
     return found
 
 
-def _padding(group: Sequence[Buffer], inside: Mapping[str, Sequence[Region]]) -> tuple[Ints, Ints]:
-    """Bytes of a record's item that lie in a buffer's item and in no region."""
+def _padding(group: Sequence[Buffer], regions: Mapping[str, Sequence[Region]]) -> tuple[Ints, Ints]:
+    """Bytes of a record's item that lie in a buffer's item but in no region."""
     gaps: list[tuple[Ints, Ints]] = []
     for buffer in group:
         at = buffer.base - group[0].base
         edge = np.array([at], dtype=np.int64), np.array([at + buffer.item_bytes], dtype=np.int64)
-        runs = [region_runs(region) for region in inside.get(buffer.name, ())]
+        runs = [region_runs(region) for region in regions.get(buffer.name, ())]
         starts = np.concatenate([edge[0][:0], *(offsets + at for offsets, _ in runs)])
         ends = np.concatenate([edge[0][:0], *(offsets + at + width for offsets, width in runs)])
         starts, ends = merge_intervals(starts, ends)
@@ -179,7 +182,7 @@ def entry_runs(source: Region, src_at: int, dest: Region, dst_at: int, box: Box)
     for name, low, high in box:
         there, here = source.axis(name), dest.axis(name)
         if there is None or here is None:
-            raise KeyError(f"{dest}: axis {name!r} is not on both sides.")
+            raise KeyError(f"{dest}: axis {name!r} exists on one side only.")
         src += (low - there.start) * there.stride
         dst += (low - here.start) * here.stride
         strides.append((high - low, there.stride, here.stride))
@@ -205,19 +208,19 @@ def entry_runs(source: Region, src_at: int, dest: Region, dst_at: int, box: Box)
 
 
 def join(parts: Sequence[EntryRuns]) -> EntryRuns:
-    """All runs of a record pair by destination, neighbours on both sides joined: latent and rope
-    are one row.
+    """All runs of a record pair by destination, joined where adjacent on both sides: latent and
+    rope become one row.
     """
     columns = (np.concatenate(column) for column in zip(*(part.columns() for part in parts)))
     runs = EntryRuns(*columns)
     runs = runs.pick(np.argsort(runs.dst, kind="stable"))
-    goes_on = (
+    continues = (
         (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
         & (runs.dst[:-1] + runs.nbytes[:-1] == runs.dst[1:])
         & (runs.src_step[:-1] == runs.src_step[1:])
         & (runs.dst_step[:-1] == runs.dst_step[1:])
     )
-    first = np.append(True, ~goes_on)
+    first = np.append(True, ~continues)
     nbytes = np.add.reduceat(runs.nbytes, np.flatnonzero(first))
     return EntryRuns(
         runs.src[first], runs.dst[first], nbytes, runs.src_step[first], runs.dst_step[first]
@@ -227,7 +230,7 @@ def join(parts: Sequence[EntryRuns]) -> EntryRuns:
 def route(
     source: int, pairs: Sequence[tuple[Record, Record]], runs: EntryRuns, keys: tuple[Key, ...]
 ) -> Route:
-    """Classifies the joined runs of record pairs that share one shape."""
+    """The route of record pairs of one shape, with their joined `runs` classified."""
     src, dst = pairs[0]
     src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
     chained = _chained(src, dst, runs)
@@ -261,7 +264,7 @@ def route(
 
 
 def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]:
-    """Runs that continue at the next entry on both sides, with at most equal padding between."""
+    """Which runs continue at the next entry, with at most equal padding in between."""
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
     gap = same & (runs.nbytes < runs.src_step)
     if gap.any():
@@ -274,13 +277,13 @@ def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]
 
 
 def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
-    """Of runs with gaps between their entries, whether all gaps are padding of the record."""
+    """For each run, whether all gaps between its entries are padding of the record."""
     gaps = record.space.entries_per_item - 1
-    if gaps > record.pad_starts.size:  # each would lie in a padding of its own
+    if gaps > record.pad_starts.size:  # each gap needs a padding interval of its own
         return np.zeros(runs.size, dtype=bool)
     entries = np.arange(gaps, dtype=np.int64)
     found = []
-    for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // LISTED):
+    for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // GAPS_AT_ONCE):
         first = starts[part, None] + entries * runs.src_step[part, None]
         low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
         found.append(record.is_padding(low, high).all(axis=1))
@@ -288,7 +291,7 @@ def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDAr
 
 
 def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns) -> Runs:
-    """All runs of a whole item pair, joined over entries, neighbours and equal padding."""
+    """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
     entries = src.space.entries_per_item
     steps = np.arange(entries, dtype=np.int64)[:, None]
     srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
@@ -298,19 +301,19 @@ def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns) -> R
     order = np.argsort(dsts, kind="stable")
     srcs, dsts, nbytes = srcs[order], dsts[order], nbytes[order]
     src_ends, dst_ends = (srcs + nbytes)[:-1], (dsts + nbytes)[:-1]
-    goes_on = (
+    continues = (
         (srcs[1:] - src_ends == dsts[1:] - dst_ends)
         & (srcs[1:] >= src_ends)
         & src.is_padding(src_ends, srcs[1:])
         & dst.is_padding(dst_ends, dsts[1:])
     )
-    first = np.append(True, ~goes_on)
-    last = np.append(~goes_on, True)
+    first = np.append(True, ~continues)
+    last = np.append(~continues, True)
     return Runs(srcs[first], dsts[first], (dsts + nbytes)[last] - dsts[first])
 
 
 def _dense(src: Record, dst: Record, whole: Runs) -> bool:
-    """Whether neighbouring items are one run: nothing but equal padding lies between their runs."""
+    """Whether adjacent items are one run: only equal padding lies between them."""
     if whole.size != 1 or src.stride != dst.stride or src.space.kind != "paged":
         return False
     for record, start in ((src, whole.src), (dst, whole.dst)):

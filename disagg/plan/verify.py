@@ -1,35 +1,35 @@
-"""A second, slow proof of a plan: every byte of a made-up request is followed by its meaning."""
+"""A slow, independent check of a plan: follows the meaning of every byte of a request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from kvpool.layout import PoolLayout, Region, RequestAddress, Span
+from disagg.plan.bind import CopyBatch
+from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Span
 from kvpool.layout.grid import Ints, outer_sum, ragged
 
-if TYPE_CHECKING:
-    from disagg.plan.planner import TransferPlan
+BindAll = Callable[[Sequence[RequestAddress], RequestAddress], list[CopyBatch]]
 
 
-def verify(plan: TransferPlan) -> None:
-    """Binds the longest request of up to three pages and compares what each byte means on both
-    sides.
+def verify(
+    sources: Sequence[PoolLayout], dest: PoolLayout, missing: Collection[Key], bind_all: BindAll
+) -> None:
+    """Binds a request of up to three pages and compares what each byte means on both sides.
 
-    Raises RuntimeError if a byte that the destination requires is not written exactly once with the
-    byte of the same owner, layer, role, position, axis steps and number, or if any byte but padding
-    is written besides.
+    Raises RuntimeError unless each byte that the destination requires is written exactly once, from
+    the byte of the same owner, layer, role, position, axis steps and offset, and nothing else but
+    padding is written.
     """
-    tokens = _tokens([*plan.sources, plan.dest])
-    sources = [_address(layout, tokens) for layout in plan.sources]
-    dest = _address(plan.dest, tokens)
-    keys = {region.key: number for number, region in enumerate(plan.dest.regions)}
-    required = _meanings(plan.dest, dest, tokens, keys, skip=set(plan.missing))
+    tokens = _tokens([*sources, dest])
+    there = [_address(layout, tokens) for layout in sources]
+    here = _address(dest, tokens)
+    keys = {r.key: number for number, r in enumerate(dest.regions) if r.key not in missing}
+    required = _meanings(dest, here, tokens, keys)
     written: list[tuple[Ints, Ints]] = []
-    for source, batch in enumerate(plan.bind_all(sources, dest)):
-        offered = _meanings(plan.sources[source], sources[source], tokens, keys)
+    for layout, address, batch in zip(sources, there, bind_all(there, here)):
+        offered = _meanings(layout, address, tokens, keys)
         src, dst = _bytes(batch.src, batch.nbytes), _bytes(batch.dst, batch.nbytes)
         written.append((dst, _look_up(src, *offered)))
     where = np.concatenate([np.empty(0, dtype=np.int64), *(dst for dst, _ in written)])
@@ -39,7 +39,7 @@ def verify(plan: TransferPlan) -> None:
     wanted = _look_up(where, *required)
     if (wanted != what).any():
         at = int(np.flatnonzero(wanted != what)[0])
-        raise RuntimeError(f"destination byte {where[at]} is filled with another byte's value.")
+        raise RuntimeError(f"destination byte {where[at]} is written from the wrong byte.")
     if (wanted >= 0).sum() != required[0].size:
         raise RuntimeError(
             f"{required[0].size} bytes are required, {(wanted >= 0).sum()} are written."
@@ -47,7 +47,7 @@ def verify(plan: TransferPlan) -> None:
 
 
 def _tokens(layouts: list[PoolLayout]) -> int:
-    """A length that fits every buffer and ends in mid-page."""
+    """A number of tokens that fits every buffer and ends within a page."""
     paged = [
         (layout.space_by_name[b.space], b.items)
         for layout in layouts
@@ -61,7 +61,7 @@ def _tokens(layouts: list[PoolLayout]) -> int:
 
 
 def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
-    """Items in descending order, so that nothing fuses by luck."""
+    """Items in descending order, so that no two are adjacent by chance."""
     spans = {}
     for space in layout.spaces:
         items = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
@@ -70,17 +70,13 @@ def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
 
 
 def _meanings(
-    layout: PoolLayout,
-    address: RequestAddress,
-    tokens: int,
-    keys: dict[tuple[str, int, str], int],
-    skip: set[tuple[str, int, str]] = frozenset(),  # type: ignore[assignment]
+    layout: PoolLayout, address: RequestAddress, tokens: int, keys: dict[Key, int]
 ) -> tuple[Ints, Ints]:
-    """Addresses of all live bytes, sorted, and a number that stands for what each means."""
+    """Pointers to all live bytes of regions `keys`, sorted, and a number for what each means."""
     found = [
         part
         for region in layout.regions
-        if region.key in keys and region.key not in skip
+        if region.key in keys
         for part in _region_bytes(layout, region, address, tokens, keys[region.key])
     ]
     where = np.concatenate([np.empty(0, dtype=np.int64), *(addresses for addresses, _ in found)])
@@ -116,7 +112,7 @@ def _bytes(starts: Ints, lengths: Ints) -> Ints:
 
 
 def _look_up(addresses: Ints, where: Ints, what: Ints) -> Ints:
-    """Meanings of addresses; -1 for padding."""
+    """Meanings of pointers; -1 for padding."""
     if not where.size:
         return np.full(addresses.size, -1, dtype=np.int64)
     at = np.minimum(np.searchsorted(where, addresses), where.size - 1)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from disagg.engines.base import Engine, TransferError
-from disagg.plan import TransferPlan
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
@@ -69,7 +68,6 @@ class _Lane:
     columns: Columns = field(default_factory=Columns)
     peer: Any = None
     connected: bool = False
-    prepared: TransferPlan | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -182,10 +180,7 @@ class Reader:
             return
         if not lane.connected:
             lane.peer = self._engine.connect(read.hello.metadata)
-            lane.connected, lane.prepared = True, None
-        if lane.prepared is not read.plan:  # another rank of the link may have come back
-            self._engine.prepare(lane.peer, read.plan)
-            lane.prepared = read.plan
+            lane.connected = True
         began = time.perf_counter()
         batch = read.plan.bind(
             read.source,

@@ -152,7 +152,7 @@ def stage_for(layout: PoolLayout, engine: Engine, nbytes: int) -> Stage:
     if not (nbytes and engine.run_overhead_bytes and len(memories) == 1):
         return Stage()
     (memory,) = memories
-    if memory == "cpu":
+    if layout.buffers[0].on_host:
         held = np.empty(nbytes, dtype=np.uint8)
         return Stage([Slab(held.ctypes.data, nbytes, memory)], copy_runs, held)
     from kvpool.device import DeviceUnavailable, Sharing, get_device  # torch comes with it

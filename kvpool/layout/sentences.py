@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from kvpool.layout.types import Axis
+from kvpool.layout.types import Axis, Key
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -28,6 +28,17 @@ def axis_steps(axis: Axis) -> str:
     if axis.size == axis.total:
         return f"{axis.name} {axis.size:,}"
     return f"{axis.name} {ranges(range(axis.start, axis.stop))} of {axis.total:,}"
+
+
+def by_layers(sentences: Iterable[tuple[Key, str]]) -> list[str]:
+    """Sentences about regions, one for all layers that share owner, role and sentence."""
+    grouped: dict[tuple[str, str, str], list[int]] = {}
+    for (owner, layer, role), sentence in sentences:
+        grouped.setdefault((owner, role, sentence), []).append(layer)
+    return [
+        f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}{sentence}"
+        for (owner, role, sentence), layers in grouped.items()
+    ]
 
 
 def _spans(numbers: Iterable[int]) -> list[list[int]]:

@@ -15,6 +15,8 @@ MAX_AXES = 8
 MAX_PARTS = 1 << 16
 MAX_REASON = 4096
 """Characters of one reason, in an error, a message or the log."""
+HOST = "cpu"
+"""The memory of the host, as buffers and slabs name it."""
 KINDS = ("paged", "slot", "ring")
 
 Key = tuple[str, int, str]
@@ -159,7 +161,7 @@ class Buffer:
     item_stride: int
     item_bytes: int
     items: int
-    memory: str = "cpu"
+    memory: str = HOST
 
     def __post_init__(self) -> None:
         _need_name(self.name, "buffer")
@@ -176,6 +178,11 @@ class Buffer:
             f"items of {self.item_bytes} bytes overlap at a stride of {self.item_stride}.",
         )
         _need_int(self.end, 0, f"{where} end")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host reads and writes it directly."""
+        return self.memory == HOST
 
     @property
     def end(self) -> int:
@@ -271,7 +278,12 @@ class Slab:
 
     base: int
     nbytes: int
-    memory: str = "cpu"
+    memory: str = HOST
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host reads and writes it directly."""
+        return self.memory == HOST
 
     @property
     def end(self) -> int:

@@ -1,7 +1,7 @@
-"""Every figure is a ratio: each round runs the reference first, then ours, in one process.
+"""Ratios: each round runs the reference, then our code, in one process.
 
-Options, where this folder is named on the command line: `--device NAME`, `--json FILE`. Without
-`--benchmark-enable` each case runs once, as small as can be.
+Options, if this folder is named on the command line: `--device NAME`, `--json FILE`. Without
+`--benchmark-enable` each case runs once, with minimal sizes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import pytest
 from rich.console import Console
 
 from disagg.cli.bench.case import QUICK, sizes_for
-from disagg.cli.bench.cases import all_cases, measurable, place_on
+from disagg.cli.bench.cases import all_cases, context_on, measurable
 from disagg.cli.bench.machine import machine, now, packages
-from disagg.cli.bench.measure import Row
+from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
 from disagg.cli.bench.transfers import transfer_cases
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import DeviceUnavailable
 
 PAIRS: list[tuple[str, float, float]] = []
-ROWS: list[Row] = []
+ROWS: list[Measurement] = []
 WHERE: dict[str, str] = {}
 
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def device_of(config: pytest.Config):
-    """The device that was asked for; `cpu` where the option is not known."""
+    """The device of the option; `cpu` if the option is not defined."""
     try:
         return measurable(config.getoption("--device", "cpu") or "cpu")
     except DeviceUnavailable as error:
@@ -43,12 +43,12 @@ def device_of(config: pytest.Config):
 
 
 def sizes_of(config: pytest.Config):
-    """Small ones where nothing is timed."""
+    """Minimal sizes if nothing is timed."""
     return sizes_for(device_of(config), quick=not config.getoption("benchmark_enable"))
 
 
 def engines() -> dict[str, str | None]:
-    """Every engine that is known, and why it does not work here."""
+    """Every known engine, and the reason if it does not work here."""
     return {name: engine_class(name).availability() for name in engine_names()}
 
 
@@ -60,17 +60,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def place(pytestconfig):
+def context(pytestconfig):
     """Where cases run."""
     device = device_of(pytestconfig)
     WHERE.update(machine(device))
-    with place_on(device, sizes_of(pytestconfig)) as made:
+    with context_on(device, sizes_of(pytestconfig)) as made:
         yield made
 
 
 @pytest.fixture
 def paired(benchmark, request):
-    """Call `paired(ours, reference)`: times both in turn, and keeps the ratio of medians."""
+    """`paired(ours, reference)` times both in turn, and records the ratio of medians."""
 
     def run(ours, reference, rounds=20):
         taken = []
@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter, config):
     sizes = sizes_of(config)
     for name, reason in engines().items():
         if reason is not None:
-            ROWS.extend(Row(case, reason=reason) for case in transfer_cases(sizes, [name]))
+            ROWS.extend(Measurement(case, reason=reason) for case in transfer_cases(sizes, [name]))
     report = Report(WHERE, packages(), now(), sizes is QUICK, ROWS)
     terminalreporter.section("rates, and those of the copies that bound them")
     console = Console(width=100)

@@ -1,33 +1,41 @@
-"""The cases of `kvpool bench`: each does what it says, and is timed if benchmarks are enabled."""
+"""The cases of `kvpool bench`: each is checked, and timed if benchmarks are enabled."""
 
 from __future__ import annotations
 
 import pytest
 
-from disagg.cli.bench.measure import UNABLE, Row, batch, effort, one_thread, opened, row_of
+from disagg.cli.bench.measure import (
+    UNABLE,
+    Measurement,
+    batch,
+    effort,
+    measurement_of,
+    one_thread,
+    opened,
+)
 from tests.bench.conftest import ROWS, sizes_of
 
 
-def test_case(case, place, benchmark, pytestconfig):
+def test_case(case, context, benchmark, pytestconfig):
     with one_thread():
         try:
-            work = opened(case, place)
+            work = opened(case, context)
         except UNABLE as reason:
-            ROWS.append(Row(case, reason=str(reason)))
+            ROWS.append(Measurement(case, reason=str(reason)))
             pytest.skip(str(reason))
         if benchmark.disabled:
             benchmark.pedantic(work.ours)
             return
-        made, theirs = effort(case, work, place.device, sizes_of(pytestconfig)), []
+        made, theirs = effort(case, work, context.device, sizes_of(pytestconfig)), []
 
         def before():
-            theirs.append(batch(work.reference, made.reference_calls, place.device))
+            theirs.append(batch(work.reference, made.reference_calls, context.device))
 
         def ours():
-            batch(work.ours, made.calls, place.device)
+            batch(work.ours, made.calls, context.device)
 
         benchmark.pedantic(ours, setup=before, rounds=made.rounds)
     mine = [seconds / made.calls for seconds in benchmark.stats.stats.data]
-    row = row_of(case, list(zip(mine, theirs)))
+    row = measurement_of(case, list(zip(mine, theirs)))
     benchmark.extra_info.update(bytes=case.nbytes, calls=made.calls, ratio=row.ratio)
     ROWS.append(row)

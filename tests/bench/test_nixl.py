@@ -1,4 +1,4 @@
-"""NIXL: making a read by number against by address, and what each transport moves."""
+"""NIXL: rates by transport and run length, against memcpy."""
 
 from __future__ import annotations
 
@@ -8,71 +8,21 @@ import numpy as np
 import pytest
 
 from disagg.engines.base import create_engine
-from disagg.engines.nixl import link as nixl_link
-from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
-from tests.disagg.engines.nixl_peers import Owner
+from tests.disagg.engines.owners import Owner
 
-LAYERS, TOKENS, TOTAL = 61, 2048, 16 << 20
+TOTAL = 16 << 20
 OVER = {"cma": {}, "posix": {"transports": "posix"}, "tcp": {"transports": "tcp"}}
 
 memcpy = ctypes.CDLL(None).memcpy
 memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-@pytest.fixture(scope="module")
-def prepared():
-    """An engine, its peer, and one request of 61 layers in scattered pages of one token."""
-    pools = [
-        MLAPool(
-            layers=range(LAYERS),
-            num_pages=3 * TOKENS,
-            page_size=1,
-            kv_lora_rank=64,
-            qk_rope_head_dim=32,
-            dtype="bf16",
-        )
-        for _ in range(2)
-    ]
-    engines = [create_engine("nixl") for _ in pools]
-    for engine, pool in zip(engines, pools):
-        engine.register(pool.layout.slabs())
-    made = plan([pools[0].layout], pools[1].layout)
-    peer = engines[1].connect(engines[0].metadata())
-    engines[1].prepare(peer, made)
-    random = np.random.default_rng(0)
-    there, here = (
-        RequestAddress(TOKENS, {"kv": Span(1 + random.permutation(3 * TOKENS - 1)[:TOKENS])})
-        for _ in pools
-    )
-    yield peer, made.bind(0, there, here)
-    for engine in engines:
-        engine.close()
-
-
-@pytest.mark.parametrize("runs", [455, 4096, 8192, 12288, 16384])
-def test_make_a_read(paired, prepared, monkeypatch, runs):
-    """Ours by number, the reference by address; without the post, which is the same."""
-    peer, batch = prepared
-    part = next(batch.split(1 << 40, runs))
-
-    def make(worth):
-        monkeypatch.setattr(nixl_link, "WORTH", worth)
-        reads, by_number = peer.link.make(part, peer.plan)
-        for read in reads:
-            peer.link.agent.release(read)
-        return by_number
-
-    assert make(1) == part.runs == runs and make(1 << 40) == 0
-    paired(lambda: make(1), lambda: make(1 << 40), rounds=50)
-
-
 @pytest.fixture(scope="module", params=OVER)
 def peer(request):
     options = OVER[request.param]
-    other = Owner(2 * TOTAL, **options)
+    other = Owner("nixl", 2 * TOTAL, **options)
     engine, memory = create_engine("nixl", **options), np.zeros(2 * TOTAL, dtype=np.uint8)
     engine.register([Slab(memory.ctypes.data, memory.size)])
     yield engine, engine.connect(other.metadata), other.base, memory

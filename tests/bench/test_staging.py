@@ -1,4 +1,4 @@
-"""Rooms of small runs that lie side by side at the source: through a buffer, against each run."""
+"""Rooms of small runs that are adjacent at the source: staged, against one read per run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_row(pool, address):
 
 
 def serve(pipe, engine, pages, heads):
-    """Offers the same request in every room that it is told."""
+    """Sends the same request in every room that the pipe names."""
     source = pool_of(pages, heads)
     source._slab.random_()
     address = place(pages, 0)
@@ -60,7 +60,7 @@ def test_one_head_of_some(paired, engine, heads, pytestconfig):
 
 
 def hand_over(paired, engine, heads, pytestconfig, **there):
-    """Rooms of pages of all heads, to a decode that has them as `there` says."""
+    """Rooms of pages of all heads, to a decode pool with the options `there`."""
     size = (8 if pytestconfig.getoption("benchmark_enable") else 1) << 20
     pages = max(1, size // (4 * LAYERS * DIM * PAGE * heads))
     dest, address, rooms = pool_of(pages, heads, **there), place(pages, 1), count()

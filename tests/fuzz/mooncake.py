@@ -1,6 +1,6 @@
 """Metadata of engine `mooncake`: a peer whose ranges hold what they say, or a refusal.
 
-Nobody is called: what stands in for the link to a peer has no thread.
+Nobody is called: a stand-in replaces the thread that reads a peer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.fuzz import build
 from tests.fuzz.guard import Finding
 
 
-class NoLink:
-    """A link that nobody reads through."""
+class NoThread:
+    """A peer thread that does not run."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -28,7 +28,7 @@ def run(data: bytes) -> str:
     """Connects, and cuts runs at the peer's ranges."""
     engine = MooncakeEngine()
     try:
-        with patch("disagg.engines.mooncake.engine.Link", NoLink):
+        with patch("disagg.engines.mooncake.engine.PeerThread", NoThread):
             peer = engine.connect(data)
     except TransferError:
         return "refused"

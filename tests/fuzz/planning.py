@@ -18,7 +18,7 @@ from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
 
 MAX_PEERS = 3
-_cache = PlanCache(most=8)
+_cache = PlanCache(capacity=8)
 
 
 class Offer(msgspec.Struct, array_like=True):

@@ -1,5 +1,5 @@
-"""A target and its draft, of any two kinds, move together: byte-exact, into other shards, pages and
-placements.
+"""A target and its draft, of any two kinds of pool, move together byte-exact into other shards,
+pages and placements.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ pairs = pytest.mark.parametrize(("target", "draft"), PAIRS, ids=["-".join(pair) 
 
 
 def same(kind, **more):
-    """Pools that have the spaces that others of the same numbers have."""
+    """Pools whose spaces equal those of other kinds of the same sizes."""
     numbers = {"page_size": 8, **({"window_page_size": 4} if kind in WINDOWED else {})}
     return KINDS[kind](**{**MANY, **numbers, **more})
 
 
 def other(kind, **more):
-    """Pools whose every space is another one."""
+    """Pools whose spaces all differ from those of `same`."""
     numbers = {
         "page_size": 24,
         **({"window_page_size": 3, "window": 5} if kind in WINDOWED else {}),
@@ -70,7 +70,7 @@ def test_pools_of_one_page_size_share_their_ids(target, draft):
 
 
 @pairs
-def test_pools_whose_spaces_differ_are_refused_and_have_their_own_if_asked(target, draft):
+def test_pools_whose_spaces_differ_are_refused_unless_they_have_own_spaces(target, draft):
     one = same(target)
     two = other(draft, **DRAFT)
     common = {s.name for s in one.layout.spaces} & {s.name for s in two.layout.spaces}
@@ -112,8 +112,8 @@ def test_a_draft_with_ids_of_its_own_moves_with_its_target(target, draft, tokens
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_ids_of_ones_own_on_one_side_and_shared_ids_on_the_other(there):
-    """Regions are paired by key: which list their ids are in carries no meaning."""
+def test_own_ids_on_one_side_and_shared_ids_on_the_other(there):
+    """Regions are paired by key, whichever id list they use."""
     source = merged(nsa(**MANY), mla(**MANY, **DRAFT, own_spaces=there))
     dest = merged(nsa(**MANY, page_size=3), mla(**MANY, **DRAFT, page_size=3, own_spaces=not there))
     hand_off([source], dest)
@@ -122,7 +122,7 @@ def test_ids_of_ones_own_on_one_side_and_shared_ids_on_the_other(there):
 @pytest.mark.parametrize("packing", ["fp8", "bf16"])
 @pytest.mark.parametrize("placement", ["layer", "page"])
 def test_a_draft_with_index_keys_moves_from_both_sides(packing, placement):
-    """Museum 1: sglang#23539."""
+    """sglang#23539."""
 
     def both(**more):
         draft = nsa(**MANY, owner="draft", layers=[61], index_layers=None, packing=packing, **more)
@@ -137,7 +137,7 @@ def test_a_draft_with_index_keys_moves_from_both_sides(packing, placement):
 
 @pairs
 def test_a_draft_on_decode_only_is_refused_unless_allowed_by_name(target, draft):
-    """Museum 1: sglang#23539."""
+    """sglang#23539."""
     source = same(target)
     dest = merged(same(target, **DECODE), same(draft, **DRAFT, **DECODE))
     keys = {region.key for region in dest.layout.regions if region.owner == "draft"}
@@ -152,7 +152,7 @@ def test_a_draft_on_decode_only_is_refused_unless_allowed_by_name(target, draft)
 
 
 def test_a_draft_whose_target_is_allowed_to_be_missing_is_still_needed_whole():
-    """What some source has is not missing: a forgotten stage of the draft stays refused."""
+    """A draft that one source has is not missing: a forgotten stage stays refused."""
     source = merged(mla(**MANY), nsa(**MANY, owner="draft", layers=[1]))
     dest = merged(mla(**MANY), nsa(**MANY, owner="draft", layers=[1, 3]))
     with pytest.raises(IncompatibleLayouts, match="draft layer 3 index_key"):
@@ -181,7 +181,7 @@ MODELS = {
 @pytest.mark.parametrize("decode", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("model", MODELS)
 def test_a_draft_beside_the_last_stage_moves_over_pipeline_stages(model, prefill, decode):
-    """Museum 8: sglang#33497."""
+    """sglang#33497."""
     build, given = MODELS[model]
     common = {**MANY, "page_size": 8, "total_kv_layers": 8, **given}
 
@@ -200,7 +200,7 @@ def test_a_draft_beside_the_last_stage_moves_over_pipeline_stages(model, prefill
 @pytest.mark.parametrize("decode", [(0, 4), (0, 1, 4)])
 @pytest.mark.parametrize("draft", ["mha", "nsa", "hybrid", "dsv4"])
 def test_a_draft_that_is_cut_into_stages_itself_moves_too(draft, prefill, decode):
-    """Museum 8: sglang#33497."""
+    """sglang#33497."""
 
     def stages(cuts, **more):
         for start, stop in pairwise(cuts):
@@ -214,7 +214,7 @@ def test_a_draft_that_is_cut_into_stages_itself_moves_too(draft, prefill, decode
 
 
 def test_a_stage_without_the_draft_that_decode_needs_is_named():
-    """Museum 8: sglang#33497."""
+    """sglang#33497."""
     sources = [mla(layers=[0, 1], **MANY), mla(layers=[2, 3], **MANY)]
     dest = merged(mla(**MANY), mla(**MANY, owner="draft", layers=[4]))
     with pytest.raises(IncompatibleLayouts, match="draft layer 4 latent"):

@@ -1,6 +1,4 @@
-"""Public failures of whole hand-offs, re-enacted between endpoints: who is served with whom, who
-sends what, and who is not harmed.
-"""
+"""Reported failures of whole hand-offs, reproduced between endpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ MLA = {"layers": range(8), "kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "
 
 
 def requests(pool, lengths):
-    """Addresses of several requests in one pool, in shuffled pages that none shares."""
+    """Block tables of several requests in one pool, in shuffled, disjoint pages."""
     ids = np.random.default_rng(len(lengths)).permutation(np.arange(1, pool.num_pages))
     found, size = [], pool.page_size
     for tokens in lengths:
@@ -52,7 +50,7 @@ def requests(pool, lengths):
 
 
 def assert_only(dest, rooms):
-    """Every byte of the pool: the values of `rooms`, (address, salt) each, and else nothing."""
+    """The pool holds the values of `rooms`, (address, salt) each, and nothing else."""
     (memory,) = state(dest).memory
     actual = memory.copy()
     blank(dest)
@@ -93,7 +91,7 @@ def decode_of(pool, engine="local", ranks=1):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
-    """Museum 24: sglang (NIXL's list of sources was built once, for whoever came first)."""
+    """sglang: NIXL's list of sources was built once, for the first decode to connect."""
     lengths = (50, 17, 33, 64)
     source = MHAPool(**MHA, num_pages=20, page_size=16)
     given = requests(source, lengths)
@@ -125,10 +123,10 @@ def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_byte_of_a_replicated_latent_is_sent_once_and_by_all_in_turn(engine):
-    """Museum 32: TensorRT-LLM's duplicate-head factors for MLA, TP4 to TP2.
+def test_each_byte_of_a_replicated_latent_is_sent_once_and_all_replicas_send(engine):
+    """TensorRT-LLM's duplicate-head factors for MLA, TP4 to TP2.
 
-    Every sender's replica has values of its own, so that decode's bytes tell who sent them.
+    Every replica has its own values, so that decode's bytes identify the sender.
     """
     tokens, prefills, dests = 37, [], []
     with ExitStack() as stack:
@@ -155,7 +153,7 @@ def test_each_byte_of_a_replicated_latent_is_sent_once_and_by_all_in_turn(engine
 
 
 def senders(dest, address, count):
-    """Bytes that came from each of `count` sources, told by their salt; every byte from one."""
+    """Bytes that came from each of `count` sources, identified by salt."""
     sent = [0] * count
     position = np.arange(address.num_tokens)
     item = address.spans["kv"].ids[position // dest.page_size]
@@ -171,8 +169,8 @@ PAGE, PAGES = 16, 7
 
 
 def tensors(*parts, drafts=0):
-    """An engine's own tensors: `dims`, layers, roles and elements a row, each. The last `drafts`
-    of the layers are the draft's.
+    """Tensors as a serving engine has them, from (dims, layers, roles, elements per row). The last
+    `drafts` layers are the draft's.
     """
     seen, memory, views = [], [], {}
     for dims, layers, roles, dim in parts:
@@ -214,7 +212,7 @@ STACKED = ("layer", "item", "entry", "dim")
 
 
 def test_groups_of_stacked_layers_land_by_layer_and_a_draft_layer_of_decode_is_untouched():
-    """Museum 6: sglang#23893 (NPU-MLA, PP2 to PP1: groups were cut at decode's count of layers)."""
+    """sglang#23893: NPU-MLA, PP2 to PP1, groups were cut at decode's number of layers."""
     rows = {"latent": 24, "rope": 8, "index_key": 12}
     sources = [
         tensors(*((STACKED, layers, [role], dim) for role, dim in rows.items()))
@@ -225,8 +223,8 @@ def test_groups_of_stacked_layers_land_by_layer_and_a_draft_layer_of_decode_is_u
     assert set(made.missing) == {("draft", 5, role) for role in rows}
 
 
-def test_stages_whose_tensors_are_composed_otherwise_are_paired_by_what_they_hold():
-    """Museum 11: vllm-ascend#15900 (paired by the tensors' position in a list)."""
+def test_stages_whose_tensors_are_composed_differently_are_paired_by_region():
+    """vllm-ascend#15900: tensors were paired by their position in a list."""
     sources = [
         tensors((("role", "layer", "item", "entry", "dim"), [2, 0, 1], ["v", "k"], 24)),
         tensors((STACKED, [4, 3], ["k"], 24), (STACKED, [3, 4], ["v"], 24)),
@@ -236,7 +234,7 @@ def test_stages_whose_tensors_are_composed_otherwise_are_paired_by_what_they_hol
 
 
 class Faulty(LocalEngine):
-    """Raises, as no engine should, from `where` ("read" or "poll") when `bad(batch)` says so."""
+    """Raises an unexpected error from `where` ("read" or "poll") if `bad(batch)`."""
 
     def __init__(self, where, bad):
         super().__init__()
@@ -256,8 +254,8 @@ class Faulty(LocalEngine):
 
 
 @pytest.mark.parametrize("where", ["read", "poll"])
-def test_an_exception_in_one_request_fails_it_by_name_and_no_other(where):
-    """Museum 30: sglang (the thread that serves all requests dies)."""
+def test_an_exception_in_one_request_fails_that_request_only(where):
+    """sglang: one exception ended the thread that serves all requests."""
     source, dest = (MLAPool(**{**MLA, "layers": [0]}, num_pages=40, page_size=4) for _ in range(2))
     rooms = ["a", "bad", "b", "after"]
     lengths = [21, 33, 19, 30]
@@ -291,7 +289,7 @@ def test_an_exception_in_one_request_fails_it_by_name_and_no_other(where):
 
 @contextmanager
 def overheard(address):
-    """An address that leads to `address`, and what passes either way."""
+    """A proxy of `address`, and the messages that pass in each direction."""
     stop, said = Event(), {"decode": [], "prefill": []}
     with zmq.Context() as context, context.socket(zmq.ROUTER) as front:
         front.bind("tcp://127.0.0.1:*")
@@ -317,7 +315,7 @@ def overheard(address):
 
 
 def rubbish(messages):
-    """Messages as they are, cut, and with changed bytes, and what is none at all."""
+    """Valid messages, truncated and corrupted ones, and arbitrary bytes."""
     random = np.random.default_rng(29)
     found = [b"", b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
     for data in messages:
@@ -329,10 +327,10 @@ def rubbish(messages):
     return found
 
 
-def test_hostile_decodes_and_prefills_harm_nobody_else():
-    """Museum 29: sglang (one bad frame ends the bootstrap thread).
+def test_hostile_decodes_and_prefills_do_not_affect_others():
+    """sglang: one bad frame ended the bootstrap thread.
 
-    Strangers of either side greet as somebody else did, and then say what he said, spoilt.
+    Strangers on either side replay a recorded hello, then corrupted messages.
     """
     source, dest = (MLAPool(**MLA, num_pages=40, page_size=4) for _ in range(2))
     given, into = requests(source, (50, 30)), requests(dest, (50, 30, 20))

@@ -1,4 +1,4 @@
-"""Public failures of peers that abort, restart and die, re-enacted between real processes."""
+"""Reported failures of peers that abort, restart and die, reproduced between processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults.shapes import SHAPES
 from tests.faults.values import MOST_TOKENS
 from tests.faults.world import BOUND, PATIENCE, World
 
-# over TCP NIXL's reads are really in flight; inside a host they end within the call
+# over TCP NIXL's reads are in flight; over CMA they end within the call
 OVER = ["nixl tcp" if engine == "nixl" else f"{engine} pair" for engine in ENGINES]
 WHOLE = Course(MOST_TOKENS - 1, 3, (), 0.0, 0, 0.0, 0.1)
 BESIDE = Course(90, 5, (), 0.0, 0, 0.0, 0.0)
@@ -23,8 +23,8 @@ PAIRS = [(prefill, decode) for prefill in ("p0", "p1") for decode in ("d0", "d1"
 
 @pytest.fixture(scope="module", params=OVER)
 def begin(request):
-    """Begins a request from p0 to d1 in a world of two prefills and two decodes. In the end all
-    must be well: then the next test uses the world again.
+    """Starts a request from p0 to d1 in a world of two prefills and two decodes. The next test
+    reuses the world if everything works at the end.
     """
     kept = []
 
@@ -50,19 +50,19 @@ def begin(request):
 
 
 def struck(world):
-    """Waits until the point was met; when that was."""
+    """Waits until the trip point is reached; returns the time."""
     assert world.until(lambda: world.tripped is not None, PATIENCE)
     return world.tripped
 
 
 def ended(world, room):
-    """How a room ends on each side that is still there: state and reason."""
+    """How a room ends on each live side: state and reason."""
     assert world.until(room.over, PATIENCE), f"stuck: {room}"
     return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
 
 
 def failed(world, pairs):
-    """Between which of these no request succeeds now."""
+    """The pairs between which a new request fails."""
     rooms = {(p, d): world.order(p, [d], BESIDE) for p, d in pairs}
     for room in rooms.values():
         ended(world, room)
@@ -70,10 +70,10 @@ def failed(world, pairs):
 
 
 def assert_whole(world):
-    """Everybody serves everybody again; no page is lost, and no byte of another's was touched."""
+    """Every pair works again; no page is lost, and no other request's byte has changed."""
     world.ensure()
     pairs = PAIRS
-    while pairs:  # who was given up may hear so only now
+    while pairs:  # a peer that was given up may learn it only now
         pairs = failed(world, pairs)
     for name in world.peers:
         held = world.ask(name, "audit")
@@ -83,7 +83,7 @@ def assert_whole(world):
 
 
 def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(begin):
-    """Museum 26: sglang#24527, #30233."""
+    """sglang#24527, #30233."""
     with begin() as (world, room):
         world.tell("d1", "trip_abort", 5, room.number, "no longer needed")
         struck(world)
@@ -93,7 +93,7 @@ def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(b
 
 
 def test_source_pages_that_were_handed_out_before_they_were_read_fail_their_reader(begin):
-    """Museum 26: TensorRT-LLM#14565."""
+    """TensorRT-LLM#14565."""
     with begin() as (world, room):
         world.trip("d1", "read", 5, "d1", signal.SIGSTOP)
         struck(world)
@@ -105,8 +105,8 @@ def test_source_pages_that_were_handed_out_before_they_were_read_fail_their_read
         assert {state for state, _ in ends.values()} == {KVPoll.Failed}
 
 
-def test_a_prefill_that_restarts_between_plan_and_post_is_another_one(begin):
-    """Museum 27: nixl#2051, vllm#49238, smg#2382."""
+def test_a_prefill_that_restarts_between_plan_and_post_fails_the_room(begin):
+    """nixl#2051, vllm#49238, smg#2382."""
     with begin() as (world, room):
         world.trip("d1", "take ChunkReady", 1, "d1", signal.SIGSTOP)
         struck(world)
@@ -121,8 +121,8 @@ def test_a_prefill_that_restarts_between_plan_and_post_is_another_one(begin):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", ["p0", "d1"])
-def test_a_peer_that_dies_silently_is_noticed_and_harms_only_its_own_rooms(begin, victim, how):
-    """Museum 28: nixl#795, TensorRT-LLM#12988, vllm#26171."""
+def test_a_peer_that_dies_silently_is_noticed_and_fails_only_its_own_rooms(begin, victim, how):
+    """nixl#795, TensorRT-LLM#12988, vllm#26171."""
     with begin() as (world, room):
         other = "d1" if victim == "p0" else "p0"
         world.trip("d1", "read", 5, victim, how)
@@ -134,7 +134,7 @@ def test_a_peer_that_dies_silently_is_noticed_and_harms_only_its_own_rooms(begin
         assert when - at < BOUND
         assert ("decode was silent" if other == "p0" else "rank 0 of prefill (tcp:") in reason
         world.until(lambda: other in room.back, BOUND)
-        # what a stopped peer was asked for may land as long as it may go on
+        # reads from a stopped peer may land while it may continue
         quarantined = world.ask(other, "audit")["leases"].quarantined
         kept = (other, how, quarantined) == ("d1", signal.SIGSTOP, {"kv": -(-WHOLE.tokens // 8)})
         assert other in room.back or kept
@@ -143,5 +143,5 @@ def test_a_peer_that_dies_silently_is_noticed_and_harms_only_its_own_rooms(begin
             return
         world.signal(victim, signal.SIGCONT)
         state, _ = ended(world, room)[victim]
-        # decode may have read and said so what prefill hears only now
+        # decode may have finished before, which prefill learns only now
         assert state is KVPoll.Failed or room.done == {"d1": 0}

@@ -1,4 +1,4 @@
-"""Museum 6 between processes: stages of an NPU's prefill, and a decode that holds a draft layer."""
+"""sglang#23893 between processes: an NPU's prefill stages, and a decode with a draft layer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def farm():
 
 
 def hand_off(farm, engine, ranks, dest, layout=None, **options):
-    """Reads what `ranks` offer into `dest` and compares every byte of its memory; `layout` is the
-    endpoint's, if it is another one.
+    """Reads from `ranks` into `dest` and compares every byte of its memory; `layout` is the
+    endpoint's, if it differs.
     """
     with farm.case(engine, ranks, TOKENS) as (addresses, prefill):
         oracle.blank(dest)
@@ -69,7 +69,7 @@ kinds = pytest.mark.parametrize("kind", NPU)
 def test_stages_land_layer_by_layer_and_the_draft_layer_behind_them_is_untouched(
     farm, kind, engine
 ):
-    """Museum 6: sglang#23893 (groups were cut at decode's count of layers, draft included)."""
+    """sglang#23893: groups were cut at decode's number of layers, draft included."""
     pool = NPU[kind](layers=range(LAYERS + 1), total_kv_layers=LAYERS + 1)
     stack = pool.stacked("latent")
     assert len(stack) == LAYERS + 1 and stack.is_contiguous()
@@ -86,7 +86,7 @@ def test_stages_land_layer_by_layer_and_the_draft_layer_behind_them_is_untouched
 @engines
 @kinds
 def test_a_draft_beside_the_last_stage_lands_in_decodes(farm, kind, engine):
-    """Museum 6 and 8: sglang#23893, sglang#33497."""
+    """sglang#23893, sglang#33497."""
     draft = NPU[kind].but(owner="draft", layers=[LAYERS], total_kv_layers=1)
     first, last = stages(NPU[kind])
     dest = oracle.merged(NPU[kind](layers=range(LAYERS)), draft())
@@ -94,7 +94,7 @@ def test_a_draft_beside_the_last_stage_lands_in_decodes(farm, kind, engine):
 
 
 @kinds
-def test_a_draft_that_prefill_lacks_is_left_as_it_is_where_that_is_allowed(farm, kind):
+def test_a_draft_that_prefill_lacks_stays_unchanged_if_allowed(farm, kind):
     draft = NPU[kind].but(owner="draft", layers=[LAYERS], total_kv_layers=1)
     target = NPU[kind](layers=range(LAYERS))
     both = oracle.merged(target, draft())

@@ -1,4 +1,4 @@
-"""Public failures, re-enacted on MHA and MLA pools: each geometry is small, each byte compared."""
+"""Reported failures, reproduced on small MHA and MLA pools; every byte is compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mla(layers=range(2), *, dims=(8, 4), tokens=50, page=16, rank=0, tp=1, **opt
 
 
 def hand_off(sources, dest, tokens, *, prefix=0):
-    """Fills the sources, moves what decode lacks, compares; returns the plan and dest's address."""
+    """Fills the sources, moves and compares; returns the plan and the bytes of each source."""
     addresses = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
     for source, address in zip(sources, addresses):
         fill(source, address)
@@ -66,7 +66,7 @@ STAGES = {
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES.keys())
 @pytest.mark.parametrize("placement", ["layer", "page"])
 def test_uneven_stages_land_layer_by_layer_k_and_v(stages, placement):
-    """Museum 7: sglang#33457, #27740 (every V buffer written to a wrong place)."""
+    """sglang#33457, #27740: every V buffer was written to a wrong place."""
     ends = np.cumsum(stages)
     sources = [
         mha(range(end - size, end), total_kv_layers=ends[-1], placement=placement)
@@ -77,7 +77,7 @@ def test_uneven_stages_land_layer_by_layer_k_and_v(stages, placement):
 
 @pytest.mark.parametrize("stage", range(3))
 def test_uneven_stages_land_in_uneven_stages(stage):
-    """Museum 7: sglang#33457, decode in stages of its own."""
+    """sglang#33457, with decode in stages too."""
     sources = [mha(layers, total_kv_layers=30) for layers in (range(17), range(17, 30))]
     dest = mha((range(5), range(5, 22), range(22, 30))[stage], total_kv_layers=30)
     made, _ = hand_off(sources, dest, 37)
@@ -88,8 +88,8 @@ def test_uneven_stages_land_in_uneven_stages(stage):
     ("heads", "prefill", "decode"), [(2, 1, 4), (2, 4, 1), (4, 8, 16), (4, 16, 8), (2, 4, 4)]
 )
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
-def test_fewer_heads_than_ranks_one_replica_is_elected(heads, prefill, decode, order):
-    """Museum 12: sglang#19086, #23746, #31968."""
+def test_fewer_heads_than_ranks_elect_one_replica(heads, prefill, decode, order):
+    """sglang#19086, #23746, #31968."""
     sources = [mha(heads=heads, rank=rank, tp=prefill) for rank in range(prefill)]
     for rank in range(decode):
         dest = mha(heads=heads, rank=rank, tp=decode, order=order)
@@ -101,7 +101,7 @@ def test_fewer_heads_than_ranks_one_replica_is_elected(heads, prefill, decode, o
 @pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32), (128, 64), (48, 64), (64, 48)])
 @pytest.mark.parametrize("tokens", [1, 95, 96, 97, 200])
 def test_pages_of_another_size_with_a_partial_last_page(prefill, decode, tokens):
-    """Museum 18: vllm#42895."""
+    """vllm#42895."""
     for kind in (mha, mla):
         hand_off([kind(page=prefill, tokens=tokens)], kind(page=decode, tokens=tokens), tokens)
 
@@ -109,7 +109,7 @@ def test_pages_of_another_size_with_a_partial_last_page(prefill, decode, tokens)
 @pytest.mark.parametrize(("prefill", "decode"), [("nhd", "hnd"), ("hnd", "nhd")])
 @pytest.mark.parametrize(("source_tp", "dest_tp"), [(1, 1), (2, 4), (4, 2)])
 def test_heads_and_tokens_change_order(prefill, decode, source_tp, dest_tp):
-    """Museum 19: vllm#46204, TensorRT-LLM#16017."""
+    """vllm#46204, TensorRT-LLM#16017."""
     sources = [mha(order=prefill, rank=rank, tp=source_tp) for rank in range(source_tp)]
     for rank in range(dest_tp):
         hand_off(sources, mha(order=decode, rank=rank, tp=dest_tp), 37)
@@ -119,7 +119,7 @@ ROW_656 = Seq(Cell("latent", 512, "e4m3"), Cell("latent.scale", 4, "f32"), Cell(
 
 
 def test_rows_of_656_bytes_and_of_1152_bytes_refuse_each_other():
-    """Museum 20: sglang#19398, vllm's Mooncake connector (accepts it)."""
+    """sglang#19398; vllm's Mooncake connector accepts it."""
     page = Repeat("entry", 64, ROW_656)
     assert item_bytes(page) == 41_984
     fp8 = built([(0, "kv", 4, page), (1, "kv", 4, page)], page=64)
@@ -142,7 +142,7 @@ def test_rows_of_656_bytes_and_of_1152_bytes_refuse_each_other():
 
 
 def test_bf16_and_fp8_pools_refuse_each_other():
-    """Museum 20: sglang#19398."""
+    """sglang#19398."""
     source, dest = mha(dtype="bf16"), mha(dtype="e4m3")
     with pytest.raises(IncompatibleLayouts) as refused:
         plan([source.layout], dest.layout)
@@ -154,7 +154,7 @@ def test_bf16_and_fp8_pools_refuse_each_other():
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (1, 4)])
 def test_equal_lengths_at_one_tp_and_not_at_another_have_no_effect(prefill, decode):
-    """Museum 21: TensorRT-LLM#16237."""
+    """TensorRT-LLM#16237."""
 
     def rank_of(rank, tp):
         heads = Shard(rank, tp).of(4)
@@ -174,7 +174,7 @@ def test_equal_lengths_at_one_tp_and_not_at_another_have_no_effect(prefill, deco
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 1)])
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 def test_k_and_v_of_different_head_size(prefill, decode, order):
-    """Museum 22: sglang's NIXL and MoRI paths (use K's length for V)."""
+    """sglang's NIXL and MoRI paths used K's length for V."""
     sources = [mha(dims=(192, 128), rank=rank, tp=prefill) for rank in range(prefill)]
     for rank in range(decode):
         dest = mha(dims=(192, 128), rank=rank, tp=decode, order=order)
@@ -184,7 +184,7 @@ def test_k_and_v_of_different_head_size(prefill, decode, order):
 
 @pytest.mark.parametrize("page", [64, 16])
 def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
-    """Museum 25: sglang (flat indices in int32)."""
+    """sglang: flat indices were int32."""
     tokens, heads, dim = 1_700_000, 8, 128
 
     def pool(size):
@@ -202,7 +202,7 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
         return np.random.default_rng(seed).permutation(-(-tokens // size)) + 1
 
     def at(layer, role, page_id, size, position):
-        """Where a token's K or V of a layer begins, in Python's own integers."""
+        """Offset of a token's K or V in a layer, in Python's integers."""
         row, pages = heads * dim * 2, -(-tokens // size) + 1
         number = layer + 80 * (role == "v")
         return (number * pages + page_id) * size * row + position % size * row
@@ -231,8 +231,8 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
 @pytest.mark.parametrize(
     ("placement", "into"), [("layer", "layer"), ("page", "layer"), ("page", "page")]
 )
-def test_replicated_latent_is_sent_once_and_by_all(placement, into):
-    """Museum 32: TensorRT-LLM's duplicate-head factors for MLA."""
+def test_a_replicated_latent_is_sent_once_and_all_replicas_send(placement, into):
+    """TensorRT-LLM's duplicate-head factors for MLA."""
     sources = [mla(range(8), rank=rank, tp=4, placement=placement) for rank in range(4)]
     for rank in range(2):
         dest = mla(range(8), rank=rank, tp=2, placement=into)
@@ -244,7 +244,7 @@ def test_replicated_latent_is_sent_once_and_by_all(placement, into):
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 32, 36, 37])
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 16), (32, 16), (16, 32)])
 def test_only_what_follows_a_prefix_is_sent(prefix, prefill, decode):
-    """Museum 34: sglang#26288."""
+    """sglang#26288."""
     for kind in (mha, mla):
         _, sent = hand_off([kind(page=prefill)], kind(page=decode), 37, prefix=prefix)
         row = 2 * 2 * (4 * 8 if kind is mha else 12)  # layers, bf16, elements

@@ -1,5 +1,5 @@
-"""Public failures with states beside the main cache, re-enacted: windows, slots, rings, index keys,
-scales and compressed entries.
+"""Reported failures with states beside the main cache: windows, slots, rings, index keys, scales
+and compressed entries.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def hand_off(sources, dest, tokens, **options):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_moves_states_that_it_knows_nothing_about(engine):
-    """Museum 2: sglang#24878, #23773 (a state list per transport)."""
+def test_every_engine_moves_every_kind_of_state(engine):
+    """sglang#24878, #23773: each transport had its own list of states."""
     arguments = {
         "layers": range(4), "compress_ratios": (0, 4, 128, 4), "page_size": 128, "packing": "fp8",
         **SIZES,
@@ -81,15 +81,15 @@ def test_every_engine_moves_states_that_it_knows_nothing_about(engine):
 
 
 def test_no_engine_names_a_role():
-    """Museum 2: sglang#24878, #23773."""
+    """sglang#24878, #23773."""
     roles = {r.role for r in (*dsv4().layout.regions, *hybrid().layout.regions)} | {"swa", "nsa"}
-    for source in Path(disagg.engines.__file__).parent.glob("*.py"):
+    for source in Path(disagg.engines.__file__).parent.rglob("*.py"):
         words = set(source.read_text().replace('"', " ").replace("'", " ").split())
         assert not words & (roles - {"k", "v", "rope"}), source.name
 
 
 def test_a_role_that_only_decode_has_is_refused():
-    """Museum 3: TensorRT-LLM#18921."""
+    """TensorRT-LLM#18921."""
     common = {"layers": range(4), "num_pages": 9, "page_size": 16, "dtype": "bf16"}
     source, dest = MLAPool(**common), NSAPool(**common, index_layers=(1, 3))
     blank(dest)
@@ -102,8 +102,8 @@ def test_a_role_that_only_decode_has_is_refused():
     assert_holds(dest, place(dest, 40), range(0))
 
 
-def test_a_role_that_only_prefill_has_is_not_sent_and_is_said():
-    """Museum 3: sglang#25698."""
+def test_a_role_that_only_prefill_has_is_not_sent_but_listed():
+    """sglang#25698."""
     common = {"layers": range(4), "num_pages": 9, "page_size": 16, "dtype": "bf16"}
     dest = MLAPool(**common)
     made, sent = hand_off([NSAPool(**common, index_layers=(1, 3))], dest, 40)
@@ -116,8 +116,8 @@ def test_a_role_that_only_prefill_has_is_not_sent_and_is_said():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_dense_model_never_waits_for_a_state_that_is_not_there(engine):
-    """Museum 3: sglang#25698."""
+def test_a_dense_model_waits_for_no_state(engine):
+    """sglang#25698."""
     arguments = {
         "layers": range(2), "num_kv_heads": 2, "head_dim": 8, "num_pages": 9, "page_size": 16,
         "dtype": "bf16",
@@ -147,7 +147,7 @@ def windowed(address, *, drop=0):
 @pytest.mark.parametrize(("there", "here"), [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (2, 0)])
 @pytest.mark.parametrize("tokens", [70, 79, 80, 81])
 def test_window_lists_that_begin_elsewhere_are_paired_by_position(there, here, tokens):
-    """Museum 4 and 5: sglang#18727, #27004 (lists of ids cut to one length at the wrong end)."""
+    """sglang#18727, #27004: lists of ids were truncated to one length at the wrong end."""
     source, dest = swa(), swa()
     full = place(source, tokens, 1), place(dest, tokens, 2)
     fill(source, full[0])
@@ -162,7 +162,7 @@ def test_window_lists_that_begin_elsewhere_are_paired_by_position(there, here, t
 
 
 def test_a_window_list_that_lacks_a_live_page_is_refused():
-    """Museum 5."""
+    """sglang#18727, #27004."""
     source, dest = swa(), swa()
     addresses = place(source, 80, 1), place(dest, 80, 2)
     fill(source, addresses[0])
@@ -175,7 +175,7 @@ def test_a_window_list_that_lacks_a_live_page_is_refused():
 @pytest.mark.parametrize("stages", [(range(3), range(3, 6)), (range(1), range(1, 6))])
 @pytest.mark.parametrize("tokens", [1, 23, 24, 25, 90])
 def test_stages_of_a_sliding_window_model_do_not_overwrite_each_other(stages, tokens):
-    """Museum 9: sglang 0.5.23 (all stages start at layer 0)."""
+    """sglang 0.5.23: all stages started at layer 0."""
     sources = [swa(stage, total_kv_layers=6) for stage in stages]
     made, _ = hand_off(sources, swa(), tokens)
     assert made.contributors() == [0, 1]
@@ -183,7 +183,7 @@ def test_stages_of_a_sliding_window_model_do_not_overwrite_each_other(stages, to
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 14])
 def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
-    """Museum 10: sglang#33457."""
+    """sglang#33457."""
     assert sum(1 for r in hybrid().layout.regions if r.role == "k") == 7
     sources = [hybrid(range(cut), total_kv_layers=15), hybrid(range(cut, 15))]
     hand_off(sources, hybrid(), 37)
@@ -198,8 +198,8 @@ def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
     ],
 )
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2)])
-def test_sections_of_a_convolution_are_sharded_each_on_its_own(prefill, decode, there, here):
-    """Museum 13: sglang#30997, vllm#37635."""
+def test_sections_of_a_convolution_are_sharded_separately(prefill, decode, there, here):
+    """sglang#30997, vllm#37635."""
 
     def rank(number, size, conv_layout):
         linear = gated_delta_net(4, 8, 3, 5, kernel=4, conv_layout=conv_layout)
@@ -212,7 +212,7 @@ def test_sections_of_a_convolution_are_sharded_each_on_its_own(prefill, decode, 
 
 @pytest.mark.parametrize("prefill", [1, 2, 4])
 def test_kda_and_its_temporal_state_are_sharded_over_heads(prefill):
-    """Museum 13: sglang#30997."""
+    """sglang#30997."""
 
     def rank(number, size):
         linear = kda(heads=8, dim=4, kernel=4)
@@ -224,7 +224,7 @@ def test_kda_and_its_temporal_state_are_sharded_over_heads(prefill):
 @pytest.mark.parametrize("packing", ["fp8", "mxfp8"])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
 def test_scales_of_k_and_v_are_moved_like_any_region(packing, prefill, decode):
-    """Museum 14: sglang#35718 (also of the full pool inside a hybrid, and of a draft)."""
+    """sglang#35718; also for the full pool in a hybrid, and for a draft."""
 
     def mha(number, size, owner):
         more = {"layers": range(8, 10), "total_kv_layers": 8} if owner == "draft" else {}
@@ -246,7 +246,7 @@ def test_scales_of_k_and_v_are_moved_like_any_region(packing, prefill, decode):
 
 
 def test_index_keys_on_21_of_78_layers_over_stages():
-    """Museum 15: LMCache#5002, TensorRT-LLM#16558."""
+    """LMCache#5002, TensorRT-LLM#16558."""
     indexed = (*range(0, 77, 4), 77)
 
     def stage(layers):
@@ -263,7 +263,7 @@ def test_index_keys_on_21_of_78_layers_over_stages():
 
 @pytest.mark.parametrize("tokens", range(32, 48))
 def test_a_ring_of_8_lands_by_position_in_a_ring_of_16(tokens):
-    """Museum 16: sglang's seed change 24878 (the first half written)."""
+    """sglang#24878: only the first half was written."""
     source, dest = dsv4(), dsv4(speculation=True)
     made, _ = hand_off([source], dest, tokens)
     made.verify()
@@ -278,7 +278,7 @@ def test_a_ring_of_8_lands_by_position_in_a_ring_of_16(tokens):
 
 
 def padding(pool, tokens):
-    """Bytes at the ends of the request's items, beside the spare byte of every row of scales."""
+    """Padding at the ends of the request's items."""
     items = {"swa": -(-tokens // pool.window_page_size), "c4": -(-tokens // pool.page_size)}
     items["c128"] = items["c4"]
     total = 0
@@ -292,7 +292,7 @@ def padding(pool, tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 127, 128, 129, 131, 132, 255, 256, 257, 385, 1000])
 @pytest.mark.parametrize("here", [{}, {"page_size": 128}, {"window_page_size": 32}])
 def test_six_kinds_of_state_each_with_its_own_geometry(tokens, here):
-    """Museum 17: sglang#29651, vllm#50714."""
+    """sglang#29651, vllm#50714."""
     source, dest = dsv4(), dsv4(**here)
     roles = {region.role.rpartition(".scale")[0] or region.role for region in dest.layout.regions}
     assert {role.partition(".")[2] for role in roles} >= {"latent", "index_key", "state"}
@@ -309,7 +309,7 @@ def test_six_kinds_of_state_each_with_its_own_geometry(tokens, here):
 
 @pytest.mark.parametrize("prefix", [0, 255, 256, 299, 300])
 def test_rings_and_slots_come_whole_though_decode_has_a_prefix(prefix):
-    """Museum 17 and 34: what belongs to one request is in no prefix cache."""
+    """sglang#29651, #26288: per-request state is in no prefix cache."""
     for source, dest in ((dsv4(), dsv4()), (hybrid(), hybrid())):
         there, into = place(source, 160, 1), place(dest, 160)
         fill(source, there)
@@ -323,7 +323,7 @@ def test_rings_and_slots_come_whole_though_decode_has_a_prefix(prefix):
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4)])
 def test_equal_lengths_of_k_v_and_states_have_no_effect(prefill, decode):
-    """Museum 21: TensorRT-LLM#16237."""
+    """TensorRT-LLM#16237."""
 
     def rank(number, size):
         linear = LinearState((("q", 4, 16),), 1, 4, (4, 4), temporal_dtype="bf16")
@@ -340,7 +340,7 @@ def test_equal_lengths_of_k_v_and_states_have_no_effect(prefill, decode):
 
 @pytest.mark.parametrize("engines_own", [True, False], ids=["two tensors", "one row"])
 def test_two_tensors_for_one_latent_are_both_moved(engines_own):
-    """Museum 23: ATOM#1737 (an fp8 part and a bf16 part)."""
+    """ATOM#1737: an fp8 part and a bf16 part."""
 
     def apart(pages):
         tensors = [

@@ -1,1 +1,1 @@
-"""Benchmarks of a device and its engines: every time is taken beside that of what bounds it."""
+"""Benchmarks of a device and its engines, each timed in turn with the copy that bounds it."""

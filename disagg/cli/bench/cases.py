@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from disagg.cli.bench.case import Case, Place, Sizes
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.host import allocator_cases, bind_cases, plan_cases
 from disagg.cli.bench.moves import move_cases, run_cases
-from disagg.cli.bench.peer import Peers
+from disagg.cli.bench.peer import PeerReaders
 from disagg.cli.bench.stores import load_cases, store_cases
 from disagg.cli.bench.transfers import memory_bytes, transfer_cases
 from kvpool.device import Device, DeviceUnavailable, get_device
 
-MADE: tuple[Callable[[Sizes], Iterator[Case]], ...] = (
+CASES_OF_SIZES: tuple[Callable[[Sizes], Iterator[BenchCase]], ...] = (
     store_cases,
     load_cases,
     move_cases,
@@ -25,28 +25,27 @@ MADE: tuple[Callable[[Sizes], Iterator[Case]], ...] = (
 GROUPS = ("store", "load", "move", "gather", "scatter", "allocator", "plan", "bind", "transfer")
 
 
-def all_cases(sizes: Sizes, engines: Sequence[str]) -> list[Case]:
-    """Every case, whether it can run here or not; those of transfers for each of `engines`."""
-    found = [case for made in MADE for case in made(sizes)]
+def all_cases(sizes: Sizes, engines: Sequence[str]) -> list[BenchCase]:
+    """Every case, whether it can run here or not; transfers for each of `engines`."""
+    found = [case for cases in CASES_OF_SIZES for case in cases(sizes)]
     return [*found, *transfer_cases(sizes, engines)]
 
 
 @contextmanager
-def place_on(device: Device, sizes: Sizes) -> Iterator[Place]:
-    """Where cases of these sizes run; ends what they started."""
-    peers = Peers(device, memory_bytes(sizes))
+def context_on(device: Device, sizes: Sizes) -> Iterator[BenchContext]:
+    """The context for cases of these sizes; ends the processes that they start."""
+    peers = PeerReaders(device, memory_bytes(sizes))
     try:
-        yield Place(device, peers.reader)
+        yield BenchContext(device, peers.reader)
     finally:
         peers.close()
 
 
 def measurable(name: str) -> Device:
-    """The device by name; raises DeviceUnavailable for one that is not there, or has no memory."""
+    """The device by name. Raises DeviceUnavailable if it is missing or has no memory."""
     device = get_device(name)
     if device.memory_kind == "meta":
         raise DeviceUnavailable(
-            f"device {name!r} has sizes and no memory: there is nothing to measure. Ask for one "
-            "with memory, such as cpu."
+            f"device {name!r} has no memory to measure. Choose a device with memory, such as cpu."
         )
     return device

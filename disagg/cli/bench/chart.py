@@ -1,4 +1,4 @@
-"""Bars of ratios, with the bound at 1."""
+"""A bar chart of ratios; the bound is at 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from disagg.cli.bench.cases import GROUPS
-from disagg.cli.bench.measure import Row
+from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ COLOURS = (
     *("#1f78b4", "#33a02c", "#d95f02", "#6a3d9a", "#c51b8a"),
     *("#00796b", "#8c6d1f", "#7f4f24", "#a50f15"),
 )
-BAR, HEAD, LINE = 0.24, 1.0, 0.17  # inches
-WIDTH = 10.0
+BAR_INCHES, HEAD_INCHES, LINE_INCHES = 0.24, 1.0, 0.17
+WIDTH_INCHES = 10.0
 LETTERS = 140  # of a line
-PAGE = """<!DOCTYPE html>
+HTML = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 14px system-ui, sans-serif; margin: 24px auto; max-width: 1100px; }}
 svg {{ max-width: 100%; height: auto; }} pre {{ white-space: pre-wrap; }}</style></head>
@@ -34,16 +34,16 @@ svg {{ max-width: 100%; height: auto; }} pre {{ white-space: pre-wrap; }}</style
 
 
 def chart_problem(path: Path) -> str | None:
-    """Why no chart can be written there, if none can."""
+    """Why no chart can be written to `path`, or None."""
     if path.suffix not in SUFFIXES:
-        return f"{path}: a name that ends in {', '.join(SUFFIXES)}."
+        return f"{path}: the name must end in {', '.join(SUFFIXES)}."
     if find_spec("matplotlib") is None:
         return "matplotlib is not installed. pip install 'kvpool[viz]'."
     return None
 
 
 def write_chart(report: Report, path: Path) -> None:
-    """Writes an image, or a page that holds one. Raises OSError."""
+    """Writes an image, or an HTML page with one. Raises OSError."""
     figure = drawn(report)
     if path.suffix == ".png":
         figure.savefig(path, dpi=150)
@@ -53,25 +53,25 @@ def write_chart(report: Report, path: Path) -> None:
     svg = text.getvalue()
     if path.suffix == ".html":
         svg = svg[svg.index("<svg") :]
-        svg = PAGE.format(title=escape(report.title), svg=svg, header=escape(report.header()))
+        svg = HTML.format(title=escape(report.title), svg=svg, header=escape(report.header()))
     path.write_text(svg, encoding="utf-8")
 
 
 def drawn(report: Report) -> Figure:
-    """What moves bytes beside a plain copy, and below what the host does beside what else does the
-    same; there ratios differ by powers of ten.
-    """
+    """Two panels: cases bounded by a plain copy, and host work on a logarithmic scale."""
     from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.ratio is not None]
     panels = [[row for row in rows if row.moves is moves] for moves in (True, False)]
     panels = [panel for panel in panels if panel]
-    notes = [line for told in report.left_out() for line in wrap(told, LETTERS)]
-    body = sum(HEAD + BAR * len(panel) for panel in panels)
-    figure = Figure(figsize=(WIDTH, HEAD + body + LINE * len(notes)), layout="constrained")
+    notes = [line for sentence in report.left_out() for line in wrap(sentence, LETTERS)]
+    body = sum(HEAD_INCHES + BAR_INCHES * len(panel) for panel in panels)
+    figure = Figure(
+        figsize=(WIDTH_INCHES, HEAD_INCHES + body + LINE_INCHES * len(notes)), layout="constrained"
+    )
     figure.suptitle(report.title, fontsize=11)
     if panels:
-        sizes = [HEAD + BAR * len(panel) for panel in panels]
+        sizes = [HEAD_INCHES + BAR_INCHES * len(panel) for panel in panels]
         axes = figure.subplots(len(panels), squeeze=False, height_ratios=sizes)[:, 0]
         for axis, panel in zip(axes, panels):
             _bars(axis, panel)
@@ -80,7 +80,7 @@ def drawn(report: Report) -> Figure:
     return figure
 
 
-def _bars(axis: Any, rows: Sequence[Row]) -> None:
+def _bars(axis: Any, rows: Sequence[Measurement]) -> None:
     names = [f"{row.case.group}: {row.case.name}" for row in rows]
     colours = [COLOURS[GROUPS.index(row.case.group)] for row in rows]
     ratios = [row.ratio or 0.0 for row in rows]
@@ -92,15 +92,13 @@ def _bars(axis: Any, rows: Sequence[Row]) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     if rows[0].moves:
         axis.set_xlim(0, 1.1 * max(1.1, *ratios))
-        axis.set_xlabel("rate, as a part of that of a plain copy of as many bytes", fontsize=8)
+        axis.set_xlabel("rate relative to a plain copy of as many bytes", fontsize=8)
     else:
         axis.set_xscale("log")
         axis.set_xlim(0.7 * min(0.7, *ratios), 1.5 * max(2.0, *ratios))
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel(
-            "times as fast as the reference: plain Python, or a plan made anew", fontsize=8
-        )
-    for place, ratio in zip(places, ratios):
-        axis.text(max(ratio, start), place, f" {ratio:.2g}", va="center", fontsize=7)
+        axis.set_xlabel("times as fast as the reference: plain Python, or a new plan", fontsize=8)
+    for context, ratio in zip(places, ratios):
+        axis.text(max(ratio, start), context, f" {ratio:.2g}", va="center", fontsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8)

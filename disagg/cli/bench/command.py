@@ -1,4 +1,4 @@
-"""`kvpool bench`: how fast a device and its engines do what pools and transfers ask of them."""
+"""`kvpool bench`: times the operations of pools and transfers on a device and its engines."""
 
 from __future__ import annotations
 
@@ -12,43 +12,41 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg.cli.bench.case import Case, Sizes
-    from disagg.cli.bench.measure import Row
+    from disagg.cli.bench.case import BenchCase, Sizes
+    from disagg.cli.bench.measure import Measurement
     from kvpool.device import Device
 
 
 def bench(
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0, ... one that is there.")] = "cpu",
-    only: Annotated[
-        list[str] | None, typer.Option(help="A group of cases; may be given several times.")
-    ] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Transfers by this engine; may be given several times. Default: all."),
+        typer.Option(help="Engine for transfers; repeatable. Default: all."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, in seconds: what runs, not how fast.")
+        bool,
+        typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
     ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object to this file.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="Draw the ratios: a file that ends in .svg, .html or .png.")
+        Path | None, typer.Option(help="Draw the ratios to a .svg, .html or .png file.")
     ] = None,
 ) -> None:
     """Time stores, loads, moves, gathers, scatters, allocation, plans, binding and transfers on a
-    device, each in turn with the plain copy of as many bytes that bounds it.
+    device, each in turn with a plain copy of as many bytes.
 
-    Each case is checked once before it is timed. Machines are noisy: only ratios count. What
-    cannot run is listed with the reason.
+    Each case is checked once before it is timed. Machines are noisy: compare ratios only. Cases
+    that cannot run are listed with the reason.
 
     Groups: store, load, move, gather, scatter, allocator, plan, bind, transfer.
 
-    Exit status 1 if a case did not do what it says or broke, 2 for a device or engine that is not
-    there.
+    Exit status 1 if a case failed or computed a wrong result, 2 if the device or engine is missing.
 
-    JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes that a copy moves
-    of as much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second,
+    JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes of a copy of as
+    much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second,
     ratio of the two, round by round, rounds, reason, failed). A case that did not run has a reason
     and no figures; a plan moves no bytes and has no rates.
     """
@@ -67,7 +65,9 @@ def bench(
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]}: one of {', '.join(GROUPS)}.")
     if engine and "transfer" not in groups:
-        raise typer.BadParameter("--engine is for transfers: add --only transfer, or leave it out.")
+        raise typer.BadParameter(
+            "--engine selects transfers: add --only transfer, or omit --engine."
+        )
     for name in engine or ():
         _need_engine(name)
     for path in (as_json, chart):
@@ -109,22 +109,24 @@ def _need_engine(name: str) -> None:
         raise typer.BadParameter(f"engine {name!r}: {reason}")
 
 
-def _run(cases: Sequence[Case], device: Device, sizes: Sizes, console: Console) -> list[Row]:
+def _run(
+    cases: Sequence[BenchCase], device: Device, sizes: Sizes, console: Console
+) -> list[Measurement]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from disagg.cli.bench.cases import place_on
+    from disagg.cli.bench.cases import context_on
     from disagg.cli.bench.measure import measured
 
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     hidden = not console.is_terminal
     rows = []
     with (
-        place_on(device, sizes) as place,
+        context_on(device, sizes) as context,
         Progress(*columns, console=console, transient=True, disable=hidden) as progress,
     ):
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=f"{case.group}: {case.name}")
-            rows.append(measured(case, place, sizes))
+            rows.append(measured(case, context, sizes))
             progress.advance(task)
     return rows

@@ -1,4 +1,4 @@
-"""What the host does whatever the device: locations of tokens, plans, and batches of runs."""
+"""Host work that is independent of the device: allocation, plans and binding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, WrongBytes
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.plain import Lists, Run, tuples
+from disagg.cli.bench.work import LAYERS, PAGE, Work, WrongBytes
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
 from disagg.plan.cache import PlanCache
@@ -18,22 +19,20 @@ from kvpool import Allocator, DSv4Pool, MLAPool, RequestAddress, Span
 from kvpool.layout import PoolLayout
 from kvpool.pools.placement import Shard
 
-LAYERS, PAGE, V4_PAGE = 61, 64, 256
+V4_PAGE = 256
 RATIOS = [128, 128, *[4, 128] * 29, 4]
 REQUESTS, BEFORE = 256, 131  # requests, and tokens that they have
 SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}
 PLAIN = "plain Python"
 
 
-def allocator_cases(sizes: Sizes) -> Iterator[Case]:
-    """Room for one token more of every request of a decode batch; bytes are those of the locations
-    that come of it.
-    """
+def allocator_cases(sizes: Sizes) -> Iterator[BenchCase]:
+    """One more token for every request of a decode batch; bytes are those of the locations."""
     name = f"{REQUESTS} requests, DSv4"
-    yield Case("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
+    yield BenchCase("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
 
 
-def open_extend(place: Place) -> Work:
+def open_extend(context: BenchContext) -> Work:
     """See allocator_cases. A request has room for 8192 tokens, more than are timed."""
     pages = REQUESTS * 32
     allocator, lists = Allocator(dsv4(num_pages=pages + 1)), Lists(REQUESTS, pages)
@@ -47,7 +46,7 @@ def open_extend(place: Place) -> Work:
         found.update(allocator.extend_batch(requests, 1))
 
     def check() -> None:
-        # the same entries, in items of other numbers, no two requests' alike
+        # the same entries, in differently numbered items, distinct between requests
         sizes = np.array([*SPACES.values()])
         located = np.stack([found[name][:, 0] for name in SPACES], axis=1)
         alike = (located % sizes == lists.extend() % sizes).all()
@@ -57,18 +56,18 @@ def open_extend(place: Place) -> Work:
     return Work(ours, lists.extend, check)
 
 
-def plan_cases(sizes: Sizes) -> Iterator[Case]:
-    """Plans, which move nothing: made, and known from another life of the peer."""
+def plan_cases(sizes: Sizes) -> Iterator[BenchCase]:
+    """New plans, and plans known from a peer of the same shape."""
     made = "one request of plain Python"
-    yield Case("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
+    yield BenchCase("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
     shapes = {"DSv4": v4_sides, "MLA from TP8 x PP2": sharded_sides}
     for name, sides in shapes.items():
         opened = partial(open_known, sides)
-        yield Case("plan", f"{name}, known shape", 0, opened, "planned anew")
+        yield BenchCase("plan", f"{name}, known shape", 0, opened, "a new plan")
 
 
-def open_plan(pages: int, place: Place) -> Work:
-    """A plan between two pools of 61 layers, beside the runs of one request in plain Python."""
+def open_plan(pages: int, context: BenchContext) -> Work:
+    """A plan between two pools of 61 layers; the reference binds one request in plain Python."""
     source, dest = mla_sides()
     ids = [{"kv": each.tolist()} for each in _ids(pages)]
     found: list[TransferPlan] = []
@@ -77,16 +76,16 @@ def open_plan(pages: int, place: Place) -> Work:
         found[:] = [plan([source], dest)]
 
     def check() -> None:
-        told = found[0].explain(pages * PAGE)
+        explained = found[0].explain(pages * PAGE)
         expected = pages * PAGE * LAYERS * (512 + 64) * 2
-        if told.nbytes != expected:
-            raise WrongBytes(f"the plan moves {told.nbytes} bytes, not {expected}.")
+        if explained.nbytes != expected:
+            raise WrongBytes(f"the plan moves {explained.nbytes} bytes, not {expected}.")
 
     return Work(ours, partial(tuples, source, dest, ids), check)
 
 
-def open_known(sides: Any, place: Place) -> Work:
-    """A plan for layouts that have been planned between other addresses."""
+def open_known(sides: Any, context: BenchContext) -> Work:
+    """A plan for layouts whose shapes are known, at other pointers."""
     sources, dest = sides()
     cache = PlanCache()
     cache.plan(sources, dest)
@@ -99,32 +98,32 @@ def open_known(sides: Any, place: Place) -> Work:
     def check() -> None:
         anew = plan(others, dest)
         if not cache.hits or found[0].explain().rows != anew.explain().rows:
-            raise WrongBytes("the plan that was known is not the one that is made anew.")
+            raise WrongBytes("the known plan differs from a new one.")
 
     return Work(ours, lambda: plan(others, dest), check)
 
 
-def bind_cases(sizes: Sizes) -> Iterator[Case]:
-    """Runs of one request in shuffled pages; bytes are those of addresses and lengths."""
+def bind_cases(sizes: Sizes) -> Iterator[BenchCase]:
+    """Binding of one request in shuffled pages; bytes are those of pointers and lengths."""
     pages = sizes.bound_pages
     name = f"MLA, {LAYERS} x {pages} pages"
     opened = partial(open_bind, pages)
     nbytes = 24 * LAYERS * pages
-    yield Case("bind", name, nbytes, opened, PLAIN)
-    yield Case("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
+    yield BenchCase("bind", name, nbytes, opened, PLAIN)
+    yield BenchCase("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
     tokens = sizes.bound_pages * PAGE
     name = f"DSv4, {tokens:,} tokens"
-    yield Case("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
+    yield BenchCase("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
 
 
-def open_bind(pages: int, place: Place) -> Work:
+def open_bind(pages: int, context: BenchContext) -> Work:
     """61 layers of MLA."""
     layouts, ids = mla_sides(), _ids(pages)
     addresses = [RequestAddress(pages * PAGE, {"kv": Span(each)}) for each in ids]
     return _binding(layouts, addresses, LAYERS * pages)
 
 
-def open_v4_bind(tokens: int, place: Place) -> Work:
+def open_v4_bind(tokens: int, context: BenchContext) -> Work:
     """DeepSeek-V4: compressed latents and index keys, window latents, rings."""
     layouts = [dsv4().layout for _ in range(2)]
     addresses = []
@@ -136,8 +135,8 @@ def open_v4_bind(tokens: int, place: Place) -> Work:
 
 
 def v4_runs(tokens: int) -> int:
-    """Runs of a request whose last page of 256 tokens is full: its window page and pages of
-    compressed entries, and the overlapping windows' rings; nothing of the others is open.
+    """Runs of a request whose last page of 256 tokens is full: window pages, pages of compressed
+    entries, and the rings of overlapping windows.
     """
     overlaps, others = RATIOS.count(4), RATIOS.count(128)
     return LAYERS + (2 * overlaps + others) * (tokens // V4_PAGE) + 2 * overlaps
@@ -165,13 +164,13 @@ def _binding(layouts: Sequence[PoolLayout], addresses: Sequence[RequestAddress],
 
 
 def _need_within(batch: CopyBatch, items: Sequence[Run]) -> None:
-    """Raises WrongBytes for a run that does not lie in an item, or lands elsewhere in its pair."""
+    """Raises WrongBytes for a run that does not lie in one pair of items."""
     src, dst, nbytes = np.array(sorted(items), dtype=np.int64).T
     at = np.searchsorted(src, batch.src, side="right") - 1
     inside = batch.src + batch.nbytes <= src[at] + nbytes[at]
     wrong = ~inside | (batch.dst - batch.src != dst[at] - src[at])
     if wrong.any():
-        raise WrongBytes(f"{int(wrong.sum())} of {batch.runs} runs are of no pair of items.")
+        raise WrongBytes(f"{int(wrong.sum())} of {batch.runs} runs lie in no pair of items.")
 
 
 def mla_sides() -> list[PoolLayout]:

@@ -1,4 +1,4 @@
-"""Where and when figures were taken: what must stand beside them."""
+"""The machine, versions and date that figures belong to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRIVERS = {
 
 
 def machine(device: Device) -> dict[str, str]:
-    """The device's name and driver, the host, and what else it was doing."""
+    """The device's name and driver, and the host and its load."""
     kind = device.allocate(1).device
     found = {"device": device.name, "name": _cpu()}
     if kind.type != "cpu":
@@ -37,7 +37,7 @@ def machine(device: Device) -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what is installed of all that matters here."""
+    """Versions of the installed packages that affect figures."""
     return {name: number for name, number in versions().items() if number != "-"}
 
 
@@ -46,7 +46,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def words(found: Mapping[str, str]) -> str:
+def one_line(found: Mapping[str, str]) -> str:
     """One line of names and values."""
     return ", ".join(f"{name} {value}" for name, value in found.items())
 

@@ -1,4 +1,4 @@
-"""Times a case and its reference in turn, round by round: machines are noisy, ratios less so."""
+"""Times a case and its reference in alternating rounds: ratios vary less than times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.cli.bench.case import COPY, CannotRun, Case, Place, Sizes, Work, WrongBytes
+from disagg.cli.bench.case import COPY, BenchCase, BenchContext, Sizes
+from disagg.cli.bench.work import CannotRun, Work, WrongBytes
 from kvpool.device import Device, DeviceUnavailable
 
 GIB = 1 << 30
@@ -20,14 +21,13 @@ UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What came of a case: median times in seconds of a call of it and of its reference, and the
-    median of the rounds' ratios (the reference's time over the case's: 1 is as fast as what bounds
-    it), which a machine that changes its speed disturbs less; or the reason why it cannot run, or
-    how it `failed`.
+class Measurement:
+    """Median seconds of a call of a case and of its reference, and the median of the rounds'
+    ratios (reference over case: 1 is as fast as the bound); or the reason why it did not run, or
+    `failed`.
     """
 
-    case: Case
+    case: BenchCase
     seconds: float | None = None
     reference_seconds: float | None = None
     ratio: float | None = None
@@ -42,44 +42,44 @@ class Row:
 
     @property
     def rate(self) -> float | None:
-        """GiB/s; None where nothing is moved."""
+        """GiB/s; None if nothing is moved."""
         return self._rate(self.seconds)
 
     @property
     def reference_rate(self) -> float | None:
-        """GiB/s of the reference, where that moves the same bytes."""
+        """GiB/s of the reference, if it moves the same bytes."""
         return self._rate(self.reference_seconds)
 
     def _rate(self, seconds: float | None) -> float | None:
         return self.case.nbytes / seconds / GIB if seconds and self.case.nbytes else None
 
 
-def measured(case: Case, place: Place, sizes: Sizes) -> Row:
-    """Times a case; why it cannot run here is part of the row, and so is what went wrong."""
+def measured(case: BenchCase, context: BenchContext, sizes: Sizes) -> Measurement:
+    """Times a case, or records why it cannot run or has failed."""
     try:
         with one_thread():
-            work = opened(case, place)
-            return _timed(case, work, place.device, sizes)
+            work = opened(case, context)
+            return _timed(case, work, context.device, sizes)
     except UNABLE as error:
-        return Row(case, reason=str(error))
+        return Measurement(case, reason=str(error))
     except WrongBytes as error:
-        return Row(case, reason=f"wrong: {error}", failed=True)
-    except Exception as error:  # whatever a vendor's device does, the others are timed too
-        return Row(case, reason=f"{type(error).__name__}: {error}", failed=True)
+        return Measurement(case, reason=f"wrong: {error}", failed=True)
+    except Exception as error:  # a failure of one case must not end the others
+        return Measurement(case, reason=f"{type(error).__name__}: {error}", failed=True)
 
 
-def opened(case: Case, place: Place) -> Work:
+def opened(case: BenchCase, context: BenchContext) -> Work:
     """A case with its memory, run once and checked."""
-    work = case.open(place)
+    work = case.open(context)
     work.ours()
-    place.device.record().synchronize()
+    context.device.record().synchronize()
     work.check()
     return work
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As many as all references use; a second one waits for a core on small machines."""
+    """Limits torch to one thread, as the references use."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -89,7 +89,7 @@ def one_thread() -> Iterator[None]:
 
 
 def batch(call: Callable[[], object], calls: int, device: Device) -> float:
-    """Seconds of a call, of `calls` in a row, until the device has done them all."""
+    """Seconds per call of `calls` in a row, until the device has finished."""
     began = time.perf_counter()
     for _ in range(calls):
         call()
@@ -98,16 +98,16 @@ def batch(call: Callable[[], object], calls: int, device: Device) -> float:
 
 
 class Effort(NamedTuple):
-    """Calls of ours and of the reference that are timed together, and how many times."""
+    """Calls that are timed together, of the case and of its reference, and rounds."""
 
     calls: int
     reference_calls: int
     rounds: int
 
 
-def effort(case: Case, work: Work, device: Device, sizes: Sizes) -> Effort:
-    """As much as the sizes ask for, by what one call of each takes. The reference takes a tenth of
-    a slow case's time at least, to see as much of the machine's noise.
+def effort(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Effort:
+    """Calls and rounds for these sizes, from the time of one call. The reference runs at least a
+    tenth as long as the case, to see the same noise.
     """
     calls, spent = [], 0.0
     for call in (work.ours, work.reference):
@@ -119,18 +119,18 @@ def effort(case: Case, work: Work, device: Device, sizes: Sizes) -> Effort:
     return Effort(calls[0], calls[1], rounds)
 
 
-def row_of(case: Case, taken: Sequence[tuple[float, float]]) -> Row:
-    """Medians of rounds of (ours, reference), in seconds of a call."""
+def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Measurement:
+    """Medians over rounds of (case, reference), in seconds per call."""
     ours, theirs = (median(times) for times in zip(*taken))
     ratio = median(reference / mine for mine, reference in taken)
-    return Row(case, ours, theirs, ratio, len(taken))
+    return Measurement(case, ours, theirs, ratio, len(taken))
 
 
-def _timed(case: Case, work: Work, device: Device, sizes: Sizes) -> Row:
+def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
     made = effort(case, work, device, sizes)
     taken = []
     for _ in range(made.rounds):
-        # the reference first: it leaves the caches full of its own
+        # the reference first: it evicts the case's data from the caches
         theirs = batch(work.reference, made.reference_calls, device)
         taken.append((batch(work.ours, made.calls, device), theirs))
-    return row_of(case, taken)
+    return measurement_of(case, taken)

@@ -1,4 +1,4 @@
-"""Items moved in all layers, and runs of bytes gathered into one buffer and scattered from it."""
+"""Moves of items in all layers; gathers and scatters of runs."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, need_equal, noise, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
+from disagg.cli.bench.work import LAYERS, PAGE, Work, need_equal, noise, plain_copy
 from kvpool import MLAPool
 
-LAYERS, PAGE = 61, 64
-PAGE_BYTES = PAGE * (512 + 64) * 2
-WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
+MLA_PAGE_BYTES = PAGE * (512 + 64) * 2
+RUN_WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
 
 
-def move_cases(sizes: Sizes) -> Iterator[Case]:
+def move_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Pages of a 61-layer MLA pool copied to other pages, in all layers at once."""
-    nbytes = sizes.pages * LAYERS * PAGE_BYTES
+    nbytes = sizes.pages * LAYERS * MLA_PAGE_BYTES
     for placement in ("layer", "page"):
         for ids in ("device", "host"):
             name = f"MLA by {placement}, {ids} ids"
             opened = partial(open_move, sizes.pages, placement, ids)
-            yield Case("move", name, nbytes, opened)
+            yield BenchCase("move", name, nbytes, opened)
 
 
-def open_move(pages: int, placement: str, ids: str, place: Place) -> Work:
-    """See move_cases. Ids on the host go through the pool, which copies and checks them."""
+def open_move(pages: int, placement: str, ids: str, context: BenchContext) -> Work:
+    """See move_cases. Ids on the host go through the pool, which checks and copies them."""
     pool = MLAPool(
         layers=range(LAYERS),
         num_pages=2 * pages + 1,
         page_size=PAGE,
         packing="bf16",
         placement=placement,
-        device=place.device.name,
+        device=context.device.name,
     )
     views = [pool.item_bytes_view(buffer) for buffer in pool.layout.buffers]
     shuffled = 1 + np.random.default_rng(0).permutation(2 * pages)
     src, dst = shuffled[:pages], shuffled[pages:]
     there, here = (torch.from_numpy(each).to(views[0].device) for each in (src, dst))
-    expected = [noise(pages, PAGE_BYTES, seed=layer) for layer in range(LAYERS)]
+    expected = [noise(pages, MLA_PAGE_BYTES, seed=layer) for layer in range(LAYERS)]
     for view, held in zip(views, expected):
         view[there] = held.to(view.device)
 
@@ -51,23 +51,23 @@ def open_move(pages: int, placement: str, ids: str, place: Place) -> Work:
     if ids == "host":
         ours = partial(pool.copy_items, "kv", src, dst)
     else:
-        ours = partial(place.device.copy_items, views, there, here, disjoint=True)
-    return Work(ours, plain_copy(place.device, pages * LAYERS * PAGE_BYTES), check)
+        ours = partial(context.device.copy_items, views, there, here, disjoint=True)
+    return Work(ours, plain_copy(context.device, pages * LAYERS * MLA_PAGE_BYTES), check)
 
 
-def run_cases(sizes: Sizes) -> Iterator[Case]:
-    """Runs in any order, against one contiguous buffer."""
+def run_cases(sizes: Sizes) -> Iterator[BenchCase]:
+    """Runs in random order, to and from one contiguous buffer."""
     for group in ("gather", "scatter"):
-        for name, width in WIDTHS.items():
+        for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width
             opened = partial(open_runs, group, count, width)
-            yield Case(group, name, count * width, opened)
+            yield BenchCase(group, name, count * width, opened)
 
 
-def open_runs(group: str, count: int, width: int, place: Place) -> Work:
+def open_runs(group: str, count: int, width: int, context: BenchContext) -> Work:
     """See run_cases."""
-    apart = place.device.allocate(2 * count * width)
-    whole = place.device.allocate(count * width)
+    apart = context.device.allocate(2 * count * width)
+    whole = context.device.allocate(count * width)
     slots = np.random.default_rng(0).permutation(2 * count)[:count]
     held = noise(count, width)
     at = torch.from_numpy(slots).to(apart.device)
@@ -85,7 +85,7 @@ def open_runs(group: str, count: int, width: int, place: Place) -> Work:
         need_equal("runs", found, held)
 
     return Work(
-        partial(place.device.copy_runs, src, dst, nbytes),
-        plain_copy(place.device, count * width),
+        partial(context.device.copy_runs, src, dst, nbytes),
+        plain_copy(context.device, count * width),
         check,
     )

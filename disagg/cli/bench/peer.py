@@ -1,4 +1,4 @@
-"""Another process whose memory engines read, and this one's side of it."""
+"""A peer process whose memory the engines read, and the readers in this process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from disagg.cli.bench.case import CannotRun, noise
+from disagg.cli.bench.work import CannotRun, noise
 from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
 from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.layout import Slab
 
-PATIENCE = 60.0
-"""Seconds until a process or a read is given up."""
+READER_TIMEOUT = 60.0
+"""Seconds to wait for the peer process or a read."""
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
 
-class Reader:
-    """An engine of this process, connected with the same engine of the other.
+class PeerReader:
+    """An engine connected to the same engine in the peer process.
 
-    `memory` is this side's, zeroed, `base` the address of the other's, which holds `pattern`.
+    `memory` is this side's; the peer's, at pointer `base`, holds `pattern`.
     """
 
     def __init__(self, engine: Engine, peer: Any, base: int, memory: torch.Tensor) -> None:
@@ -33,25 +33,25 @@ class Reader:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
         for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
             transfer = self.engine.read(self.peer, part)
-            ends = time.monotonic() + PATIENCE
+            ends = time.monotonic() + READER_TIMEOUT
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
-                    raise TransferError(f"{part.total} bytes did not come in {PATIENCE:.0f} s.")
+                    raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
 
 
-class Peers:
-    """Readers by engine, one at a time; the other process is started when one is first asked for.
-    Each side has `nbytes` of the device's memory.
+class PeerReaders:
+    """Readers by engine, one at a time. The peer process starts with the first reader; each side
+    has `nbytes` of the device's memory.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device, self._nbytes = device, nbytes
-        self._other: Other | None = None
-        self._last: tuple[str, Reader | str] | None = None
+        self._other: PeerProcess | None = None
+        self._last: tuple[str, PeerReader | str] | None = None
 
-    def reader(self, name: str) -> Reader:
-        """The reader of an engine; the one before it is closed. Raises CannotRun with the reason
-        where the engine does not work, or not with this device's memory.
+    def reader(self, name: str) -> PeerReader:
+        """The reader of an engine; closes the previous one. Raises CannotRun if the engine does
+        not work here or with this device's memory.
         """
         if self._last is None or self._last[0] != name:
             self._give_up()
@@ -62,36 +62,36 @@ class Peers:
         return found
 
     def close(self) -> None:
-        """Gives up the engine, and ends the process."""
+        """Closes the engine, and ends the process."""
         self._give_up()
         if self._other is not None:
             self._other.close()
             self._other = None
 
-    def _connect(self, name: str) -> Reader | str:
+    def _connect(self, name: str) -> PeerReader | str:
         try:
             engine = create_engine(name)
         except EngineUnavailable as error:
             return str(error)
         try:
             if self._other is None or not self._other.process.is_alive():
-                self._other = Other(self._device, self._nbytes)
+                self._other = PeerProcess(self._device, self._nbytes)
             memory = self._other.memory
             engine.register([_slab(memory)])
             peer = engine.connect(self._other.metadata(name))
         except REFUSED as error:
             engine.close()
             return str(error)
-        return Reader(engine, peer, self._other.base, memory)
+        return PeerReader(engine, peer, self._other.base, memory)
 
     def _give_up(self) -> None:
-        if self._last is not None and isinstance(self._last[1], Reader):
+        if self._last is not None and isinstance(self._last[1], PeerReader):
             self._last[1].engine.close()
         self._last = None
 
 
-class Other:
-    """The other process, its memory at `base`, and as much `memory` of this one."""
+class PeerProcess:
+    """The peer process, its memory at `base`, and as much `memory` of this process."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.memory = device.allocate(nbytes)
@@ -103,23 +103,23 @@ class Other:
         self.base: int = self._answer()
 
     def metadata(self, engine: str) -> bytes:
-        """Of that engine over there, which is the only one from now on."""
+        """Metadata of the peer's engine of that name, which replaces its previous one."""
         self._pipe.send(engine)
         said: bytes = self._answer()
         return said
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
 
     def _answer(self) -> Any:
-        """What it says; what it could not do is raised here."""
+        """The process's next answer. Raises TransferError with its error, if it sends one."""
         try:
-            if not self._pipe.poll(PATIENCE):
+            if not self._pipe.poll(READER_TIMEOUT):
                 self.close()
-                raise TransferError(f"the other process did not answer in {PATIENCE:.0f} s.")
+                raise TransferError(f"the other process did not answer in {READER_TIMEOUT:.0f} s.")
             said = self._pipe.recv()
         except EOFError:
             self.process.join()
@@ -132,14 +132,13 @@ class Other:
 
 
 def pattern(nbytes: int) -> torch.Tensor:
-    """What lies in the other process's memory."""
+    """The contents of the peer's memory."""
     return noise(nbytes, seed=7)
 
 
 def serve(pipe: Connection, device: str, nbytes: int) -> None:
-    """The other process: the engine that was asked for last, until the pipe is closed.
-
-    A reason why not is sent as a str.
+    """The peer process: serves the engine requested last until the pipe is closed; errors are sent
+    as str.
     """
     torch.set_num_threads(1)
     engine: Engine | None = None

@@ -1,4 +1,4 @@
-"""Plain Python that does what allocators, plans and binding do: the references of these."""
+"""Plain Python references for the allocator, plans and binding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Run = tuple[int, int, int]
 
 
 class Lists:
-    """DeepSeek-V4's five spaces of many requests, one after the other, a Python list of ids each.
+    """Block tables of DeepSeek-V4's five spaces for many requests, as Python lists of ids.
 
     Pages of 256 tokens (64 and 2 compressed entries), window pages of 128, rings of 8 and 128.
     """
@@ -24,7 +24,7 @@ class Lists:
         self.tokens = [0] * requests
 
     def extend(self) -> Ints:
-        """One token more for each; its location in every space, `[request, space]`."""
+        """Appends a token to each request; its location in every space, `[request, space]`."""
         found = []
         for number, held in enumerate(self.held):
             at = self.tokens[number]
@@ -47,8 +47,8 @@ class Lists:
 
 
 def tuples(source: PoolLayout, dest: PoolLayout, ids: Sequence[dict[str, list[int]]]) -> list[Run]:
-    """A tuple (source, destination, length) for each buffer and item: whole items, of `ids` by the
-    name of their list on both sides.
+    """A tuple (source, destination, length) for each buffer and item; `ids` are both sides' block
+    tables.
     """
     found = []
     for there, here in zip(source.buffers, dest.buffers):

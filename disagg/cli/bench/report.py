@@ -1,4 +1,4 @@
-"""What came of a run: one JSON object, and tables for people."""
+"""The report of a run, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from disagg.cli.bench.machine import words
-from disagg.cli.bench.measure import Row
+from disagg.cli.bench.machine import one_line
+from disagg.cli.bench.measure import Measurement
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rows, and where and when (UTC) they were taken. Those of `quick` sizes fit into caches."""
+    """Measurements, and where and when (UTC) they were taken. `quick` sizes fit into caches."""
 
     machine: Mapping[str, str]
     versions: Mapping[str, str]
     date: str
     quick: bool
-    rows: Sequence[Row]
+    rows: Sequence[Measurement]
 
     @property
     def title(self) -> str:
         """The device and the day."""
-        small = ", quick: sizes too small to say much" if self.quick else ""
+        small = ", quick: sizes too small for rates" if self.quick else ""
         return f"{self.machine['device']}: {self.machine['name']}, {self.date[:10]}{small}"
 
     def header(self) -> str:
         """Machine, versions and date as lines of text."""
-        return f"{words(self.machine)}\n{words(self.versions)}\n{self.date}"
+        return f"{one_line(self.machine)}\n{one_line(self.versions)}\n{self.date}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As --json prints it; the command's help says what the keys mean."""
+        """The JSON object; the command's help explains its keys."""
         return {
             "machine": dict(self.machine),
             "versions": dict(self.versions),
@@ -45,7 +45,7 @@ class Report:
         }
 
     def table(self) -> Table:
-        """One row a case that ran."""
+        """One row per case that ran."""
         from rich.box import SIMPLE
         from rich.table import Table
 
@@ -69,14 +69,14 @@ class Report:
             cells = moved, time_of(row.seconds), *rates, _number(row.ratio)
             table.add_row(first, row.case.name, *cells)
         table.caption = (
-            "medians of rounds; bound: a plain copy of as many bytes, or the time of what else "
-            "does the same; ratio: the bound's time by ours, round by round"
+            "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; "
+            "ratio: the bound's time over ours, round by round"
         )
         return table
 
     def left_out(self) -> list[str]:
-        """Why cases did not run, a sentence for all that share a reason."""
-        found: dict[tuple[str, str | None, str], list[Row]] = {}
+        """Why cases did not run, one sentence per reason."""
+        found: dict[tuple[str, str | None, str], list[Measurement]] = {}
         for row in self.rows:
             if row.reason is not None:
                 key = row.case.group, row.case.engine, row.reason
@@ -87,13 +87,13 @@ class Report:
         ]
 
 
-def _named(group: str, rows: Sequence[Row]) -> str:
+def _named(group: str, rows: Sequence[Measurement]) -> str:
     if len(rows) == 1:
         return f"{group} {rows[0].case.name}"
     return f"{group} {rows[0].case.name} and {len(rows) - 1} more"
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: Measurement) -> dict[str, Any]:
     return {
         "group": row.case.group,
         "case": row.case.name,

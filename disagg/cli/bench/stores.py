@@ -1,4 +1,4 @@
-"""Writes and reads of entries: rows of every packing that has a kernel of its own."""
+"""Writes and reads of entries, for every packing that has its own kernel."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, need_equal, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
+from disagg.cli.bench.work import PAGE, Work, need_equal, plain_copy
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
 from kvpool.device.quant import dequantise, quantise, scale_role
 from kvpool.device.torch_ops import bits
 
-PAGE, WINDOW_PAGE = 64, 128
+WINDOW_PAGE = 128
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}
 MLA_ROLES = {"latent": (512,), "rope": (64,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Entries of one layer: the pool that holds them, the shape of bf16 values by role, and the
-    bytes that are stored of an entry.
+class EntryFormat:
+    """Entries of one layer: their pool, the shape of their bf16 values by role, and the stored
+    bytes per entry.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Rows:
         return 2 * sum(int(np.prod(shape)) for shape in self.roles.values())
 
     def pool(self, device: str, tokens: int) -> KVPool:
-        """A pool on which `tokens` entries of layer 0 have room beside the reserved page."""
+        """A pool with room for `tokens` entries of layer 0 beside the reserved page."""
         return self.kind(
             layers=[0],
             num_pages=tokens // PAGE + 1,
@@ -49,19 +50,19 @@ class Rows:
         )
 
 
-KINDS = (
-    Rows("K and V 8 x 128, NHD", MHAPool, HEADS, {"k": (8, 128), "v": (8, 128)}, 4096),
-    Rows(
+ENTRY_FORMATS = (
+    EntryFormat("K and V 8 x 128, NHD", MHAPool, HEADS, {"k": (8, 128), "v": (8, 128)}, 4096),
+    EntryFormat(
         "K and V 8 x 128, HND",
         MHAPool,
         {**HEADS, "order": "hnd"},
         {"k": (8, 128), "v": (8, 128)},
         4096,
     ),
-    Rows("MLA bf16, 1152 B", MLAPool, {"packing": "bf16"}, MLA_ROLES, 1152),
-    Rows("MLA fp8, 656 B", MLAPool, {"packing": "fp8"}, MLA_ROLES, 656),
-    Rows("index keys fp8, 132 B", NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
-    Rows(
+    EntryFormat("MLA bf16, 1152 B", MLAPool, {"packing": "bf16"}, MLA_ROLES, 1152),
+    EntryFormat("MLA fp8, 656 B", MLAPool, {"packing": "fp8"}, MLA_ROLES, 656),
+    EntryFormat("index keys fp8, 132 B", NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
+    EntryFormat(
         "DSv4 fp8, 584 B",  # of which one byte is spare
         DSv4Pool,
         {"packing": "fp8", "compress_ratios": [0]},
@@ -71,39 +72,39 @@ KINDS = (
 )
 
 
-def store_cases(sizes: Sizes) -> Iterator[Case]:
+def store_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Writes of bf16 values, quantised where the pool does."""
     return _cases("store", open_store, sizes)
 
 
-def load_cases(sizes: Sizes) -> Iterator[Case]:
+def load_cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Reads of the same as bf16 values."""
     return _cases("load", open_load, sizes)
 
 
-def _cases(group: str, opens: Callable[..., Work], sizes: Sizes) -> Iterator[Case]:
-    for rows in KINDS:
+def _cases(group: str, opens: Callable[..., Work], sizes: Sizes) -> Iterator[BenchCase]:
+    for rows in ENTRY_FORMATS:
         both = rows.given + rows.stored
         tokens = max(1, 2 * sizes.entry_bytes // both // WINDOW_PAGE) * WINDOW_PAGE
         nbytes = tokens * both // 2
-        yield Case(group, rows.name, nbytes, partial(opens, rows, tokens, nbytes))
+        yield BenchCase(group, rows.name, nbytes, partial(opens, rows, tokens, nbytes))
 
 
-def open_store(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
+def open_store(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See store_cases."""
-    pool, where, values = _filled(rows, tokens, place)
+    pool, where, values = _filled(rows, tokens, context)
 
     def check() -> None:
         for role, expected in _stored(pool, values).items():
             found = _entries(pool, role, where)
             need_equal(f"entries of {role}", found, expected.contiguous().view(torch.uint8))
 
-    return Work(lambda: pool.write(0, where, values), plain_copy(place.device, nbytes), check)
+    return Work(lambda: pool.write(0, where, values), plain_copy(context.device, nbytes), check)
 
 
-def open_load(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
+def open_load(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See load_cases."""
-    pool, where, values = _filled(rows, tokens, place)
+    pool, where, values = _filled(rows, tokens, context)
     pool.write(0, where, values)
     stored = _stored(pool, values)
     read: dict[str, torch.Tensor] = {}
@@ -118,14 +119,16 @@ def open_load(rows: Rows, tokens: int, nbytes: int, place: Place) -> Work:
             expected = held if scales is None else dequantise(held, scales, torch.bfloat16)
             need_equal(f"entries of {role}", *(t.view(torch.uint8) for t in (read[role], expected)))
 
-    return Work(ours, plain_copy(place.device, nbytes), check)
+    return Work(ours, plain_copy(context.device, nbytes), check)
 
 
-def _filled(rows: Rows, tokens: int, place: Place) -> tuple[KVPool, torch.Tensor, dict[str, Any]]:
-    """A pool, locations as a prefill has them (pages in any order, entries one after another), and
+def _filled(
+    rows: EntryFormat, tokens: int, context: BenchContext
+) -> tuple[KVPool, torch.Tensor, dict[str, Any]]:
+    """A pool, locations as in a prefill (pages in random order, entries within them in order), and
     values.
     """
-    pool = rows.pool(place.device.name, tokens)
+    pool = rows.pool(context.device.name, tokens)
     first = next(iter(rows.roles))
     entries = pool.view(first, 0).shape[1]
     seed = torch.Generator().manual_seed(0)
@@ -140,7 +143,7 @@ def _filled(rows: Rows, tokens: int, place: Place) -> tuple[KVPool, torch.Tensor
 
 
 def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the pool must hold, computed on the host."""
+    """The entries that the pool must hold, computed on the host."""
     found = {}
     for role, given in values.items():
         scales = scale_role(role)

@@ -1,4 +1,4 @@
-"""Reads from the memory of another process, by engine and by length of run."""
+"""Reads from another process's memory, by engine and run length."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import Case, Place, Sizes, Work, need_equal, plain_copy
+from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.peer import pattern
+from disagg.cli.bench.work import Work, need_equal, plain_copy
 from disagg.plan.bind import CopyBatch
 
-WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
+READ_WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
 
 
-def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[Case]:
-    """Runs in any order, and one run of all."""
+def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
+    """Runs in random order, and one run of all bytes."""
     for engine in engines:
-        for name, width in {**WIDTHS, "one run": sizes.transfer_bytes}.items():
+        for name, width in {**READ_WIDTHS, "one run": sizes.transfer_bytes}.items():
             count = sizes.transfer_bytes // width
             title = f"{engine}, {name}"
             opened = partial(open_transfer, engine, count, width)
-            yield Case("transfer", title, count * width, opened, engine=engine)
+            yield BenchCase("transfer", title, count * width, opened, engine=engine)
 
 
 def memory_bytes(sizes: Sizes) -> int:
-    """What each side needs: twice what is read."""
+    """Memory that each side needs: twice the bytes that are read."""
     return 2 * sizes.transfer_bytes
 
 
-def open_transfer(engine: str, count: int, width: int, place: Place) -> Work:
+def open_transfer(engine: str, count: int, width: int, context: BenchContext) -> Work:
     """See transfer_cases."""
-    reader = place.reader(engine)
+    reader = context.reader(engine)
     memory = reader.memory
     random = np.random.default_rng(0)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     nbytes = np.full(count, width, dtype=np.int64)
     batch = CopyBatch(reader.base + src, memory.data_ptr() + dst, nbytes)
     memory.zero_()
-    place.device.record().synchronize()
+    context.device.record().synchronize()
 
     def check() -> None:
         there = pattern(memory.numel())
@@ -49,4 +50,4 @@ def open_transfer(engine: str, count: int, width: int, place: Place) -> Work:
         into[torch.from_numpy(dst // width)] = there[torch.from_numpy(src // width)]
         need_equal("runs of memory", memory[:slots].view(-1, width), into)
 
-    return Work(partial(reader.read, batch), plain_copy(place.device, count * width), check)
+    return Work(partial(reader.read, batch), plain_copy(context.device, count * width), check)

@@ -1,4 +1,4 @@
-"""What the demo compares: the live bytes of two pools, and a pool with transformers' own cache."""
+"""Compares the live bytes of two pools, and a pool with transformers' own cache."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import torch
 from kvpool.layout import RequestAddress, Space
 
 
-class Bytes(NamedTuple):
-    """Bytes that differ, and bytes compared."""
+class ByteCount(NamedTuple):
+    """Differing and compared bytes."""
 
     wrong: int = 0
     checked: int = 0
 
-    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> Bytes:
-        """With those of two tensors, which must be of one shape and dtype."""
+    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> ByteCount:
+        """Adds those of two tensors of equal shape and dtype."""
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            raise ValueError(f"{found.shape} {found.dtype}, {expected.shape} {expected.dtype}.")
+            raise ValueError(
+                f"cannot compare {found.shape} {found.dtype} with {expected.shape} "
+                f"{expected.dtype}."
+            )
         pair = [x.contiguous().view(torch.uint8) for x in (found, expected)]
-        return Bytes(self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel())
+        return ByteCount(
+            self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel()
+        )
 
 
 def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
-    """Flat locations of a request's entries."""
+    """Flat locations of a request's entries in a pool."""
     span, size = address.spans[space.id_list], space.entries_per_item
     numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
     items = span.ids[
@@ -35,9 +40,11 @@ def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarr
     return np.asarray(items * size + numbers % size)
 
 
-def same_as_pool(pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress) -> Bytes:
-    """Every live byte of a request in two pools of one declaration."""
-    found = Bytes()
+def same_as_pool(
+    pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress
+) -> ByteCount:
+    """Compares all live bytes of a request in two pools of equal layout."""
+    found = ByteCount()
     for region in pool.layout.regions:
         space, there = pool.layout.space_of(region), other.layout.space_of(region)
         alive = space.alive(address.num_tokens)
@@ -47,9 +54,9 @@ def same_as_pool(pool: Any, address: RequestAddress, other: Any, other_at: Reque
     return found
 
 
-def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> Bytes:
-    """Every byte that transformers' own cache of the same tokens holds, in the pool."""
-    found = Bytes()
+def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> ByteCount:
+    """Compares the pool with all bytes that transformers' cache holds of the same tokens."""
+    found = ByteCount()
     for layer in pool.layers:
         for roles, entries, expected in _held(pool, layer, own.layers[layer], address.num_tokens):
             parts = []
@@ -64,13 +71,13 @@ def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> Bytes:
 def _held(
     pool: Any, layer: int, own: Any, tokens: int
 ) -> Iterator[tuple[list[str], range, torch.Tensor]]:
-    """Roles whose cells lie side by side in what transformers holds, their entries, and that."""
+    """Roles whose cells are concatenated in a tensor of transformers, entries, and the tensor."""
     roles = [r.role for r in pool.layout.regions if (r.owner, r.layer) == (pool.owner, layer)]
     main = [role for role in roles if role.removeprefix("swa.") in ("k", "v", "latent", "rope")]
     if main:
         keys, values = (x[0].transpose(0, 1).flatten(1) for x in (own.keys, own.values))
         last = range(tokens - len(keys), tokens)
-        if "swa.latent" in main:  # one tensor is keys and values
+        if "swa.latent" in main:  # one tensor holds keys and values
             yield main, last, keys
         else:
             yield [main[0]], last, keys
@@ -94,7 +101,7 @@ def _held(
 def _compressor(
     own: Any, name: str, entry: list[str], ring: str, ratio: int
 ) -> Iterator[tuple[list[str], range, torch.Tensor]]:
-    """Compressed entries, the open window, and of the window before the series that overlaps."""
+    """Compressed entries, the open window, and the overlap with the window before."""
     compressed, count = own.compressed_kv[name], own.entry_count[name]
     if compressed is not None:
         yield entry, range(count), compressed[0]

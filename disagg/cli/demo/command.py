@@ -1,8 +1,8 @@
 """`kvpool demo`: a real transformer prefills in one process and decodes in another.
 
 The model has random weights from a fixed seed, so that both processes build the same one. The
-verdict compares with a run in one process over a pool of the same kind, and over transformers' own
-cache, which knows nothing of pools.
+result is compared with runs in one process, over a pool of the same kind and over transformers' own
+cache.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.run import PATIENCE, DecodeSide, offer, say
+from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg import DecodeEndpoint
     from disagg.plan import TransferPlan
+    from disagg.runtime.decode_endpoint import DecodeEndpoint
 
-DTYPES = ("float32", "bfloat16", "float16")
-PACKINGS = ("fp8", "mxfp8")
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED_PACKINGS = ("fp8", "mxfp8")
 PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=f"Family: {', '.join(MODELS)}.")] = "llama",
+    model: Annotated[str, typer.Option(help=f"Model family: {', '.join(MODELS)}.")] = "llama",
     engine: Annotated[
-        str, typer.Option(help=f"What moves the bytes: {', '.join(engine_names())}.")
+        str, typer.Option(help=f"Transfer engine: {', '.join(engine_names())}.")
     ] = "local",
     prompt_tokens: Annotated[
-        list[int], typer.Option(min=1, help="Length of a prompt; several, one after the other.")
+        list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")
     ] = [2000],  # noqa: B006
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prefill in chunks of so many.")] = 512,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")] = 512,
     prefill_page: Annotated[
-        int, typer.Option(min=0, help="Tokens a page on prefill (0: as the family has it).")
+        int, typer.Option(min=0, help="Tokens per page on prefill (0: the family's default).")
     ] = 0,
-    decode_page: Annotated[int, typer.Option(min=0, help="Tokens a page on decode.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")] = "float32",
+    decode_page: Annotated[int, typer.Option(min=0, help="Tokens per page on decode.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help=f"Dtype of the model: {', '.join(MODEL_DTYPES)}.")
+    ] = "float32",
     packing: Annotated[
-        str, typer.Option(help="How the pool stores: a dtype, fp8 or mxfp8; as the model's dtype.")
+        str, typer.Option(help="Packing of the pool: a dtype, fp8 or mxfp8 (default: the dtype).")
     ] = "",
     device: Annotated[
-        str, typer.Option(help="Where models and pools are: cpu, cuda:0, npu:0.")
+        str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")
     ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> None:
@@ -70,12 +72,12 @@ def demo(
     for option, value, known in (
         ("--model", model, MODELS),
         ("--engine", engine, engine_names()),
-        ("--dtype", dtype, DTYPES),
-        ("--packing", packing or dtype, (dtype, *PACKINGS)),
+        ("--dtype", dtype, MODEL_DTYPES),
+        ("--packing", packing or dtype, (dtype, *QUANTISED_PACKINGS)),
     ):
         if value not in known:
             names = ", ".join(known)
-            raise typer.BadParameter(f"one of {names}, got {value!r}.", param_hint=option)
+            raise typer.BadParameter(f"must be one of {names}, got {value!r}.", param_hint=option)
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
     settings = Settings(
@@ -102,7 +104,7 @@ def demo(
 
 
 def run(settings: Settings, new_tokens: int, console: Console) -> bool:
-    """The whole demo; whether everything was equal."""
+    """Runs the demo; whether all comparisons were equal."""
     from kvpool.device import get_device
 
     get_device(settings.device)
@@ -112,7 +114,7 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=prefill_process, args=(there, settings), daemon=True)
-    # ignored from its first instruction on: Ctrl-C reaches both processes, and this one ends both
+    # the child ignores Ctrl-C, which reaches both processes: this one ends both
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process.start()
@@ -120,7 +122,7 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
         signal.signal(signal.SIGINT, interrupted)
     there.close()
     try:
-        good = decode_process(Peer(here, process), settings, new_tokens, console)
+        good = decode_process(PrefillProcess(here, process), settings, new_tokens, console)
         process.join(5)
         return good
     finally:
@@ -129,47 +131,47 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """The prefill process as the decode process sees it. It says where it is, or why it fails."""
+class PrefillProcess:
+    """The prefill process, which sends its endpoint address, or why it failed."""
 
     pipe: Connection
     process: BaseProcess
 
     def address(self) -> str:
-        """Where the prefill endpoint is; raises RuntimeError if the process ends before it is."""
+        """The endpoint address of prefill. Raises RuntimeError if the process ends before."""
         with suppress(EOFError, OSError):
-            if self.pipe.poll(PATIENCE):
-                kind, said = self.pipe.recv()
+            if self.pipe.poll(START_TIMEOUT):
+                kind, text = self.pipe.recv()
                 if kind == "address":
-                    return str(said)
-                raise self.lost(said)
+                    return str(text)
+                raise self.lost(text)
         raise self.lost()
 
     def go(self) -> None:
-        """Lets prefill compute."""
+        """Starts prefill."""
         try:
             self.pipe.send("go")
         except OSError:
             raise self.lost() from None
 
     def lost(self, reason: str = "") -> RuntimeError:
-        """The error that tells how the process ended, if it has, and why: if need be, in its
-        own last words.
-        """
+        """An error with the process's exit status and the reason that it sent."""
         self.process.join(1)
         with suppress(EOFError, OSError):
             while self.pipe.poll():
-                kind, said = self.pipe.recv()
-                reason = said if kind == "failure" else reason
+                kind, text = self.pipe.recv()
+                reason = text if kind == "failure" else reason
         status = self.process.exitcode
         how = "prefill" if status is None else f"prefill ended with status {status}"
-        return RuntimeError(f"{how}: {reason or 'it said nothing more'}")
+        return RuntimeError(f"{how}: {reason or 'it gave no reason'}")
 
 
-def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Console) -> bool:
-    """This process: receives what prefill computed, decodes from it, and compares."""
-    from disagg import DecodeEndpoint
+def decode_process(
+    peer: PrefillProcess, settings: Settings, new_tokens: int, console: Console
+) -> bool:
+    """The decode process: receives from prefill, decodes and compares."""
     from disagg.engines.base import create_engine
+    from disagg.runtime.decode_endpoint import DecodeEndpoint
     from kvpool.render.text import layout_table
 
     model, prompt = settings.build()
@@ -189,13 +191,13 @@ def decode_process(peer: Peer, settings: Settings, new_tokens: int, console: Con
 
 
 def prefill_process(pipe: Connection, settings: Settings) -> None:
-    """The other process. It ends with its parent, and tells it what went wrong."""
+    """The prefill process. It ends with its parent, and sends it errors."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     try:
         offer(pipe, settings)
-    except EOFError:  # nobody is there to be told
+    except EOFError:  # the parent has ended
         sys.exit(1)
     except PROBLEMS as error:
         with suppress(OSError):
@@ -203,10 +205,10 @@ def prefill_process(pipe: Connection, settings: Settings) -> None:
         sys.exit(1)
 
 
-def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
-    """The plan, once prefill has answered."""
+def _connect(endpoint: DecodeEndpoint, peer: PrefillProcess) -> TransferPlan:
+    """The plan, after prefill has answered."""
     link = endpoint.connect([peer.address()])
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + START_TIMEOUT
     while link.plan is None:
         try:
             endpoint.handshake(link, 0.5)
@@ -218,7 +220,9 @@ def _connect(endpoint: DecodeEndpoint, peer: Peer) -> TransferPlan:
     return link.plan
 
 
-def _watch(endpoint: DecodeEndpoint, room: str, wanted: int, peer: Peer, console: Console) -> None:
+def _watch(
+    endpoint: DecodeEndpoint, room: str, wanted: int, peer: PrefillProcess, console: Console
+) -> None:
     """A progress bar until the room has ended."""
     from rich.progress import BarColumn, DownloadColumn, Progress
 
@@ -227,7 +231,7 @@ def _watch(endpoint: DecodeEndpoint, room: str, wanted: int, peer: Peer, console
         task = progress.add_task("moving", total=wanted)
         while not endpoint.wait(room, 0.05).ended:
             progress.update(task, completed=endpoint.metrics(room).bytes_moved)
-            # its last words may be under way
+            # its messages may still arrive
             if not peer.process.is_alive() and not endpoint.wait(room, 0.5).ended:
                 raise peer.lost()
         progress.update(task, completed=endpoint.metrics(room).bytes_moved)

@@ -1,4 +1,4 @@
-"""What the demo runs: models small enough to compute in seconds, and otherwise of the family."""
+"""The demo's models: real architectures, small enough to run in seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHARED: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# for what is rounded: weights small enough for errors to stay errors, and no choice among experts
-# or tokens that a rounding could turn
+# for quantised pools: small weights keep errors small, and rounding cannot change the choice of
+# experts or indexed tokens
 SMOOTH = {
     "initializer_range": 0.02,
     "num_experts_per_tok": 8,
@@ -29,7 +29,7 @@ SMOOTH = {
     "index_topk": 1 << 17,
 }
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-LATENT = {
+LATENT_ATTENTION = {
     "num_key_value_heads": 8,
     "kv_lora_rank": 128,
     "qk_nope_head_dim": 32,
@@ -43,16 +43,16 @@ DEEPSEEK = {
     "topk_group": 1,
     "first_k_dense_replace": 2,
     "num_mtp_layers": 0,
-    **LATENT,
+    **LATENT_ATTENTION,
     **EXPERTS,
 }
-INDEX = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
+INDEXER = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, **EXPERTS},
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v32": {**DEEPSEEK, **INDEX},
+    "deepseek_v32": {**DEEPSEEK, **INDEXER},
     "gpt_oss": {
         "num_key_value_heads": 2,
         "head_dim": 64,
@@ -75,7 +75,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 8,
         "linear_head_dim": 32,
         "num_local_experts": 8,
-        **LATENT,
+        **LATENT_ATTENTION,
         **EXPERTS,
     },
     "deepseek_v4": {
@@ -88,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 64,
         "n_routed_experts": 8,
-        **INDEX,
+        **INDEXER,
         **EXPERTS,
     },
 }
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What both processes must agree on, and each side's page size (0: the family's own)."""
+    """Settings that both processes share, and each side's page size (0: the family's default)."""
 
     model: str
     engine: str
@@ -112,16 +112,16 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether the pool holds what the model computes, and nothing rounded."""
+        """Whether the pool stores the model's values without rounding."""
         return self.packing == self.dtype
 
     def chunks(self, tokens: int) -> list[range]:
-        """Positions of a prompt, chunk by chunk."""
+        """Positions of a prompt, by chunk."""
         size = self.chunk_tokens
         return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
     def build(self) -> tuple[Any, torch.Tensor]:
-        """The model and the longest prompt `[1, T]`, the same in every process."""
+        """The model and the longest prompt `[1, T]`, equal in every process."""
         import torch
         import transformers
 
@@ -141,7 +141,7 @@ class Settings:
         return model.eval().to(where), prompt.to(where)
 
     def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
-        """A pool for one request of the longest prompt and `new_tokens`, and three pages more."""
+        """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
         from kvpool.pools.budget import fixed_items
         from kvpool.pools.placement import COUNTS

@@ -1,4 +1,4 @@
-"""Both sides of the demo: prefill offers, decode receives, decodes and compares."""
+"""Both sides of the demo: prefill sends; decode receives, decodes and compares."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from disagg import DecodeEndpoint
-    from disagg.cli.demo.check import Bytes
+    from disagg.cli.demo.check import ByteCount
+    from disagg.runtime.decode_endpoint import DecodeEndpoint
 
-PATIENCE = 600.0
-ROUNDING = 0.1  # of the largest logit: what a quantised pool may add
+START_TIMEOUT = 600.0
+MAX_ROUNDING = 0.1  # error of a quantised pool, relative to the largest logit
 
 
 def offer(pipe: Connection, settings: Settings) -> None:
-    """Computes the prompts and offers each chunk as soon as it is there."""
+    """Computes the prompts and sends each chunk as soon as it is computed."""
     import torch
 
-    from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
+    from disagg.runtime.prefill_endpoint import PrefillEndpoint
     from kvpool.allocator import Allocator
     from kvpool.integrations.transformers import PoolCache
 
@@ -46,13 +46,13 @@ def offer(pipe: Connection, settings: Settings) -> None:
                     aux = {"first_token": first} if last else {}
                     after = pool.device.record()
                     endpoint.send(room, request.address(), last=last, aux=aux, after=after)
-            if endpoint.wait(room, PATIENCE) is not KVPoll.Success:
+            if endpoint.wait(room, START_TIMEOUT) is not KVPoll.Success:
                 raise RuntimeError(f"the hand-off failed: {endpoint.failure(room)}")
             allocator.free(request)
 
 
 def prefill(model: Any, prompt: torch.Tensor, cache: Any, chunks: list[range]) -> int:
-    """Runs chunks of the prompt; returns the token that follows them."""
+    """Runs chunks of the prompt; returns the next token."""
     for chunk in chunks:
         ids = prompt[:, chunk.start : chunk.stop]
         logits = model(ids, past_key_values=cache, use_cache=True).logits
@@ -60,16 +60,16 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Any, chunks: list[range]) -
 
 
 def decode(
-    model: Any, cache: Any, token: int, steps: int, given: list[int] | None = None
+    model: Any, cache: Any, token: int, steps: int, forced: list[int] | None = None
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy steps from `token` on (or over `given` tokens); returns the tokens and the logits
+    """Greedy steps from `token` (or over the tokens `forced`); returns the tokens and the logits
     `[V]` of each step.
     """
     import torch
 
     tokens, found = [], []
     for step in range(steps):
-        token = token if given is None else given[step]
+        token = token if forced is None else forced[step]
         ids = torch.tensor([[token]], device=model.device)
         logits = model(ids, past_key_values=cache, use_cache=True).logits
         token = int(logits[0, -1].argmax())
@@ -87,7 +87,7 @@ def transformers_cache(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class DecodeSide:
-    """The decode process: its pool, and another one for the run in a single process."""
+    """The decode process: its pool, and another pool for the run in a single process."""
 
     settings: Settings
     model: Any
@@ -100,9 +100,9 @@ class DecodeSide:
     def decode(
         self, endpoint: DecodeEndpoint, room: int, watch: Callable[[str, int], None]
     ) -> bool:
-        """Receives one prompt, decodes from it, and compares; whether all was equal.
+        """Receives one prompt, decodes from it and compares; whether all was equal.
 
-        `watch(room, nbytes)` lets prefill compute, and returns once the room has succeeded.
+        `watch(room, nbytes)` starts prefill, and returns once the room has succeeded.
         """
         from kvpool.allocator import Allocator
         from kvpool.render.text import human
@@ -117,17 +117,17 @@ class DecodeSide:
         first = int(endpoint.aux(str(room))["first_token"])
         tell(
             f"{tokens:,} tokens: moved {human(moved.bytes_moved)} in {moved.runs:,} runs of "
-            f"{human(moved.bytes_per_run)} (neighbouring items fused): {human(moved.rate)}/s over "
+            f"{human(moved.bytes_per_run)} (adjacent items fused): {human(moved.rate)}/s over "
             f"{self.settings.engine}, bound in {1e3 * moved.bind_seconds:.1f} ms",
             markup=False,
             soft_wrap=True,
         )
-        tell(f"decoding {self.new_tokens} tokens in this process, then all of it in one ...")
+        tell(f"decoding {self.new_tokens} tokens, then the whole prompt in a single process ...")
         return self.compare(allocator, request, first)
 
     def compare(self, allocator: Any, request: Any, first: int) -> bool:
-        """Decodes what was received, and runs the prompt again in this process: over a pool of the
-        same kind, and over transformers' own cache.
+        """Decodes from the received state, and compares with runs in this process over a pool of
+        the same kind and over transformers' own cache.
         """
         import torch
 
@@ -146,8 +146,8 @@ class DecodeSide:
             cache = PoolCache(self.pool, allocator, [request])
             tokens, logits = decode(self.model, cache, first, self.new_tokens)
             tokens2, logits2 = decode(self.model, again, firsts[0], self.new_tokens)
-            given = None if self.settings.exact else [first, *tokens]
-            tokens3, logits3 = decode(self.model, own, firsts[1], self.new_tokens, given)
+            forced = None if self.settings.exact else [first, *tokens]
+            tokens3, logits3 = decode(self.model, own, firsts[1], self.new_tokens, forced)
         allocator.free(request)
         again.allocator.free(again.requests[0])
         good = first == firsts[0] and tokens == tokens2
@@ -159,21 +159,21 @@ class DecodeSide:
         if truth is None:
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, logits3))
             sentence = f"largest logit error of {self.settings.packing}: {error:.2%} of the largest"
-            say(self.console, error <= ROUNDING, f"{sentence} (at most {ROUNDING:.0%})")
-            return good and error <= ROUNDING
+            say(self.console, error <= MAX_ROUNDING, f"{sentence} (at most {MAX_ROUNDING:.0%})")
+            return good and error <= MAX_ROUNDING
         equal = sum(map(torch.equal, logits, logits3))
         same = equal == self.new_tokens and tokens == tokens3
         say(self.console, same, f"logits of {equal} {steps}, transformers' own cache")
         self._say_bytes(truth, "bytes that transformers' own cache holds equal")
         return good and same and not truth.wrong
 
-    def _say_bytes(self, found: Bytes, what: str) -> None:
+    def _say_bytes(self, found: ByteCount, what: str) -> None:
         right = f"{found.checked - found.wrong:,} of {found.checked:,}"
         say(self.console, not found.wrong, f"{right} {what}")
 
 
 def say(console: Console, good: bool, sentence: str) -> None:
-    """A verdict, and what it is about."""
+    """Prints PASS or FAIL, and a sentence."""
     from rich.text import Text
 
     verdict = ("PASS", "green") if good else ("FAIL", "red")

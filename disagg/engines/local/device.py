@@ -1,6 +1,4 @@
-"""Device memory between processes of one host: its device says what another process needs to map
-it, and copies there and here.
-"""
+"""Device memory of another process of this host, mapped and copied by the device."""
 
 from __future__ import annotations
 
@@ -15,22 +13,22 @@ from disagg.engines.base import TransferError
 from kvpool.layout import Slab
 from kvpool.layout.grid import Ints
 
-if TYPE_CHECKING:  # torch comes with it, which host memory has no need of
+if TYPE_CHECKING:  # imports torch, which host memory does not need
     from kvpool.device import Event, MappedMemory, Sharing
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` at `base` of the owner's `memory`, and what its device tells other processes."""
+class DeviceSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`nbytes` at `base` of the owner's `memory`, and the device's handle for other processes."""
 
     base: int
     nbytes: int
     memory: str
-    told: bytes
+    handle: bytes
 
 
 @dataclass
-class Own:
-    """Memory of this process, which needs no mapping."""
+class OwnMapping:
+    """Memory of this process, which is not mapped again."""
 
     base: int
     nbytes: int
@@ -39,40 +37,40 @@ class Own:
         """Nothing was mapped."""
 
 
-offered: Counter[Shared] = Counter()
-"""What engines of this process offer."""
+offered: Counter[DeviceSegment] = Counter()
+"""Segments that engines of this process have shared."""
 
 
 @dataclass(eq=False)
 class Attached:
-    """A peer's device memory that is mapped here, and the last copy out of it."""
+    """A peer's mapped device memory, and the event of the last copy from it."""
 
     memory: str
     device: Sharing
     mappings: list[MappedMemory] = field(default_factory=list)
     event: Event | None = None
 
-    def add(self, shared: Shared) -> int:
-        """Maps what a peer shares; by how much it is shifted here."""
+    def add(self, shared: DeviceSegment) -> int:
+        """Maps a segment; returns its shift here."""
         from kvpool.device import DeviceUnavailable
 
-        mapping: MappedMemory = Own(shared.base, shared.nbytes)
-        # a driver may map no memory of the process's own
+        mapping: MappedMemory = OwnMapping(shared.base, shared.nbytes)
+        # a driver may refuse to map memory of the same process
         if not offered[shared] or shared.memory != self.memory:
             try:
-                mapping = self.device.attach(shared.told)
+                mapping = self.device.attach(shared.handle)
             except DeviceUnavailable as reason:
                 where = shared.memory[:100]
                 raise TransferError(f"the peer's memory on {where}: {reason}") from None
         self.mappings.append(mapping)
         if mapping.nbytes != shared.nbytes:
             raise TransferError(
-                f"malformed metadata: {shared.nbytes} bytes, mapped are {mapping.nbytes}."
+                f"malformed metadata: a segment of {shared.nbytes} bytes, mapped {mapping.nbytes}."
             )
         return mapping.base - shared.base
 
     def copy(self, src: Ints, dst: Ints, nbytes: Ints) -> Event:
-        """Starts to copy runs; addresses are this process's."""
+        """Starts copying runs; pointers are this process's."""
         self.device.copy_runs(src, dst, nbytes)
         self.event = self.device.record()
         return self.event
@@ -82,42 +80,42 @@ class Attached:
         return self.event is None or self.event.query()
 
     def close(self) -> None:
-        """Unmaps what was mapped."""
+        """Unmaps the memory."""
         while self.mappings:
             self.mappings.pop().close()
 
 
-def share(slab: Slab) -> Shared:
-    """What peers are told of a slab of device memory."""
+def share(slab: Slab) -> DeviceSegment:
+    """Shares a slab of device memory with peers."""
     from kvpool.device import DeviceUnavailable
 
     try:
-        told = _sharing(slab.memory).share(slab.base, slab.nbytes)
+        handle = _sharing(slab.memory).share(slab.base, slab.nbytes)
     except DeviceUnavailable as reason:
         raise TransferError(f"slab of {slab.nbytes} bytes on {slab.memory}: {reason}") from None
-    shared = Shared(slab.base, slab.nbytes, slab.memory, told)
+    shared = DeviceSegment(slab.base, slab.nbytes, slab.memory, handle)
     offered[shared] += 1
     return shared
 
 
-def withdraw(shared: Sequence[Shared]) -> None:
-    """Takes `share` back."""
+def withdraw(shared: Sequence[DeviceSegment]) -> None:
+    """Undoes `share`."""
     for part in shared:
         offered[part] -= 1
         if not offered[part]:
             del offered[part]
 
 
-def attach(shared: Sequence[Shared], memory: str) -> tuple[Attached, list[int]]:
-    """Maps all that a peer shares (untrusted) for the device of one's own `memory`, and by how much
-    each is shifted here.
+def attach(shared: Sequence[DeviceSegment], memory: str) -> tuple[Attached, list[int]]:
+    """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
+    each.
     """
     here = memory or "cpu"
     for part in shared:
         if not memory or part.memory.partition(":")[0] != here.partition(":")[0]:
             raise TransferError(
-                f"the peer's memory is on {part.memory[:100]}, ours on {here}: engine local moves "
-                "between devices of one kind. Use engine nixl or mooncake, of an NPU ascend."
+                f"the peer's memory is on {part.memory[:100]}, this side's on {here}: engine local "
+                "moves between devices of one kind. Use nixl or mooncake, for an NPU ascend."
             )
     attached = Attached(memory, _sharing(memory))
     try:
@@ -136,7 +134,7 @@ def _sharing(memory: str) -> Sharing:
         raise TransferError(str(reason)) from None
     if not isinstance(device, Sharing):
         raise TransferError(
-            f"device {memory!r} shares no memory between processes, so that engine local cannot "
-            "move it. Use engine nixl or mooncake, of an NPU ascend."
+            f"device {memory!r} cannot share memory between processes, which engine local needs. "
+            "Use engine nixl or mooncake, for an NPU ascend."
         )
     return device

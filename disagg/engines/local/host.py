@@ -1,6 +1,4 @@
-"""Host memory between processes of one host: mapped where its owner shares it (pools on the CPU
-device do), else read through the kernel.
-"""
+"""Host memory of another process of this host: mapped if it is shared, else read by the kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` at `base` of the owner: bytes from `offset` of his open file `fd`, or `PRIVATE`."""
+    """`nbytes` at `base` of the owner: bytes from `offset` of its open file `fd`, or `PRIVATE`."""
 
     base: int
     nbytes: int
@@ -40,13 +38,13 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Files:
-    """The files behind one's own shared mappings, held open for peers."""
+    """The files behind this process's shared mappings, kept open for peers."""
 
     def __init__(self) -> None:
         self._handles: dict[tuple[int, int], int] = {}
 
     def find(self, slab: Slab) -> list[Segment]:
-        """The parts of a slab, each in one mapping of this process."""
+        """The segments of a slab, each in one mapping of this process."""
         found: list[Segment] = []
         reached = slab.base
         for low, high, shared, offset, device, inode in _mappings():
@@ -71,7 +69,7 @@ class Files:
         return found
 
     def _open(self, device: int, inode: int) -> int:
-        """A handle of our own on a mapping's file, kept for peers; PRIVATE if there is none."""
+        """A duplicate descriptor of a mapping's file, kept for peers; PRIVATE if there is none."""
         if (device, inode) in self._handles:
             return self._handles[device, inode]
         for entry in os.listdir("/proc/self/fd"):
@@ -82,13 +80,13 @@ class Files:
         return PRIVATE
 
     def close(self) -> None:
-        """Closes them all."""
+        """Closes all files."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
 
 def _continues(one: Segment, other: Segment) -> bool:
-    """Whether a mapping that the kernel split goes on, so that a run may cross the border."""
+    """Whether two segments are one mapping that the kernel split, so that a run may cross."""
     if one.fd == other.fd == PRIVATE:
         return True
     same = (one.device, one.inode) == (other.device, other.inode)
@@ -96,7 +94,7 @@ def _continues(one: Segment, other: Segment) -> bool:
 
 
 def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
-    """(start, end, shared, file offset, device, inode) of this process's mappings, by address."""
+    """(start, end, shared, file offset, device, inode) of this process's mappings, ascending."""
     rows = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, access, offset, device, inode = line.split(maxsplit=5)[:5]
@@ -110,30 +108,26 @@ def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
 
 
 def map_segment(pid: int, segment: Segment) -> tuple[int, bool, object]:
-    """How far a segment is shifted here, whether it is read by the kernel, and its mapping."""
+    """A segment's shift here, whether the kernel must read it, and its mapping."""
     if segment.fd == PRIVATE:
         return 0, True, None
     path = f"/proc/{pid}/fd/{segment.fd}"
     try:
-        # looked at before it is opened: opening a pipe would wait for its other end
+        # checked before it is opened: opening a pipe waits for its other end
         status = os.stat(path)
         if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
-            raise TransferError(f"the peer's file {segment.fd} is not the one that it registered.")
+            raise TransferError(f"the peer's file {segment.fd} is not the registered one.")
         if not stat.S_ISREG(status.st_mode):
-            raise TransferError(f"the peer's file {segment.fd} is no memory.")
+            raise TransferError(f"the peer's file {segment.fd} is not a regular file.")
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TransferError(
             f"the peer's shared memory cannot be opened ({error.strerror}): both processes must "
-            "run as one user. Use engine nixl otherwise."
+            "run as the same user. Use engine nixl otherwise."
         ) from None
     try:
         if not _sealed(handle):
-            return (
-                0,
-                True,
-                None,
-            )  # it could shrink under us, and a read beyond its end would kill us
+            return 0, True, None  # it could shrink, and reading beyond its end raises SIGBUS
         size = os.fstat(handle).st_size
         if segment.offset < 0 or segment.offset + segment.nbytes > size:
             raise TransferError(f"{segment} lies outside a file of {size} bytes.")
@@ -151,7 +145,7 @@ def map_segment(pid: int, segment: Segment) -> tuple[int, bool, object]:
 def _sealed(handle: int) -> bool:
     try:
         return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
-    except OSError:  # a file of a kind that knows no seals
+    except OSError:  # this kind of file has no seals
         return False
 
 
@@ -169,19 +163,19 @@ def read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
         if got != wanted:
             reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
             raise TransferError(
-                f"process {pid} cannot be read ({reason}). Allocate the peer's pool on kvpool's "
-                "CPU device, which shares its memory, or use engine nixl."
+                f"the memory of process {pid} cannot be read ({reason}). Allocate the peer's pool "
+                "on kvpool's CPU device, which shares its memory, or use engine nixl."
             )
 
 
 def this_host() -> str:
-    """This boot of this host, and this namespace of process numbers."""
+    """An identifier of this boot of this host and its process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def started(pid: int) -> str:
-    """When a process began, in clock ticks since boot; empty if there is none."""
+    """Start time of a process in clock ticks since boot; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,6 +1,6 @@
 """Reads between Ascend NPUs through Mooncake's Ascend transport.
 
-Written from Mooncake's documents and sources; no NPU has run it yet (docs/engines.md).
+Written from Mooncake's documentation and sources; not yet run on an NPU (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from kvpool.layout import Slab
 
 ALIGNMENT = 2 << 20
 TRANSPORT = b"AscendDirectTransport"
-"""A name that Mooncake's library has only where it was built for Ascend."""
+"""A symbol that only Mooncake's Ascend build contains."""
 
 
 class AscendEngine(MooncakeEngine):
-    """Memory of one NPU. All peers are read through one `TransferEngine`, of which an NPU has one.
-
-    So after a failed read `fence` raises TransferError: its pages stay in quarantine.
+    """Memory of one NPU. An NPU has one `TransferEngine`, which reads all peers. After a failed
+    read `fence` raises TransferError, and its pages stay in quarantine.
     """
 
     name = "ascend"
-    token_bytes = 0  # it would be host memory, which is not registered here
+    token_bytes = 0  # it would be host memory, which this transport does not register
     max_regions = 256
 
     def __init__(self, hostname: str = "127.0.0.1", chunk: int | None = None) -> None:
         if chunk is not None and chunk % ALIGNMENT:
-            raise ValueError(f"chunk={chunk}: a multiple of 2 MiB ({ALIGNMENT}).")
+            raise ValueError(f"chunk={chunk}: must be a multiple of 2 MiB ({ALIGNMENT}).")
         reason = self.availability()
         if reason is not None:
             raise EngineUnavailable(f"engine ascend: {reason}")
@@ -48,7 +47,7 @@ class AscendEngine(MooncakeEngine):
 
     @classmethod
     def availability(cls) -> str | None:
-        """All that is missing. Nothing of a vendor is imported to find out."""
+        """All that is missing; found without importing a vendor's package."""
         missing = [
             what
             for what, there in (
@@ -72,12 +71,12 @@ class AscendEngine(MooncakeEngine):
             if memory not in ("", slab.memory):
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes on {slab.memory}, others on {memory}: an engine "
-                    "serves one NPU. Make one for each."
+                    "serves one NPU. Create an engine for each."
                 )
             if slab.base % ALIGNMENT:
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes at {slab.base:#x} on {slab.memory} does not "
-                    "begin at a multiple of 2 MiB. Allocate 2 MiB more and begin at the first one."
+                    "start at a multiple of 2 MiB. Allocate 2 MiB more, and start at one."
                 )
             memory = slab.memory
         self._memory = memory
@@ -85,7 +84,7 @@ class AscendEngine(MooncakeEngine):
     def _scope(self) -> AbstractContextManager[Any]:
         """Every thread sets the device before it calls Mooncake."""
         if not self._memory:
-            raise TransferError("engine ascend has no NPU before memory of one is registered.")
+            raise TransferError("engine ascend: register memory of an NPU first.")
         npu: Any = importlib.import_module("torch_npu").npu
         scope: AbstractContextManager[Any] = npu.device(int(self._memory.partition(":")[2]))
         return scope

@@ -1,7 +1,7 @@
-"""Reads through Mooncake's transfer engine: TCP between any two hosts, RDMA where there are NICs.
+"""Reads through Mooncake's transfer engine, over TCP or RDMA.
 
-Whoever reaches a registered process's Mooncake ports can read and write what is registered: they
-belong in a network of one's own.
+Anyone who can reach a process's Mooncake ports can read and write its registered memory: keep the
+ports inside a trusted network.
 """
 
 from __future__ import annotations
@@ -17,61 +17,60 @@ import msgspec
 import numpy as np
 
 from disagg.engines.base import Engine, EngineUnavailable, TransferError
-from disagg.engines.mooncake.link import (
+from disagg.engines.mooncake.package import (
     SWITCHES,
-    Link,
-    Transfer,
     choose,
     hasten,
     moves_cuda,
     package,
-    register,
+    register_ranges,
     start,
 )
+from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.types import MAX_INT
 
-MAX_RANGES = 1 << 16
+MAX_REGIONS = 1 << 16
 POLL_SECONDS = 0.0005
-"""Whoever polls without a pause takes a third to two thirds of the rate on two cores."""
+"""Polling without a pause costs a third to two thirds of the rate on two cores."""
 HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
-class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a peer answers, what it keeps there to be known by, and what it registered."""
+class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A peer's endpoint address, the token by which it is recognised, and its registered ranges."""
 
     protocol: str
     hostname: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token_at: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
     token: bytes
-    ranges: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MAX_RANGES)]
+    ranges: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 @dataclass(eq=False)
-class Peer:
-    """What may be read of a peer, and through what."""
+class MooncakePeer:
+    """A peer's registered ranges, and the thread that reads them."""
 
     ranges: Ranges
-    link: Link
+    thread: PeerThread
 
 
 class MooncakeEngine(Engine):
-    """Memory of the host, and of CUDA devices with Mooncake's CUDA build, over `protocol` "tcp" or
-    "rdma" (then `device` names NICs, all by default).
+    """Host memory, and CUDA memory with Mooncake's CUDA build, over `protocol` "tcp" or "rdma"
+    (then `device` names NICs; default: all).
 
-    `hostname` is what peers reach this host by. Slabs are registered in pieces of at most `chunk`
-    bytes. Each peer is read through a `TransferEngine` of its own; with `shared` all are through
-    one: memory is registered once, but what a failed read wrote to is never known to be quiet.
+    Peers reach this host as `hostname`. Slabs are registered in ranges of at most `chunk` bytes.
+    Each peer is read through its own `TransferEngine`. With `shared` one serves all peers: memory
+    is registered once, but after a failed read a fence can never be certain.
     """
 
     name = "mooncake"
     run_overhead_bytes = 48 << 10
-    progress_seconds = 0.05  # its own threads answer peers
+    progress_seconds = 0.05  # Mooncake's threads answer peers
     token_bytes: ClassVar[int] = 16
-    max_regions: ClassVar[int] = MAX_RANGES
+    max_regions: ClassVar[int] = MAX_REGIONS
 
     def __init__(
         self,
@@ -83,25 +82,25 @@ class MooncakeEngine(Engine):
     ) -> None:
         if protocol not in self.protocols():
             known = ", ".join(self.protocols())
-            raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} knows {known}.")
+            raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} has {known}.")
         if not HOSTNAME.fullmatch(hostname):
-            raise ValueError(f"hostname {hostname!r}: a host name, an IPv4 address or [IPv6].")
+            raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")
         if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk={chunk}: a number of bytes above 0.")
+            raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
         package()
         choose(protocol)
         self._protocol, self._hostname, self._device = protocol, hostname, device
         self._chunk, self._shared = chunk, shared
         self._token = np.frombuffer(secrets.token_bytes(self.token_bytes), dtype=np.uint8)
-        self._stretches: list[tuple[int, int]] = []
+        self._ranges: list[tuple[int, int]] = []
         self._own = Ranges.of([])
-        self._peers: list[Peer] = []
+        self._peers: list[MooncakePeer] = []
         self._engine: Any = None
         self._held: list[np.ndarray] = []
 
     @classmethod
     def protocols(cls) -> Sequence[str]:
-        """What it can be asked for."""
+        """The protocols of this engine."""
         return tuple(SWITCHES)
 
     @classmethod
@@ -114,42 +113,42 @@ class MooncakeEngine(Engine):
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Registers slabs in pieces; where nobody but `metadata` needs them so, not before it."""
+        """Registers slabs in ranges; deferred until `metadata` where only peers need it."""
         self._check(slabs)
-        pieces = [piece for slab in slabs for piece in self._pieces(slab)]
-        regions = len(self._stretches) + len(pieces)
+        ranges = [each for slab in slabs for each in self._chunks(slab)]
+        regions = len(self._ranges) + len(ranges)
         if regions > self.max_regions:
             raise TransferError(
-                f"{regions} regions of memory, engine {self.name} registers {self.max_regions}. "
-                "Put all buffers into one slab per device, and make `chunk` larger if it is set."
+                f"{regions} regions: engine {self.name} registers at most {self.max_regions}. "
+                "Put all buffers into one slab per device, or set a larger `chunk`."
             )
         try:
-            self._own = Ranges.of([*self._stretches, *pieces])
+            self._own = Ranges.of([*self._ranges, *ranges])
         except ValueError as error:
             raise TransferError(f"slabs: {error}") from None
         if self._shared:
             self._serving()
         if self._engine is not None:
             with self._scope():
-                register(self._engine, pieces)
-        self._stretches.extend(pieces)
+                register_ranges(self._engine, ranges)
+        self._ranges.extend(ranges)
 
     def metadata(self) -> bytes:
-        """The address, the token and the registered pieces."""
+        """The endpoint address, the token and the registered ranges."""
         port = self._serving().get_rpc_port()
         at, token = self._token.ctypes.data, self._token.tobytes()
-        own = Metadata(self._protocol, self._hostname, port, at, token, self._stretches)
+        own = MooncakeMetadata(self._protocol, self._hostname, port, at, token, self._ranges)
         return msgspec.msgpack.encode(own)
 
-    def connect(self, metadata: bytes) -> Peer:
-        """Returns at once: a peer that cannot be reached is an error of the first read."""
+    def connect(self, metadata: bytes) -> MooncakePeer:
+        """Returns at once: the first read fails if the peer cannot be reached."""
         try:
-            owner = msgspec.msgpack.decode(metadata, type=Metadata)
+            owner = msgspec.msgpack.decode(metadata, type=MooncakeMetadata)
             ranges = Ranges.of(owner.ranges)
-        except ValueError as error:  # msgspec's among them
+        except ValueError as error:  # including msgspec's errors
             raise TransferError(f"malformed metadata: {error}") from None
         if not HOSTNAME.fullmatch(owner.hostname):
-            raise TransferError(f"malformed metadata: {owner.hostname!r} is no host name.")
+            raise TransferError(f"malformed metadata: host name {owner.hostname!r}.")
         if len(owner.token) != self.token_bytes:
             raise TransferError(f"malformed metadata: a token of {len(owner.token)} bytes.")
         if owner.protocol != self._protocol:
@@ -162,7 +161,7 @@ class MooncakeEngine(Engine):
         shared = self._serving() if self._shared else None
         if shared is not None:
             self._held.append(scratch)
-        link = Link(
+        thread = PeerThread(
             address,
             owner.token_at,
             owner.token,
@@ -171,19 +170,19 @@ class MooncakeEngine(Engine):
             self._shared,
             self._scope(),
         )
-        peer = Peer(ranges, link)
+        peer = MooncakePeer(ranges, thread)
         self._peers.append(peer)
         return peer
 
-    def read(self, peer: Peer, batch: CopyBatch) -> Transfer | None:
-        """Hands the batch to the peer's thread, cut where one registered piece ends."""
+    def read(self, peer: MooncakePeer, batch: CopyBatch) -> MooncakeTransfer | None:
+        """Queues the batch for the peer's thread, cut at the edges of registered ranges."""
         if not batch.runs:
             return None
         batch = peer.ranges.cut(batch, batch.src, "the peer")
-        return peer.link.read(self._own.cut(batch, batch.dst, "this engine"))
+        return peer.thread.read(self._own.cut(batch, batch.dst, "this engine"))
 
-    def poll(self, transfer: Transfer | None) -> bool:
-        """Whether its thread is done with it; leaves the processor to it for a moment."""
+    def poll(self, transfer: MooncakeTransfer | None) -> bool:
+        """Whether the thread has completed it; waits a moment, which leaves it the processor."""
         if transfer is None:
             return True
         if not transfer.ended.wait(POLL_SECONDS):
@@ -192,11 +191,11 @@ class MooncakeEngine(Engine):
             raise TransferError(transfer.problem)
         return True
 
-    def fence(self, peer: Peer, timeout: float | None = None) -> bool:
-        """Lets the call that runs come to its end, a failed one's `TransferEngine` be destroyed."""
-        peer.link.give_up()
-        quiet = peer.link.quiet(timeout)
-        # what is shared is destroyed when all threads have let go of it: those `close` waits for
+    def fence(self, peer: MooncakePeer, timeout: float | None = None) -> bool:
+        """Waits for the running call; after a failed one its `TransferEngine` is destroyed."""
+        peer.thread.give_up()
+        quiet = peer.thread.quiet(timeout)
+        # a shared `TransferEngine` is destroyed once all threads have released it: `close` waits
         if quiet and not self._shared and peer in self._peers:
             self._peers.remove(peer)
         return quiet
@@ -204,20 +203,20 @@ class MooncakeEngine(Engine):
     def close(self) -> None:
         """Gives up all peers, and waits for calls that may write."""
         for peer in self._peers:
-            peer.link.give_up()
+            peer.thread.give_up()
         while self._peers:
-            link = self._peers.pop().link
+            thread = self._peers.pop().thread
             if self._shared:
-                link.join()
+                thread.join()
             else:
-                link.quiet(None)
+                thread.quiet(None)
         if self._engine is not None:
             with self._scope():
                 hasten(self._engine)
                 self._engine = None
 
     def _check(self, slabs: Sequence[Slab]) -> None:
-        """Mooncake finds out itself where an address lies; its non-CUDA build takes any for the
+        """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
         host's.
         """
         moves = ("cpu", "cuda") if moves_cuda() else ("cpu",)
@@ -229,13 +228,13 @@ class MooncakeEngine(Engine):
                     "ascend for an NPU, or build the pool with device='cpu'."
                 )
 
-    def _pieces(self, slab: Slab) -> Iterator[tuple[int, int]]:
+    def _chunks(self, slab: Slab) -> Iterator[tuple[int, int]]:
         most = self._chunk or slab.nbytes
         for base in range(slab.base, slab.end, most):
             yield base, min(most, slab.end - base)
 
     def _scope(self) -> AbstractContextManager[Any]:
-        """What a thread must be in when it uses Mooncake."""
+        """The context that a thread must be in when it calls Mooncake."""
         return nullcontext()
 
     def _serving(self) -> Any:
@@ -244,14 +243,14 @@ class MooncakeEngine(Engine):
             with self._scope():
                 engine = start(self._protocol, self._hostname, self._device)
                 if self._token.size:
-                    register(engine, [(self._token.ctypes.data, self._token.size)])
-                register(engine, self._stretches)
+                    register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
+                register_ranges(engine, self._ranges)
             self._engine = engine
         return self._engine
 
     def _reading(self) -> Any:
-        """A new `TransferEngine` that reads; over TCP, memory that it writes is not registered."""
+        """A new `TransferEngine` for reads. Over TCP it registers no memory."""
         engine = start(self._protocol, self._hostname, self._device)
         if self._protocol != "tcp":
-            register(engine, self._stretches)
+            register_ranges(engine, self._ranges)
         return engine

@@ -1,8 +1,8 @@
 """NIXL: RDMA, NVLink, TCP or shared memory through UCX and other backends.
 
-Facts relied on (docs/engines.md): without its progress thread an agent burns no core, and whoever
-is read must then make progress himself; there is no time-out; a read that has not ended can be
-stopped only by ending the whole agent.
+Three facts shape this engine (docs/engines.md shows them). Without its progress thread an agent
+uses no core, and the side that is read must make progress itself. NIXL has no time-out. Only
+destroying the whole agent stops a read that does not complete.
 """
 
 from __future__ import annotations
@@ -10,59 +10,55 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from disagg.engines.base import Engine, TransferError
-from disagg.engines.nixl.agent import BY_PROGRESS, COUNTS, Agent, backend_options, nixl_api
-from disagg.engines.nixl.link import Link
-from disagg.engines.nixl.memory import Told, common, memory_of, told
+from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
+from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
+from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 
-if TYPE_CHECKING:
-    from disagg.plan import TransferPlan
-
-OWN_COUNTS = ("runs_by_number", "runs_by_address", "agents_ended")
-MAX_ASIDE = 8
-"""Agents that were ended and are not destroyed; the oldest are, beyond."""
-PAUSE = 0.001
+MAX_KEPT_AGENTS = 8
+"""Retired agents that are kept undestroyed; beyond, the oldest is destroyed."""
 
 
 @dataclass(eq=False)
-class Peer:
-    """Whom we read. `open` are transfers of which a byte may still land."""
+class NixlPeer:
+    """A peer, the agent that reads it and its name there. `open` are transfers of which a byte may
+    still land.
+    """
 
-    told: Told
-    link: Link | None = None
-    plan: TransferPlan | None = None
-    open: list[Transfer] = field(default_factory=list)
+    metadata: NixlMetadata
+    agent: Agent | None = None
+    name: str = ""
+    open: list[NixlTransfer] = field(default_factory=list)
     given_up: float | None = None
 
 
 @dataclass(eq=False)
-class Transfer:
-    """Reads that were posted for one batch and have not ended, by number; what went wrong."""
+class NixlTransfer:
+    """The read that was posted for a batch, and why it failed."""
 
-    peer: Peer
+    peer: NixlPeer
     agent: Agent
-    reads: list[int]
+    read: int
+    complete: bool = False
     problem: str | None = None
 
 
 class NixlEngine(Engine):
-    """NIXL with one backend; `options` go to the backend as they are.
+    """NIXL with one backend; `options` are passed to the backend unchanged.
 
-    `transports` is one of UCX's names (`tcp`, `posix`, `rc`, …); several are given by the variable
-    UCX_TLS. A fence waits `patience` seconds for reads to end by themselves before it ends the
-    agent, which can crash a peer that is read over TCP. Where `transports` says that nothing lands
-    without us, the agent is laid aside and the peer lives.
+    `transports` is one UCX transport (`tcp`, `posix`, `rc`, …); the variable UCX_TLS selects
+    several. A fence waits `patience` seconds for reads to complete before it retires their agent.
+    Destroying an agent can crash a peer that it reads over TCP, so over transports that need this
+    side's progress a retired agent is kept instead.
     """
 
     name = "nixl"
     run_overhead_bytes = 8 << 10
-    progress_seconds = 0.0002  # over TCP and shared memory this is what the rate depends on
+    progress_seconds = 0.0002  # over TCP and shared memory the rate depends on it
 
     def __init__(
         self,
@@ -74,13 +70,13 @@ class NixlEngine(Engine):
     ) -> None:
         self._backend, self._patience = backend, patience
         self._options = backend_options(backend, options, transports)
-        self._lay_aside = transports in BY_PROGRESS
+        self._keep_retired = transports in NEED_PROGRESS
         self._memory = ""
         self._slabs: list[tuple[int, int, int, str]] = []
-        self._peers: list[Peer] = []
-        self._ending: list[Agent] = []
-        self._aside: list[Agent] = []
-        self._counts = dict.fromkeys((*COUNTS, *OWN_COUNTS), 0.0)
+        self._peers: list[NixlPeer] = []
+        self._retiring: list[Agent] = []
+        self._kept: list[Agent] = []
+        self._counts = dict.fromkeys((*TELEMETRY, "agents_ended"), 0.0)
         self._agent: Agent | None = None
         self._current()
 
@@ -95,7 +91,7 @@ class NixlEngine(Engine):
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs of one memory: the host's, or one CUDA device's."""
-        name = common(slabs, self._memory)
+        name = one_memory(slabs, self._memory)
         memory = memory_of(name or "cpu")
         rows = [(slab.base, slab.nbytes, memory.device, "") for slab in slabs]
         self._current().register(rows, memory)
@@ -103,52 +99,45 @@ class NixlEngine(Engine):
         self._slabs.extend(rows)
 
     def metadata(self) -> bytes:
-        """Where the memory lies, and the agent's metadata."""
-        return msgspec.msgpack.encode(Told(self._memory or "cpu", self._current().metadata()))
+        """The memory's name, and the agent's metadata."""
+        found = NixlMetadata(self._memory or "cpu", self._current().metadata())
+        return msgspec.msgpack.encode(found)
 
-    def connect(self, metadata: bytes) -> Peer:
+    def connect(self, metadata: bytes) -> NixlPeer:
         """Loads the peer's metadata."""
-        peer = Peer(told(metadata))
-        self._link(peer)
+        peer = NixlPeer(decode_metadata(metadata))
+        self._connected(peer)
         self._peers.append(peer)
         return peer
 
-    def prepare(self, peer: Peer, plan: TransferPlan) -> None:
-        """Lists are made by the first read that uses them: it says which source the peer is."""
-        peer.plan = plan
-        if peer.link is not None:
-            peer.link.drop_lists()
-
-    def read(self, peer: Peer, batch: CopyBatch) -> Transfer | None:
-        """Posts runs by number, where many have one, and the rest by address."""
+    def read(self, peer: NixlPeer, batch: CopyBatch) -> NixlTransfer | None:
+        """Posts the batch as one read."""
         if not batch.runs:
             return None
-        link = self._link(peer)
-        reads, by_number = link.make(batch, peer.plan)
-        self._counts["runs_by_number"] += by_number
-        self._counts["runs_by_address"] += batch.runs - by_number
-        transfer = Transfer(peer, link.agent, reads)
+        agent = self._connected(peer)
+        src, dst = memory_of(peer.metadata.memory), memory_of(self._memory or "cpu")
+        transfer = NixlTransfer(peer, agent, agent.make_read(peer.name, batch, src, dst))
         peer.open.append(transfer)
-        _ask(transfer, link.agent.post)
-        _ended(transfer)
+        _check(transfer, agent.post)
+        _arrived(transfer)
         return transfer
 
-    def poll(self, transfer: Transfer | None) -> bool:
+    def poll(self, transfer: NixlTransfer | None) -> bool:
         """Asks the agent."""
         if transfer is None:
             return True
-        _ask(transfer, transfer.agent.ended)
-        return _ended(transfer)
+        _check(transfer, transfer.agent.complete)
+        return _arrived(transfer)
 
     def progress(self) -> None:
         """Lets all agents make progress."""
-        for agent in (self._agent, *self._ending):
+        for agent in (self._agent, *self._retiring):
             if agent is not None:
                 agent.progress()
 
-    def fence(self, peer: Peer, timeout: float | None = None) -> bool:
-        """Waits for the peer's reads to end. Where one does not, or has failed, the agent is ended
-        as soon as it serves nobody else: what the others read next is read by a new agent.
+    def fence(self, peer: NixlPeer, timeout: float | None = None) -> bool:
+        """Waits for the peer's reads to complete. If one does not, or has failed, its agent is
+        retired once no other peer waits for it; other peers are then read by a new agent.
         """
         if peer.given_up is None:
             peer.given_up = time.monotonic()
@@ -156,28 +145,28 @@ class NixlEngine(Engine):
         while not self._quiet(peer):
             if stop is not None and time.monotonic() >= stop:
                 return False
-            time.sleep(PAUSE)
+            time.sleep(FENCE_POLL_SECONDS)
         return True
 
     def telemetry(self) -> Mapping[str, float]:
-        """What NIXL says of the reads that have ended (seconds from their post), how many runs were
-        described how, and how many agents were ended by a fence.
+        """NIXL's sums over complete reads (seconds count from the post), and how many agents a
+        fence retired.
         """
         return dict(self._counts)
 
     def close(self) -> None:
-        """Fences all peers, all at once, and ends the agent."""
+        """Fences all peers at once, and destroys the agents."""
         for peer in self._peers:
             peer.given_up = peer.given_up or time.monotonic()
         for peer in list(self._peers):
             self.fence(peer)
         self._retire(self._agent)
         self._end_agents()
-        while self._aside:
-            _destroy(self._aside.pop())
+        while self._kept:
+            _destroy(self._kept.pop())
 
     def _current(self) -> Agent:
-        """The agent that reads and is read; a new one where the last was ended."""
+        """The agent that reads and is read; a new one if the last was retired."""
         if self._agent is None:
             agent = Agent(self._backend, self._options, self._counts)
             if self._slabs:
@@ -185,15 +174,17 @@ class NixlEngine(Engine):
             self._agent = agent
         return self._agent
 
-    def _link(self, peer: Peer) -> Link:
+    def _connected(self, peer: NixlPeer) -> Agent:
+        """The agent by which a peer is read."""
         if peer.given_up is not None:
             raise TransferError("the peer was given up. Connect again.")
-        if peer.link is None or peer.link.agent in self._ending:
-            peer.link = Link(self._current(), memory_of(self._memory or "cpu"), peer.told)
-        return peer.link
+        if peer.agent is None or peer.agent in self._retiring:
+            agent = self._current()
+            peer.name, peer.agent = agent.connect(peer.metadata.agent), agent
+        return peer.agent
 
-    def _quiet(self, peer: Peer) -> bool:
-        """Whether nothing of a peer that was given up can land; does what can be done for it."""
+    def _quiet(self, peer: NixlPeer) -> bool:
+        """Whether no byte from a peer that was given up can land; retires its agent if need be."""
         self._poll_all(peer)
         waited = time.monotonic() - (peer.given_up or 0.0)
         failed = any(transfer.problem is not None for transfer in peer.open)
@@ -203,26 +194,25 @@ class NixlEngine(Engine):
             self._end_agents()
         if not peer.open and peer in self._peers:
             self._peers.remove(peer)
-            if peer.link is not None:
-                peer.link.leave()
+            if peer.agent is not None:
+                peer.agent.disconnect(peer.name)
         return not peer.open
 
-    def _poll_all(self, peer: Peer) -> None:
-        for transfer in list(peer.open):
-            _ask(transfer, transfer.agent.ended)
-            if not transfer.reads:
-                peer.open.remove(transfer)
+    def _poll_all(self, peer: NixlPeer) -> None:
+        for transfer in peer.open:
+            _check(transfer, transfer.agent.complete)
+        peer.open = [transfer for transfer in peer.open if not transfer.complete]
 
     def _retire(self, agent: Agent | None) -> None:
-        """No read begins on an agent any more."""
-        if agent is not None and agent not in self._ending:
-            self._ending.append(agent)
+        """An agent on which no read begins any more."""
+        if agent is not None and agent not in self._retiring:
+            self._retiring.append(agent)
         if agent is self._agent:
             self._agent = None
 
     def _end_agents(self) -> None:
-        """Ends the retired agents on which nobody waits for a read."""
-        for agent in list(self._ending):
+        """Ends the retired agents whose reads no live peer waits for."""
+        for agent in list(self._retiring):
             for peer in self._peers:
                 self._poll_all(peer)
             left = [t for p in self._peers for t in p.open if t.agent is agent]
@@ -231,40 +221,39 @@ class NixlEngine(Engine):
             for transfer in left:
                 transfer.problem = transfer.problem or "the peer was given up."
             for peer in self._peers:
-                if peer.link is not None and peer.link.agent is agent:
-                    peer.link = None
-            if left and self._lay_aside:
-                self._aside.append(agent)
+                if peer.agent is agent:
+                    peer.agent = None
+            if left and self._keep_retired:
+                self._kept.append(agent)
             else:
                 _destroy(agent)
-            self._ending.remove(agent)
+            self._retiring.remove(agent)
             self._counts["agents_ended"] += bool(left)
             for transfer in left:
                 transfer.peer.open.remove(transfer)
-        while len(self._aside) > MAX_ASIDE:
-            _destroy(self._aside.pop(0))
+        while len(self._kept) > MAX_KEPT_AGENTS:
+            _destroy(self._kept.pop(0))
 
 
-def _ask(transfer: Transfer, question: Callable[[int], bool]) -> None:
-    """Asks whether each read of a transfer has ended, and keeps what is wrong."""
-    for read in list(transfer.reads) if transfer.problem is None else ():
-        try:
-            if question(read):
-                transfer.reads.remove(read)
-        except TransferError as error:
-            transfer.problem = str(error)
-            return
+def _check(transfer: NixlTransfer, is_complete: Callable[[int], bool]) -> None:
+    """Asks whether a transfer's read is complete, and records a failure."""
+    if transfer.complete or transfer.problem is not None:
+        return
+    try:
+        transfer.complete = is_complete(transfer.read)
+    except TransferError as error:
+        transfer.problem = str(error)
 
 
-def _ended(transfer: Transfer) -> bool:
-    """Whether a transfer has ended. Raises TransferError if it never will."""
+def _arrived(transfer: NixlTransfer) -> bool:
+    """Whether a transfer is complete. Raises TransferError if it has failed."""
     if transfer.problem is not None:
         raise TransferError(transfer.problem)
-    if not transfer.reads and transfer in transfer.peer.open:
+    if transfer.complete and transfer in transfer.peer.open:
         transfer.peer.open.remove(transfer)
-    return not transfer.reads
+    return transfer.complete
 
 
 def _destroy(agent: Agent) -> None:
     if not agent.destroy():
-        raise TransferError("NIXL's agent cannot be ended: something still refers to it.")
+        raise TransferError("NIXL's agent cannot be destroyed: an object still refers to it.")

@@ -1,4 +1,4 @@
-"""`kvpool bench`: what it times is checked, counted, listed and refused as it says."""
+"""`kvpool bench`: cases are checked, their bytes counted, failures listed, options refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from disagg.cli.bench import chart, host
 from disagg.cli.bench.case import QUICK
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import row_of
-from disagg.cli.bench.peer import Other
+from disagg.cli.bench.measure import measurement_of
+from disagg.cli.bench.peer import PeerProcess
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
@@ -47,13 +47,13 @@ def run(*arguments):
 
 
 def told(done):
-    """All that was printed, in one line without a box."""
+    """The printed output in one line, without the table's box."""
     return " ".join(done.output.replace("│", "").split())
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """All groups, engines and cases, once: what was printed, and the JSON."""
+    """One run of all groups, engines and cases: its output and JSON."""
     path = tmp_path_factory.mktemp("bench") / "all.json"
     done = run("--json", path)
     assert done.exit_code == 0, done.output
@@ -81,7 +81,7 @@ def test_the_json_is_one_object_of_machine_versions_date_and_rows(everything):
     assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
 
 
-def test_every_engine_is_listed_with_figures_or_with_the_reason_why_not(everything):
+def test_every_engine_is_listed_with_figures_or_a_reason(everything):
     printed, found = everything
     rows = [row for row in found["rows"] if row["group"] == "transfer"]
     assert {row["engine"] for row in rows} == set(engine_names())
@@ -146,18 +146,20 @@ def test_bytes_are_those_of_the_formats(everything):
 
 def test_a_ratio_is_that_of_times_taken_in_the_same_round():
     case = all_cases(QUICK, [])[0]
-    slow = 10.0  # the machine, half of the time
-    row = row_of(case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)])
+    slow = 10.0  # the machine is slow half of the time
+    row = measurement_of(
+        case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)]
+    )
     assert (row.ratio, row.rounds) == (0.5, 4)
     assert (row.seconds, row.reference_seconds) == (5.5, 0.5)
 
 
 def nothing(*_, **__):
-    """Does none of the work."""
+    """Does nothing."""
 
 
 def zeros(rows, where):
-    """Reads what is not there."""
+    """Reads other locations."""
     return [torch.zeros(len(where), *row.view.shape[2:], dtype=row.dtype) for row in rows]
 
 
@@ -178,7 +180,7 @@ def one_page(made, source, *addresses, bind=TransferPlan.bind):
 
 
 def another_page(made, source, there, here, bind=TransferPlan.bind):
-    """Runs of as many bytes, to another page than was asked for."""
+    """Runs of as many bytes, to another page."""
     ids = np.roll(here.spans["kv"].ids, 1)
     spans = {**here.spans, "kv": replace(here.spans["kv"], ids=ids)}
     return bind(made, source, there, replace(here, spans=spans))
@@ -199,7 +201,7 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
         ("transfer", LocalEngine, "read", nothing),
     ],
 )
-def test_a_case_that_does_not_do_its_work_fails(monkeypatch, tmp_path, group, owner, name, instead):
+def test_a_case_with_a_wrong_result_fails(monkeypatch, tmp_path, group, owner, name, instead):
     monkeypatch.setattr(owner, name, instead)
     chosen = ("--engine", "local") if group == "transfer" else ()
     done = run("--only", group, *chosen, "--json", tmp_path / "rows.json")
@@ -208,7 +210,7 @@ def test_a_case_that_does_not_do_its_work_fails(monkeypatch, tmp_path, group, ow
         assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
 
 
-def test_what_a_device_cannot_run_is_listed_with_its_reason(monkeypatch):
+def test_a_case_that_a_device_cannot_run_is_listed_with_its_reason(monkeypatch):
     def missing(*_):
         raise NotImplementedError("no such kernel.")
 
@@ -219,7 +221,7 @@ def test_what_a_device_cannot_run_is_listed_with_its_reason(monkeypatch):
     assert "256 requests" in done.output
 
 
-def test_what_breaks_is_listed_too_and_fails(monkeypatch):
+def test_a_case_that_raises_is_listed_and_fails(monkeypatch):
     def broken(*_):
         raise OSError("the card fell out")
 
@@ -231,7 +233,9 @@ def test_what_breaks_is_listed_too_and_fails(monkeypatch):
 
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):
-    monkeypatch.setattr(Other, "metadata", lambda other, _: (other.process.kill(), other._answer()))
+    monkeypatch.setattr(
+        PeerProcess, "metadata", lambda other, _: (other.process.kill(), other._answer())
+    )
     done = run("--only", "transfer", "--engine", "local")
     assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
 
@@ -240,18 +244,18 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
     ("arguments", "sentence"),
     [
         (["--device", "abacus:0"], "no installed package offers 'abacus'"),
-        (["--device", "meta"], "device 'meta' has sizes and no memory"),
+        (["--device", "meta"], "device 'meta' has no memory to measure"),
         (["--only", "stores"], "--only stores: one of store, load"),
-        (["--engine", "pigeon"], "engine 'pigeon': known are"),
+        (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
-        (["--engine", "local", "--only", "store"], "--engine is for transfers"),
+        (["--engine", "local", "--only", "store"], "--engine selects transfers"),
         (["--json", "nowhere/x.json"], "there is no directory nowhere"),
         (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
-        (["--chart", "x.gif"], "x.gif: a name that ends in .svg, .html, .png."),
+        (["--chart", "x.gif"], "x.gif: the name must end in .svg, .html, .png."),
         (["--chart", "x.svg"], "matplotlib is not installed. pip install 'kvpool[viz]'."),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_before_anything_runs(monkeypatch, arguments, sentence):
+def test_invalid_options_are_refused_before_anything_runs(monkeypatch, arguments, sentence):
     monkeypatch.setattr(LocalEngine, "availability", lambda: "no such card. Put one in.")
     known = {**base._entries(), "absent": base._entries()["local"]}
     monkeypatch.setattr(base, "_entries", lambda: known)

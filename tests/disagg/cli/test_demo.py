@@ -1,4 +1,4 @@
-"""The demo is the claim: eight families, two engines, two processes, equal to one process."""
+"""The demo: eight families and two engines; two processes compute the same as one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kvpool(*arguments):
 
 
 def prefill_side(pipe):
-    """Plays prefill's part of one demo after the other."""
+    """Runs prefill's side of one demo after the other."""
     while settings := pipe.recv():
         demo.offer(pipe, settings)
 
@@ -53,7 +53,7 @@ def play():
     verdict and what was printed.
     """
     spawn = multiprocessing.get_context("spawn")
-    peers: list[demo.Peer] = []
+    peers: list[demo.PrefillProcess] = []
 
     def run(settings):
         if not peers or not peers[-1].process.is_alive():
@@ -61,7 +61,7 @@ def play():
             process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
             process.start()
             there.close()
-            peers.append(demo.Peer(here, process))
+            peers.append(demo.PrefillProcess(here, process))
         peer, console = peers[-1], Console(file=StringIO(), width=200)
         peer.pipe.send(settings)
         try:
@@ -136,7 +136,7 @@ def single(request):
     return pool, cache.requests[0].address(), own
 
 
-def test_the_byte_verdict_sees_every_region(single):
+def test_the_byte_comparison_sees_every_region(single):
     pool, address, own = single
     right = same_as_transformers(pool, address, own)
     assert not right.wrong
@@ -163,23 +163,23 @@ def test_two_pools_of_one_request_are_compared_byte_by_byte(single):
 
 
 def mislead(pipe, settings):
-    """A prefill that computes one token more than decode made room for."""
+    """A prefill that computes one token more than decode has room for."""
     demo.prefill_process(pipe, replace(settings, prompts=(settings.prompts[0] + 1,)))
 
 
 def vanish(pipe, settings):
-    """A prefill that ends before it has said where it is."""
+    """A prefill that ends before it sends its endpoint address."""
     os._exit(3)
 
 
 def vanish_later(pipe, settings):
-    """A prefill that ends once it has said where it is, without an endpoint there."""
+    """A prefill that sends an endpoint address without an endpoint, and ends."""
     pipe.send(("address", "tcp://127.0.0.1:9"))
     os._exit(4)
 
 
 def stop_listening(pipe, settings):
-    """A prefill that shakes hands, cannot be told to go, and ends a little later."""
+    """A prefill that completes the handshake, closes its pipe, and ends a little later."""
 
     def close():
         pipe.close()
@@ -199,9 +199,7 @@ def stop_listening(pipe, settings):
         (stop_listening, "prefill ended with status 5"),
     ],
 )
-def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(
-    monkeypatch, capsys, instead, sentence
-):
+def test_a_failed_hand_off_is_exit_status_1_with_the_reason(monkeypatch, capsys, instead, sentence):
     monkeypatch.setattr(demo, "prefill_process", instead)
     with pytest.raises(Exit) as ended:
         demo.demo(prompt_tokens=[40], prefill_page=8, decode_page=8)
@@ -210,7 +208,7 @@ def test_a_hand_off_that_fails_is_exit_status_1_and_says_why(
     assert "FAIL" in said and sentence in said
 
 
-def test_a_reason_with_brackets_is_printed_as_it_is(monkeypatch, capsys):
+def test_a_reason_with_brackets_is_printed_unchanged(monkeypatch, capsys):
     monkeypatch.setattr(demo, "engine_class", lambda _: type("E", (), {"availability": missing}))
     with pytest.raises(Exit):
         demo.demo()
@@ -222,7 +220,7 @@ def missing():
 
 
 def prefill_of(parent: int) -> int:
-    """The process that `parent` spawned, once it is there."""
+    """The process that `parent` spawned, once it exists."""
     for _ in range(200):
         for entry in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
@@ -245,7 +243,7 @@ def test_the_prefill_process_ends_with_its_parent(ended):
         try:
             if " Z " in Path(f"/proc/{child}/stat").read_text():
                 return
-        except OSError:  # gone, perhaps while it was being read
+        except OSError:  # ended, perhaps while it was read
             return
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
@@ -263,7 +261,7 @@ def test_a_prefill_process_that_is_killed_is_exit_status_1():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["explain", "--help"]])
-def test_help_is_there(arguments):
+def test_every_command_has_help(arguments):
     done = kvpool(*arguments)
     assert done.returncode == 0
     assert "Usage" in done.stdout
@@ -278,13 +276,13 @@ def test_help_is_there(arguments):
         ("--model", "gpt", f"one of {', '.join(MODELS)}, got 'gpt'"),
     ],
 )
-def test_bad_options_are_refused_by_a_sentence(option, value, sentence):
+def test_invalid_options_are_refused_with_a_sentence(option, value, sentence):
     done = kvpool("demo", option, value)
     assert done.returncode == 2
     assert sentence in " ".join(done.stderr.replace("│", "").split())
 
 
-def test_a_device_that_is_not_there_is_refused_before_anything_is_built():
+def test_a_missing_device_is_refused_before_anything_is_built():
     done = kvpool("demo", "--device", "gpu")
     assert done.returncode == 1
     assert "FAIL device 'gpu': no installed package offers 'gpu'" in done.stdout

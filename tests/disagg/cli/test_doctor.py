@@ -1,4 +1,4 @@
-"""`kvpool doctor` says what works here, and lets nothing that is broken stop it."""
+"""`kvpool doctor` lists what works here, whatever else is broken."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Broken:
 
 
 def offer(monkeypatch, **groups):
-    """Entry points of modules of this test; `absent` names one that is not there."""
+    """Entry points of modules of this test; `absent` names a missing one."""
     made = {
         group: [EntryPoint(name, f"{__name__}:{name}", group) for name in names]
         for group, names in groups.items()
@@ -38,7 +38,7 @@ def offer(monkeypatch, **groups):
     monkeypatch.setattr(doctor, "entry_points", lambda group: made[group.partition(".")[2]])
 
 
-def test_what_is_installed_here_works_here():
+def test_installed_devices_and_engines_work():
     done = subprocess.run([KVPOOL, "doctor", "--json"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -51,9 +51,9 @@ def test_what_is_installed_here_works_here():
     assert all(name in table for _, name in works)
 
 
-def test_each_that_does_not_work_says_why_and_the_others_are_asked_too(monkeypatch):
+def test_each_failure_has_a_reason_and_the_others_are_still_checked(monkeypatch):
     offer(monkeypatch, devices=["Missing"], engines=["Absent", "Broken"])
-    missing, absent, broken = doctor.findings()
+    missing, absent, broken = doctor.availabilities()
     assert [each.kind for each in (missing, absent, broken)] == ["device", "engine", "engine"]
     assert "AttributeError" in missing.problem and "Missing" in missing.problem
     assert absent.problem == "no such card in this machine. Put one in."

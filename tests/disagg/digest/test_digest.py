@@ -1,4 +1,4 @@
-"""Digests of what was moved: equal on both sides whatever the layouts, and of these bytes only."""
+"""Digests of moved bytes: equal on both sides whatever the layouts, and of live bytes only."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ every = pytest.mark.parametrize("case", CASES)
 
 @dataclass(repr=False)
 class Moved:
-    """A hand-off that has happened."""
+    """A completed hand-off."""
 
     sources: list
     dest: object
@@ -71,7 +71,7 @@ class Moved:
         return pieces(self.made, source, tokens, self.here.num_tokens)
 
     def digests(self, source, each=False, given=None):
-        """Of the source's memory, and of the destination's."""
+        """Digests of the source's memory, and of the destination's."""
         given = self.pieces(source) if given is None else given
         return tuple(
             values(holder, address, given, each)
@@ -82,7 +82,7 @@ class Moved:
         )
 
     def report(self):
-        """What `differing` says, over all sources."""
+        """The sentences of `differing`, over all sources."""
         found = []
         for source in range(len(self.sources)):
             edges = np.cumsum([len(piece.entries) for piece in self.pieces(source)])
@@ -92,7 +92,7 @@ class Moved:
 
 
 def values(holder, address, given, each=False):
-    """The steps of a digest, put together."""
+    """All steps of `digests`, concatenated."""
     parts = [part for part in digests(holder.layout, address, given, each) if part is not None]
     return np.concatenate([np.empty(0, dtype=np.uint64), *parts])
 
@@ -119,7 +119,7 @@ known: dict[str, list[Moved]] = {}
 
 
 def case_of(name) -> list[Moved]:
-    """One hand-off for each decode rank of a case; made once."""
+    """One hand-off per decode rank of a case, cached."""
     if name not in known:
         build, source, dest = CASES[name]
         known[name] = [moved(ranks(build, **source), into) for into in ranks(build, **dest)]
@@ -134,7 +134,7 @@ def nbytes(layout, piece):
 
 
 @every
-def test_both_sides_have_the_same_digests_of_all_that_was_moved(case):
+def test_both_sides_have_equal_digests_of_moved_bytes(case):
     for each in case_of(case):
         every_piece = 0
         for source in range(len(each.sources)):
@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_named_by_region_and_position(name, data):
 
 
 def entry_of(holder, address, region, entry):
-    """The bytes of one entry, `[axes but entry, byte]`, to be written to."""
+    """A view of the bytes of one entry, `[axes but entry, byte]`."""
     space, view = holder.layout.space_of(region), state(holder).views[region.key]
     ids = address.spans[space.id_list].ids
     item = view[ids[entry // space.entries_per_item if space.kind == "paged" else 0]]
@@ -204,7 +204,7 @@ def entry_of(holder, address, region, entry):
 
 @settings(max_examples=100)
 @given(st.sampled_from(sorted(CASES)), st.data())
-def test_a_byte_that_is_dead_or_padding_or_another_request_s_changes_nothing(name, data):
+def test_bytes_that_are_not_live_do_not_change_a_digest(name, data):
     each = data.draw(st.sampled_from(case_of(name)), label="rank")
     (memory,) = state(each.dest).memory
     dead = np.flatnonzero(~alive(each.dest, each.here))
@@ -218,7 +218,7 @@ def test_a_byte_that_is_dead_or_padding_or_another_request_s_changes_nothing(nam
 
 
 def alive(holder, address):
-    """Which bytes of a holder's memory are live bytes of a request."""
+    """Mask of the live bytes of a request in a pool's memory."""
     (memory,) = state(holder).memory
     before = memory.copy()
     memory[...] = 0
@@ -232,7 +232,7 @@ def alive(holder, address):
 
 @settings(max_examples=100)
 @given(st.sampled_from(sorted(CASES)), st.sampled_from(("positions", "layers", "steps")), st.data())
-def test_what_is_exchanged_between_positions_layers_or_steps_shows(name, what, data):
+def test_values_exchanged_between_positions_layers_or_steps_are_found(name, what, data):
     each = data.draw(st.sampled_from(case_of(name)), label="rank")
     layout = each.dest.layout
     region = other = data.draw(st.sampled_from(layout.regions), label="region")
@@ -263,8 +263,8 @@ def test_what_is_exchanged_between_positions_layers_or_steps_shows(name, what, d
 
 
 @every
-def test_digests_add_up_whoever_sends_and_in_whatever_chunks(case):
-    """By (owner, layer, role): those of the whole request, had it come from one rank."""
+def test_digests_add_up_over_sources_and_chunks(case):
+    """Sums by (owner, layer, role) equal those of the whole request from one rank."""
     each, (build, _, dest) = case_of(case)[0], CASES[case]
     alone = moved(ranks(build, **dest)[:1], ranks(build, **dest)[0])
 
@@ -298,7 +298,7 @@ def mix(x):
 
 
 def by_hand(holder, address, piece):
-    """One digest an entry: sums over grid points, cut every 4096 bytes."""
+    """One digest per entry: sums over grid points, cut every 4096 bytes."""
     weights = [mix(n) | 1 for n in range(1, 1027)]
     region = holder.layout.region_by_key[piece.key]
     axes = [axis for axis in region.axes if axis.name != "entry"]
@@ -327,7 +327,7 @@ def by_hand(holder, address, piece):
 
 
 def long_cells(tp, order):
-    """Grid points of 9,002 bytes: two whole cells and a rest."""
+    """Grid points of 9,002 bytes: two full cells and a rest."""
     sources = []
     for rank in range(tp):
         start, size = Shard(rank, tp).of(2)
@@ -339,7 +339,7 @@ def long_cells(tp, order):
 
 
 @pytest.mark.parametrize("case", ["mha: order and tp", "hybrid: taps", "dsv4: ring", "long cells"])
-def test_a_digest_is_what_its_definition_says(case):
+def test_a_digest_follows_its_definition(case):
     some = case_of(case) if case in CASES else [moved(long_cells(2, 1), long_cells(1, -1)[0], 9)]
     for each in some:
         for source in range(len(each.sources)):
@@ -349,8 +349,8 @@ def test_a_digest_is_what_its_definition_says(case):
                 assert side.tolist() == expected
 
 
-def test_the_digest_of_known_bytes_stays_what_it_is():
-    """Another one needs another protocol: two kvpools would disagree."""
+def test_the_digest_of_known_bytes_is_stable():
+    """Other digests need another protocol version: two releases would disagree."""
     source = built([(3, "kv", 4, Repeat("entry", 2, Cell("latent", 3, "bf16")))], page=2)
     address = place(source, 5, None)
     source.views["target", 3, "latent"][...] = np.arange(48).reshape(4, 2, 6)
@@ -374,30 +374,42 @@ def test_work_comes_in_small_steps_and_the_result_is_the_same(monkeypatch, each)
     assert np.array_equal(np.concatenate([p for p in parts if p is not None]), whole)
 
 
-def test_a_piece_asked_for_over_and_over_is_refused():
+def test_a_piece_that_is_repeated_is_refused():
     (this,) = case_of("mla: equal")
     given = this.pieces(0)
-    with pytest.raises(ValueError, match="target layer 0 latent: the pieces up to this one are mo"):
+    with pytest.raises(ValueError, match="target layer 0 latent: the pieces up to this one exceed"):
         values(this.dest, this.here, [*given, given[0]])
 
 
-# what anybody may ask for
+# untrusted pieces
 
 ROWS = Piece(("target", 1, "k"), (("head", 1, 3),), range(4, 9))
 OUTSIDE = {
-    "no such layer": (ROWS._replace(key=("target", 9, "k")), "'target' layer 9 'k': there is no"),
-    "no such role": (ROWS._replace(key=("target", 1, "k\n")), r"layer 1 'k\\n': there is no such"),
-    "heads that are not held": (ROWS._replace(box=(("head", 1, 5),)), "k: head 1 to 4 of a piece"),
-    "heads below": (ROWS._replace(box=(("head", 0, 2),)), "k: head 0 to 1 .* held are 1 to 3"),
-    "no heads": (ROWS._replace(box=(("head", 2, 2),)), "k: head 2 to 1 of a piece"),
+    "no such layer": (
+        ROWS._replace(key=("target", 9, "k")),
+        "'target' layer 9 'k': this layout has no",
+    ),
+    "no such role": (
+        ROWS._replace(key=("target", 1, "k\n")),
+        r"layer 1 'k\\n': this layout has no",
+    ),
+    "heads that are not held": (ROWS._replace(box=(("head", 1, 5),)), "k: a piece has head 1 to 4"),
+    "heads below": (
+        ROWS._replace(box=(("head", 0, 2),)),
+        "k: a piece has head 0 to 1, the region 1 to 3",
+    ),
+    "no heads": (ROWS._replace(box=(("head", 2, 2),)), "k: a piece has head 2 to 1"),
     "another axis": (
         ROWS._replace(box=(("dim", 0, 1),)),
-        r"k: axes \['dim'\] of a piece, .* \['head'\]",
+        r"k: a piece has axes \['dim'\], .* \['head'\]",
     ),
-    "no axes": (ROWS._replace(box=()), r"k: axes \[\] of a piece, the region has"),
-    "too many entries": (ROWS._replace(entries=range(4, 31)), "k: entries 4 to 30 of a piece"),
-    "very many entries": (ROWS._replace(entries=range(2**63 - 1)), "keeps 0 to 29 of 30 tokens"),
-    "no entries": (ROWS._replace(entries=range(4, 4)), "k: entries 4 to 3 of a piece"),
+    "no axes": (ROWS._replace(box=()), r"k: a piece has axes \[\], the region"),
+    "too many entries": (ROWS._replace(entries=range(4, 31)), "k: a piece has entries 4 to 30"),
+    "very many entries": (
+        ROWS._replace(entries=range(2**63 - 1)),
+        "keeps 0 to 29 alive at 30 tokens",
+    ),
+    "no entries": (ROWS._replace(entries=range(4, 4)), "k: a piece has entries 4 to 3"),
 }
 
 
@@ -408,7 +420,7 @@ def three_heads():
 
 
 @pytest.mark.parametrize(("piece", "sentence"), OUTSIDE.values(), ids=OUTSIDE)
-def test_what_lies_outside_is_refused_by_name(three_heads, piece, sentence):
+def test_pieces_outside_the_layout_are_refused_by_name(three_heads, piece, sentence):
     address = place(three_heads, 30)
     assert values(three_heads, address, [ROWS]).size == 1
     with pytest.raises(ValueError, match=sentence):
@@ -416,11 +428,11 @@ def test_what_lies_outside_is_refused_by_name(three_heads, piece, sentence):
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 12], [1, 2, 0], [1], []])
-def test_ids_outside_the_buffer_and_pages_that_are_not_there_are_refused(three_heads, ids):
+def test_ids_outside_the_buffer_and_missing_pages_are_refused(three_heads, ids):
     address = RequestAddress(30, {"kv": Span(ids)})
     with pytest.raises(ValueError, match=r"target layer 1 k: (item|space kv needs)"):
         values(three_heads, address, [ROWS])
-    with pytest.raises(ValueError, match="target layer 1 k: no ids for space 'kv'"):
+    with pytest.raises(ValueError, match="target layer 1 k: its block table has no ids"):
         values(three_heads, RequestAddress(30, {}), [ROWS])
 
 
@@ -428,9 +440,8 @@ def test_entries_that_have_left_a_window_are_refused():
     (this,) = case_of("dsv4: equal")
     piece = next(p for p in this.pieces(0) if p.key[2] == "swa.latent")
     early = piece._replace(entries=range(piece.entries.start - 1, piece.entries.stop))
-    with pytest.raises(
-        ValueError, match=r"target layer 0 swa.latent: entries 22 to 28 .* 23 to 28"
-    ):
+    said = r"target layer 0 swa.latent: a piece has entries 22 to 28, .* 23 to 28 alive"
+    with pytest.raises(ValueError, match=said):
         values(this.dest, this.here, [early])
 
 
@@ -452,7 +463,7 @@ wild = st.builds(
 
 
 @given(st.lists(wild, max_size=20))
-def test_pieces_travel_as_they_are(given):
+def test_pieces_survive_the_wire(given):
     assert from_wire(to_wire(given)) == given
 
 
@@ -465,7 +476,7 @@ def test_any_pieces_are_refused_or_digested(three_heads, given):
 
 
 @given(st.one_of(st.binary(), st.lists(wild, max_size=3).map(to_wire)), st.data())
-def test_rubbish_is_no_pieces(data, draw):
+def test_arbitrary_bytes_are_refused(data, draw):
     cut = draw.draw(st.integers(0, len(data)))
     with suppress(ValueError):
         from_wire(data[:cut] + draw.draw(st.binary(max_size=3)) + data[cut:])
@@ -505,7 +516,7 @@ def test_pieces_of_many_layers_are_few_bytes():
 # sentences
 
 
-def test_layers_that_differ_alike_share_a_sentence():
+def test_layers_with_equal_differences_share_a_sentence():
     this = moved(ranks(mha, tp=2), mha(**ROOM))
     ids = this.here.spans["kv"].ids.tolist()
     for layer in (0, 1, 3):
@@ -519,7 +530,7 @@ def test_layers_that_differ_alike_share_a_sentence():
     ]
 
 
-def test_of_very_many_ranges_the_first_are_named():
+def test_only_the_first_of_many_ranges_are_named():
     this = moved([mla(num_pages=40)], mla(num_pages=40), 128)
     ids = this.here.spans["kv"].ids.tolist()
     this.dest.view("rope", 2)[ids, ::2] += 1
@@ -533,11 +544,11 @@ def test_of_very_many_ranges_the_first_are_named():
 
 
 def test_digests_of_other_pieces_are_not_compared():
-    with pytest.raises(ValueError, match="one array a piece, of one number an entry"):
+    with pytest.raises(ValueError, match="an array per piece, of one number per entry"):
         differing([ROWS], [np.zeros(5, np.uint64)], [np.zeros(4, np.uint64)], mha().layout)
 
 
-def test_a_target_and_its_draft_are_told_apart():
+def test_a_target_and_its_draft_are_distinguished():
     both = [merged(mla(**ROOM), mla(layers=range(1), owner="draft", **ROOM)) for _ in range(2)]
     this = moved(both[:1], both[1])
     assert isinstance(both[1].layout, PoolLayout)

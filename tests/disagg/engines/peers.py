@@ -1,4 +1,4 @@
-"""Prefill ranks in processes of their own, driven over a pipe."""
+"""Prefill ranks in other processes, driven over a pipe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.util import find_spec
 
 from tests.processes import FORKS
 
-# mooncake where its package is installed: there it must work
+# with mooncake if its package is installed
 ENGINES = ("local", "nixl", *(["mooncake"] if find_spec("mooncake") else []))
 
 
 def serve(pipe, engine, kind, arguments, tokens, seed) -> None:
-    """Builds a pool, fills it with the oracle's values, and does what it is told."""
+    """Builds a pool, fills it with the oracle's values, and obeys the pipe."""
     import kvpool
     from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
@@ -48,12 +48,12 @@ class Prefill:
         self.address = self._answer()
 
     def call(self, name, *given):
-        """Calls a method of the endpoint over there."""
+        """Calls a method of the remote endpoint."""
         self.pipe.send((name, given))
         return self._answer()
 
     def send(self, room, start, stop, last=True, aux=None):
-        """Offers a chunk."""
+        """Sends a chunk."""
         return self.call("send", room, start, stop, last, aux)
 
     def _answer(self):
@@ -63,7 +63,7 @@ class Prefill:
 
 @contextmanager
 def prefills(engine, kind, arguments, tokens):
-    """One process for each dict of `arguments`; they are closed, and must exit well, at the end."""
+    """One process per dict of `arguments`; each must exit with status 0."""
     ranks = []
     for seed, each in enumerate(arguments):
         here, there = FORKS.Pipe()

@@ -25,7 +25,7 @@ HERE = EntryPoint("shm", f"{__name__}:SharedDevice", "kvpool.devices")
 
 @contextmanager
 def installed():
-    """As if a package offered it."""
+    """Registers the device, as an installed package would."""
     with mock.patch.object(registry, "device_entries", lambda: {"shm": HERE}):
         registry.get_device.cache_clear()
         yield
@@ -33,7 +33,7 @@ def installed():
 
 
 def there(layout, memory):
-    """The layout, as that of a pool on a device."""
+    """The layout with its buffers in a device's memory."""
     return replace(layout, buffers=tuple(replace(b, memory=memory) for b in layout.buffers))
 
 
@@ -69,7 +69,7 @@ class Mapped:
 
 
 class SharedDevice:
-    """`held` keeps copies from beginning while it is locked."""
+    """Copies do not start while `held` is locked."""
 
     alignment = 4096
 

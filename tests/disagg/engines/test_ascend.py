@@ -1,5 +1,5 @@
-"""Engine ascend as far as that goes without an NPU: what it says is missing, what it refuses, and
-its code over the transport that Mooncake has here.
+"""Engine ascend without an NPU: what is missing, what it refuses, and its code over the transport
+of the installed Mooncake.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.disagg.engines.peers import ENGINES
 PARTS = {"_driver": "an NPU", "_cann": "CANN", "_transport": "USE_ASCEND_DIRECT"}
 
 
-def test_without_an_npu_it_says_so_and_imports_nothing_of_a_vendor():
+def test_without_an_npu_it_is_unavailable_and_imports_no_vendor_package():
     if AscendEngine.availability() is None:
-        return  # an NPU is here
+        return  # this machine has an NPU
     code = """
 import sys
 from disagg.engines.base import EngineUnavailable, create_engine
@@ -44,7 +44,7 @@ assert not {"torch", "torch_npu", "mooncake"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("absent", [*PARTS, "torch_npu", None])
-def test_exactly_what_is_missing_is_named(monkeypatch, absent):
+def test_exactly_the_missing_parts_are_named(monkeypatch, absent):
     for part in PARTS:
         monkeypatch.setattr(ascend, part, lambda part=part: part != absent)
     names = {**PARTS, "torch_npu": "torch_npu"}
@@ -76,7 +76,7 @@ def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Nothing is missing: engines can be made, and the device that each thread sets is kept."""
+    """Pretends that nothing is missing; records the device that each thread sets."""
     devices = {}
 
     @contextmanager
@@ -104,11 +104,11 @@ def pretended(monkeypatch):
         ),
         (
             [Slab(3 * ALIGNMENT + 512, 5, "npu:0")],
-            "at 0x600200 on npu:0 does not begin at a multiple of 2 MiB. Allocate 2 MiB more",
+            "at 0x600200 on npu:0 does not start at a multiple of 2 MiB. Allocate 2 MiB more",
         ),
         (
             [Slab(2 * number * ALIGNMENT, 5, "npu:0") for number in range(257)],
-            "257 regions of memory, engine ascend registers 256. Put all buffers into one slab",
+            "257 regions: engine ascend registers at most 256. Put all buffers into one slab",
         ),
     ],
 )
@@ -119,28 +119,28 @@ def test_slabs_that_an_npu_cannot_register_are_refused(pretended, monkeypatch, s
     assert not pretended
 
 
-def test_chunks_count_as_regions_and_are_whole_pages(pretended, monkeypatch):  # museum 33
+def test_chunks_count_as_regions_and_are_multiples_of_2_mib(pretended, monkeypatch):
     monkeypatch.setattr(mooncake, "package", lambda: None)
     engine = AscendEngine(chunk=ALIGNMENT)
     with pytest.raises(TransferError, match="257 regions"):
         engine.register([Slab(ALIGNMENT, 256 * ALIGNMENT + 1, "npu:0")])
     with pytest.raises(ValueError, match="a multiple of 2 MiB"):
         AscendEngine(chunk=ALIGNMENT + 1)
-    with pytest.raises(TransferError, match="before memory of one is registered"):
+    with pytest.raises(TransferError, match="register memory of an NPU first"):
         AscendEngine().metadata()
 
 
 def test_a_process_that_uses_mooncake_over_tcp_has_no_ascend(pretended, monkeypatch):
     monkeypatch.setattr(mooncake, "package", lambda: None)
     monkeypatch.setenv("MC_FORCE_TCP", "1")
-    with pytest.raises(EngineUnavailable, match="MC_FORCE_TCP is set, so Mooncake uses tcp"):
+    with pytest.raises(EngineUnavailable, match="MC_FORCE_TCP is set, so this process uses tcp"):
         AscendEngine()
 
 
 if "mooncake" in ENGINES:
 
     def aligned(size):
-        """Host memory that passes for an NPU's: what Mooncake has here moves it over TCP."""
+        """Host memory in place of an NPU's: the installed Mooncake moves it over TCP."""
         memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
         return memory[-memory.ctypes.data % ALIGNMENT :][:size]
 
@@ -158,6 +158,6 @@ if "mooncake" in ENGINES:
             pass
         assert np.array_equal(dest[7:], source[7:]) and not dest[:7].any()
         assert reading.fence(peer, 0)
-        assert pretended == {threading.get_ident(): 3, peer.link._thread.ident: 3}
+        assert pretended == {threading.get_ident(): 3, peer.thread._thread.ident: 3}
         for engine in engines:
             engine.close()

@@ -1,4 +1,4 @@
-"""Engines below endpoints: what they reach, what they refuse, and what they leave alone."""
+"""Engines without endpoints: what they read, and what they refuse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = 1 << 20
 
 
 def pattern(kind: str) -> np.ndarray:
-    """Memory of a kind, with a value in every byte."""
+    """Memory of a kind, filled with a pattern."""
     if kind == "shared":
         memory = CPUDevice().allocate(SIZE).numpy()
     elif kind == "unsealed":
@@ -115,7 +115,7 @@ def test_runs_of_every_length_arrive_and_nothing_else_changes(name, kind):
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("at", [-1, SIZE - 7, SIZE + 4096, -(1 << 40)])
-def test_an_address_outside_registered_memory_is_refused_before_a_byte_moves(name, at):
+def test_a_pointer_outside_registered_memory_is_refused_before_a_byte_moves(name, at):
     memory = CPUDevice().allocate(SIZE).numpy()
     with Owner(name, "shared") as other:
         engine = create_engine(name)
@@ -129,23 +129,23 @@ def test_an_address_outside_registered_memory_is_refused_before_a_byte_moves(nam
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_rubbish_for_metadata_is_refused(name):
+def test_malformed_metadata_is_refused(name):
     engine = create_engine(name)
-    for rubbish in (b"", b"\x93\x01\x02", b"x" * 1000):
+    for data in (b"", b"\x93\x01\x02", b"x" * 1000):
         with pytest.raises(TransferError):
-            engine.connect(rubbish)
+            engine.connect(data)
     engine.close()
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_memory_of_a_device_that_is_not_there_is_refused_by_name(name):
+def test_memory_of_a_missing_device_is_refused_by_name(name):
     with pytest.raises(TransferError, match="cuda:0"):
         create_engine(name).register([Slab(1 << 20, SIZE, "cuda:0")])
 
 
 @pytest.fixture
 def metadata():
-    """What an engine of this process says of shared memory, as a dict to be changed."""
+    """Metadata of an engine of this process with shared memory, as a dict."""
     memory = pattern("shared")
     engine = LocalEngine()
     engine.register([Slab(memory.ctypes.data, SIZE)])
@@ -157,23 +157,26 @@ def metadata():
     ("change", "sentence"),
     [
         ({"host": "elsewhere"}, "another host"),
-        ({"pid": 1 << 30}, "is gone"),
-        ({"started": "1"}, "is gone"),
+        ({"pid": 1 << 30}, "has ended"),
+        ({"started": "1"}, "has ended"),
         ({"segments": [[4096, -1, 3, 0, 0, 0]]}, "overlaps or overflows"),
         ({"segments": [[4096, 1 << 63, 3, 0, 0, 0]]}, "malformed|overflows"),
         ({"segments": [[4096, 99, 3, 0, 0, 0], [4100, 9, 3, 0, 0, 0]]}, "overlaps"),
         ({"more": 1}, "malformed metadata"),
     ],
 )
-def test_metadata_that_lies_is_refused(metadata, change, sentence):
+def test_wrong_metadata_is_refused(metadata, change, sentence):
     with pytest.raises(TransferError, match=sentence):
         LocalEngine().connect(msgspec.msgpack.encode({**metadata, **change}))
 
 
-def test_a_file_that_is_not_the_registered_one_is_refused():
+def test_a_file_other_than_the_registered_one_is_refused():
     with Owner("local", "shared") as other:
         told = msgspec.msgpack.decode(other.metadata)
-        for column, value, sentence in ((5, 1, "not the one"), (3, 1 << 40, "outside a file")):
+        for column, value, sentence in (
+            (5, 1, "not the registered one"),
+            (3, 1 << 40, "outside a file"),
+        ):
             lie = {**told, "segments": [list(told["segments"][0])]}
             lie["segments"][0][column] = value
             with pytest.raises(TransferError, match=sentence):
@@ -184,14 +187,14 @@ def test_a_file_that_is_not_the_registered_one_is_refused():
             LocalEngine().connect(msgspec.msgpack.encode(closed))
 
 
-def test_memory_that_is_not_mapped_cannot_be_registered():
+def test_unmapped_memory_cannot_be_registered():
     with pytest.raises(TransferError, match="not mapped here"):
         LocalEngine().register([Slab(4096, 4096)])
 
 
 def test_engines_are_known_by_name():
     assert {"local", "nixl"} <= set(engine_names())
-    with pytest.raises(EngineUnavailable, match=r"'pigeon': known are .*local.*nixl"):
+    with pytest.raises(EngineUnavailable, match=r"'pigeon' is unknown; known: .*local.*nixl"):
         create_engine("pigeon")
     assert all(engine_class(name).availability() is None for name in ENGINES)
 

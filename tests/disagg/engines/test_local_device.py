@@ -43,7 +43,7 @@ def owner(pipe):
 
 @pytest.fixture(scope="module")
 def other():
-    """What another process says of its memory, and where its device's and its host's begin."""
+    """Metadata of another process, and pointers to its device memory and host memory."""
     pipe, there = FORKS.Pipe()
     process = FORKS.Process(target=owner, args=(there,), daemon=True)
     process.start()
@@ -68,7 +68,7 @@ def batch_of(*runs):
     return CopyBatch(*np.array(runs, dtype=np.int64).T)
 
 
-def test_memory_of_a_device_and_of_the_host_arrive_in_one_read(other, here):
+def test_one_read_moves_device_memory_and_host_memory(other, here):
     (metadata, bases), (_, memory, engine) = other, here
     own = CPUDevice().allocate(SIZE).numpy()
     to = memory.ctypes.data
@@ -88,7 +88,7 @@ def test_memory_of_a_device_and_of_the_host_arrive_in_one_read(other, here):
     assert np.array_equal([memory, own], expected)
 
 
-def test_memory_of_the_process_itself_needs_no_mapping(here):
+def test_memory_of_the_same_process_is_not_mapped(here):
     device, memory, engine = here
     source, other = device.allocate(SIZE).numpy(), create_engine("local")
     source[:] = pattern()
@@ -101,7 +101,7 @@ def test_memory_of_the_process_itself_needs_no_mapping(here):
     while not engine.poll(transfer):
         pass
     assert np.array_equal(memory[:64], pattern()[3:67]) and not device.attached
-    other.close()  # it offers nothing any more, so that what it said is a peer's word
+    other.close()  # it shares nothing any more, so its metadata counts as a peer's
     engine.connect(metadata)
     assert len(device.attached) == 1
     assert [shared.base for shared in offered] == [memory.ctypes.data]
@@ -112,7 +112,7 @@ def test_runs_between_the_host_and_a_device_are_refused(other, here):
     own = CPUDevice().allocate(64).numpy()
     peer = engine.connect(metadata)
     for src, dst in ((bases[0], own.ctypes.data), (bases[1], memory.ctypes.data)):
-        with pytest.raises(TransferError, match="between the host and shm:1"):
+        with pytest.raises(TransferError, match="between host memory and shm:1"):
             engine.read(peer, batch_of((src, dst, 64)))
     assert not memory.any() and not own.any()
 
@@ -132,7 +132,7 @@ def test_a_fence_is_true_once_the_device_has_copied_and_unmaps(other, here):
         engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
 
 
-def test_bytes_beside_what_the_device_shares_are_refused(other, here):
+def test_bytes_outside_the_shared_device_memory_are_refused(other, here):
     (metadata, bases), (_, memory, engine) = other, here
     peer = engine.connect(metadata)
     for start in (bases[0] - 1, bases[0] + SIZE - 7):
@@ -142,28 +142,30 @@ def test_bytes_beside_what_the_device_shares_are_refused(other, here):
 
 
 @pytest.mark.parametrize("memory", ["shm:0", "cpu", ""])
-def test_the_host_reads_no_device(other, memory):
+def test_an_engine_with_host_memory_reads_no_device(other, memory):
     told = msgspec.msgpack.decode(other[0])
     told["devices"][0][2] = memory
-    with pytest.raises(TransferError, match=rf"memory is on {memory}, ours on cpu: .* of one kind"):
+    with pytest.raises(
+        TransferError, match=rf"memory is on {memory}, this side's on cpu: .* of one kind"
+    ):
         create_engine("local").connect(msgspec.msgpack.encode(told))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"told": b"rubbish"}, "peer's memory on shm:0: it cannot be mapped"),
-        ({"nbytes": SIZE - 1}, f"{SIZE - 1} bytes, mapped are {SIZE}"),
-        ({"memory": "cuda:0"}, r"memory is on cuda:0, ours on shm:1"),
+        ({"handle": b"rubbish"}, "peer's memory on shm:0: it cannot be mapped"),
+        ({"nbytes": SIZE - 1}, f"{SIZE - 1} bytes, mapped {SIZE}"),
+        ({"memory": "cuda:0"}, r"memory is on cuda:0, this side's on shm:1"),
         ({"nbytes": 0}, "malformed metadata"),
         ({"base": -1}, "malformed metadata"),
     ],
     ids=lambda given: str(given)[:20],
 )
-def test_what_a_peer_says_wrongly_of_its_device_is_refused(other, here, change, said):
+def test_wrong_metadata_of_a_device_is_refused(other, here, change, said):
     device, _, engine = here
     told = msgspec.msgpack.decode(other[0])
-    fields = dict(zip(("base", "nbytes", "memory", "told"), told["devices"][0]))
+    fields = dict(zip(("base", "nbytes", "memory", "handle"), told["devices"][0]))
     told["devices"] = [list({**fields, **change}.values())]
     with pytest.raises(TransferError, match=said):
         engine.connect(msgspec.msgpack.encode(told))
@@ -183,16 +185,16 @@ def test_memory_that_a_device_cannot_share_is_refused_by_name(here):
         create_engine("local").register([Slab(where, 64, "shm:7")])
 
 
-def test_a_device_that_shares_nothing_is_refused_by_name():
-    with pytest.raises(TransferError, match="'meta' shares no memory between processes"):
+def test_a_device_that_cannot_share_is_refused_by_name():
+    with pytest.raises(TransferError, match="'meta' cannot share memory between processes"):
         create_engine("local").register([Slab(1 << 20, 64, "meta")])
 
 
-# digests of what lies on a device
+# digests of device memory
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_bytes_on_a_device_have_the_digests_of_the_same_bytes_on_the_host(name):
+def test_digests_of_device_memory_equal_those_of_the_host(name):
     pool = CLASSES[name].but(num_pages=12, num_window_pages=16)()
     address = oracle.place(pool, TOKENS)
     oracle.fill(pool, address)

@@ -1,10 +1,8 @@
-"""Engine mooncake, and what it relies on of the package. Owners are processes of their own."""
+"""Engine mooncake, and the behaviour of Mooncake that it relies on. Owners are processes."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,85 +14,39 @@ import pytest
 
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
-from disagg.engines.mooncake.link import CALL_RUNS, choose, fetch, hasten, start
+from disagg.engines.mooncake.package import choose, fetch, hasten, start
+from disagg.engines.mooncake.thread import CALL_RUNS
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from tests.disagg.engines.owners import Owner, pattern, until
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import stands_still
 
-__test__ = "mooncake" in ENGINES  # collected where the package is installed
+__test__ = "mooncake" in ENGINES  # collected if the package is installed
 
 SIZE = 32 << 20
 BLOCK = 4096
-
-
-def pattern(size: int = SIZE) -> np.ndarray:
-    """Memory with a value in every byte, none of them 0."""
-    return (np.arange(size, dtype=np.uint32) * 2654435761 >> 11).astype(np.uint8) | 1
 
 
 def slab(memory: np.ndarray) -> Slab:
     return Slab(memory.ctypes.data, memory.nbytes)
 
 
-def owner(pipe, options) -> None:
-    """Registers memory, and keeps it until it is told to end."""
-    memory, engine = pattern(), MooncakeEngine(**options)
-    engine.register([slab(memory)])
-    pipe.send((engine.metadata(), memory.ctypes.data))
-    pipe.recv()
-    engine.close()
+def owner(**options) -> Owner:
+    return Owner("mooncake", SIZE, **options)
 
 
-def until(condition, seconds=30):
-    """Waits; the time is for machines that stand still, not for what is tested."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-class Owner:
-    """A process with `SIZE` registered bytes."""
-
-    def __init__(self, **options):
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=owner, args=(there, options), daemon=True)
-        self.process.start()
-        there.close()
-        assert self.pipe.poll(60)
-        self.metadata, self.base = self.pipe.recv()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.join()
-
-    def stop(self):
-        """Stops every thread, and returns once they stand still."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        until(lambda: stands_still(self.process.pid))
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    @property
-    def address(self):
-        told = msgspec.msgpack.decode(self.metadata)
-        return f"{told['hostname']}:{told['port']}"
+def address(peer) -> str:
+    """The endpoint address in a peer's metadata."""
+    fields = msgspec.msgpack.decode(peer.metadata)
+    return f"{fields['hostname']}:{fields['port']}"
 
 
 @pytest.fixture(scope="module")
 def other():
-    """A peer to which nothing happens; it must exit well."""
-    with Owner() as process:
+    """A peer that is never disturbed; it must exit with status 0."""
+    with owner() as process:
         yield process
-        process.pipe.send(None)
-        process.process.join(20)
-        assert process.process.exitcode == 0
+        assert process.close() == 0
 
 
 @pytest.fixture
@@ -111,7 +63,7 @@ def engine(memory):
 
 
 def blocks(peer, memory, count, width=BLOCK, first=0):
-    """`count` runs of `width` bytes from block `first` on, to the same place here."""
+    """`count` runs of `width` bytes from block `first` on, to equal offsets here."""
     offsets = np.arange(first, first + count, dtype=np.int64) * width
     nbytes = np.full(count, width, dtype=np.int64)
     return CopyBatch(peer.base + offsets, memory.ctypes.data + offsets, nbytes)
@@ -123,7 +75,7 @@ def finish(engine, transfer):
 
 
 def settled(memory):
-    """What memory holds once it has not changed for a second."""
+    """The contents of memory once it has not changed for a second."""
     before = None
     while before is None or not np.array_equal(before, memory):
         before = memory.copy()
@@ -135,13 +87,13 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
     lost, kept, connected = memory, np.zeros_like(memory), np.zeros(1, dtype=np.uint8)
     choose("tcp")
     makers = [start("tcp", "127.0.0.1", "") for _ in range(2)]
-    with Owner() as peer:
+    with owner() as peer:
         for maker in makers:
-            assert fetch(maker, peer.address, [[peer.base], [connected.ctypes.data], [1]])
+            assert fetch(maker, address(peer), [[peer.base], [connected.ctypes.data], [1]])
         peer.stop()
         for maker, place in zip(makers, (lost, kept)):
             batch = blocks(peer, place, 4 * CALL_RUNS)
-            assert not fetch(maker, peer.address, [column.tolist() for column in batch])
+            assert not fetch(maker, address(peer), [column.tolist() for column in batch])
         assert not lost.any() and not kept.any()
         hasten(makers[1])
         del maker, makers[1]
@@ -156,7 +108,7 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
     count = 4 * CALL_RUNS + 3
     finish(engine, engine.read(engine.connect(other.metadata), blocks(other, memory, count)))
-    assert np.array_equal(memory[: count * BLOCK], pattern()[: count * BLOCK])
+    assert np.array_equal(memory[: count * BLOCK], pattern(SIZE)[: count * BLOCK])
     assert not memory[count * BLOCK :].any()
 
 
@@ -171,38 +123,38 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
     batch.src[:] = batch.dst[:] = 0
     for transfer in transfers:
         finish(engine, transfer)
-    assert np.array_equal(memory[: 4096 * BLOCK], pattern()[: 4096 * BLOCK])
+    assert np.array_equal(memory[: 4096 * BLOCK], pattern(SIZE)[: 4096 * BLOCK])
 
 
-def test_a_run_across_registered_pieces_is_cut_at_their_borders(memory):  # museum 33
+def test_a_run_across_registered_ranges_is_cut_at_their_edges(memory):
     engine = MooncakeEngine(chunk=3 << 20)
     engine.register([slab(memory)])
-    with Owner(chunk=(5 << 20) + 1) as peer:
-        link = engine.connect(peer.metadata)
+    with owner(chunk=(5 << 20) + 1) as peer:
+        reader = engine.connect(peer.metadata)
         border = (5 << 20) + 1
         at, to = peer.base + border - 8, memory.ctypes.data
         raw = start("tcp", "127.0.0.1", "")
-        assert not fetch(raw, peer.address, [[at], [to], [16]])
-        assert fetch(raw, peer.address, [[at], [to], [8]])
+        assert not fetch(raw, address(peer), [[at], [to], [16]])
+        assert fetch(raw, address(peer), [[at], [to], [8]])
         hasten(raw)
         del raw
-        finish(engine, engine.read(link, blocks(peer, memory, 1, width=SIZE)))
-        assert np.array_equal(memory, pattern())
+        finish(engine, engine.read(reader, blocks(peer, memory, 1, width=SIZE)))
+        assert np.array_equal(memory, pattern(SIZE))
     engine.close()
 
 
-def test_whoever_reaches_the_ports_of_a_process_can_write_what_it_registered(memory):
+def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
     memory[:8] = 7
     choose("tcp")
     raw = start("tcp", "127.0.0.1", "")
-    with Owner() as peer:
-        assert raw.transfer_sync_write(peer.address, memory.ctypes.data, peer.base, 8) == 0
-        assert fetch(raw, peer.address, [[peer.base], [memory.ctypes.data + 8], [8]])
+    with owner() as peer:
+        assert raw.transfer_sync_write(address(peer), memory.ctypes.data, peer.base, 8) == 0
+        assert fetch(raw, address(peer), [[peer.base], [memory.ctypes.data + 8], [8]])
     hasten(raw)
     assert (memory[:16] == 7).all()
 
 
-def test_memory_that_mooncake_refuses_is_an_error(memory):  # museum 33
+def test_memory_that_mooncake_refuses_is_an_error(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
     with pytest.raises(TransferError, match="overlap"):
@@ -214,7 +166,7 @@ def test_memory_that_mooncake_refuses_is_an_error(memory):  # museum 33
     engine.close()
 
 
-def test_memory_of_an_engine_that_only_reads_is_open_to_nobody(engine, memory, other):
+def test_an_engine_that_only_reads_registers_no_memory(engine, memory, other):
     assert engine._engine is None
     peer = engine.connect(other.metadata)
     transfer = engine.read(peer, CopyBatch(*np.array([[other.base], [memory.ctypes.data], [64]])))
@@ -224,7 +176,7 @@ def test_memory_of_an_engine_that_only_reads_is_open_to_nobody(engine, memory, o
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_neither_side_is_touched_outside_what_it_registered(engine, memory, other, side):
+def test_neither_side_is_accessed_outside_its_registered_memory(engine, memory, other, side):
     peer = engine.connect(other.metadata)
     batch = blocks(other, memory, 3)
     getattr(batch, side)[2] += SIZE - 2 * BLOCK - 1
@@ -237,10 +189,10 @@ def test_neither_side_is_touched_outside_what_it_registered(engine, memory, othe
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"hostname": "a b"}, "no host name"),
-        ({"hostname": "host:1/"}, "no host name"),
-        ({"hostname": "x" * 300}, "no host name"),
-        ({"hostname": ""}, "no host name"),
+        ({"hostname": "a b"}, "malformed metadata: host name"),
+        ({"hostname": "host:1/"}, "malformed metadata: host name"),
+        ({"hostname": "x" * 300}, "malformed metadata: host name"),
+        ({"hostname": ""}, "malformed metadata: host name"),
         ({"port": 0}, "malformed metadata"),
         ({"port": 1 << 16}, "malformed metadata"),
         ({"token": b"short"}, "a token of 5 bytes"),
@@ -255,17 +207,17 @@ def test_neither_side_is_touched_outside_what_it_registered(engine, memory, othe
         ({"more": 1}, "malformed metadata"),
     ],
 )
-def test_metadata_that_lies_is_refused(engine, other, change, sentence):
+def test_wrong_metadata_is_refused(engine, other, change, sentence):
     told = msgspec.msgpack.decode(other.metadata)
     with pytest.raises(TransferError, match=sentence):
         engine.connect(msgspec.msgpack.encode({**told, **change}))
 
 
-def test_who_answers_must_be_the_peer(engine, memory, other):
+def test_another_process_that_answers_is_refused(engine, memory, other):
     told = msgspec.msgpack.decode(other.metadata)
-    for change, sentence in (({"token": bytes(16)}, "another process"), ({"port": 1}, "nobody")):
+    for change, sentence in (({"token": bytes(16)}, "process answers"), ({"port": 1}, "no answer")):
         peer = engine.connect(msgspec.msgpack.encode({**told, **change}))
-        with pytest.raises(TransferError, match=f"{sentence} answers at 127.0.0.1:"):
+        with pytest.raises(TransferError, match=f"{sentence} at 127.0.0.1:"):
             finish(engine, engine.read(peer, blocks(other, memory, 1)))
         with pytest.raises(TransferError, match=sentence):
             engine.read(peer, blocks(other, memory, 1))
@@ -273,8 +225,8 @@ def test_who_answers_must_be_the_peer(engine, memory, other):
     assert not memory.any()
 
 
-def test_a_dead_peer_is_an_error_and_others_go_on(engine, memory, other):
-    with Owner() as peer:
+def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other):
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
         transfer = engine.read(there, blocks(peer, memory, 2, width=SIZE // 2))
@@ -285,17 +237,15 @@ def test_a_dead_peer_is_an_error_and_others_go_on(engine, memory, other):
                 transfer = engine.read(there, blocks(peer, memory, 1))
         assert engine.fence(there)
         finish(engine, engine.read(elsewhere, blocks(other, memory, 64)))
-    assert np.array_equal(memory[: 64 * BLOCK], pattern()[: 64 * BLOCK])
+    assert np.array_equal(memory[: 64 * BLOCK], pattern(SIZE)[: 64 * BLOCK])
 
 
-def test_a_stopped_peer_blocks_nobody_and_nothing_of_it_lands_after_the_fence(
-    engine, memory, other
-):
-    half, truth = SIZE // 2, pattern()
-    with Owner() as peer:
+def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine, memory, other):
+    half, truth = SIZE // 2, pattern(SIZE)
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         transfer = None
-        while transfer is None or transfer.ended.wait(0.2):  # it was too quick for us
+        while transfer is None or transfer.ended.wait(0.2):  # the read completed before the stop
             peer.go_on()
             memory[:half] = 0
             transfer = engine.read(there, blocks(peer, memory, 16, width=1 << 20))
@@ -314,16 +264,16 @@ def test_a_stopped_peer_blocks_nobody_and_nothing_of_it_lands_after_the_fence(
         peer.go_on()
         assert np.array_equal(settled(memory), after)
         again = engine.connect(peer.metadata)
-        for link, process in ((again, peer), (elsewhere, other)):
+        for connected_peer, process in ((again, peer), (elsewhere, other)):
             memory[:] = 0
-            finish(engine, engine.read(link, blocks(process, memory, 4, width=SIZE // 4)))
+            finish(engine, engine.read(connected_peer, blocks(process, memory, 4, width=SIZE // 4)))
             assert np.array_equal(memory, truth)
 
 
 def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         peer.stop()
         there = engine.connect(peer.metadata)
         transfer = engine.read(there, blocks(peer, memory, 64))
@@ -339,25 +289,25 @@ def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory)
 def test_close_ends_reads_in_flight(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         there = engine.connect(peer.metadata)
         finish(engine, engine.read(there, blocks(peer, memory, 1)))
         peer.stop()
         engine.read(there, blocks(peer, memory, 16, width=1 << 20))
-        until(lambda: there.link._doubt)
+        until(lambda: there.thread._doubt)
         engine.close()
         after = memory.copy()
         peer.go_on()
         assert np.array_equal(settled(memory), after)
 
 
-def test_where_all_peers_share_one_transfer_engine_a_failed_read_is_never_quiet(memory, other):
+def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, other):
     engine = MooncakeEngine(shared=True)
     engine.register([slab(memory)])
-    with Owner() as peer:
+    with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
-        for link, process in ((there, peer), (elsewhere, other)):
-            finish(engine, engine.read(link, blocks(process, memory, 64)))
+        for connected_peer, process in ((there, peer), (elsewhere, other)):
+            finish(engine, engine.read(connected_peer, blocks(process, memory, 64)))
         assert engine.fence(elsewhere, 0)
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
@@ -367,10 +317,10 @@ def test_where_all_peers_share_one_transfer_engine_a_failed_read_is_never_quiet(
         again = engine.connect(other.metadata)
         finish(engine, engine.read(again, blocks(other, memory, 64, first=64)))
     engine.close()
-    assert np.array_equal(memory[: 128 * BLOCK], pattern()[: 128 * BLOCK])
+    assert np.array_equal(memory[: 128 * BLOCK], pattern(SIZE)[: 128 * BLOCK])
 
 
-def test_thirty_peers_leave_no_thread_and_no_file_behind(engine, memory, other):
+def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
     def held():
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -378,11 +328,11 @@ def test_thirty_peers_leave_no_thread_and_no_file_behind(engine, memory, other):
         peer = engine.connect(other.metadata)
         finish(engine, engine.read(peer, blocks(other, memory, 1, first=cycle)))
         assert engine.fence(peer, 0)
-        peer.link.join()
+        peer.thread.join()
         if cycle == 0:
             before = held()
     until(lambda: all(now <= then for now, then in zip(held(), before)))
-    assert np.array_equal(memory[: 31 * BLOCK], pattern()[: 31 * BLOCK])
+    assert np.array_equal(memory[: 31 * BLOCK], pattern(SIZE)[: 31 * BLOCK])
 
 
 def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
@@ -390,7 +340,7 @@ def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
     seconds = []
     for wake in (lambda _: time.sleep(0.1), hasten):
         maker = start("tcp", "127.0.0.1", "")
-        time.sleep(0.05)  # its listener begins to wait
+        time.sleep(0.05)  # its listener starts waiting
         wake(maker)
         began = time.perf_counter()
         del maker
@@ -403,10 +353,10 @@ def test_a_protocol_is_established_or_refused():
     code = """
 import os
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
-from disagg.engines.mooncake.link import package
+from disagg.engines.mooncake.package import package
 maker = package().TransferEngine()
 assert maker.initialize("127.0.0.1", "P2PHANDSHAKE", "pigeon", "") == 0
-for protocol, sentence in (("pigeon", "knows tcp, rdma"), ("ascend", "knows tcp, rdma")):
+for protocol, sentence in (("pigeon", "has tcp, rdma"), ("ascend", "has tcp, rdma")):
     try:
         create_engine("mooncake", protocol=protocol)
     except EngineUnavailable as error:
@@ -433,7 +383,7 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_missing_is_named(another_mooncake):
+def test_the_missing_library_is_named(another_mooncake):
     assert "kvpool[mooncake-cpu]" in MooncakeEngine.availability()
     broken = "raise ImportError('liburing.so.2: cannot open shared object file')\n"
     (another_mooncake / "engine.py").write_text(broken)
@@ -449,14 +399,14 @@ def test_options_are_checked(options):
         MooncakeEngine(**options)
 
 
-def test_a_call_leaves_python_to_other_threads(memory, other):
+def test_a_call_releases_the_gil(memory, other):
     choose("tcp")
     maker, turns, done = start("tcp", "127.0.0.1", ""), [0], threading.Event()
     batch = blocks(other, memory, 512, width=SIZE // 512)
     rows = [column.tolist() for column in batch]
 
     def call():
-        assert fetch(maker, other.address, rows)
+        assert fetch(maker, address(other), rows)
         done.set()
 
     thread = threading.Thread(target=call)

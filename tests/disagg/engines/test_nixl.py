@@ -1,12 +1,14 @@
-"""NIXL: what is prepared once and read by number, what a fence promises, what is left behind."""
+"""NIXL: what is read, what a fence guarantees, and what is released."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,42 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.engines.base import TransferError, create_engine
-from disagg.engines.nixl import link as nixl_link
 from disagg.engines.nixl import memory as nixl_memory
-from disagg.engines.nixl.lists import Places
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Slab, Space, Span
-from kvpool.pools.base import Shard
-from tests.disagg.engines.nixl_peers import Owner, come_and_go, owners, pattern
+from kvpool.layout import Slab
+from tests.disagg.engines.owners import Owner, pattern
 from tests.disagg.plan.test_geometry import geometries
-from tests.oracle import assert_holds, blank, fill, pages_for, place, write
-from tests.pools import CLASSES, PACKED
+from tests.oracle import assert_holds, blank, fill, place, write
 
 MIB = 1 << 20
 SIZE = 16 * MIB
-"""More than what TCP and shared memory hold between two processes that have just met."""
-UNSAID = {"engine_config": "TLS=tcp"}
+"""More than TCP and shared memory buffer between two processes that have just connected."""
+BY_OPTION = {"engine_config": "TLS=tcp"}
 TRANSPORTS = {"default": {}, "tcp": {"transports": "tcp"}, "posix": {"transports": "posix"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_reads_go_by_number():
-    """They are not worth it, but quick to compare."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_link, "WORTH", 1)
-        yield
 
 
 @pytest.fixture(scope="module")
 def friends():
-    """Processes that are not stopped, one a transport; all exit well."""
+    """A process per transport that is never stopped; all exit with status 0."""
     found = {}
 
     def friend(transports):
         if transports not in found:
-            found[transports] = Owner(SIZE, **TRANSPORTS[transports])
+            found[transports] = Owner("nixl", SIZE, **TRANSPORTS[transports])
         return found[transports]
 
     yield friend
@@ -57,21 +46,18 @@ def friends():
 
 
 def finish(engine, transfers, owner=None):
-    """Polls until all are there; an owner in this process must make progress too."""
+    """Polls until all are complete; an owner in this process must make progress too."""
     while not all(engine.poll(transfer) for transfer in transfers):
         if owner:
             owner.progress()
 
 
-def hand_off(sources, dest, tokens, *, start=0, shuffled=True, max_bytes=1 << 16, max_runs=37):
-    """Reads all parts of all sources at once, between two agents of this process; compares every
-    byte of the destination; returns how many runs went by number, and by address.
+def hand_off(sources, dest, tokens, *, start=0):
+    """Reads all parts of all sources at once, between two agents of this process, and compares
+    every byte of the destination.
     """
     made = plan([source.layout for source in sources], dest.layout)
-    here, *there = (
-        place(pool, tokens, number if shuffled else None)
-        for number, pool in enumerate([dest, *sources])
-    )
+    here, *there = (place(pool, tokens, number) for number, pool in enumerate([dest, *sources]))
     for source, address in zip(sources, there):
         fill(source, address)
     blank(dest)
@@ -82,67 +68,14 @@ def hand_off(sources, dest, tokens, *, start=0, shuffled=True, max_bytes=1 << 16
     transfers, peers = [], []
     for source in made.contributors():
         peer = reader.connect(owner.metadata())
-        reader.prepare(peer, made)
         batch = made.bind(source, there[source], here, tokens=range(start, tokens))
-        transfers += [reader.read(peer, part) for part in batch.split(max_bytes, max_runs)]
+        transfers += [reader.read(peer, part) for part in batch.split(1 << 16, 37)]
         peers.append(peer)
     finish(reader, transfers, owner)
     assert all(reader.fence(peer, 0) for peer in peers)
-    counted = reader.telemetry()
     reader.close()
     owner.close()
     assert_holds(dest, here, range(start, tokens), kept=range(start))
-    return counted["runs_by_number"], counted["runs_by_address"]
-
-
-def located(rows, numbers):
-    """Addresses and lengths that NIXL's strided rows give to numbers, in Python's own integers."""
-    address, length, _, stride, count = rows.astype(object).T
-    first = np.cumsum(count) - count
-    row = np.searchsorted(first.astype(np.int64), numbers, side="right") - 1
-    return address[row] + (numbers - first[row]) * stride[row], length[row]
-
-
-def assert_numbered(places, batch):
-    """Numbers stand for the batch's own addresses; each run has one or is among the others."""
-    found = places.number(batch)
-    assert found.src.dtype == found.dst.dtype == np.int32
-    by_number = np.setdiff1d(np.arange(batch.runs), found.others)
-    assert found.src.size == found.dst.size == by_number.size
-    assert found.others.size == np.unique(found.others).size
-    for rows, numbers, column in (
-        (places.src_rows, found.src, batch.src),
-        (places.dst_rows, found.dst, batch.dst),
-    ):
-        addresses, lengths = located(rows, numbers.astype(object))
-        assert addresses.tolist() == column[by_number].tolist()
-        assert lengths.tolist() == batch.nbytes[by_number].tolist()
-    return by_number.size
-
-
-@settings(max_examples=60)
-@given(geometries(layers=6, heads=8, pp=2, tp=4, page=20), st.integers(1, 120), st.data())
-def test_numbers_stand_for_the_very_addresses_also_after_a_split(geometry, tokens, data):
-    model, source, dest, where = geometry
-    start = data.draw(st.one_of(st.just(0), st.integers(0, tokens - 1)), label="start")
-    seed = data.draw(st.one_of(st.none(), st.integers(0, 99)), label="seed")
-    cut = data.draw(st.sampled_from([(1 << 40, 1 << 40), (4096, 50), (1 << 20, 7)]), label="cut")
-    pools = [source.pool(model, *rank, tokens, "meta") for rank in source.ranks()]
-    into = dest.pool(model, *where, tokens, "meta")
-    made = plan([pool.layout for pool in pools], into.layout)
-    for number in made.contributors():
-        layout = pools[number].layout
-        routes = [route for route in made.routes if route.source == number]
-        places = Places(routes, layout, into.layout)
-        for more in (0, 1):  # one request after the other
-            other = seed if seed is None else seed + more
-            addresses = place(pools[number], tokens, other), place(into, tokens, seed)
-            batch = made.bind(number, *addresses, tokens=range(start, tokens - more))
-            whole = assert_numbered(places, batch)
-            parts = list(batch.split(*cut))
-            assert sum(part.runs for part in parts) >= batch.runs
-            found = sum(assert_numbered(places, part) for part in parts)
-            assert found == whole or int(batch.nbytes.max()) > cut[0]
 
 
 @settings(max_examples=15)
@@ -158,78 +91,6 @@ def test_any_geometry_is_read_byte_exact(geometry, tokens, data):
     hand_off(pools, dest.pool(model, *where, tokens), tokens, start=start)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_kind_of_pool_is_read_by_number(name):
-    build, tokens = PACKED[f"{name} fp8"], 29
-    sizes = {"num_pages": pages_for(tokens, 4), "num_window_pages": pages_for(tokens, 2)}
-    by_number, _ = hand_off([build(**sizes)], build(**sizes), tokens)
-    assert by_number
-
-
-SHAPES = {
-    "equal": ({}, {}),
-    "stacked page by page": ({"placement": "page"}, {"placement": "page"}),
-    "pages of 4 to pages of 2": ({"page_size": 4}, {"page_size": 2}),
-    "pages of 2 to pages of 4": ({"page_size": 2}, {"page_size": 4}),
-    "pages of one token": ({"page_size": 1}, {"page_size": 1}),
-    "heads apart on one side": ({}, {"order": "hnd"}),
-    "half of the heads": ({}, {"shard": Shard(1, 2)}),
-}
-
-
-@pytest.mark.parametrize(("there", "here"), SHAPES.values(), ids=SHAPES)
-def test_full_pages_go_by_number(there, here):
-    build = PACKED["mha bf16"].but(num_pages=60)
-    _, by_address = hand_off([build(**there)], build(**here), 24, max_runs=1000)
-    assert by_address == 0
-    by_number, _ = hand_off([build(**there)], build(**here), 23)
-    assert by_number, "a tail goes by address, the pages before do not"
-
-
-def test_pages_that_do_not_divide_go_by_address():
-    build = PACKED["mha bf16"].but(num_pages=60)
-    by_number, by_address = hand_off([build(page_size=4)], build(page_size=3), 24)
-    assert by_address and not by_number
-
-
-def test_a_run_across_two_pages_has_no_number_though_it_is_as_long_as_one():
-    pool = PACKED["mla bf16"].but(num_pages=9, page_size=4)
-    by_number, by_address = hand_off([pool()], pool(), 6, start=2, shuffled=False)
-    assert by_address == 4 and not by_number, "a run a layer"
-
-
-def test_shares_say_runs_and_bytes_of_each_route():
-    pool = PACKED["nsa bf16"](num_pages=20)
-    made = plan([pool.layout], pool.layout)
-    batch = made.bind(0, place(pool, 29, 1), place(pool, 29, 2))
-    assert {route for route, _, _ in batch.shares} == set(made.routes)
-    assert sum(runs for _, runs, _ in batch.shares) == batch.runs
-    assert sum(nbytes for _, _, nbytes in batch.shares) == batch.total
-    for route in made.routes:
-        inside = np.zeros(batch.runs, dtype=bool)
-        for base in route.src_base:
-            size = route.src_stride * pool.num_pages
-            inside |= (batch.src >= base) & (batch.src < base + size)
-        mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
-        assert sum(runs for runs, _ in mine) == inside.sum()
-        assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
-
-
-def layout_at(base: int, page: int, items: int, layers: int) -> PoolLayout:
-    """Latent rows of 48 bytes in pages, a buffer a layer, one behind the other."""
-    row = Repeat("entry", page, Seq(Cell("latent", 16, "bf16"), Cell("rope", 8, "bf16")))
-    size = item_bytes(row)
-    buffers = tuple(
-        Buffer(f"b{n}", "kv", base + n * size * items, size, size, items) for n in range(layers)
-    )
-    regions = tuple(
-        region
-        for n in range(layers)
-        for region in item_regions(row, owner="target", layer=n, buffer=f"b{n}")
-    )
-    return PoolLayout(buffers, regions, (Space("kv", "paged", page),), layers)
-
-
 def memory_of(size):
     memory = np.full(size, 0xEE, dtype=np.uint8)
     return memory, [Slab(memory.ctypes.data, size)]
@@ -237,65 +98,33 @@ def memory_of(size):
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_another_process_is_read_over(transports, friends):
-    """Numbers and addresses, several parts in flight, on one connection; telemetry adds up."""
-    tokens, page, items, layers = 4 * 900 + 3, 4, 1000, 3
-    size = items * page * 48 * layers
-    memory, slabs = memory_of(size)
+    """Several parts in flight on one connection; telemetry adds up."""
+    count, width = 3000, 144
+    memory, slabs = memory_of(2 * count * width)
     other, random = friends(transports), np.random.default_rng(0)
     engine = create_engine("nixl", **TRANSPORTS[transports])
     engine.register(slabs)
     peer = engine.connect(other.metadata)
-    made = plan(
-        [layout_at(other.base, page, items, layers)],
-        layout_at(memory.ctypes.data, page, items, layers),
-    )
-    engine.prepare(peer, made)
-    there, here = (
-        RequestAddress(tokens, {"kv": Span(1 + random.permutation(items - 1)[:901])})
-        for _ in range(2)
-    )
-    batch = made.bind(0, there, here)
+    src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
+    lengths = random.integers(1, width + 1, count)
+    batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
     parts = list(batch.split(1 << 16, 400))
-    transfers = [engine.read(peer, part) for part in parts]
-    engine.prepare(peer, made)  # its lists go; what is in flight has no need of them
-    finish(engine, transfers)
+    finish(engine, [engine.read(peer, part) for part in parts])
     counted = engine.telemetry()
     assert engine.fence(peer, 0)
-    assert not engine._agent._held, "NIXL's requests and lists are given back"
+    assert not engine._agent._held, "NIXL's requests are released"
     engine.close()
-    expected, truth = np.full(size, 0xEE, dtype=np.uint8), pattern(size)
-    for src, dst, nbytes in zip(*batch):
-        at, to = src - other.base, dst - memory.ctypes.data
+    expected, truth = np.full(memory.size, 0xEE, dtype=np.uint8), pattern(memory.size)
+    for at, to, nbytes in zip(src, dst, lengths):
         expected[to : to + nbytes] = truth[at : at + nbytes]
     assert np.array_equal(memory, expected)
-    assert counted["bytes"] == batch.total
-    assert counted["runs_by_number"] + counted["runs_by_address"] == batch.runs
-    assert counted["runs_by_address"] == layers  # each has a tail
-    assert counted["reads"] == len(parts) + layers and counted["agents_ended"] == 0
+    assert counted["bytes"] == batch.total and counted["descriptors"] == batch.runs
+    assert counted["reads"] == len(parts) and counted["agents_ended"] == 0
     assert 0 < counted["post_seconds"] <= counted["transfer_seconds"]
 
 
-def test_lists_over_memory_that_the_peer_did_not_register_are_refused():
-    tokens, items, layers = 40, 20, 2
-    size = items * 4 * 48 * layers
-    source, dest = pattern(size), memory_of(size)
-    owner, reader = create_engine("nixl"), create_engine("nixl")
-    owner.register([Slab(source.ctypes.data, size - 64)])
-    reader.register(dest[1])
-    peer = reader.connect(owner.metadata())
-    bases = source.ctypes.data, dest[0].ctypes.data
-    made = plan([layout_at(bases[0], 4, items, layers)], layout_at(bases[1], 4, items, layers))
-    reader.prepare(peer, made)
-    address = RequestAddress(tokens, {"kv": Span(range(1, 11))})
-    with pytest.raises(TransferError, match="NIXL list: "):
-        reader.read(peer, made.bind(0, address, address))
-    assert reader.fence(peer, 0) and (dest[0] == 0xEE).all()
-    reader.close()
-    owner.close()
-
-
 def stuck(engine, other, memory, seen=True):
-    """A peer, and a read from him that is in mid flight when he stops, or that he has not seen."""
+    """A peer that was stopped, and a read from it that it has partly served or not yet seen."""
     if seen:
         other.step()
         peer = engine.connect(other.metadata)
@@ -308,7 +137,7 @@ def stuck(engine, other, memory, seen=True):
     transfer = engine.read(
         peer, CopyBatch(other.base + starts, memory.ctypes.data + starts, lengths)
     )
-    while seen and (memory == 0xEE).all():  # a step fills what lies between, less than all
+    while seen and (memory == 0xEE).all():  # a step fills the buffers between, not all of it
         other.step()
         engine.poll(transfer)
     other.stop()
@@ -318,7 +147,7 @@ def stuck(engine, other, memory, seen=True):
 
 
 def small_read(engine, other, memory, peer=None):
-    """Eight bytes to the end of `memory`, which then are what they should be."""
+    """Reads eight bytes to the end of `memory` and checks them."""
     peer = peer or engine.connect(other.metadata)
     memory[-8:] = 0xEE
     finish(engine, [engine.read(peer, to_the_end(other, memory))])
@@ -333,16 +162,16 @@ def to_the_end(other, memory):
 
 @pytest.mark.parametrize(
     ("transports", "seen"),
-    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp, unsaid", True)],
+    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp by option", True)],
 )
-def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transports, seen, friends):
-    """Where a connection closes on which he has to answer, UCX can end him: he lives if we know
-    that nothing lands by the transport without us.
+def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, seen, friends):
+    """UCX can end a peer whose connection closes before it answers. The peer survives if the engine
+    knows that nothing lands over this transport without progress here.
     """
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(MIB)
-    good, options = friends(transports.partition(",")[0]), TRANSPORTS.get(transports, UNSAID)
-    with owners(1, SIZE, **options) as (bad,):
+    good, options = friends(transports.partition(" ")[0]), TRANSPORTS.get(transports, BY_OPTION)
+    with Owner("nixl", SIZE, **options) as bad:
         engine = create_engine("nixl", patience=0.3, **options)
         engine.register([*slabs, *other_slabs])
         friend = small_read(engine, good, more)
@@ -354,7 +183,7 @@ def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transport
         memory[:] = 0xEE
         bad.go_on()
         until = time.monotonic() + 0.5
-        while time.monotonic() < until:  # the same friend is read on, by another agent
+        while time.monotonic() < until:  # the friend is still read, by a new agent
             small_read(engine, good, more, friend)
             engine.progress()
         assert (memory == 0xEE).all()
@@ -363,14 +192,14 @@ def test_after_a_fence_nothing_of_a_stopped_peer_lands_when_he_goes_on(transport
         with pytest.raises(TransferError, match="Connect again"):
             engine.read(peer, to_the_end(bad, memory))
         assert engine.fence(peer, 0), "once fenced, always fenced"
-        assert transports == "tcp, unsaid" or bad.close() == 0
+        assert transports == "tcp by option" or bad.close() == 0
         engine.close()
 
 
-def test_a_fence_lets_reads_end_by_themselves():
-    """A peer that stops for a moment costs no agent, and all his bytes are there."""
+def test_a_fence_lets_reads_complete():
+    """A peer that stops for a moment costs no agent, and all its bytes arrive."""
     memory, slabs = memory_of(SIZE)
-    with owners(1, SIZE, transports="tcp") as (other,):
+    with Owner("nixl", SIZE, transports="tcp") as other:
         engine = create_engine("nixl", transports="tcp", patience=math.inf)
         engine.register(slabs)
         peer, transfer = stuck(engine, other, memory)
@@ -383,10 +212,13 @@ def test_a_fence_lets_reads_end_by_themselves():
         assert other.close() == 0
 
 
-def test_a_fence_waits_for_what_others_read():
+def test_a_fence_waits_for_reads_from_other_peers():
     memory, slabs = memory_of(SIZE)
     more, other_slabs = memory_of(SIZE)
-    with owners(2, SIZE, transports="tcp") as (bad, slow):
+    with (
+        Owner("nixl", SIZE, transports="tcp") as bad,
+        Owner("nixl", SIZE, transports="tcp") as slow,
+    ):
         engine = create_engine("nixl", transports="tcp", patience=0.1)
         engine.register([*slabs, *other_slabs])
         friend, transfer = stuck(engine, slow, more)
@@ -404,11 +236,11 @@ def test_a_fence_waits_for_what_others_read():
 
 
 @pytest.mark.parametrize(("transports", "patience"), [("tcp", math.inf), ("posix", 0.2)])
-def test_a_dead_peer_is_fenced_and_others_are_read_on(transports, patience, friends):
-    """TCP says so. Over shared memory UCX does not notice, and the read is pending for ever."""
+def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, friends):
+    """TCP reports it. Over shared memory UCX does not notice, and the read stays pending."""
     memory, slabs = memory_of(SIZE)
     good, options = friends(transports), TRANSPORTS[transports]
-    with owners(1, SIZE, **options) as (bad,):
+    with Owner("nixl", SIZE, **options) as bad:
         engine = create_engine("nixl", patience=patience, **options)
         engine.register(slabs)
         peer, _ = stuck(engine, bad, memory)
@@ -421,12 +253,10 @@ def test_a_dead_peer_is_fenced_and_others_are_read_on(transports, patience, frie
 
 
 def test_what_keeps_an_agent_alive():
-    """Exceptions that the caller keeps do not; another's reference does, and then the fence says
-    that it does not know.
-    """
+    """A kept exception does not; a reference does, and then the fence raises."""
     memory, slabs = memory_of(SIZE)
-    with owners(1, SIZE, transports="tcp") as (other,):
-        engine = create_engine("nixl", patience=0.0, **UNSAID)
+    with Owner("nixl", SIZE, transports="tcp") as other:
+        engine = create_engine("nixl", patience=0.0, **BY_OPTION)
         engine.register(slabs)
         peer, _ = stuck(engine, other, memory)
         with pytest.raises(TransferError) as kept:
@@ -439,9 +269,34 @@ def test_what_keeps_an_agent_alive():
         engine.close()
 
 
+def usage() -> tuple[int, int, int]:
+    """Open files, threads, and resident pages of this process."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident
+
+
+def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycles: int) -> None:
+    """Creates, uses and closes engines; sends its usage after each cycle."""
+    memory, truth = np.zeros(size, dtype=np.uint8), pattern(size)
+    for _ in range(cycles):
+        memory[:] = 0
+        engine = create_engine("nixl", **options)
+        engine.register([Slab(memory.ctypes.data, size)])
+        peer = engine.connect(metadata)
+        starts = np.arange(0, size, 4096)
+        lengths = np.full(starts.size, 4096)
+        transfer = engine.read(peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
+        while not engine.poll(transfer):
+            pass
+        assert engine.fence(peer, 0)
+        engine.close()
+        assert np.array_equal(memory, truth)
+        pipe.send(usage())
+
+
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_engines_come_and_go_without_a_trace(transports, friends):
-    """Files, threads and memory of the reading process, over cycles; it exits well."""
+def test_created_and_closed_engines_leave_nothing_behind(transports, friends):
+    """Files, threads and memory of the reading process, over cycles."""
     spawn = multiprocessing.get_context("spawn")
     other, (pipe, there) = friends(transports), spawn.Pipe()
     given = there, other.metadata, other.base, MIB, TRANSPORTS[transports], 14
@@ -456,13 +311,13 @@ def test_engines_come_and_go_without_a_trace(transports, friends):
 
 
 @pytest.mark.parametrize("given", ["tcp,cma", "tcp"])
-def test_transports_that_would_not_be_used_are_refused(given, monkeypatch):
+def test_transports_that_ucx_would_not_use_are_refused(given, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "posix")
     with pytest.raises(ValueError, match="UCX_TLS"):
         create_engine("nixl", transports=given)
 
 
-def test_memories_are_named_as_layouts_name_them():
+def test_memory_names_are_those_of_layouts():
     assert nixl_memory.memory_of("cpu") == ("cpu", "DRAM", 0)
     assert nixl_memory.memory_of("cuda:3") == ("cuda:3", "VRAM", 3)
     for other in ("npu:0", "meta", "cpu:0", "cuda:x", "cuda:-1", f"cuda:{1 << 16}", "cuda:²"):

@@ -1,4 +1,4 @@
-"""Ranges of registered memory, against a model that knows every byte."""
+"""Ranges of registered memory, against a byte-by-byte model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from disagg.engines.ranges import Ranges
 from disagg.plan.bind import CopyBatch
 
 # gaps of 0 make ranges that touch
-STRETCHES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8)
+RANGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8)
 RUNS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=12)
 
 
-@given(STRETCHES, RUNS)
-def test_runs_are_cut_at_borders_and_no_byte_is_lost_or_added(stretches, runs):
+@given(RANGES, RUNS)
+def test_runs_are_cut_at_edges_and_no_byte_is_lost_or_added(given_ranges, runs):
     at, placed = 5, []
-    for gap, nbytes in stretches:
+    for gap, nbytes in given_ranges:
         placed.append((at + gap, nbytes))
         at += gap + nbytes
     owner = {
@@ -31,7 +31,7 @@ def test_runs_are_cut_at_borders_and_no_byte_is_lost_or_added(stretches, runs):
     bytes_of = [range(start, start + length) for start, length in runs]
     ranges = Ranges.of(placed[::-1])
     if not all(byte in owner for run in bytes_of for byte in run):
-        with pytest.raises(TransferError, match="was registered by the peer"):
+        with pytest.raises(TransferError, match="the peer has registered"):
             ranges.cut(batch, batch.src, "the peer")
         return
     cut = ranges.cut(batch, batch.src, "the peer")
@@ -41,15 +41,15 @@ def test_runs_are_cut_at_borders_and_no_byte_is_lost_or_added(stretches, runs):
     assert np.array_equal(cut.dst, cut.src + 1000)
 
 
-def test_no_registered_memory_holds_no_run():
+def test_without_registered_memory_every_run_is_refused():
     one = np.ones(1, dtype=np.int64)
-    with pytest.raises(TransferError, match="no memory was registered by this engine"):
+    with pytest.raises(TransferError, match="this engine has registered no memory"):
         Ranges.of([]).cut(CopyBatch(one, one, one), one, "this engine")
 
 
 @pytest.mark.parametrize(
-    "stretches", [[(0, 0)], [(5, -1)], [(-1, 9)], [(0, 9), (8, 2)], [((1 << 63) - 1, 1)]]
+    "given_ranges", [[(0, 0)], [(5, -1)], [(-1, 9)], [(0, 9), (8, 2)], [((1 << 63) - 1, 1)]]
 )
-def test_stretches_that_overlap_or_overflow_are_refused(stretches):
-    with pytest.raises(ValueError, match="overlap others, or no addresses"):
-        Ranges.of(stretches)
+def test_ranges_that_overlap_or_overflow_are_refused(given_ranges):
+    with pytest.raises(ValueError, match="overlap another range or are invalid"):
+        Ranges.of(given_ranges)

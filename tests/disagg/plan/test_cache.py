@@ -1,4 +1,4 @@
-"""A plan that was saved is the plan that would be made."""
+"""A cached plan equals a new one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pools import mha, mla
 
 
 def same(one, other) -> bool:
-    """Whether all fields are equal, arrays bit by bit."""
+    """Whether all fields are equal, arrays included."""
     if is_dataclass(one) and type(one) is type(other):
         compared = (f.name for f in fields(one) if f.name != "_columns")
         return all(same(getattr(one, name), getattr(other, name)) for name in compared)
@@ -37,15 +37,15 @@ def layouts(pools):
 
 
 def hit(cache, sources, dest):
-    """The plan between them, which the cache knows."""
+    """The cached plan between them."""
     before = cache.hits, cache.misses
     found = cache.plan(layouts(sources), dest.layout)
     assert (cache.hits, cache.misses) == (before[0] + 1, before[1])
     return found
 
 
-def lives(make, count=2):
-    """The same sides at addresses of their own."""
+def restarts(make, count=2):
+    """The same sides with other memory."""
     found = [make() for _ in range(count)]
     bases = {b.base for sources, dest in found for b in dest.layout.buffers}
     assert len(bases) == sum(len(dest.layout.buffers) for _, dest in found)
@@ -53,10 +53,10 @@ def lives(make, count=2):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_another_life_of_any_two_pools_is_planned_as_if_anew(case):
+def test_restarts_of_any_two_pools_hit_with_an_equal_plan(case):
     build, source, dest = CASES[case]
     cache = PlanCache()
-    first, second = lives(lambda: (ranks(build, **source), ranks(build, **dest)[0]))
+    first, second = restarts(lambda: (ranks(build, **source), ranks(build, **dest)[0]))
     made = cache.plan(layouts(first[0]), first[1].layout)
     assert same(made, plan(layouts(first[0]), first[1].layout))
     assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
@@ -64,10 +64,10 @@ def test_another_life_of_any_two_pools_is_planned_as_if_anew(case):
 
 @settings(max_examples=60)
 @given(geometries(layers=6, pp=3, page=20))
-def test_any_geometry_is_planned_as_if_anew(geometry):
+def test_restarts_of_any_geometry_hit_with_an_equal_plan(geometry):
     model, source, dest, where = geometry
     cache = PlanCache()
-    first, second = lives(
+    first, second = restarts(
         lambda: (
             [source.pool(model, *rank, 1) for rank in source.ranks()],
             dest.pool(model, *where, 1),
@@ -77,18 +77,18 @@ def test_any_geometry_is_planned_as_if_anew(geometry):
     assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
 
 
-def test_tensors_stacked_over_layers_are_planned_as_if_anew():
+def test_restarts_of_stacked_tensors_hit_with_an_equal_plan():
     def stacked(page):
         return npu_style([0, 1, 2], 12, page, (16, 8))
 
     cache = PlanCache()
-    first, second = lives(lambda: ([stacked(4)], stacked(6)))
+    first, second = restarts(lambda: ([stacked(4)], stacked(6)))
     cache.plan(layouts(first[0]), first[1].layout)
     assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
 
 
 @pytest.mark.parametrize("case", ["mha: order and tp", "dsv4: page placement", "hybrid: taps"])
-def test_in_life_after_life_the_bytes_are_exact(case):
+def test_bytes_are_exact_after_restarts(case):
     build, source, dest = CASES[case]
     cache = PlanCache()
     for life in range(5):
@@ -111,8 +111,8 @@ def moved(layout: PoolLayout, bases: dict[str, int]) -> PoolLayout:
     return replace(layout, buffers=tuple(buffers))
 
 
-def test_buffers_that_lie_side_by_side_no_more_are_planned_anew():
-    """Their fingerprints are equal: these leave addresses out."""
+def test_buffers_that_are_no_longer_side_by_side_are_a_miss():
+    """Their fingerprints are equal: these leave out pointers."""
     source, dest = (mla(placement="page", device="meta").layout for _ in range(2))
     first, second, *_ = dest.buffers
     apart = moved(dest, {b.name: n << 30 for n, b in enumerate(dest.buffers)})
@@ -126,7 +126,7 @@ def test_buffers_that_lie_side_by_side_no_more_are_planned_anew():
         assert (cache.hits, cache.misses) == (number, number)
 
 
-def test_the_order_and_number_of_sources_are_part_of_the_question():
+def test_the_order_and_number_of_sources_are_part_of_the_key():
     sources, dest = layouts(ranks(mha, tp=2)), mha().layout
     cache = PlanCache()
     for some in (sources, sources[::-1], [*sources, mha().layout]):
@@ -142,7 +142,7 @@ def test_the_generation_of_a_hit_is_the_new_one():
     assert (cache.hits, cache.misses) == (1, 1)
 
 
-def test_a_refusal_is_raised_each_time_and_kept_for_nobody():
+def test_a_refusal_is_raised_each_time_and_not_cached():
     cache, dest = PlanCache(), mla(packing="f32").layout
     for _ in range(2):
         with pytest.raises(IncompatibleLayouts, match="target layers 0-3 latent: bfloat16 on pre"):
@@ -151,9 +151,9 @@ def test_a_refusal_is_raised_each_time_and_kept_for_nobody():
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
-def test_the_plans_that_were_asked_for_last_are_kept(asked):
+def test_the_plans_used_last_are_kept(asked):
     dest = SMALL[0]
-    cache, kept, hits = PlanCache(most=3), [], 0
+    cache, kept, hits = PlanCache(capacity=3), [], 0
     for number in asked:
         made = cache.plan([SMALL[number]], dest)
         assert made.sources == (SMALL[number],)

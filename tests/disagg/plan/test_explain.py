@@ -1,4 +1,4 @@
-"""A plan in words says what happens: how, in how many runs, and the one true cause."""
+"""Explanations: how bytes travel, in how many runs, and why."""
 
 from __future__ import annotations
 
@@ -31,15 +31,27 @@ def mla(**changes):
     [
         ([mla()], mla(), "direct", "whole items", 4 * 64),
         ([mla(placement="page")], mla(placement="page"), "direct", "whole items", 64),
-        ([mla()], mla(placement="page"), "direct", "whole items, among others' bytes", 4 * 64),
-        ([mla()], mla(page_size=64), "direct", "items of 16 entries there, 64 here", 4 * 64),
-        ([mha()], mha(order="hnd"), "strided", "entry before head there, head before entry", None),
+        ([mla()], mla(placement="page"), "direct", "whole items, among other regions", 4 * 64),
+        (
+            [mla()],
+            mla(page_size=64),
+            "direct",
+            "items of 16 entries on the source, 64 on the destination",
+            4 * 64,
+        ),
+        (
+            [mha()],
+            mha(order="hnd"),
+            "strided",
+            "entry before head on the source, head before entry",
+            None,
+        ),
         ([mha(order="hnd")], mha(order="hnd", page_size=8), "strided", "items of 16 entries", None),
         (
             [mha(shard=Shard(rank, 2)) for rank in range(2)],
             mha(),
             "resharded",
-            "head: 2 of 4 a rank there, 4 here",
+            "head: 2 of 4 on the source, 4 on the destination",
             None,
         ),
     ],
@@ -102,7 +114,7 @@ def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
         (b'{"version": 9}', "layout version 9"),
     ],
 )
-def test_a_file_that_is_no_layout_is_a_sentence(tmp_path, content, sentence):
+def test_a_file_that_is_no_layout_is_refused(tmp_path, content, sentence):
     (tmp_path / "a").write_bytes(content)
     done = run(tmp_path / "a", tmp_path / "a")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Any two geometries of one model: byte-exact, by position, and nothing else is touched."""
+"""Transfers between any two geometries of a model are byte-exact and write nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from disagg.plan import plan
-from disagg.plan.bind import IncompleteTransfer
+from disagg.plan import IncompleteTransfer, plan
 from kvpool.layout import RequestAddress, Span
 from kvpool.pools.base import Shard
 from kvpool.pools.mha import MHAPool
@@ -116,7 +115,7 @@ def test_any_geometry_is_byte_exact(geometry, tokens, data):
 
 @settings(max_examples=50)
 @given(geometries(kinds=("mha",)))
-def test_a_rank_holds_the_heads_that_its_number_says(geometry):
+def test_a_rank_holds_the_heads_of_its_number(geometry):
     model, source, _, _ = geometry
     for stage, rank in source.ranks():
         for region in source.pool(model, stage, rank, 1, "meta").layout.regions:
@@ -127,7 +126,7 @@ def test_a_rank_holds_the_heads_that_its_number_says(geometry):
 
 @settings(max_examples=60)
 @given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=5))
-def test_any_plan_proves_itself_by_brute_force(geometry):
+def test_any_plan_verifies(geometry):
     model, source, dest, where = geometry
     pools = [source.pool(model, *rank, 12) for rank in source.ranks()]
     plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout).verify()
@@ -175,7 +174,7 @@ def test_a_position_that_the_source_lacks_is_refused(geometry, tokens, data):
         made.bind_all(there, place(into, tokens))
     short = [RequestAddress(tokens, address.spans) for address in there]
     if -(-held // source.page) < -(-tokens // source.page):
-        with pytest.raises(IncompleteTransfer, match="source: space kv needs the items"):
+        with pytest.raises(IncompleteTransfer, match="source: space kv needs items"):
             made.bind_all(short, place(into, tokens))
 
 

@@ -1,4 +1,4 @@
-"""What a plan refuses, what it leaves out, how few runs it needs, and every kind of space."""
+"""Plans: refusals, unsent regions, numbers of runs, and every kind of space."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.plan import IncompatibleLayouts, plan
-from disagg.plan.bind import IncompleteTransfer
+from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool.describe import describe, describe_buffer
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
@@ -18,6 +17,7 @@ from kvpool.pools.base import Shard
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
 from tests.oracle import State, apply, assert_holds, blank, built, fill, move, place
+from tests.pools import PACKED
 
 COMMON = {"num_pages": 12, "page_size": 4, "dtype": "bf16"}
 
@@ -38,7 +38,7 @@ def hand_off(sources, dest, tokens, *, shuffled=True, allow_missing=()):
         fill(source, address)
     blank(dest)
     made = move(sources, dest, there, here, allow_missing=allow_missing)
-    if made.missing:  # they are not the oracle's to compare with values, but with what was there
+    if made.missing:  # missing regions must keep their old bytes
         kept = tuple(r for r in dest.layout.regions if r.key not in made.missing)
         assert all((dest.views[key] == 255).all() for key in made.missing)
         dest = replace(dest, layout=replace(dest.layout, regions=kept))
@@ -67,11 +67,12 @@ def test_all_reasons_are_listed_at_once():
     text = str(refused)
     assert text.startswith("3 reasons.\n")
     assert (
-        "target layer 0 latent: 8 elements a cell on prefill, 16 elements a cell on decode." in text
+        "target layer 0 latent: 8 elements per cell on prefill, 16 elements per cell on decode."
+        in text
     )
     assert "target layer 0 rope: bfloat16 on prefill, float32 on decode." in text
     assert "target layer 1 index_key: prefill offers no such region" in text
-    assert "it holds none at all" in text
+    assert "it holds none" in text
 
 
 def test_layers_that_share_a_reason_share_a_line():
@@ -94,17 +95,17 @@ CLASHES = {
     "axis totals": (
         Repeat("entry", 4, Repeat("head", 2, Cell("k", 4, "bf16"), 0, 8)),
         Space("kv", entries_per_item=4),
-        "{'head': 2} in all on prefill, {'head': 8} in all on decode",
+        "{'head': 2} in total on prefill, {'head': 8} in total on decode",
     ),
     "kind of space": (
         PAGE,
         Space("kv", "ring", entries_per_item=4, window=4),
         "paged space on prefill, ring space on decode",
     ),
-    "tokens an entry": (
+    "tokens per entry": (
         PAGE,
         Space("kv", entries_per_item=4, tokens_per_entry=2),
-        "1 tokens an entry on prefill, 2 tokens an entry on decode",
+        "1 tokens per entry on prefill, 2 tokens per entry on decode",
     ),
 }
 
@@ -128,7 +129,7 @@ def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
         assert made.missing == (("draft", 0, "latent"), ("draft", 0, "rope"))
 
 
-def test_what_only_sources_have_is_named_and_not_sent():
+def test_regions_of_sources_only_are_named_and_not_sent():
     target, draft, dest = mha(range(2)), mha(range(1), owner="draft"), mha(range(1, 2))
     made = plan([PoolLayout.merge(target.layout, draft.layout)], dest.layout)
     assert set(made.unsent) == {
@@ -141,17 +142,17 @@ def test_what_only_sources_have_is_named_and_not_sent():
     assert batch.total == 20 * 2 * 4 * 4 * 2
 
 
-def test_a_rank_left_out_is_refused_with_what_is_offered():
+def test_a_forgotten_rank_is_refused_with_the_offered_heads():
     ranks = [mha(shard=Shard(rank, 4)) for rank in range(4)]
     refused = refusal([ranks[0], ranks[3]], mha())
     assert (
-        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3: these "
-        "do not cover it exactly once. Plan with the layouts of all prefill ranks."
+        "target layers 0-1 k: decode needs head 0-3, prefill offers head 0; head 3, which "
+        "does not cover it exactly once. Plan with the layouts of all prefill ranks."
     ) in str(refused)
-    assert "offers nothing of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
+    assert "offers none of it" in str(refusal(ranks[:1], mha(shard=Shard(3, 4))))
 
 
-def test_a_stage_left_out_is_refused_with_the_layers_that_are_held():
+def test_a_forgotten_stage_is_refused_with_the_held_layers():
     stages = [mha(layers, total_kv_layers=9) for layers in (range(3), range(3, 6), range(6, 9))]
     refused = refusal([stages[0], stages[2]], mha(range(9)))
     assert {r.layer for r in refused.reasons} == {3, 4, 5}
@@ -160,18 +161,18 @@ def test_a_stage_left_out_is_refused_with_the_layers_that_are_held():
     )
 
 
-def test_addresses_and_ranges_that_cannot_be_are_refused():
+def test_invalid_block_tables_and_ranges_are_refused():
     source, dest = mla(), mla()
     made = plan([source.layout], dest.layout)
     here = place(dest, 10)
-    with pytest.raises(ValueError, match="2 addresses for 1 sources"):
+    with pytest.raises(ValueError, match="2 block tables for 1 sources"):
         made.bind_all([here, here], here)
     with pytest.raises(ValueError, match="source 1: this plan has sources 0 to 0"):
         made.bind(1, here, here)
     for tokens in (range(5, 11), range(0, 10, 2), range(-1, 4)):
         with pytest.raises(ValueError, match="a range of positions within 0 to 10"):
             made.bind(0, here, here, tokens=tokens)
-    with pytest.raises(ValueError, match="destination: no ids for space 'kv'"):
+    with pytest.raises(ValueError, match="destination: its block table has no ids for space 'kv'"):
         made.bind(0, here, RequestAddress(10, {}))
 
 
@@ -183,7 +184,7 @@ LATENT, ROPE = Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")
 
 
 def with_gap(where, page, gap):
-    """A page of latent and rope rows with something of 8 bytes in or between them."""
+    """A page of latent and rope rows with 8 other bytes in or between them."""
     row, gaps = Seq(LATENT, ROPE), Repeat("entry", page, gap) if isinstance(gap, Cell) else gap
     rows = Repeat("entry", page, row)
     if isinstance(gap, Skip):
@@ -204,7 +205,7 @@ INDEX, NOTHING = Cell("index_key", 4, "bf16"), Skip(8)
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("where", GAPS)
-def test_what_means_something_on_decode_is_no_padding(where, page, shuffled):
+def test_live_bytes_of_decode_are_not_padding(where, page, shuffled):
     template = with_gap(where, page, NOTHING)
     source = built([(layer, "kv", 14, template) for layer in range(3)], page=page)
     kinds = (NOTHING, INDEX, NOTHING)  # index keys on a subset of layers
@@ -218,7 +219,7 @@ def test_what_means_something_on_decode_is_no_padding(where, page, shuffled):
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("where", GAPS)
-def test_what_means_something_on_prefill_is_not_sent_as_padding(where, page, shuffled):
+def test_live_bytes_of_prefill_are_not_sent_as_padding(where, page, shuffled):
     source, dest = (
         built([(0, "kv", 14, with_gap(where, page, gap))], page=page) for gap in (INDEX, NOTHING)
     )
@@ -231,25 +232,25 @@ def test_layers_that_another_replica_sends_are_not_sent_between_pages():
     assert hand_off(replicas, dest, 40, shuffled=False) == [40 * 24 * 2] * 2
 
 
-def test_of_offers_that_overlap_each_byte_is_taken_once():
+def test_bytes_that_overlapping_sources_offer_are_read_once():
     sources = [mha(), mha(shard=Shard(0, 2)), mha(shard=Shard(3, 4))]
     assert sum(hand_off(sources, mha(), 30)) == 30 * 2 * 2 * 4 * 4 * 2
 
 
 @pytest.mark.parametrize("tokens", [12, 11, 9])
-def test_consecutive_pages_are_one_run_a_layer(tokens):
+def test_consecutive_pages_are_one_run_per_layer(tokens):
     source, dest = mla(range(5)), mla(range(5))
     there, here = pages(2, 3, 4, tokens=tokens), pages(7, 8, 9, tokens=tokens)
     batch = plan([source.layout], dest.layout).bind(0, there, here)
     assert batch.nbytes.tolist() == [tokens * 24] * 5
 
 
-def test_latent_and_rope_are_one_run_a_page():
+def test_latent_and_rope_are_one_run_per_page():
     batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
     assert batch.nbytes.tolist() == [4 * 24] * 6
 
 
-def test_heads_of_a_token_side_by_side_are_one_run():
+def test_adjacent_heads_of_a_token_are_one_run():
     ranks = [mha(shard=Shard(rank, 2)) for rank in range(2)]
     made = plan([rank.layout for rank in ranks], mha().layout)
     for batch in made.bind_all([pages(2, 9)] * 2, pages(5, 3)):
@@ -267,7 +268,7 @@ def test_all_layers_of_a_page_placed_side_by_side_are_one_run(kind):
     assert consecutive.nbytes.tolist() == [3 * 4 * row * 5]
 
 
-def test_equal_padding_travels_with_its_neighbours():
+def test_equal_padding_is_part_of_a_run():
     row = Seq(Cell("latent", 3, "bf16"), Skip(2), Cell("rope", 1, "f32"))
     page = Pad(64, Repeat("entry", 4, row))
     sides = [built([(0, "kv", 12, page)], page=4) for _ in range(2)]
@@ -276,7 +277,7 @@ def test_equal_padding_travels_with_its_neighbours():
     hand_off(sides[:1], sides[1], 30)
 
 
-def test_unequal_padding_stays_where_it_is():
+def test_unequal_padding_is_not_moved():
     row = Cell("latent", 3, "bf16"), Cell("rope", 1, "f32")
     source = built([(0, "kv", 12, Repeat("entry", 4, Seq(row[0], Skip(2), row[1])))], page=4)
     dest = built([(0, "kv", 12, Repeat("entry", 4, Seq(row[1], row[0], Skip(6))))], page=4)
@@ -289,6 +290,23 @@ def test_a_batch_splits_without_losing_a_run():
     parts = list(batch.split(max_bytes=200, max_runs=5))
     assert [part.nbytes.tolist() for part in parts] == [[96, 96]] * 3
     assert np.concatenate([part.dst for part in parts]).tolist() == batch.dst.tolist()
+
+
+def test_shares_are_runs_and_bytes_of_each_route():
+    pool = PACKED["nsa bf16"](num_pages=20)
+    made = plan([pool.layout], pool.layout)
+    batch = made.bind(0, place(pool, 29, 1), place(pool, 29, 2))
+    assert {route for route, _, _ in batch.shares} == set(made.routes)
+    assert sum(runs for _, runs, _ in batch.shares) == batch.runs
+    assert sum(nbytes for _, _, nbytes in batch.shares) == batch.total
+    for route in made.routes:
+        inside = np.zeros(batch.runs, dtype=bool)
+        for base in route.src_base:
+            size = route.src_stride * pool.num_pages
+            inside |= (batch.src >= base) & (batch.src < base + size)
+        mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
+        assert sum(runs for runs, _ in mine) == inside.sum()
+        assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
 
 
 def npu_style(layers, items, page, dims):
@@ -334,7 +352,7 @@ def described(named, page, buffer=None):
     return State(layout, memory, views)
 
 
-def test_layers_alike_but_for_their_item_stride_keep_their_own():
+def test_layers_that_differ_in_item_stride_only_keep_their_own():
     dense, wide = torch.zeros(12, 4, 6, dtype=torch.float32), torch.zeros(12, 7, 6)
     engine = described({(0, "latent"): dense, (1, "latent"): wide[:, :4]}, 4)
     template = Repeat("entry", 4, Cell("latent", 6, "f32"))
@@ -343,7 +361,7 @@ def test_layers_alike_but_for_their_item_stride_keep_their_own():
     hand_off([pool], engine, 30)
 
 
-def test_neighbours_in_one_entry_that_part_in_the_next_are_no_run():
+def test_cells_adjacent_in_one_entry_only_are_no_run():
     crossed = torch.zeros(12, 24, dtype=torch.float32)
     latent = crossed.as_strided((12, 2, 2), (24, 8, 1), 0)  # at 0 and 8
     rope = crossed.as_strided((12, 2, 2), (24, 4, 1), 2)  # at 2 and 6
@@ -394,11 +412,11 @@ def window(size, page):
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 23, 24, 50])
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 6), (6, 4)])
-def test_of_a_window_only_the_last_positions_are_moved(tokens, prefill, decode):
+def test_only_the_last_positions_of_a_window_are_moved(tokens, prefill, decode):
     hand_off([window(8, prefill)], window(8, decode), tokens)
 
 
-def test_layers_alike_but_for_their_space_go_by_their_own_ids():
+def test_layers_that_differ_in_space_only_use_their_own_ids():
     def pool():
         page = Repeat("entry", 4, Cell("latent", 6, "bf16"))
         spaces = [Space(name, entries_per_item=4) for name in ("kv", "other")]
@@ -422,7 +440,7 @@ def test_lists_that_start_at_different_items_are_paired_by_position(dead):
     assert here.spans["swa"].first_item == dead[1]
 
 
-def test_a_window_whose_head_is_not_offered_is_refused():
+def test_a_window_whose_start_is_not_offered_is_refused():
     source, dest = window(12, 4), window(12, 4)
     whole = place(source, 50)
     late = RequestAddress(50, {"swa": Span(whole.spans["swa"].ids[10:], 10)})
@@ -437,7 +455,7 @@ def test_a_window_whose_head_is_not_offered_is_refused():
 def test_entries_that_have_left_the_source_window_are_refused(wanted):
     source, dest = window(8, 4), window(wanted, 4)
     made = plan([source.layout], dest.layout)
-    made.bind(0, place(source, 8), place(dest, 8))  # nothing has left it yet
+    made.bind(0, place(source, 8), place(dest, 8))  # no entry has left it yet
     with pytest.raises(IncompleteTransfer, match="space swa"):
         made.bind(0, place(source, 50), place(dest, 50))
 
@@ -460,11 +478,11 @@ def test_live_entries_of_a_ring_land_by_position(tokens, prefill, decode):
     assert_holds(dest, here, last)
 
 
-def test_a_ring_that_has_gone_on_is_refused():
+def test_a_ring_that_holds_later_positions_is_refused():
     source, dest = ring(8), ring(16)
     made = plan([source.layout], dest.layout)
     made.bind(0, place(source, 40), place(dest, 40))
-    with pytest.raises(IncompleteTransfer, match="space ring keeps entries from 33 alive"):
+    with pytest.raises(IncompleteTransfer, match="space ring keeps entries from 33 on alive"):
         made.bind(0, place(source, 41), place(dest, 40))
 
 
@@ -482,7 +500,7 @@ def test_compressed_entries_are_moved_once_their_tokens_are_complete(tokens, pre
 
 
 def compressed(page):
-    """Token pages, and compressed pages found by the ids of the token pages."""
+    """Token pages, and compressed pages that share their ids."""
     return built(
         [
             (0, "kv", 14, Repeat("entry", page, Cell("latent", 4, "bf16"))),

@@ -120,9 +120,6 @@ class SlowEngine(Engine):
             raise TransferError("the peer's process is gone.")
         return Peer()
 
-    def prepare(self, peer: Peer, plan) -> None:
-        self._enter("prepare")
-
     def read(self, peer: Peer, batch) -> Transfer:
         runs = list(zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()))
         owners = {page: self._owner(page) for run in runs for page in self._pages(run)}

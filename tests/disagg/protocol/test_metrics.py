@@ -232,7 +232,7 @@ def test_an_endpoint_that_does_not_answer_takes_no_other_with_it(caplog):
     }
     assert up == {"broken": 0, "well": 1}
     assert found["kvpool_open_rooms", frozenset({("endpoint", "well")})] == 4
-    assert "endpoint 'broken' gives no numbers: the endpoint was closed." in caplog.text
+    assert "endpoint 'broken' has no metrics: the endpoint was closed." in caplog.text
 
 
 def test_no_endpoints_are_served_as_such():
@@ -259,7 +259,7 @@ def test_a_port_that_is_taken_is_refused_by_number():
 
 def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(RuntimeError, match=r"pip install kvpool\[metrics\]"):
+    with pytest.raises(RuntimeError, match=r"Install kvpool\[metrics\]"):
         export({})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from disagg.engines.base import TransferError
+from disagg.plan import TransferPlan
 from disagg.protocol.messages import decode as decoded
 from disagg.protocol.status import KVPoll
 from kvpool import OutOfPages, RequestAddress, Span
@@ -44,7 +46,7 @@ TOKENS = {0: 5, 1: 8, "four": 4, "none": 0}
 PREFILL_TIMEOUT, DECODE_TIMEOUT, LEASE = 5.0, 3.0, 12.0
 
 TIMES = {"a moment": 0.5, "a ping": 1.5, "a time-out": 6.0, "a lease": 13.0}
-CALLS = ["connect", "prepare", "read", "poll", "fence"]
+CALLS = ["connect", "read", "poll", "fence"]
 CONNECTIONS = ["break", "break unseen", "unread", "rubbish up", "rubbish down", "disconnect"]
 LIVES = ["stop", "kill", "kill unseen", "close"]
 STRIKES = [*CALLS, "fail", "stick", "patience", *CONNECTIONS, *LIVES, "abort", "abort in a call"]
@@ -429,16 +431,18 @@ def sent_by(decode: Decode, prefill: Prefill) -> tuple:
     return conn, {type(decoded(m)).__name__: m for m in reversed(conn.past["up"])}
 
 
-def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_given_up(begin):
+def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_given_up(
+    begin, monkeypatch
+):
     state = begin("two ranks to one")
     world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
-    for call in ("prepare", "fence"):
-        state.trouble(call, decode, 0)
+    state.trouble("fence", decode, 0)
+    monkeypatch.setattr(TransferPlan, "bind", Mock(side_effect=RuntimeError("bind goes wrong")))
     prefill.send(0, 5, 5)
     decode.want(0, 1, 5, 0)
     world.live(5)
     for node in (decode, prefill):
-        assert "prepare goes wrong" in node.machine.failure(0).reason
+        assert "bind goes wrong" in node.machine.failure(0).reason
     assert not decode.machine.reading(0)
 
 

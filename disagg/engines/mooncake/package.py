@@ -1,0 +1,124 @@
+"""Mooncake's Python package: start, register, read once, stop."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from disagg.engines.base import EngineUnavailable, TransferError
+
+SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+"""Variables that force a transport. Mooncake ignores the protocol that it is given."""
+DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
+"""Set unless the environment sets them. A call fails after 3 seconds without progress."""
+WAKE = struct.pack("ll", 0, 1000)
+LISTENING = ":0000 0A "
+
+
+def package() -> Any:
+    """Mooncake's `engine` module. Raises EngineUnavailable with what is missing."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError:
+        raise EngineUnavailable(
+            "Mooncake is not installed. Install kvpool[mooncake], or kvpool[mooncake-cpu] without "
+            "CUDA."
+        ) from None
+    except ImportError as error:
+        raise EngineUnavailable(
+            f"Mooncake cannot be loaded: {error}. On Debian: apt-get install libibverbs1 "
+            "librdmacm1 libnuma1 liburing2 libcurl4."
+        ) from None
+
+
+def choose(protocol: str) -> None:
+    """Forces a transport. Raises EngineUnavailable if this process already uses another."""
+    for other, switch in SWITCHES.items():
+        if other != protocol and switch in os.environ:
+            raise EngineUnavailable(
+                f"protocol {protocol!r}: {switch} is set, so this process uses {other}. A process "
+                "has one protocol."
+            )
+    if protocol in SWITCHES:
+        os.environ.setdefault(SWITCHES[protocol], "1")
+
+
+def moves_cuda() -> bool:
+    """Whether Mooncake's CUDA build is installed."""
+    try:
+        distribution("mooncake-transfer-engine")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def start(protocol: str, hostname: str, device: str) -> Any:
+    """A `TransferEngine` that listens on ports that Mooncake chooses."""
+    engine = package().TransferEngine()
+    code = engine.initialize(hostname, "P2PHANDSHAKE", protocol, device)
+    if code:
+        raise TransferError(
+            f"Mooncake cannot start {protocol} on {hostname} with device {device!r} (code {code}). "
+            "Set MC_LOG_LEVEL=INFO for the reason."
+        )
+    return engine
+
+
+def register_ranges(engine: Any, ranges: Iterable[tuple[int, int]]) -> None:
+    """Registers pointers and lengths in bytes, each a region. Raises TransferError."""
+    for base, nbytes in ranges:
+        code = engine.register_memory(base, nbytes)
+        if code:
+            raise TransferError(
+                f"Mooncake cannot register {nbytes} bytes at {base:#x} (code {code}). If the "
+                "device limits the size of a registration, set a smaller `chunk`."
+            )
+
+
+def fetch(engine: Any, address: str, rows: Sequence[Sequence[int]]) -> bool:
+    """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived.
+
+    `batch_transfer_sync_read` is not used: it retries while bytes of the failed attempt are still
+    in flight, and reports success.
+    """
+    src, dst, nbytes = rows
+    number = engine.batch_transfer_async_read(address, dst, src, nbytes)
+    # the status frees the number: a second call would crash
+    return bool(number) and bool(engine.get_batch_transfer_status([number]) == 0)
+
+
+def hasten(engine: Any) -> None:
+    """Shortens the wait of the engine's destructor, which holds the GIL, from a second to a
+    millisecond: sets the listening socket's time-out and wakes it.
+    """
+    port = engine.get_rpc_port()
+    with suppress(OSError):  # destruction then takes a second
+        for handle in _listeners(port):
+            found = socket.socket(fileno=handle)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, WAKE)
+            found.detach()  # Mooncake owns it
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+
+
+def _listeners(port: int) -> Iterator[int]:
+    """Descriptors of this process that listen on a port."""
+    lines = [
+        line
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()
+        if f":{port:04X} " in line and LISTENING in line
+    ]
+    names = {f"socket:[{line.split()[9]}]" for line in lines}
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since it was listed
+            if os.readlink(f"/proc/self/fd/{entry}") in names:
+                yield int(entry)
