@@ -36,10 +36,10 @@ from kvpool.testing.values import Bytes
 PEER_BYTES = 1 << 20
 PREFIX = "kvpool-peer"
 
-Move = Callable[[Sequence["Side"], "Side", Sequence[CopyBatch]], None]
+Move = Callable[[Sequence["TransferSide"], "TransferSide", Sequence[CopyBatch]], None]
 
 
-class Side:
+class TransferSide:
     """A pool, a request in it, and all bytes of the pool."""
 
     def __init__(self, pool: KVPool, tokens: int, name: str) -> None:
@@ -107,7 +107,9 @@ def plans_lead_from_the_host(case: Case) -> None:
 def the_device_copies_the_runs_of_a_plan(case: Case) -> None:
     """Between pools on the device, by its `copy_runs`."""
 
-    def by_device(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
+    def by_device(
+        sources: Sequence[TransferSide], dest: TransferSide, batches: Sequence[CopyBatch]
+    ) -> None:
         for batch in batches:
             case.device.copy_runs(batch.src, batch.dst, batch.nbytes)
 
@@ -126,7 +128,7 @@ def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
         asked = pieces(plan([here], there), 0, range(tokens), tokens)
         found = []
         for number, pool in enumerate(pools):
-            side = Side(pool, tokens, f"side {number}")
+            side = TransferSide(pool, tokens, f"side {number}")
             side.write()
             parts = digests(pool.layout, side.address, asked)
             found.append([value for part in parts if part is not None for value in part.tolist()])
@@ -226,8 +228,8 @@ def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
     layouts = [pool.layout for pool in sources]
     tokens = max(1, min(capacity(layout) for layout in [*layouts, dest.layout]) - 1)
     made = plan(layouts, dest.layout)
-    froms = [Side(pool, tokens, f"source {n}") for n, pool in enumerate(sources)]
-    to = Side(dest, tokens, "dest")
+    froms = [TransferSide(pool, tokens, f"source {n}") for n, pool in enumerate(sources)]
+    to = TransferSide(dest, tokens, "dest")
     for side in froms:
         side.write()
     batches = made.bind_all([side.address for side in froms], to.address)
@@ -239,7 +241,9 @@ def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
         side.memory.check(side.bytes)
 
 
-def _by_numpy(sources: Sequence[Side], dest: Side, batches: Sequence[CopyBatch]) -> None:
+def _by_numpy(
+    sources: Sequence[TransferSide], dest: TransferSide, batches: Sequence[CopyBatch]
+) -> None:
     """Copies run by run between the bytes of both sides."""
     written = dest.bytes.copy()
     for side, batch in zip(sources, batches):

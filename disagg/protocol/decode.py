@@ -343,7 +343,7 @@ class DecodeMachine:
                 start=room.start,
                 tokens=room.address.num_tokens,
                 bytes_moved=room.metrics.bytes_moved,
-                seconds=room.metrics.total_seconds,
+                seconds=round(room.metrics.total_seconds, 6),
             )
 
     def _tell(

@@ -1,4 +1,4 @@
-"""What transfers moved and what it took: of one room, of one endpoint, and in a line of the log."""
+"""Bytes, runs and seconds of a room and of an endpoint, and the log line of a failed room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Roles = tuple[str, str]
 
 
 class RoleMetrics(NamedTuple):
-    """Runs and bytes that were bound of some roles."""
+    """Runs and bytes bound for some roles."""
 
     runs: int = 0
     nbytes: int = 0
@@ -41,9 +41,9 @@ class RoleMetrics(NamedTuple):
 class RoomMetrics:
     """Bytes and runs of one room on one decode rank; times in seconds.
 
-    `plan_seconds` is the link's. `wait_seconds` went by from the want until a first chunk was
-    ready, `total_seconds` until the room's end. Times of what goes on at once add up. `by_role`
-    is a new dict after each change, so that a copy stays as it is.
+    `plan_seconds` is the link's. `wait_seconds` is from the request to the first chunk,
+    `total_seconds` to the room's end. Times of concurrent reads add up. `by_role` is a new dict
+    after each change, so that a copy stays as it is.
     """
 
     chunks: int = 0
@@ -69,7 +69,7 @@ class RoomMetrics:
         return self.bytes_moved / self.wire_seconds if self.wire_seconds else 0.0
 
     def bound(self, batch: CopyBatch, seconds: float) -> None:
-        """Counts a chunk that a plan has bound and that is to be read, from one rank."""
+        """Counts a chunk of one rank that is bound and about to be read."""
         found = dict(self.by_role)
         for route, runs, nbytes in batch.shares:
             roles = route.keys[0][0], route.roles
@@ -101,7 +101,7 @@ class Totals:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, room: RoomMetrics, failure: Failure | None = None) -> None:
-        """Counts a room that has ended, well or with a failure."""
+        """Counts a room that has ended."""
         self.rooms["failed" if failure else "success"] += 1
         if failure:
             key = failure.side, failure.kind
@@ -119,7 +119,7 @@ class Totals:
         self.seconds["plan"] += seconds
 
     def copy(self) -> Totals:
-        """The numbers as they are now."""
+        """The numbers now."""
         return Totals(
             dict(self.rooms),
             dict(self.failures),
@@ -145,33 +145,12 @@ class Snapshot:
     plans: Mapping[str, int] = field(default_factory=dict)
 
 
-def log_failure(
-    failure: Failure,
-    *,
-    room: int | str,
-    peer: str,
-    generation: str,
-    start: int,
-    tokens: int,
-    bytes_moved: int,
-    seconds: float,
-) -> None:
-    """Logs what there is to say of a failed room as one line of JSON, an abort as information, all
-    else as a warning; `start` and `tokens` are positions.
+def log_failure(failure: Failure, **facts: object) -> None:
+    """Logs a failed room as one line of JSON: an abort as information, all else as a warning.
+
+    `facts`: `room`, `peer`, `generation`, positions `start` and `tokens`, `bytes_moved`, `seconds`.
     """
-    line = json.dumps(
-        {
-            "event": "room failed",
-            "room": room,
-            "side": failure.side,
-            "kind": failure.kind,
-            "reason": failure.reason[:MAX_REASON],
-            "peer": peer,
-            "generation": generation,
-            "start": start,
-            "tokens": tokens,
-            "bytes_moved": bytes_moved,
-            "seconds": round(seconds, 6),
-        }
-    )
-    log.log(logging.INFO if failure.kind == "abort" else logging.WARNING, "%s", line)
+    reason = failure.reason[:MAX_REASON]
+    why = {"event": "room failed", "side": failure.side, "kind": failure.kind, "reason": reason}
+    level = logging.INFO if failure.kind == "abort" else logging.WARNING
+    log.log(level, "%s", json.dumps(why | facts))

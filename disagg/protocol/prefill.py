@@ -326,7 +326,7 @@ class PrefillMachine:
                 start=min((request.start for request in room.requests.values()), default=0),
                 tokens=room.computed,
                 bytes_moved=0,
-                seconds=seconds,
+                seconds=round(seconds, 6),
             )
         for peer, request in room.requests.items():
             self._ended_attempts[peer, request.attempt] = None

@@ -24,7 +24,7 @@ from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.runtime.endpoint import Endpoint, Options
-from disagg.runtime.staging import MIN_STAGING, stage_for
+from disagg.runtime.staging import MIN_STAGING, staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
 
 READ_TIMEOUT = 30.0
@@ -68,7 +68,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             engine,
             options,
             serves=False,
-            stage=stage_for(layout, engine, staging),
+            stage=staging_buffers(layout, engine, staging),
             read_timeout=read_timeout,
         )
         if self._thread is not None:

@@ -58,7 +58,7 @@ from disagg.protocol.metrics import Snapshot
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.reader import Reader
-from disagg.runtime.staging import Stage
+from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import Transport
 from disagg.runtime.zmq_transport import ZmqTransport
 from kvpool.layout import PoolLayout
@@ -130,7 +130,7 @@ class Endpoint(Generic[M]):
         options: Options,
         *,
         serves: bool,
-        stage: Stage | None = None,
+        stage: StagingBuffers | None = None,
         read_timeout: float = math.inf,
     ) -> None:
         unknown = options.keys() - Options.__annotations__.keys()
@@ -150,7 +150,7 @@ class Endpoint(Generic[M]):
             transport = zmq = ZmqTransport(keys)
             self._close_transport = zmq.close
         self._transport = transport
-        stage = stage or Stage()
+        stage = stage or StagingBuffers()
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
         try:

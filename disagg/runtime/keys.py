@@ -1,7 +1,7 @@
-"""Keys of a deployment: with them, control messages are encrypted and only their holders connect.
+"""Keys of a deployment: with them, messages are encrypted and only holders of the file connect.
 
-One file for all endpoints (`kvpool keys FILE`): a CURVE key pair of ZeroMQ. Whoever holds the
-file may connect and may be connected to.
+One file for all endpoints (`kvpool keys FILE`): a CURVE key pair of ZeroMQ. Every holder may dial
+and may be dialled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: str | os.PathLike[str]) -> Keys:
-    """The keys of a file; raises ValueError if it is not one, or if others may read it."""
+    """The keys of a file; raises ValueError if it is no key file, or if other users may read it."""
     file = Path(path)
     try:
         mode, data = file.stat().st_mode, file.read_bytes()
@@ -39,12 +39,14 @@ def read_keys(path: str | os.PathLike[str]) -> Keys:
     except (msgspec.MsgspecError, zmq.ZMQError, ValueError) as error:
         raise ValueError(f"keys {file}: {error}. Make it anew: kvpool keys {file}") from None
     if not paired:
-        raise ValueError(f"keys {file}: no pair. Make it anew: kvpool keys {file}")
+        raise ValueError(
+            f"keys {file}: the two keys are not a pair. Make it anew: kvpool keys {file}"
+        )
     return keys
 
 
 def write_keys(path: str | os.PathLike[str]) -> Keys:
-    """Makes a new pair, in a new file that only its owner may open."""
+    """Makes a pair, in a new file that only its owner may open."""
     public, secret = zmq.curve_keypair()
     keys = Keys(public.decode(), secret.decode())
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

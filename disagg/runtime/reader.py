@@ -15,7 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
-from disagg.runtime.staging import Part, Stage
+from disagg.runtime.staging import ReadPart, StagingBuffers
 
 if TYPE_CHECKING:
     from kvpool.device import Event
@@ -36,7 +36,7 @@ class _InFlight:
     """A part of a read that was posted; with a staging buffer, until it is scattered from there."""
 
     transfer: Any
-    part: Part
+    part: ReadPart
     posted: float
     buffer: int | None
     arrived: bool = False
@@ -52,9 +52,9 @@ class _Active:
     """A read that has begun: the parts still to be posted, and those in flight."""
 
     read: Read
-    parts: Iterator[Part]
+    parts: Iterator[ReadPart]
     left: bool = True
-    next: Part | None = None
+    next: ReadPart | None = None
     in_flight: deque[_InFlight] = field(default_factory=deque)
     buffers: set[int] = field(default_factory=set)
 
@@ -92,10 +92,10 @@ class Reader:
         engine: Engine,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
-        stage: Stage | None = None,
+        stage: StagingBuffers | None = None,
     ) -> None:
         self._engine, self._timeout, self._clock = engine, timeout, clock
-        self._stage = stage or Stage()
+        self._stage = stage or StagingBuffers()
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         self._fences: list[_Fence] = []
         self._events: list[ReadEvent] = []
@@ -197,7 +197,7 @@ class Reader:
         moved = False
         while active.in_flight and self._landed(active, active.in_flight[0]):
             part = active.in_flight.popleft()
-            active.read.metrics.moved(part.part.wanted, self._clock() - part.posted)
+            active.read.metrics.moved(part.part.payload, self._clock() - part.posted)
             moved = True
         if active.in_flight:
             spent = self._clock() - active.in_flight[0].posted

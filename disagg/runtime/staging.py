@@ -1,9 +1,8 @@
-"""Reads of small runs as long ones. Where runs lie close together at the source they come as one,
-with what lies between them, into memory of this side, and are scattered from there to where they
-belong.
+"""Reads of small runs as long ones. Runs that lie close together at the source are read as one,
+with the bytes between them, into a staging buffer, and are scattered from there.
 
-That costs a copy more here, and pays where an engine's cost is by the run: heads of other numbers
-of ranks, other orders of axes, other sizes of pages.
+That costs one more copy here, and pays if an engine's cost is per run: other TP sizes, other orders
+of axes, other page sizes.
 """
 
 from __future__ import annotations
@@ -22,83 +21,85 @@ from kvpool.layout.grid import Ints
 if TYPE_CHECKING:
     from kvpool.device import Event
 
-BUFFERS = 4
-"""A read's two parts in flight, and those of another rank."""
+NUM_BUFFERS = 4
+"""Two parts in flight of one read, and two of another rank's."""
 MIN_STAGING = 1 << 20
-"""Bytes; with less, reads are cut into parts that are too small."""
+"""Bytes; with less, the parts of a read are too small."""
 MAX_READ_AMPLIFICATION = 8
-"""No more than so many times the bytes that are wanted are read."""
+"""Bytes read for each byte that is needed, at most."""
 
 Copy = Callable[[Ints, Ints, Ints], "Event | None"]
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """What is read at once. With `scatter`, `read` goes to a buffer and `scatter` comes from it:
-    destinations of the one and sources of the other are offsets there.
+    destinations of `read` and sources of `scatter` are offsets in the buffer.
     """
 
     read: CopyBatch
     scatter: CopyBatch | None = None
 
     @property
-    def wanted(self) -> int:
-        """Bytes that belong somewhere."""
+    def payload(self) -> int:
+        """Bytes that are needed."""
         return (self.read if self.scatter is None else self.scatter).total
 
 
-class Joined(NamedTuple):
-    """A batch as long runs that are read, and what is scattered from there; destinations of the one
-    and sources of the other are offsets in the whole of what is read.
+class CoalescedBatch(NamedTuple):
+    """A batch as long runs to read, and what is scattered from them: destinations of `read` and
+    sources of `scatter` are offsets in all that is read.
     """
 
     read: CopyBatch
     scatter: CopyBatch
 
 
-class Stage:
-    """Buffers in one's own memory, and what copies from them: it returns a mark if it goes on after
-    the call. Without `slabs` there are none.
+class StagingBuffers:
+    """Buffers in this side's memory, and the copy out of them, which returns an event if it goes on
+    after the call. Without `slabs` there are none.
     """
 
     def __init__(
         self, slabs: Sequence[Slab] = (), copy: Copy = copy_runs, memory: Any = None
     ) -> None:
         self.slabs, self._copy, self._memory = slabs, copy, memory
-        self.buffer_bytes = min((slab.nbytes // BUFFERS for slab in slabs), default=0)
-        self._free = [s.base + n * self.buffer_bytes for s in slabs for n in range(BUFFERS)]
+        self.buffer_bytes = min((slab.nbytes // NUM_BUFFERS for slab in slabs), default=0)
+        self._free = [s.base + n * self.buffer_bytes for s in slabs for n in range(NUM_BUFFERS)]
         self._usable = len(self._free)
 
-    def parts(self, batch: CopyBatch, source: PoolLayout, engine: Engine) -> Iterator[Part]:
-        """A batch in parts for an engine; by way of a buffer where that pays."""
-        found = joined(batch, source, engine.run_overhead_bytes) if self._usable else None
+    def parts(self, batch: CopyBatch, source: PoolLayout, engine: Engine) -> Iterator[ReadPart]:
+        """A batch in parts for an engine; through a buffer if that pays."""
+        found = coalesce(batch, source, engine.run_overhead_bytes) if self._usable else None
         if found is None:
-            return map(Part, batch.split(engine.max_bytes, engine.max_runs))
+            return map(ReadPart, batch.split(engine.max_bytes, engine.max_runs))
         return cut(found, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
 
     def take(self) -> int | None:
-        """The address of a buffer, or None while all are in use. Raises TransferError where none
-        will be free again.
+        """Pointer to a buffer, or None while all are in use. Raises TransferError if none will be
+        free again.
         """
         if not self._usable:
             raise TransferError("all staging memory is held by peers that cannot be fenced.")
         return self._free.pop() if self._free else None
 
     def give(self, *buffers: int) -> None:
-        """Takes buffers back that nothing writes to any more."""
+        """Takes back buffers that nothing writes to any more."""
         self._free.extend(buffers)
 
     def mark_lost(self, count: int) -> None:
-        """So many buffers may be written to for ever."""
+        """`count` buffers may be written to for ever."""
         self._usable -= count
 
     def scatter(self, part: CopyBatch, buffer: int) -> Event | None:
-        """Copies what has arrived in a buffer to where it belongs."""
+        """Copies what has arrived in a buffer to its destination."""
         return self._copy(part.src + buffer, part.dst, part.nbytes)
 
 
-def joined(batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int) -> Joined | None:
-    """Runs that lie close together at the source as one, with what lies between them; None where
-    that takes more than half as long, a run taking as long as `run_bytes` bytes.
+def coalesce(
+    batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int
+) -> CoalescedBatch | None:
+    """Runs that lie close together at the source as one, with the bytes between them; None if that
+    takes more than half as long, where a run costs as much as `run_overhead_bytes` bytes.
     """
     total = batch.total
     if total >= batch.runs * run_overhead_bytes:
@@ -115,7 +116,7 @@ def joined(batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int) -> Joi
         follows = near & (gaps <= most)
         read = total + int(gaps[follows].sum())
         runs = batch.runs - int(follows.sum())
-        cost = runs * run_overhead_bytes + read + total  # which is copied once more
+        cost = runs * run_overhead_bytes + read + total  # the payload is copied once more
         if cost <= least and read <= MAX_READ_AMPLIFICATION * total:
             found, least = follows, cost
     if found is None:
@@ -125,48 +126,48 @@ def joined(batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int) -> Joi
     lengths: Ints = ends[lasts] - src[firsts]
     starts: Ints = np.cumsum(lengths) - lengths
     offsets: Ints = src + np.repeat(starts - src[firsts], lasts - firsts + 1)
-    return Joined(CopyBatch(src[firsts], starts, lengths), CopyBatch(offsets, dst, nbytes))
+    return CoalescedBatch(CopyBatch(src[firsts], starts, lengths), CopyBatch(offsets, dst, nbytes))
 
 
-def cut(joined: Joined, max_bytes: int, max_runs: int) -> Iterator[Part]:
+def cut(coalesce: CoalescedBatch, max_bytes: int, max_runs: int) -> Iterator[ReadPart]:
     """Parts of at most `max_bytes` bytes in at most `max_runs` runs."""
-    offsets, dst, nbytes = joined.scatter
+    offsets, dst, nbytes = coalesce.scatter
     ends: Ints = offsets + nbytes
-    for read in joined.read.split(max_bytes, max_runs):
+    for read in coalesce.read.split(max_bytes, max_runs):
         start = int(read.dst[0])
         stop = start + read.total
         low, high = np.searchsorted(ends, start, "right"), np.searchsorted(offsets, stop, "left")
         first: Ints = np.maximum(offsets[low:high], start)
         last: Ints = np.minimum(ends[low:high], stop)
-        yield Part(
+        yield ReadPart(
             CopyBatch(read.src, read.dst - start, read.nbytes),
             CopyBatch(first - start, dst[low:high] + (first - offsets[low:high]), last - first),
         )
 
 
-def stage_for(layout: PoolLayout, engine: Engine, nbytes: int) -> Stage:
-    """A stage of `nbytes` bytes beside a layout's memory; an empty one where engine or device have
-    no use for it.
+def staging_buffers(layout: PoolLayout, engine: Engine, nbytes: int) -> StagingBuffers:
+    """Buffers of `nbytes` bytes in all, in the memory of a layout; none if engine or device have no
+    use for them.
     """
     memories = {buffer.memory for buffer in layout.buffers}
     if not (nbytes and engine.run_overhead_bytes and len(memories) == 1):
-        return Stage()
+        return StagingBuffers()
     (memory,) = memories
     if layout.buffers[0].on_host:
         held = np.empty(nbytes, dtype=np.uint8)
-        return Stage([Slab(held.ctypes.data, nbytes, memory)], copy_runs, held)
-    from kvpool.device import DeviceUnavailable, Sharing, get_device  # torch comes with it
+        return StagingBuffers([Slab(held.ctypes.data, nbytes, memory)], copy_runs, held)
+    from kvpool.device import DeviceUnavailable, Sharing, get_device  # imports torch
 
     try:
         device = get_device(memory)
     except DeviceUnavailable:
-        return Stage()  # memory that kvpool cannot touch
-    if not isinstance(device, Sharing):  # its copies may know memory of its own only
-        return Stage()
+        return StagingBuffers()  # memory that kvpool cannot copy
+    if not isinstance(device, Sharing):  # it may copy its own memory only
+        return StagingBuffers()
 
     def copy(src: Ints, dst: Ints, lengths: Ints) -> Event:
         device.copy_runs(src, dst, lengths)
         return device.record()
 
     tensor = device.allocate(nbytes)
-    return Stage([Slab(tensor.data_ptr(), nbytes, memory)], copy, tensor)
+    return StagingBuffers([Slab(tensor.data_ptr(), nbytes, memory)], copy, tensor)

@@ -22,7 +22,7 @@ from disagg.protocol import messages
 from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded
 from disagg.runtime.reader import Reader
-from disagg.runtime.staging import Stage
+from disagg.runtime.staging import StagingBuffers
 from kvpool.layout import PoolLayout, RequestAddress
 from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
@@ -223,7 +223,7 @@ def made(kind: Any, layout: PoolLayout, wire: Wire, clock: Clock, choices: Choic
     with (
         patch("disagg.runtime.endpoint.Digester", lambda: digests),
         patch("disagg.runtime.endpoint.Reader", CountedReader),
-        patch("disagg.runtime.decode_endpoint.stage_for", lambda *_: Stage()),
+        patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_: StagingBuffers()),
     ):
         options = {"transport": wire, "clock": clock, "threaded": False, "peer_timeout": 1.0}
         return kind(layout, Imagined(choices), **options, **more)

@@ -16,11 +16,11 @@ import numpy as np
 
 from disagg import DecodeEndpoint, KVPoll, Link, MemoryNetwork, MemoryTransport, PrefillEndpoint
 from disagg.protocol.messages import ReleaseAck, WireError, decode
-from disagg.runtime.staging import Stage
+from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import Connection
 from kvpool import Allocator
 from tests import oracle
-from tests.disagg.protocol.slow_engine import ALL, SlowEngine, WatchedStage
+from tests.disagg.protocol.slow_engine import ALL, SlowEngine, WatchedBuffers
 
 KEPT = 20
 """Messages of each direction of a connection that may come once more."""
@@ -403,9 +403,11 @@ class Decode(Node):
         super().__init__(world, build, timeout)
         self.number, self.options = number, (readers, verify)
         self.links: dict[int, Link] = {}
-        stage = WatchedStage(self, 4 * self.engine.max_bytes) if self.life % 2 else Stage()
+        stage = (
+            WatchedBuffers(self, 4 * self.engine.max_bytes) if self.life % 2 else StagingBuffers()
+        )
         self.engine.stage = stage if self.life % 2 else None
-        with patch("disagg.runtime.decode_endpoint.stage_for", lambda *_: stage):
+        with patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_: stage):
             self.endpoint = DecodeEndpoint(
                 self.layout,
                 self.engine,

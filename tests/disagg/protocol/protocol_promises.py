@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from disagg.protocol.status import KVPoll
-from disagg.runtime.staging import BUFFERS
+from disagg.runtime.staging import NUM_BUFFERS
 from tests.disagg.protocol.protocol_model import READ_TIMEOUT, Decode, Node, Prefill, World
 
 # why a room may fail, and what must have been done to one who had to do with it: see `caused`
@@ -165,7 +165,7 @@ def left_behind(node: Node) -> list[str]:
         kept |= {
             "rooms": kept["rooms"] ^ {f.active.read.room for f in unfenceable if f.active},
             "buffers": stage.owners
-            if stage and len(stage.owners) != BUFFERS - stage._usable
+            if stage and len(stage.owners) != NUM_BUFFERS - stage._usable
             else (),
             "links": {id(link) for link in peers.links}
             ^ {id(each) for each in node.links.values()},

@@ -12,7 +12,7 @@ import numpy as np
 
 from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.staging import BUFFERS, Joined, Stage, cut, joined
+from disagg.runtime.staging import NUM_BUFFERS, CoalescedBatch, StagingBuffers, coalesce, cut
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import Slab
 
@@ -42,11 +42,11 @@ class Transfer:
     fate: str = ""
 
 
-class WatchedStage(Stage):
+class WatchedBuffers(StagingBuffers):
     """Buffers that belong, while they are taken, to who took them: by numbers below 0."""
 
     def __init__(self, node, nbytes: int) -> None:
-        memory = np.zeros(BUFFERS * nbytes, dtype=np.uint8)
+        memory = np.zeros(NUM_BUFFERS * nbytes, dtype=np.uint8)
         slab = Slab(memory.ctypes.data, memory.nbytes, "cpu")
         super().__init__([slab], self._copy_out, memory)
         self.begin, self.end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
@@ -60,10 +60,10 @@ class WatchedStage(Stage):
         if not self._usable:
             return super().parts(batch, source, engine)
         offsets = np.cumsum(batch.nbytes) - batch.nbytes
-        apart = Joined(
+        apart = CoalescedBatch(
             CopyBatch(batch.src, offsets, batch.nbytes), CopyBatch(offsets, batch.dst, batch.nbytes)
         )
-        found = joined(batch, source, engine.run_overhead_bytes) or apart
+        found = coalesce(batch, source, engine.run_overhead_bytes) or apart
         return cut(found, self.buffer_bytes, engine.max_runs)
 
     def take(self):
@@ -102,7 +102,7 @@ class SlowEngine(Engine):
         self.fate = ""
         self.meanwhile: Callable[[], None] | None = None
         self.eager = self.patient = False
-        self.stage: WatchedStage | None = None
+        self.stage: WatchedBuffers | None = None
 
     @classmethod
     def availability(cls) -> None:

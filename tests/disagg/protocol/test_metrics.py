@@ -277,7 +277,7 @@ def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
             start=3,
             tokens=29,
             bytes_moved=1 << 40,
-            seconds=0.12345678,
+            seconds=0.123457,
         )
     (level, form, line), _ = said.call_args
     assert (level, form) == (logging.WARNING, "%s")

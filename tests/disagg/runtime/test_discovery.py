@@ -39,7 +39,7 @@ def test_missing_ranks_are_named(tmp_path):
     [
         ({"prefill": "../p"}, "a name of letters"),
         ({"rank": 2}, "rank 2 of 2: from 0 to 1"),
-        ({"address": "tcp://0.0.0.0:77"}, "nobody can connect to that"),
+        ({"address": "tcp://0.0.0.0:77"}, "no other host can dial that"),
     ],
 )
 def test_what_nobody_could_use_is_not_published(tmp_path, given, sentence):
@@ -52,7 +52,7 @@ def test_what_nobody_could_use_is_not_published(tmp_path, given, sentence):
 def test_files_that_are_none_and_lives_that_disagree_are_named(tmp_path):
     publish(tmp_path, "p", rank=0, ranks=2, address="tcp://10.0.0.1:1")
     publish(tmp_path, "p", rank=1, ranks=4, address="tcp://10.0.0.1:1")
-    with pytest.raises(ValueError, match=r"disagree on how many they are \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"give different numbers of ranks \(2, 4\)"):
         discover(tmp_path, "p")
     (tmp_path / "q.0.json").write_text("{")
     with pytest.raises(ValueError, match=r"q\.0\.json: .*publish the rank again"):

@@ -14,7 +14,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.staging import BUFFERS, MIN_STAGING, cut, joined, stage_for
+from disagg.runtime.staging import MIN_STAGING, NUM_BUFFERS, coalesce, cut, staging_buffers
 from kvpool import MHAPool, Shard
 from kvpool.layout import Slab
 from tests import oracle
@@ -100,7 +100,7 @@ def test_parts_bring_every_byte_once_within_their_bounds(
 ):
     runs = sorted(zip(batch.src.tolist(), batch.nbytes.tolist()), key=lambda run: run[0])
     bases = [0, *(run[0] for run in runs if run[0] in more)]
-    found = joined(batch, slabs_of(*bases), run_overhead_bytes)
+    found = coalesce(batch, slabs_of(*bases), run_overhead_bytes)
     direct = batch.runs * run_overhead_bytes + batch.total
     cost = cheapest(runs, bases, run_overhead_bytes, batch.total)
     pays = batch.total < batch.runs * run_overhead_bytes and 2 * cost <= direct
@@ -115,7 +115,7 @@ def test_parts_bring_every_byte_once_within_their_bounds(
     for part in cut(found, max_bytes, max_runs):
         buffer = np.zeros(max_bytes, dtype=np.uint8)
         assert 0 < part.read.total <= max_bytes and part.read.runs <= max_runs
-        assert part.wanted == part.scatter.total <= part.read.total
+        assert part.payload == part.scatter.total <= part.read.total
         for src, dst, nbytes in zip(*part.read):
             assert dst >= 0 and dst + nbytes <= max_bytes
             assert not any(src < base < src + nbytes for base in bases)
@@ -130,20 +130,20 @@ def test_parts_bring_every_byte_once_within_their_bounds(
 def test_runs_are_joined_by_where_the_source_has_them():
     src = np.arange(64, dtype=np.int64)[::-1] * 256
     batch = CopyBatch(src, np.arange(64) * 1000, np.broadcast_to(np.int64(256), 64))
-    found = joined(batch, slabs_of(0), 8192)
+    found = coalesce(batch, slabs_of(0), 8192)
     assert [column.tolist() for column in found.read] == [[0], [0], [64 * 256]]
     assert found.scatter.runs == 64 and found.scatter.dst[0] == 63_000
     apart = CopyBatch(src * 4, batch.dst, batch.nbytes)  # one head of four
-    assert [column.tolist() for column in joined(apart, slabs_of(0), 8192).read] == [
+    assert [column.tolist() for column in coalesce(apart, slabs_of(0), 8192).read] == [
         [0],
         [0],
         [63 * 1024 + 256],
     ]
-    assert joined(apart, slabs_of(0), 512) is None  # what lies between costs as much
-    assert joined(CopyBatch(src * 10, batch.dst, batch.nbytes), slabs_of(0), 8192) is None
-    assert joined(batch, slabs_of(*range(0, 1 << 14, 256)), 8192) is None
+    assert coalesce(apart, slabs_of(0), 512) is None  # what lies between costs as much
+    assert coalesce(CopyBatch(src * 10, batch.dst, batch.nbytes), slabs_of(0), 8192) is None
+    assert coalesce(batch, slabs_of(*range(0, 1 << 14, 256)), 8192) is None
     none = np.zeros(0, dtype=np.int64)
-    assert joined(CopyBatch(none, none, none), slabs_of(0), 8192) is None
+    assert coalesce(CopyBatch(none, none, none), slabs_of(0), 8192) is None
 
 
 # rooms
@@ -248,20 +248,22 @@ def test_a_stage_is_made_only_where_it_is_of_use():
         (offline, Joining(), MIN_STAGING),  # which shares no memory
         (there(layout, "tpu:0"), Joining(), MIN_STAGING),
     ):
-        assert not stage_for(where, engine, nbytes).slabs
-    assert stage_for(layout, Joining(), MIN_STAGING).buffer_bytes == MIN_STAGING // BUFFERS
+        assert not staging_buffers(where, engine, nbytes).slabs
+    assert (
+        staging_buffers(layout, Joining(), MIN_STAGING).buffer_bytes == MIN_STAGING // NUM_BUFFERS
+    )
     with pytest.raises(ValueError, match=r"staging=1000: 1,048,576 bytes or more, or 0"):
         DecodeEndpoint(layout, Joining(), staging=1000)
 
 
 def test_buffers_that_are_lost_are_not_waited_for():
-    stage = stage_for(MHAPool(**LAYERS, **MHA).layout, Joining(), MIN_STAGING)
+    stage = staging_buffers(MHAPool(**LAYERS, **MHA).layout, Joining(), MIN_STAGING)
     src = np.arange(64) * 256
     batch = CopyBatch(src, src[::-1], np.full(64, 256))
-    taken = [stage.take() for _ in range(BUFFERS)]
-    assert len({*taken}) == BUFFERS and stage.take() is None
+    taken = [stage.take() for _ in range(NUM_BUFFERS)]
+    assert len({*taken}) == NUM_BUFFERS and stage.take() is None
     stage.give(taken.pop())
-    stage.mark_lost(BUFFERS - 1)
+    stage.mark_lost(NUM_BUFFERS - 1)
     assert stage.take() is not None and stage.take() is None
     (part,) = stage.parts(batch, slabs_of(0), Joining())
     assert part.scatter is not None and part.read.runs == 1
