@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.lazy import loader
+from kvpool.lazy import exports
 
 if TYPE_CHECKING:
     from disagg.engines.base import Engine as Engine
@@ -23,21 +23,14 @@ if TYPE_CHECKING:
     from disagg.runtime.endpoint import HandshakeRefused as HandshakeRefused
     from disagg.runtime.endpoint import PrefillEndpoint as PrefillEndpoint
 
-_HOME = {
-    "CopyBatch": "plan.bind",
-    "DecodeEndpoint": "runtime.endpoint",
-    "Engine": "engines.base",
-    "EngineUnavailable": "engines.base",
-    "HandshakeRefused": "runtime.endpoint",
-    "IncompatibleLayouts": "plan",
-    "IncompleteTransfer": "plan.positions",
-    "KVPoll": "protocol.status",
-    "PrefillEndpoint": "runtime.endpoint",
-    "TransferError": "engines.base",
-    "TransferPlan": "plan",
-    "create_engine": "engines.base",
-}
-
-__all__ = [*_HOME]
-
-__getattr__ = loader(__name__, _HOME)
+__all__, __dir__, __getattr__ = exports(
+    __name__,
+    {
+        "plan.bind": "CopyBatch",
+        "runtime.endpoint": "DecodeEndpoint HandshakeRefused PrefillEndpoint",
+        "engines.base": "Engine EngineUnavailable TransferError create_engine",
+        "plan": "IncompatibleLayouts TransferPlan",
+        "plan.positions": "IncompleteTransfer",
+        "protocol.status": "KVPoll",
+    },
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.lazy import loader
+from kvpool.lazy import exports
 
 if TYPE_CHECKING:
     from kvpool_npu.device import NPUDevice as NPUDevice
@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from kvpool_npu.states import NPUIndexKey as NPUIndexKey
     from kvpool_npu.states import npu_order as npu_order
 
-_HOME = {
-    "NPUDevice": "device",
-    "NPUIndexKey": "states",
-    "NPUMHAPool": "pools",
-    "NPUMLA": "states",
-    "NPUMLAPool": "pools",
-    "npu_order": "states",
-}
-
-__all__ = [*_HOME]
-
-__getattr__ = loader(__name__, _HOME)
+__all__, __dir__, __getattr__ = exports(
+    __name__,
+    {
+        "device": "NPUDevice",
+        "states": "NPUIndexKey NPUMLA npu_order",
+        "pools": "NPUMHAPool NPUMLAPool",
+    },
+)

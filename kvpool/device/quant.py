@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.layout.template import Cell
 
-PACKINGS = ("fp8", "mxfp8")
 READ_AS = ("bfloat16", "float16", "float32", "float64")
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SCALES = (torch.float32, torch.float16, torch.float8_e8m0fnu)

@@ -1,4 +1,4 @@
-"""Pointer lists as engines' connectors take them."""
+"""Pointer lists, as connectors of serving engines take them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class BufInfos(NamedTuple):
-    """Addresses, lengths and item lengths in bytes, and global layer ids, one of each a buffer."""
+    """Pointers, lengths and item lengths in bytes, and global layer ids, of each buffer."""
 
     data_ptrs: list[int]
     data_lens: list[int]
@@ -16,7 +16,7 @@ class BufInfos(NamedTuple):
 
 
 class StateType(str, Enum):
-    """Kinds of state beside the main cache."""
+    """State components other than the main cache."""
 
     SWA = "swa"
     NSA = "nsa"
@@ -25,9 +25,7 @@ class StateType(str, Enum):
 
 
 class StateBufInfos(NamedTuple):
-    """One state component: as BufInfos, its kind, and the size of the sharded dimension of each
-    tensor.
-    """
+    """One state component, as BufInfos; `dim_per_tensor`: sizes of the sharded dimension."""
 
     state_type: StateType
     data_ptrs: list[int]

@@ -1,4 +1,4 @@
-"""A request's state in host memory and back: whole items, whatever they hold."""
+"""A request's state to host memory and back, in whole items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Items that held what was alive of a request: uint8 `[item, byte]` on the host, by buffer."""
+    """A request's live items: uint8 `[item, byte]` on the host, by buffer."""
 
     num_tokens: int
     items: dict[str, torch.Tensor]
@@ -28,7 +28,7 @@ class Saved:
 
 
 class HasMemory(Protocol):
-    """A pool, as far as saving needs to know it."""
+    """What saving needs of a pool."""
 
     layout: PoolLayout
     device: Device
@@ -55,11 +55,11 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
         name = next(n for n in other if shape.get(n) != saved.shape.get(n))
         raise ValueError(
             f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
-            f"{shape.get(name, 'absent')} here. Load into a pool of the same declaration."
+            f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
         )
     if address.num_tokens != saved.num_tokens:
         raise ValueError(
-            f"saved were {saved.num_tokens} tokens, the address has {address.num_tokens}."
+            f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
         )
     rows = list(_alive(pool.layout, address))
     for buffer, ids in rows:
@@ -78,7 +78,7 @@ def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
 
 
 def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray]]:
-    """Buffers, and the ids of their items that hold what is alive."""
+    """Buffers, and the ids of their live items."""
     for buffer in layout.buffers:
         space = layout.space_by_name[buffer.space]
         alive = space.alive(address.num_tokens)
@@ -86,15 +86,13 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
             continue
         span = address.spans.get(space.id_list)
         if span is None:
-            raise ValueError(
-                f"no ids for space {space.id_list!r}, in which buffer {buffer.name} is."
-            )
+            raise ValueError(f"no ids for space {space.id_list!r} of buffer {buffer.name}.")
         first = 0 if space.per_request else alive.start // space.entries_per_item
         last = 0 if space.per_request else (alive.stop - 1) // space.entries_per_item
         held = range(span.first_item, span.first_item + span.ids.size)
         if first < held.start or last >= held.stop:
             raise ValueError(
-                f"space {space.name}: items {first} to {last} of the request are alive, its ids "
+                f"space {space.name}: items {first} to {last} of the request are live, its ids "
                 f"cover {held.start} to {held.stop - 1}."
             )
         ids = span.ids[first - span.first_item : last + 1 - span.first_item]
@@ -107,7 +105,7 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
 
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
-    """What must be equal for bytes to keep their meaning, by buffer name."""
+    """What must be equal where saved bytes are loaded, by buffer name."""
     found: dict[str, list[object]] = {
         b.name: [_space(layout, b), b.item_bytes] for b in layout.buffers
     }

@@ -34,7 +34,7 @@ class Format:
     def buffers(self) -> list[BufferSpec]:
         """The buffers of one layer."""
         at = At((0,), "kv", self.entries, Shard(), self.packing, self.prefix)
-        return list(self.kind.declare(at))
+        return list(self.kind.buffers(at))
 
 
 def page(head: str, formats: Sequence[Format]) -> str:

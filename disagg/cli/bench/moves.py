@@ -10,6 +10,7 @@ import torch
 
 from disagg.cli.bench.case import Case, Place, Sizes, Work, need_equal, noise, plain_copy
 from kvpool import MLAPool
+from kvpool.pools.placement import Placement
 
 LAYERS, PAGE = 61, 64
 PAGE_BYTES = PAGE * (512 + 64) * 2
@@ -26,7 +27,7 @@ def move_cases(sizes: Sizes) -> Iterator[Case]:
             yield Case("move", name, nbytes, opened)
 
 
-def open_move(pages: int, placement: str, ids: str, place: Place) -> Work:
+def open_move(pages: int, placement: Placement, ids: str, place: Place) -> Work:
     """See move_cases. Ids on the host go through the pool, which copies and checks them."""
     pool = MLAPool(
         layers=range(LAYERS),

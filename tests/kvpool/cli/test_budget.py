@@ -195,7 +195,7 @@ def test_no_pool_takes_memory(monkeypatch):
 
 def test_memory_that_holds_no_page_is_refused_with_what_would():
     page = 61 * 64 * 656
-    with pytest.raises(DoesNotFit, match=f"layers 0-60.*1 request; {2 * page:,} would"):
+    with pytest.raises(DoesNotFit, match=f"layers 0-60.*1 request; {2 * page:,} bytes are enough"):
         of("deepseek_v3", 2 * page - 1)
     assert of("deepseek_v3", 2 * page).stages[0].tokens == 64
 
@@ -267,8 +267,8 @@ def test_the_installed_command_prints_tables_of_roles_and_stages():
         (["llama_3_1_70b", "--dtype", "int4"], 2, "one of bf16"),
         (["llama_3_1_70b", "--draft"], 2, "no draft layers"),
         (["deepseek_v3", "--dtype", "mxfp8"], 2, "MLA takes fp8"),
-        (["deepseek_v4", "--page-size", "64"], 2, "no whole entries of 128"),
-        (["llama_3_1_70b", "--memory", "1MB"], 1, "hold no page of tokens"),
+        (["deepseek_v4", "--page-size", "64"], 2, "not a multiple of 128"),
+        (["llama_3_1_70b", "--memory", "1MB"], 1, "are too few for a page of 64 tokens"),
         (["llama_3_1_70b", "--tp", "0"], 2, "--tp"),
     ],
 )

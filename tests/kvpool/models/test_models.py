@@ -125,7 +125,7 @@ def test_qwen3_next_has_a_full_attention_draft_if_its_config_says_so():
 
 
 def test_a_draft_whose_attention_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="llama config: it names 1 draft layers"):
+    with pytest.raises(ValueError, match="llama config: 1 draft layers"):
         declare_draft(config_of("llama_3_1_70b", num_nextn_predict_layers=1))
 
 
@@ -218,7 +218,7 @@ def test_index_keys_lie_on_the_layers_whose_indexer_is_full():
 
 def test_a_window_that_engines_read_differently_is_refused():
     config = config_of("qwen3_235b", use_sliding_window=True, sliding_window=32)
-    with pytest.raises(ValueError, match=r"qwen3_moe config: max_window_layers.*Give layer_types"):
+    with pytest.raises(ValueError, match=r"qwen3_moe config: .*max_window.*Give layer_types"):
         declare({**config, "max_window_layers": 47})
     types = ["full_attention"] * 47 + ["sliding_attention"] * 47
     pool = declare({**config, "max_window_layers": 47, "layer_types": types})

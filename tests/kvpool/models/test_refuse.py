@@ -58,7 +58,7 @@ def test_a_field_that_is_missing_or_wrong_is_named_with_what_is_expected(name, f
     [
         ("gpt_oss_120b", {"layer_types": ["chunked_attention"] * 36}, "'sliding_attention'"),
         ("gpt_oss_120b", {"layer_types": ["full_attention"] * 35}, "a list of 36 values"),
-        ("llama_3_1_70b", {"num_attention_heads": 60}, "60 heads do not share 8192"),
+        ("llama_3_1_70b", {"num_attention_heads": 60}, "60 heads do not divide 8192"),
         ("deepseek_v32", {"index_topk_freq": 4}, "indexer_types must be"),
         ("deepseek_v4", {"compress_ratios": [8] * 43}, "values out of 0, 4, 128, got 8"),
         ("deepseek_v4", {"compress_ratios": [0] * 42}, "43 numbers or more"),

@@ -141,7 +141,7 @@ def test_listed_memory_lies_in_the_pools_one_slab_and_apart(build):
 def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
     pool = build(placement="page", device="meta")
     says = (
-        "target: with placement='page' the layers of a page lie side by side, .* Read pool.layout"
+        "target: with placement='page' the layers of a page lie side by side; .* Read pool.layout"
     )
     with pytest.raises(ValueError, match=says):
         pool.get_contiguous_buf_infos()

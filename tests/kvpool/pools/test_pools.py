@@ -430,7 +430,7 @@ def test_values_of_another_shape_are_refused(shape):
 
 
 def test_a_layer_or_role_that_is_not_held_is_refused():
-    with pytest.raises(KeyError, match=r"target layer 1 k: not held here"):
+    with pytest.raises(KeyError, match=r"target layer 1 k: not in this pool"):
         mha().view("k", 1)
     with pytest.raises(KeyError, match=r"target layer 2 latent: .*\['k', 'v'\]"):
         mha().view("latent", 2)
@@ -448,7 +448,9 @@ def test_floats_for_a_format_that_is_not_known_are_refused(held, scale):
     pool = Keys(layers=[0], num_pages=3, page_size=4, dtype="bf16")
     before = slab_bytes(pool)
     kinds = (getattr(torch, dtype_name(each)) for each in (held, scale))
-    says = r"target layer 0 key: floats for {} with scales of {}.*give values and".format(*kinds)
+    says = r"target layer 0 key: cannot quantise to {} with scales of {}.*Give values and".format(
+        *kinds
+    )
     with pytest.raises(ValueError, match=says):
         pool.write(0, [5], {"key": torch.ones(1, 16)})
     assert (slab_bytes(pool) == before).all()
@@ -457,7 +459,7 @@ def test_floats_for_a_format_that_is_not_known_are_refused(held, scale):
 def test_a_read_or_write_of_no_role_is_refused():
     pool = mha()
     for call in (pool.read_roles, lambda *_: pool.write(0, [1], {})):
-        with pytest.raises(ValueError, match=r"target layer 0: no role is named"):
+        with pytest.raises(ValueError, match=r"target layer 0: give one role or more"):
             call((), 0, [1])
 
 
@@ -673,7 +675,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
         (mla, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
         (mla, {"dtype": torch.complex64}, r"dtype torch.complex64 is not known"),
         (mla, {"placement": "token"}, r"target placement: one of .*'layer', 'page'.* got 'token'"),
-        (mla, {"total_kv_layers": 3}, r"target total_kv_layers: 3, but layer 3 is held"),
+        (mla, {"total_kv_layers": 3}, r"target total_kv_layers: 3, but the pool has layer 3"),
         (mla, {"kv_lora_rank": 0}, r"cell latent count: 1 or more, got 0"),
         (mla, {"owner": ""}, r"owner: a name of 1 to 128 characters, got ''"),
         (mha, {"order": "dnh"}, r"order: one of .*'nhd', 'hnd'.* got 'dnh'"),

@@ -315,7 +315,7 @@ def test_latents_and_index_keys_come_back(packing, placement):
     agree(read, latent, packing, 128)
     assert torch.equal(read_rope, rope)
     agree(pool.get_index_key(3, LOCATIONS), keys, "fp8", 128)
-    with pytest.raises(KeyError, match=r"target layer 2: no IndexKey here \(it has MLA\)"):
+    with pytest.raises(KeyError, match=r"target layer 2: no IndexKey \(the layer has MLA\)"):
         pool.set_index_key(2, LOCATIONS, keys)
 
 
@@ -442,7 +442,9 @@ def test_full_layers_beside_linear_ones_come_back(full, index, packing):
     if index:
         pool.set_index_key(3, LOCATIONS, draw(4, 16))
         agree(pool.get_index_key(3, LOCATIONS), draw(4, 16), "fp8", 128)
-    with pytest.raises(KeyError, match=r"target layer 0: no MHA or MLA.* \(it has LinearState\)"):
+    with pytest.raises(
+        KeyError, match=r"target layer 0: no MHA or MLA.* \(the layer has LinearState\)"
+    ):
         pool.get_kv_buffer(0, LOCATIONS)
 
 
@@ -465,7 +467,7 @@ def test_v4_windows_compressed_entries_keys_and_rings_come_back(packing, specula
         assert torch.equal(read_rope, -rope)
         with pytest.raises(IndexError, match=f"location {last + 1} of {last + 1}"):
             pool.get_kv_buffer(layer, [last + 1], part=part)
-    with pytest.raises(KeyError, match=r"layer 0: no c2.MHA or .* \(it has swa.V4Latent\)"):
+    with pytest.raises(KeyError, match=r"layer 0: no c2.MHA or .* \(the layer has swa.V4Latent\)"):
         pool.get_kv_buffer(0, [4], part="c2")
     pool.set_index_key(1, [5, 35], draw(2, 8, dtype=dtype))
     agree(pool.get_index_key(1, [5, 35]), draw(2, 8, dtype=dtype), "fp8", 128)
@@ -560,12 +562,12 @@ def test_no_locations_write_nothing(packing):
         (
             (1, 33, 3),
             (1, 4, 3, 5),
-            r"conv: \[1, 33, 3\], held here are \[N, 32, 3\]: channels of q, k, v",
+            r"conv: \[1, 33, 3\], this shard takes \[N, 32, 3\]: the channels of q, k, v",
         ),
-        ((1, 32, 4), (1, 4, 3, 5), r"conv: \[1, 32, 4\], held here are \[N, 32, 3\]"),
-        ((1, 32, 6), (1, 4, 3, 5), r"conv: \[1, 32, 6\], held here are \[N, 32, 3\]"),
-        ((1, 3, 32), (1, 4, 3, 5), r"conv: \[1, 3, 32\], held here are \[N, 32, 3\]"),
-        ((1, 32), (1, 4, 3, 5), r"conv: \[1, 32\], held here are \[N, 32, 3\]"),
+        ((1, 32, 4), (1, 4, 3, 5), r"conv: \[1, 32, 4\], this shard takes \[N, 32, 3\]"),
+        ((1, 32, 6), (1, 4, 3, 5), r"conv: \[1, 32, 6\], this shard takes \[N, 32, 3\]"),
+        ((1, 3, 32), (1, 4, 3, 5), r"conv: \[1, 3, 32\], this shard takes \[N, 32, 3\]"),
+        ((1, 32), (1, 4, 3, 5), r"conv: \[1, 32\], this shard takes \[N, 32, 3\]"),
         ((1, 32, 3), (1, 4, 5, 3), r"temporal: \[1, 4, 5, 3\], a state is \[N, head, 3, 5\]"),
         ((1, 32, 3), (1, 4, 15), r"temporal: \[1, 4, 15\], a state is \[N, head, 3, 5\]"),
         ((1, 32, 3), (1, 2, 3, 5), r"layer 0 temporal: values \(1, 2, 15\)"),
@@ -596,8 +598,8 @@ WRONG = {
     "no name": (mha, {"packing": None}, "target: a dtype or a packing must be given"),
     "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are no"),
     "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
-    "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are no whole entries of 8"),
-    "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "no whole entries of -2"),
+    "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are not a multiple of 8"),
+    "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "not a multiple of -2"),
     "a layer without a ratio": (dsv4, {"layers": [4]}, "compress_ratios: 4 layers, but layer 4 is"),
     "no window": (swa, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
     "no window of V4": (dsv4, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
