@@ -116,8 +116,8 @@ def _how(made: TransferPlan, route: Route) -> tuple[str, str]:
     pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
     cut = [
         f"{ours.name}: {theirs.size} of {ours.total} a rank there, {ours.size} here"
-        for ours in here.axes
-        if (theirs := there.axis(ours.name)) and ours.name != "entry"
+        for ours in here.inner_axes
+        if (theirs := there.axis(ours.name))
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
     if cut:

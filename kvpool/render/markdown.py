@@ -1,4 +1,4 @@
-"""A format as Markdown: what of it lies where, out of its templates."""
+"""Formats as Markdown, from their item templates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of state at concrete numbers, what it is and where its format comes from.
+    """A kind of state with concrete numbers, what it is and where its format comes from.
 
-    `entries` is entries an item; `item` what an item is called; `tokens` tokens an entry.
+    `entries`: entries an item. `item`: page, slot or ring. `tokens`: tokens an entry.
     """
 
     title: str
@@ -38,13 +38,13 @@ class Format:
 
 
 def page(head: str, formats: Sequence[Format]) -> str:
-    """A document of formats: a table of sizes, then a section for each."""
+    """A document: a table of sizes, then a section for each format."""
     lines = [head, *_summary(formats), *(line for each in formats for line in _section(each))]
     return "\n".join(lines)
 
 
 def written(template: Template) -> str:
-    """A template as Python."""
+    """A template as a Python expression."""
     match template:
         case Cell():
             short = {name: alias for alias, name in ALIASES.items()}
@@ -91,7 +91,7 @@ def _section(each: Format) -> Iterator[str]:
 
 
 def _row(region: Region) -> str:
-    axes = sorted(region.axes, key=lambda axis: -axis.stride)
+    axes = region.axes_by_stride
     steps = ", ".join(f"{axis.name} {axis.size} x {axis.stride:,}" for axis in axes)
     begins = [f"{region.offset}"] * bool(region.offset) + [f"{a.stride} * {a.name}" for a in axes]
     cells = f"{region.offset:,} | {region.width:,} | {steps} | `{' + '.join(begins)}`"
@@ -110,7 +110,7 @@ def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
 
 
 def _entry_bytes(part: BufferSpec) -> int:
-    """Bytes of an entry, without what rounds the page up."""
+    """Bytes of an entry, without the padding of the page."""
     inner = part.item.of if isinstance(part.item, Pad) else part.item
     regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
     entry = regions[0].axis("entry")
@@ -118,5 +118,5 @@ def _entry_bytes(part: BufferSpec) -> int:
 
 
 def _anchor(title: str) -> str:
-    """As GitHub makes it of a heading."""
+    """The anchor that GitHub derives from a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

@@ -640,7 +640,7 @@ def test_a_fork_that_reads_what_left_the_window_is_refused():
     alloc, request = started(swa(), 8)
     alloc.extend(request, 4)  # item 0 went back
     before = snapshot(alloc)
-    says = r"space swa: items 0 to 0 of that prefix have left the window and went back"
+    says = r"space swa: items 0 to 0 of that prefix have left the window and were freed"
     with pytest.raises(ValueError, match=says):
         alloc.fork(request, 7)
     assert snapshot(alloc) == before
@@ -870,11 +870,11 @@ def test_check_integrity_sees_a_request_that_lacks_a_page_of_its_tokens():
     def change(kv, one, two):
         kv._stop[one] = 2
 
-    corrupt(change, "items 0 to 1 are those of a request whose tokens lie in 0 to 2")
+    corrupt(change, "items 0 to 1 are held by a request whose tokens are in 0 to 2")
 
 
 def test_check_integrity_sees_ids_where_no_request_is():
     def change(kv, one, two):
         kv._table[-1, 0] = 5
 
-    corrupt(change, "ids are left in rows that hold no items")
+    corrupt(change, "ids are left in rows without items")

@@ -184,8 +184,8 @@ def test_layers_that_go_on_as_they_begin_are_cut_short(numbers, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "config 'nowhere': no file that can be read"),
-        (["a\0b"], "no file that can be read (embedded null byte)"),
+        (["nowhere"], "config 'nowhere': neither a readable file"),
+        (["a\0b"], "neither a readable file (embedded null byte)"),
         (["deepseek_v3", "--tp", "4", "--rank", "4"], "shard: rank 4 of 4"),
         (["deepseek_v3", "--rank", "1"], "shard: rank 1 of 1"),
         (["deepseek_v3", "--dtype", "bf17"], "dtype 'bf17': one of bf16"),

@@ -406,11 +406,11 @@ def test_short_names_of_dtypes_are_spelled_out():
         (lambda: Repeat("", 1, Skip(1)), r"axis: a name .* got ''"),
         (
             lambda: Repeat("head", 2, Skip(1), start=7, total=8),
-            r"axis head: steps 7 to 9 do not fit in a total of 8",
+            r"axis head: steps 7 to 9 exceed the total of 8",
         ),
         (
             lambda: regions_of(Repeat("head", 2, Repeat("head", 2, Cell("k", 1, "uint8")))),
-            r"target layer 5 k: an axis is named twice",
+            r"target layer 5 k: \['head', 'head'\] names an axis twice",
         ),
     ],
 )
