@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Protocol, SupportsIndex
-from weakref import ReferenceType, WeakValueDictionary, ref
+from typing import TYPE_CHECKING, SupportsIndex
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +19,10 @@ from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
+
 __all__ = ["Allocator", "OutOfPages", "Request"]
-
-
-class HasItems(Protocol):
-    """What an allocator needs of a pool. `allocator` is the one that has it, if any."""
-
-    layout: PoolLayout
-    allocator: ReferenceType[Any] | None
-
-    def copy_items(self, space: str, src: Any, dst: Any) -> None:
-        """Copies items of an id list; see KVPool.copy_items."""
 
 
 class Request:
@@ -67,7 +60,7 @@ class Allocator:
     called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
     """
 
-    def __init__(self, *pools: HasItems) -> None:
+    def __init__(self, *pools: KVPool) -> None:
         if not pools:
             raise ValueError("an allocator needs at least one pool.")
         for pool in pools:
@@ -99,7 +92,7 @@ class Allocator:
         grows with the tokens of a request.
         """
         spaces = (self.layout.space_by_name[name] for name in self.lists)
-        grow = [s.name for s in spaces if not s.per_request and s.window is None]
+        grow = [space.name for space in spaces if space.grows]
         if not grow:
             raise ValueError(f"this pool has no pages of tokens: use free_items({[*self.lists]}).")
         return min(self.free_items(name) for name in grow)
@@ -197,12 +190,8 @@ class Allocator:
                     f"space {name}: entries {start} to {came - 1} of that prefix were dead when "
                     "it was received, and were not transferred."
                 )
-            shared = (
-                stop
-                if not lender.per_request and tokens % lender.tokens_per_item == 0
-                else stop - 1
-            )
-            parts[name] = each.check_fork(int(row), first, max(shared, first), stop)
+            copied = lender.per_request or tokens % lender.tokens_per_item > 0
+            parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
         child = self.new_request()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)

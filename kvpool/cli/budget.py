@@ -183,8 +183,10 @@ def stage_table(found: Figures) -> Table:
 
 
 def _caption(found: Figures) -> str:
+    from kvpool.pools.budget import counted
+
     told = (
-        f"tokens: in all, besides windows, slots and rings of {found.reserved}. "
+        f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
         f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
     )
     if found.tp > 1:

@@ -10,7 +10,7 @@ are enough: routers and planners read layouts without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -158,14 +158,10 @@ class PoolLayout:
                         "own_spaces=True."
                     )
         return PoolLayout(
-            buffers=_concat(layout.buffers for layout in layouts),
-            regions=_concat(layout.regions for layout in layouts),
+            buffers=tuple(buffer for layout in layouts for buffer in layout.buffers),
+            regions=tuple(region for layout in layouts for region in layout.regions),
             spaces=tuple(spaces.values()),
             total_kv_layers=first.total_kv_layers,
             model=first.model,
             generation=first.generation,
         )
-
-
-def _concat(parts: Iterable[tuple]) -> tuple:  # type: ignore[type-arg]
-    return tuple(part for group in parts for part in group)

@@ -251,6 +251,11 @@ class Space:
         """Whether a request has exactly one item: slots and rings."""
         return self.kind != "paged"
 
+    @property
+    def grows(self) -> bool:
+        """Whether the items of a request grow with its tokens: pages without a window."""
+        return self.kind == "paged" and self.window is None
+
     def alive(self, tokens: int) -> range:
         """Live entries of a request of `tokens` tokens. A slot is one entry."""
         if self.kind == "slot":

@@ -121,11 +121,18 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             f"config: a path, a name or a mapping, got {type(config).__name__}. For a transformers "
             "config, give config.to_dict()."
         )
-    if isinstance(config, str) and config in shipped():
-        name = f"shipped config {config}"
-        data = (_CONFIGS / f"{config}.json").read_bytes()
-    else:
-        name, data = _read_file(config)
+    try:
+        if isinstance(config, str) and config in shipped():
+            name, data = f"shipped config {config}", (_CONFIGS / f"{config}.json").read_bytes()
+        else:
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            name, data = str(path), path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        raise ValueError(
+            f"config {str(config)!r}: neither a readable file ({error}) nor a shipped config "
+            f"({', '.join(shipped())})."
+        ) from None
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -139,18 +146,6 @@ def shipped() -> tuple[str, ...]:
     """Names of the shipped configs."""
     names = (path.name for path in _CONFIGS.iterdir())
     return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
-
-
-def _read_file(config: str | Path) -> tuple[str, bytes]:
-    try:
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        return str(path), path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        raise ValueError(
-            f"config {str(config)!r}: neither a readable file ({error}) nor a shipped config "
-            f"({', '.join(shipped())})."
-        ) from None
 
 
 def _short(value: Any) -> str:

@@ -17,10 +17,8 @@ from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import DoesNotFit as DoesNotFit
 from kvpool.pools.budget import (
-    counted,
     fit,
     fixed_items,
-    grows,
     items_per_request,
     largest,
     size,
@@ -91,11 +89,6 @@ class Figures:
     stages: tuple[PipelineStage, ...]
 
     @property
-    def reserved(self) -> str:
-        """`reserved_requests` in words."""
-        return counted(self.reserved_requests)
-
-    @property
     def shares(self) -> tuple[Share, ...]:
         """Bytes by role over all stages, of one shard each."""
         found: dict[tuple[str, str, str], Share] = {}
@@ -153,7 +146,8 @@ def figures(
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
         items = fit(pools, memory, requests, 1, step, where)
-        room = (items["num_pages"] - 1) * per_page if grows(pools) else None
+        growing = any(space.grows for space in layout.spaces)
+        room = (items["num_pages"] - 1) * per_page if growing else None
         many = _requests(pools, memory, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
@@ -211,7 +205,7 @@ def parse_memory(text: str) -> int:
 
 
 def _per(space: Space) -> str:
-    return "request" if space.per_request or space.window is not None else "token"
+    return "token" if space.grows else "request"
 
 
 def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import index
 from types import MappingProxyType
-from typing import Any, ClassVar, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, get_args
 from weakref import ReferenceType
 
 import numpy as np
@@ -18,7 +18,6 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
-from kvpool.layout.template import item_regions
 from kvpool.pools.access import ArrayLike, DTypeLike, Entries, check_aligned
 from kvpool.pools.budget import fit
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos
@@ -28,10 +27,12 @@ from kvpool.pools.placement import (
     BufferSpec,
     Placement,
     Shard,
-    buffer_name,
     count_argument,
     place,
 )
+
+if TYPE_CHECKING:
+    from kvpool.allocator import Allocator
 
 __all__ = ["Common", "KVPool", "Shard"]
 
@@ -94,8 +95,8 @@ class KVPool(Entries):
         self.layers = tuple(sorted(map(index, layers)))
         if not self.layers or len(set(self.layers)) != len(self.layers) or self.layers[0] < 0:
             raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
-        if placement not in get_args(Placement):
-            known = get_args(Placement)
+        known = get_args(Placement)
+        if placement not in known:
             raise ValueError(f"{owner} placement: one of {known}, got {placement!r}.")
         if page_size < 1:
             raise ValueError(f"{owner} page_size: 1 or more, got {page_size}.")
@@ -105,9 +106,9 @@ class KVPool(Entries):
         self.dtype, self.packing = storage(dtype, packing, owner)
         self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
         if owner == "target" and self.total_kv_layers <= self.layers[-1]:
+            total = self.total_kv_layers
             raise ValueError(
-                f"{owner} total_kv_layers: {self.total_kv_layers}, but the pool has layer "
-                f"{self.layers[-1]}."
+                f"{owner} total_kv_layers: {total}, but the pool has layer {self.layers[-1]}."
             )
         self.device: Device = get_device(str(device))
         self._names = names = f"{owner}." if own_spaces else ""
@@ -130,17 +131,7 @@ class KVPool(Entries):
         memory = str(self._slab.device)
         self.layout = PoolLayout(
             buffers=tuple(replace(b, base=start + b.base, memory=memory) for b in buffers),
-            regions=tuple(
-                region
-                for part in self.specs
-                for layer in part.layers
-                for region in item_regions(
-                    part.item,
-                    owner=owner,
-                    layer=layer,
-                    buffer=buffer_name(owner, part.name, layer),
-                )
-            ),
+            regions=tuple(region for part in self.specs for region in part.regions(owner)),
             spaces=tuple(spaces.values()),
             total_kv_layers=self.total_kv_layers,
             model=model,
@@ -148,7 +139,7 @@ class KVPool(Entries):
         for region in self.layout.regions:
             check_aligned(region, self.layout.buffer_of(region), self._base)
         self._views: dict[tuple[str, int], torch.Tensor] = {}
-        self.allocator: ReferenceType[Any] | None = None  # set by Allocator
+        self.allocator: ReferenceType[Allocator] | None = None  # set by Allocator
 
     @classmethod
     def from_budget(
@@ -201,7 +192,7 @@ class KVPool(Entries):
     def bytes_per_token(self) -> float:
         """Bytes of each further token; windows, slots and rings do not grow."""
         spaces = self.layout.space_by_name
-        grow = (b for b in self.layout.buffers if _grows(spaces[b.space]))
+        grow = (b for b in self.layout.buffers if spaces[b.space].grows)
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
@@ -227,9 +218,10 @@ class KVPool(Entries):
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
         those of spaces that share its ids. Raises IndexError for ids that are out of range.
         """
-        held = [b for b in self.layout.buffers if self._list_of(b) == space]
-        if not held and space not in {s.id_list for s in self.layout.spaces}:
-            known = sorted({s.id_list for s in self.layout.spaces})
+        lists = {s.name: s.id_list for s in self.layout.spaces}
+        held = [b for b in self.layout.buffers if lists[b.space] == space]
+        if space not in lists.values():
+            known = sorted({*lists.values()})
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {known}.")
         items = min((buffer.items for buffer in held), default=0)
         from_, to = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
@@ -273,9 +265,7 @@ class KVPool(Entries):
             return views[0].as_strided([len(views), *views[0].shape], [step, *views[0].stride()])
 
     def check_integrity(self) -> None:
-        """Describes every typed view and compares it with the layout; raises LayoutError where they
-        differ.
-        """
+        """Raises LayoutError where the description of a typed view differs from the layout."""
         for region in self.layout.regions:
             view = self.view(region.role, region.layer)
             dims = ("item", *(axis.name for axis in region.axes), "cell")
@@ -304,9 +294,6 @@ class KVPool(Entries):
             )
         return value
 
-    def _list_of(self, buffer: Buffer) -> str:
-        return self.layout.space_by_name[buffer.space].id_list
-
     def _listed(self, part: BufferSpec) -> list[tuple[Buffer, int]]:
         if self.placement == "page":
             raise ValueError(
@@ -315,7 +302,7 @@ class KVPool(Entries):
                 "with placement='layer'."
             )
         by_name = self.layout.buffer_by_name
-        return [(by_name[buffer_name(self.owner, part.name, n)], n) for n in part.layers]
+        return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]
 
 
 def _disjoint(src: Any, dst: Any) -> bool:
@@ -332,10 +319,6 @@ def _columns(rows: list[tuple[Buffer, int]]) -> BufInfos:
         [b.item_bytes for b, _ in rows],
         [layer for _, layer in rows],
     )
-
-
-def _grows(space: Space) -> bool:
-    return space.kind == "paged" and space.window is None
 
 
 def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.layout import PoolLayout, Space
+from kvpool.layout import Space
 from kvpool.pools.placement import count_argument, place
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def fixed_items(pools: Sequence[KVPool], requests: int, chunk_tokens: int) -> di
     """Constructor arguments other than num_pages: what `requests` requests need at a time."""
     found: dict[str, int] = {}
     for space in (space for pool in pools for space in pool.layout.spaces):
-        if space.ids is None and (space.per_request or space.window is not None):
+        if space.ids is None and not space.grows:
             name = count_argument(space)
             items = requests * items_per_request(space, chunk_tokens) + space.reserved
             found[name] = max(found.get(name, 0), items)
@@ -44,7 +44,8 @@ def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
     """Bytes of pools like these with other numbers of items, aligned to `step` bytes."""
     total = 0
     for pool in pools:
-        items = {s.name: counts[_counted_by(pool.layout, s)] for s in pool.layout.spaces}
+        spaces = pool.layout.space_by_name
+        items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
         total += place(pool.specs, items, owner=pool.owner, placement=pool.placement, step=step)[1]
     return total
 
@@ -66,19 +67,10 @@ def fit(
             "reserved page, and the windows, slots and rings of "
             f"{counted(requests)}; {least:,} bytes are enough."
         )
-    if not grows(pools):
+    if not any(space.grows for pool in pools for space in pool.layout.spaces):
         return {"num_pages": 2, **fixed}
     pages = largest(lambda n: size(pools, {"num_pages": n, **fixed}, step) <= nbytes, 2)
     return {"num_pages": pages, **fixed}
-
-
-def grows(pools: Sequence[KVPool]) -> bool:
-    """Whether any buffer grows with the tokens of a request."""
-    return any(
-        _counted_by(pool.layout, pool.layout.space_by_name[buffer.space]) == "num_pages"
-        for pool in pools
-        for buffer in pool.layout.buffers
-    )
 
 
 def largest(fits: Callable[[int], bool], low: int) -> int:
@@ -96,7 +88,3 @@ def largest(fits: Callable[[int], bool], low: int) -> int:
 def counted(requests: int) -> str:
     """`1 request`, `2 requests`."""
     return "1 request" if requests == 1 else f"{requests:,} requests"
-
-
-def _counted_by(layout: PoolLayout, space: Space) -> str:
-    return count_argument(layout.space_by_name[space.id_list])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvpool.device import Device, DeviceUnavailable
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
+from kvpool.device import DeviceUnavailable
+from kvpool.layout import Buffer, PoolLayout, RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,17 +30,7 @@ class Saved:
         return sum(rows.numel() for rows in self.items.values())
 
 
-class HasMemory(Protocol):
-    """What saving needs of a pool."""
-
-    layout: PoolLayout
-    device: Device
-
-    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer's items as bytes, uint8 `[item, byte]`."""
-
-
-def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
+def save_items(pool: KVPool, address: RequestAddress) -> Saved:
     """See KVPool.save."""
     rows = {}
     for buffer, ids in list(_alive(pool.layout, address)):
@@ -47,7 +40,7 @@ def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
     return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
-def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
+def load_items(pool: KVPool, address: RequestAddress, saved: Saved) -> None:
     """See KVPool.load."""
     shape = _shape(pool.layout)
     if shape != saved.shape:
@@ -68,7 +61,7 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
         view.index_copy_(0, where, saved.items[buffer.name].to(view.device))
 
 
-def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
+def _bytes(pool: KVPool, buffer: Buffer) -> torch.Tensor:
     view = pool.item_bytes_view(buffer)
     if view.is_meta:
         raise DeviceUnavailable(
@@ -106,13 +99,10 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
     """What must be equal where saved bytes are loaded, by buffer name."""
+    spaces = layout.space_by_name
     found: dict[str, list[object]] = {
-        b.name: [_space(layout, b), b.item_bytes] for b in layout.buffers
+        b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers
     }
     for region in layout.regions:
         found[region.buffer].append(region)
     return dict(found)
-
-
-def _space(layout: PoolLayout, buffer: Buffer) -> Space:
-    return layout.space_by_name[buffer.space]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpool.layout.template import Template, alignment, item_bytes, item_regions
-from kvpool.layout.types import Buffer, Space
+from kvpool.layout.types import Buffer, Region, Space
 from kvpool.pools.buf_infos import StateType
 
 Placement = Literal["layer", "page", "stack"]
@@ -57,13 +57,24 @@ class BufferSpec:
         """Bytes of an item, rounded up to its alignment."""
         return _up(item_bytes(self.item), alignment(self.item))
 
+    def buffer_name(self, owner: str, layer: int) -> str:
+        """The name of one layer's buffer."""
+        return f"{owner}.{self.name}.{layer}"
+
+    def regions(self, owner: str) -> list[Region]:
+        """The regions of all layers."""
+        names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
+        return [
+            region
+            for layer, buffer in names.items()
+            for region in item_regions(self.item, owner=owner, layer=layer, buffer=buffer)
+        ]
+
     @property
     def sharded(self) -> int:
-        """Steps held of the sharded dimension: heads, or channels of a convolution; 0 if there is
-        none.
-        """
+        """Steps held of the sharded dimension, heads or conv channels; 0 without one."""
         steps = 0
-        for region in item_regions(self.item, owner="any", layer=0, buffer=self.name):
+        for region in replace(self, layers=(0,)).regions("any"):
             head, dim = region.axis("head"), region.axis("dim")
             steps += head.size * (dim.size if dim else 1) if head else 0
         return steps
@@ -77,11 +88,6 @@ def count_argument(lender: Space) -> str:
     if lender.per_request:
         return "num_slots"
     return "num_pages" if lender.window is None else "num_window_pages"
-
-
-def buffer_name(owner: str, name: str, layer: int) -> str:
-    """The name of one layer's buffer."""
-    return f"{owner}.{name}.{layer}"
 
 
 def place(
@@ -103,7 +109,7 @@ def place(
         rows = [(d, layer) for d in specs if d.space == space for layer in d.layers]
         if placement != "page":
             for part, layer in rows:
-                name, size = buffer_name(owner, part.name, layer), part.item_bytes
+                name, size = part.buffer_name(owner, layer), part.item_bytes
                 buffers.append(Buffer(name, space, top, size, size, count))
                 top += count * size
                 if placement == "layer" or layer == part.layers[-1]:
@@ -115,7 +121,7 @@ def place(
         stride = _up(page, max((alignment(part.item) for part, _ in rows), default=1))
         at = top
         for part, layer in rows:
-            name, size = buffer_name(owner, part.name, layer), part.item_bytes
+            name, size = part.buffer_name(owner, layer), part.item_bytes
             buffers.append(Buffer(name, space, at, stride, size, count))
             at += size
         top = _up(top + count * stride, step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ALIASES
-from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
+from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes
 from kvpool.pools.kinds import At, Kind, LinearState, Ring
 from kvpool.pools.placement import BufferSpec, Shard
 
@@ -84,7 +84,7 @@ def _section(each: Format) -> Iterator[str]:
         yield f"`{part.name}`: `{written(part.item)}`\n"
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|---|---|---:|---:|---|---|"
-        regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
+        regions = part.regions("target")
         yield from map(_row, regions)
         yield ""
         yield _sizes(each, part, sum(region.nbytes for region in regions)) + "\n"
@@ -112,8 +112,7 @@ def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
 def _entry_bytes(part: BufferSpec) -> int:
     """Bytes of an entry, without the padding of the page."""
     inner = part.item.of if isinstance(part.item, Pad) else part.item
-    regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
-    entry = regions[0].axis("entry")
+    entry = part.regions("target")[0].axis("entry")
     return item_bytes(inner) // (entry.size if entry else 1)
 
 

@@ -129,7 +129,8 @@ class ItemMap:
 
     def name(self, region: Region) -> str:
         """The role, and the layer where the item has several."""
-        return f"{region.role} (layer +{region.layer - self._first})" if self._many else region.role
+        low, high = self._layers
+        return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
     def find(self, byte: int) -> ByteLocation | None:
         """What a byte of the item is; None for padding."""
@@ -140,12 +141,9 @@ class ItemMap:
         return _find([self.regions[whose[run]]], byte)
 
     @cached_property
-    def _first(self) -> int:
-        return min(region.layer for region in self.regions)
-
-    @cached_property
-    def _many(self) -> bool:
-        return any(region.layer != self._first for region in self.regions)
+    def _layers(self) -> tuple[int, int]:
+        layers = [region.layer for region in self.regions]
+        return min(layers), max(layers)
 
     @cached_property
     def row_bytes(self) -> int:

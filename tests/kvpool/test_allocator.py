@@ -319,6 +319,13 @@ def test_a_pool_has_one_allocator_with_live_requests():
     assert Allocator(draft).new_request().num_tokens == 0
 
 
+def test_a_dropped_allocator_leaves_its_pool_to_the_next():
+    pool = mla()
+    alloc, request = started(pool, 9)
+    del alloc, request
+    assert Allocator(pool).free_pages == pool.num_pages - 1
+
+
 @pytest.mark.parametrize("tokens", [2.0, "2", None])
 def test_tokens_that_are_no_whole_number_are_refused_and_change_nothing(tokens):
     alloc, request = started(mla(), 5)

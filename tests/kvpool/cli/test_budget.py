@@ -58,7 +58,7 @@ def test_deepseek_v32_in_fp8_takes_656_and_132_bytes_a_layer_and_token():
     assert (found.tightest_for_tokens, found.tightest_for_requests) == (0, 0)
 
 
-def test_roles_share_a_token_as_hand_arithmetic_says():
+def test_roles_have_the_bytes_computed_by_hand():
     assert by_role(of("deepseek_v32"), "token") == {
         ("target", "latent"): 61 * 512,
         ("target", "latent.scale"): 61 * 4 * 4,
@@ -140,7 +140,7 @@ def test_a_target_and_its_draft_fill_the_memory_together(name):
 
 
 @every_shipped
-def test_so_many_requests_fit_and_not_one_more(name):
+def test_one_more_request_does_not_fit(name):
     stage = of(name, 64 * GIB, tokens=5000).stages[0]
     declared = declare(name)
     pages = -(-5000 // declared.page_size)

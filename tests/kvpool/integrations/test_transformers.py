@@ -283,7 +283,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(family):
 
 
 @pytest.mark.parametrize("family", PAGED)
-def test_a_pool_filled_by_others_goes_on_where_it_was(family):
+def test_a_cache_continues_on_tokens_that_were_transferred(family):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
     theirs = transformers.DynamicCache(config=model.config)
     expected = run(model, theirs, ids)
@@ -523,7 +523,7 @@ def test_compressors_of_which_the_pool_holds_nothing_are_refused():
         run(model, PoolCache.new(pool, Allocator(pool)), prompt(1), chunks=(PROMPT,), steps=0)
 
 
-def test_states_that_the_model_does_not_give_are_noticed():
+def test_states_that_the_model_does_not_write_are_noticed():
     model = model_of("deepseek_v3")
     pool = pool_of(model_of("deepseek_v32"))
     ours = PoolCache.new(pool, Allocator(pool))
@@ -532,7 +532,7 @@ def test_states_that_the_model_does_not_give_are_noticed():
         run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
 
 
-def test_a_draft_is_given_what_its_target_was_given():
+def test_a_draft_writes_the_tokens_of_its_target():
     model, small = model_of("llama"), model_of("gpt_oss")
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
@@ -557,7 +557,7 @@ def test_a_draft_is_given_what_its_target_was_given():
         last = logits.argmax(-1)
 
 
-def test_what_a_draft_was_not_given_does_not_count_as_cached():
+def test_tokens_that_a_draft_did_not_write_are_not_cached():
     model, small = model_of("llama"), model_of("qwen3_moe")
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
@@ -601,7 +601,7 @@ def test_tokens_received_after_some_were_computed_count_as_cached():
     assert torch.equal(*again)
 
 
-def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
+def test_a_forward_that_did_not_finish_cannot_be_continued():
     model, ids = model_of("qwen3_next"), prompt(1)
     pool = pool_of(model)
     allocator = Allocator(pool)

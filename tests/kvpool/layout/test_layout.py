@@ -303,7 +303,7 @@ def test_regions_that_overlap_are_refused_with_both_ranges():
         layout(region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3))
 
 
-def test_the_order_of_declaration_does_not_hide_an_overlap():
+def test_an_overlap_is_found_in_any_order():
     with pytest.raises(LayoutError, match=r"target layer 0 k: overlaps target layer 0 v"):
         layout(region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33))
 
@@ -740,7 +740,7 @@ def test_every_field_of_a_layout_is_ignored_or_told_apart_above():
 # request addresses
 
 
-def test_a_span_keeps_a_copy_of_its_ids_that_nobody_can_change():
+def test_a_span_keeps_a_read_only_copy_of_its_ids():
     ids = [7, 3, 5]
     span = Span(ids, first_item=2)
     ids[0] = 0

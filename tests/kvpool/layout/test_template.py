@@ -224,7 +224,7 @@ def test_an_item_has_the_bytes_of_its_format(name):
     assert item_bytes(template) == size
 
 
-def test_bytes_per_entry_are_those_of_the_facts():
+def test_bytes_per_entry_of_known_formats():
     sizes = {name: FORMATS[name][1] // 64 for name in ("mla", "mla_fp8", "index_key")}
     assert sizes == {"mla": 1152, "mla_fp8": 656, "index_key": 132}
     assert sum(region.nbytes for region in regions_of(FORMATS["dsv4_fp8"][0]).values()) == 583 * 64

@@ -42,12 +42,12 @@ def layers_with(pool, role):
     return tuple(r.layer for r in pool.layout.regions if r.role == role)
 
 
-def test_the_models_of_the_facts_are_shipped():
+def test_the_shipped_configs():
     assert shipped() == tuple(SHIPPED)
 
 
 @every_shipped
-def test_a_token_takes_the_bytes_of_hand_arithmetic(name):
+def test_a_token_takes_the_bytes_computed_by_hand(name):
     pool_class, layers, bf16, fp8 = SHIPPED[name]
     declared = declare(name)
     assert (declared.pool, declared.layers) == (pool_class, tuple(range(layers)))
@@ -57,14 +57,14 @@ def test_a_token_takes_the_bytes_of_hand_arithmetic(name):
 
 
 @every_shipped
-def test_what_is_declared_has_the_layout_that_it_says(name):
+def test_a_declared_pool_has_its_own_layout(name):
     pool = small(declare(name))
     pool.check_integrity()
     assert pool.layout.model == config_of(name)["model_type"]
     assert {region.owner for region in pool.layout.regions} == {"target"}
 
 
-def test_only_every_fourth_layer_of_qwen3_next_keeps_tokens():
+def test_every_fourth_layer_of_qwen3_next_has_full_attention():
     pool = small(declare("qwen3_next_80b"))
     assert layers_with(pool, "k") == tuple(range(3, 48, 4))
     slot = [b.item_bytes for b in pool.layout.buffers if b.space == "state"]
@@ -79,7 +79,7 @@ def test_kimi_counts_its_layers_from_one():
     assert sum(slot) == 20 * (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4)
 
 
-def test_every_other_layer_of_gpt_oss_keeps_a_window_only():
+def test_every_other_layer_of_gpt_oss_has_a_window():
     pool = small(declare("gpt_oss_120b"))
     assert layers_with(pool, "swa.k") == tuple(range(0, 36, 2))
     assert layers_with(pool, "k") == tuple(range(1, 36, 2))
@@ -149,13 +149,6 @@ def test_a_stage_a_shard_and_a_page_size_are_given_when_building():
     assert (pool.start_layer, pool.end_layer, pool.total_kv_layers) == (40, 80, 80)
     assert pool.bytes_per_token == 40 * 2 * 2 * (128 + 4)
     assert (pool.page_size, declared.page_size, declare("deepseek_v4").page_size) == (16, 64, 256)
-
-
-def test_a_declaration_fills_a_budget_as_its_pool_class_does():
-    common = {"dtype": "bf16", "device": "meta", "layers": range(2)}
-    pool = declare("deepseek_v3").from_budget(1 << 20, **common)
-    alike = MLAPool.from_budget(1 << 20, page_size=64, total_kv_layers=61, **common)
-    assert pool.num_pages == alike.num_pages == (1 << 20) // (2 * 64 * 1152)
 
 
 # windows

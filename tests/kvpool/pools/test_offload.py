@@ -168,14 +168,14 @@ def refused(pool, address, saved, says):
         (dsv4, {"speculation": True}, r"buffer target.c2.index_state.1: "),
     ],
 )
-def test_a_pool_of_another_declaration_is_refused(build, other, says):
+def test_a_pool_of_another_layout_is_refused(build, other, says):
     source = build(**MANY)
     saved = source.save(place(source, 9))
     pool = build(**{**MANY, **other})
     refused(pool, place(pool, 9), saved, says)
 
 
-def test_another_placement_and_other_numbers_of_items_are_the_same_declaration():
+def test_placement_and_numbers_of_items_may_differ():
     source, dest = dsv4(**MANY), dsv4(num_pages=12, num_window_pages=15, placement="page")
     there, here = place(source, 29, 1), place(dest, 29, 2)
     fill(source, there)

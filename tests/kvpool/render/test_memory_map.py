@@ -77,7 +77,7 @@ def test_where_inverts_the_formula_also_for_axes_that_interlock(grid, width, off
         ),
     ],
 )
-def test_a_place_reads_as_a_sentence_with_the_models_numbers(pool, buffer, byte, says):
+def test_a_byte_location_reads_with_the_steps_of_the_model(pool, buffer, byte, says):
     assert says in str(where(pool().layout, f"target.{buffer}.0", byte))
 
 
