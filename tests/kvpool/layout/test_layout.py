@@ -369,7 +369,7 @@ def test_an_item_of_too_many_separate_runs_is_refused_unlisted():
 
 
 def byte_list(held: Region) -> list[int]:
-    """Every byte of a region in its item, from the formula of DESIGN section 3."""
+    """Every byte of a region in its item, from the formula of kvpool.layout."""
     steps = product(*(range(axis.size) for axis in held.axes))
     starts = [
         held.offset + sum(a * axis.stride for a, axis in zip(step, held.axes)) for step in steps

@@ -17,12 +17,10 @@ from kvpool import (
     IndexKey,
     LayoutError,
     MHAPool,
-    MLAPool,
-    NSAPool,
     Shard,
     SWAPool,
 )
-from kvpool.pools.kinds import LinearState, gated_delta_net, kda, mamba2
+from kvpool.pools.kinds import LinearState, gated_delta_net
 from tests.pools import (
     CLASSES,
     INDEX,
@@ -63,21 +61,6 @@ def draw(*shape, dtype=torch.bfloat16, seed=1) -> torch.Tensor:
 
 
 # sizes, with the models' own numbers (bytes by hand)
-
-
-@pytest.mark.parametrize(("packing", "row"), [("bf16", 1152), ("fp8", 656), ("f32", 2304)])
-def test_a_page_of_64_latent_rows(packing, row):
-    pool = MLAPool(layers=[0], page_size=64, packing=packing, **LARGE)
-    assert items(pool) == {"kv": 64 * row}
-    assert items(pool)["kv"] == {"bf16": 73_728, "fp8": 41_984, "f32": 147_456}[packing]
-    assert pool.bytes_per_token == row
-
-
-@pytest.mark.parametrize(("packing", "index"), [("bf16", "fp8"), ("fp8", "fp8"), ("fp8", "bf16")])
-def test_a_page_of_64_index_keys_is_8448_bytes_whatever_the_rows_are(packing, index):
-    pool = NSAPool(layers=[0, 1], page_size=64, packing=packing, index_packing=index, **LARGE)
-    key = {"fp8": 8_448, "bf16": 16_384}[index]
-    assert items(pool) == {"kv": 64 * {"bf16": 1152, "fp8": 656}[packing], "index_key": key}
 
 
 @pytest.mark.parametrize(
@@ -154,29 +137,6 @@ def test_a_v4_layer_of_either_ratio(packing, speculation):
     assert list(spaces["c4.ring"].alive(8)) == [4, 5, 6, 7]
     assert list(spaces["c128.ring"].alive(259)) == [256, 257, 258]
     assert spaces["c128.ring"].alive(256) == range(256, 256)
-
-
-@pytest.mark.parametrize("conv_layout", CONV_LAYOUTS)
-def test_slots_of_three_kinds_of_linear_attention(conv_layout):
-    def sizes(linear):
-        pool = HybridLinearPool(
-            full=MHA(2, 256),
-            linear=linear,
-            linear_layers=[0],
-            layers=[0],
-            page_size=64,
-            packing="bf16",
-            **LARGE,
-        )
-        assert pool.bytes_per_token == 0
-        return items(pool)
-
-    qwen3_next = gated_delta_net(16, 32, 128, 128, 4, conv_layout)
-    assert sizes(qwen3_next) == {"conv": 8192 * 3 * 2, "temporal": 32 * 128 * 128 * 4}
-    kimi = kda(32, 128, 4, conv_layout)
-    assert sizes(kimi) == {"conv": 3 * 4096 * 3 * 2, "temporal": 32 * 128 * 128 * 4}
-    mamba = mamba2(128, 64, 8, 128, 4, conv_layout)
-    assert sizes(mamba) == {"conv": (8192 + 2 * 1024) * 3 * 2, "temporal": 128 * 64 * 128 * 4}
 
 
 def test_gpt_oss_has_a_window_on_every_other_layer():
