@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvpool.allocator import Request as Request
     from kvpool.device import Device as Device
     from kvpool.device import DeviceUnavailable as DeviceUnavailable
+    from kvpool.device.quant import scaled as scaled
     from kvpool.layout import Axis as Axis
     from kvpool.layout import Buffer as Buffer
     from kvpool.layout import LayoutError as LayoutError
@@ -65,6 +66,7 @@ __all__, __dir__, __getattr__ = exports(
     {
         "allocator": "Allocator OutOfPages Request",
         "device": "Device DeviceUnavailable",
+        "device.quant": "scaled",
         "layout": "Axis Buffer LayoutError PoolLayout Region RequestAddress Slab Space Span",
         "layout.describe": "Described",
         "layout.template": "Cell Pad Repeat Seq Skip Template",

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary, ref
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.block_table import IdList, OutOfPages
+from kvpool.block_table import BlockTable, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
@@ -177,8 +177,8 @@ class Allocator:
         end = np.array([tokens], dtype=np.int64)
         parts = {}
         for name, each in self.lists.items():
-            lender = self.layout.space_by_name[name]
-            if lender.per_request and tokens not in (0, held):
+            list_space = self.layout.space_by_name[name]
+            if list_space.per_request and tokens not in (0, held):
                 raise ValueError(
                     f"space {name}: holds the state after {held} tokens, not after {tokens}. Fork "
                     f"at {held} tokens."
@@ -190,7 +190,7 @@ class Allocator:
                     f"space {name}: entries {start} to {came - 1} of that prefix were dead when "
                     "it was received, and were not transferred."
                 )
-            copied = lender.per_request or tokens % lender.tokens_per_item > 0
+            copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
         child = self.new_request()
         self._tokens[child._row] = tokens
@@ -232,13 +232,13 @@ class Allocator:
                 if any(space.id_list == name for space in pool.layout.spaces):
                     pool.copy_items(name, src, dst)
 
-    def _list(self, name: str) -> IdList:
+    def _list(self, name: str) -> BlockTable:
         items = min(
             buffer.items
             for buffer in self.layout.buffers
             if self.layout.space_by_name[buffer.space].id_list == name
         )
-        return IdList(self.layout.space_by_name[name], items)
+        return BlockTable(self.layout.space_by_name[name], items)
 
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

@@ -1,4 +1,4 @@
-"""The block table of one id list: free items, reference counts, and the items of each request."""
+"""Block tables: free items, reference counts, and the items of each request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fork(NamedTuple):
     src: Ints
 
 
-class IdList:
+class BlockTable:
     """The block table `[request, item number] -> id` of the spaces that share one list of ids. A
     request holds the items numbered `first` to `stop`.
     """

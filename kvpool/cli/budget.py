@@ -9,6 +9,8 @@ import typer
 
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import ranges
+from kvpool.pools.budget import counted
+from kvpool.pools.placement import ITEM_COUNTS
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
     """Figures as the command prints them with --json; its help says what the keys mean."""
     stages = []
     for stage in found.stages:
-        counts = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 0) | stage.items
+        counts = dict.fromkeys(ITEM_COUNTS, 0) | stage.items
         held = {"layers": list(stage.layers), "draft_layers": list(stage.draft_layers)}
         per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
         fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
@@ -183,20 +185,18 @@ def stage_table(found: Figures) -> Table:
 
 
 def _caption(found: Figures) -> str:
-    from kvpool.pools.budget import counted
-
-    told = (
+    text = (
         f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
         f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
     )
     if found.tp > 1:
-        told += f" Each row stands for {found.tp} ranks."
+        text += f" Each row stands for {found.tp} ranks."
     by_tokens, by_requests = found.tightest_for_tokens, found.tightest_for_requests
     if len(found.stages) > 1:
-        both = by_tokens in (None, by_requests)
-        also = "." if both else f" for requests, {by_tokens} for tokens."
-        told += f" Tightest: stage {by_requests}{also}"
-    return told
+        same = by_tokens in (None, by_requests)
+        also = "." if same else f" for requests, {by_tokens} for tokens."
+        text += f" Tightest: stage {by_requests}{also}"
+    return text
 
 
 def _share(share: Share) -> dict[str, Any]:

@@ -74,15 +74,15 @@ def _check_unique(
 def _check_shared_ids(spaces: Sequence[Space]) -> None:
     by_name = {space.name: space for space in spaces}
     for space in spaces:
-        lender = by_name.get(space.id_list)
-        if lender is None or lender.id_list != lender.name:
+        first = by_name.get(space.id_list)
+        if first is None or first.id_list != first.name:
             raise LayoutError(
                 f"space {space.name}: shares the ids of {space.ids!r}, which has no id list itself."
             )
-        if space.kind == lender.kind == "paged" and space.tokens_per_item != lender.tokens_per_item:
+        if space.kind == first.kind == "paged" and space.tokens_per_item != first.tokens_per_item:
             raise LayoutError(
                 f"space {space.name}: an item holds {space.tokens_per_item} tokens, but an item "
-                f"of {lender.name}, whose ids it shares, {lender.tokens_per_item}."
+                f"of {first.name}, whose ids it shares, {first.tokens_per_item}."
             )
 
 

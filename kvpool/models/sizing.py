@@ -16,25 +16,8 @@ from kvpool.layout import PoolLayout, Region, Space
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import DoesNotFit as DoesNotFit
-from kvpool.pools.budget import (
-    fit,
-    fixed_items,
-    items_per_request,
-    largest,
-    size,
-)
+from kvpool.pools.budget import fit, fixed_items, items_per_request, largest, size
 from kvpool.pools.placement import ITEM_COUNTS, Shard
-
-__all__ = [
-    "DoesNotFit",
-    "Figures",
-    "PipelineStage",
-    "Share",
-    "figures",
-    "parse_memory",
-    "shares",
-    "split",
-]
 
 MEMORY_UNITS = {"b": 1} | {
     prefix + suffix: base**power

@@ -19,7 +19,7 @@ ArrayLike = Union[npt.ArrayLike, torch.Tensor]
 DTypeLike = Union[str, torch.dtype]
 
 
-class Entries:
+class TypedAccess:
     """Typed access to a pool's memory.
 
     A location is `item * entries_per_item + entry`, or the item where there are no entries (slots).

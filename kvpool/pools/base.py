@@ -18,7 +18,7 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
-from kvpool.pools.access import ArrayLike, DTypeLike, Entries, check_aligned
+from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned
 from kvpool.pools.budget import fit
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos
 from kvpool.pools.offload import Saved, load_items, save_items
@@ -56,7 +56,7 @@ class Common(TypedDict, total=False):
     model: str
 
 
-class KVPool(Entries):
+class KVPool(TypedAccess):
     """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
     `layers` are global ids, any subset; `page_size` is in tokens. `num_pages` counts pages of
@@ -283,14 +283,14 @@ class KVPool(Entries):
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
 
-    def _items(self, lender: Space) -> int:
-        """Items of the id list that `lender` owns."""
-        name = count_argument(lender)
+    def _items(self, list_space: Space) -> int:
+        """Items of the id list that `list_space` owns."""
+        name, reserved = count_argument(list_space), list_space.reserved
         value: int = getattr(self, name)
-        if value <= lender.reserved:
+        if value <= reserved:
             raise ValueError(
-                f"{self.owner} {name}: {lender.reserved + 1} or more, got {value}. Item 0 of space "
-                f"{lender.name!r} is reserved for padding."
+                f"{self.owner} {name}: {reserved + 1} or more, got {value}. Item 0 of space "
+                f"{list_space.name!r} is reserved for padding."
             )
         return value
 
@@ -330,5 +330,5 @@ def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Spa
     unknown = named - set(known)
     if unknown:
         raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")
-    lenders = {known[name].id_list for name in named}
-    return {name: space for name, space in known.items() if name in named | lenders}
+    list_spaces = {known[name].id_list for name in named}
+    return {name: space for name, space in known.items() if name in named | list_spaces}

@@ -83,11 +83,11 @@ class BufferSpec:
 Declared = BufferSpec  # the public name of kvpool 0.1
 
 
-def count_argument(lender: Space) -> str:
+def count_argument(list_space: Space) -> str:
     """Which of `ITEM_COUNTS` gives the items of an id list, named by the space that owns it."""
-    if lender.per_request:
+    if list_space.per_request:
         return "num_slots"
-    return "num_pages" if lender.window is None else "num_window_pages"
+    return "num_pages" if list_space.window is None else "num_window_pages"
 
 
 def place(

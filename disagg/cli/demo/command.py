@@ -26,6 +26,7 @@ from disagg.cli.demo.models import MODELS, Settings
 from disagg.cli.demo.run import PATIENCE, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
+from kvpool.layout.dtypes import PACKINGS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from disagg.runtime.endpoint import DecodeEndpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
-PACKINGS = ("fp8", "mxfp8")
 PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 
 
