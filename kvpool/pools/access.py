@@ -187,6 +187,13 @@ def check_aligned(region: Region, buffer: Buffer, base: int) -> None:
         )
 
 
+def disjoint(src: ArrayLike, dst: ArrayLike) -> bool:
+    """Whether the ids have none in common; False, for unknown, if they are on a device."""
+    if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
+        return False
+    return not np.isin(np.asarray(src), np.asarray(dst)).any()
+
+
 def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
     size = ITEMSIZE[region.dtype]
     steps = [

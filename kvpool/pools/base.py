@@ -7,10 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 from operator import index
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, get_args
+from typing import Any, ClassVar, TypedDict, get_args
 from weakref import ReferenceType
 
-import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -18,9 +17,9 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
-from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned
+from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,
@@ -29,10 +28,8 @@ from kvpool.pools.placement import (
     Shard,
     count_argument,
     place,
+    used_spaces,
 )
-
-if TYPE_CHECKING:
-    from kvpool.allocator import Allocator
 
 __all__ = ["Common", "KVPool", "Shard"]
 
@@ -115,7 +112,7 @@ class KVPool(TypedAccess):
         self.specs = tuple(
             replace(part, space=names + part.space) for part in self.declare() if part.layers
         )
-        spaces = _used({part.space for part in self.specs}, names, self.spaces())
+        spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
         buffers, nbytes = place(
             self.specs,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
@@ -139,7 +136,7 @@ class KVPool(TypedAccess):
         for region in self.layout.regions:
             check_aligned(region, self.layout.buffer_of(region), self._base)
         self._views: dict[tuple[str, int], torch.Tensor] = {}
-        self.allocator: ReferenceType[Allocator] | None = None  # set by Allocator
+        self.allocator: ReferenceType[Any] | None = None  # set by Allocator
 
     @classmethod
     def from_budget(
@@ -203,14 +200,14 @@ class KVPool(TypedAccess):
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
         rows = [row for part in self.specs if part.state is None for row in self._listed(part)]
-        return _columns(rows)
+        return buf_infos(rows)
 
     def get_state_buf_infos(self) -> list[StateBufInfos]:
         """State components other than the main cache; `[]` if there are none."""
         found = []
         for part in self.specs:
             if part.state is not None:
-                infos = _columns(self._listed(part))
+                infos = buf_infos(self._listed(part))
                 found.append(StateBufInfos(part.state, *infos, [part.sharded] * len(part.layers)))
         return found
 
@@ -228,7 +225,7 @@ class KVPool(TypedAccess):
         if from_.numel() != to.numel():
             raise ValueError(f"space {space}: {from_.numel()} source items, {to.numel()} targets.")
         views = [self.item_bytes_view(buffer) for buffer in held]
-        self.device.copy_items(views, from_, to, disjoint=_disjoint(src, dst))
+        self.device.copy_items(views, from_, to, disjoint=disjoint(src, dst))
 
     def save(self, address: RequestAddress) -> Saved:
         """Copies a request's live items of every space to host memory."""
@@ -303,32 +300,3 @@ class KVPool(TypedAccess):
             )
         by_name = self.layout.buffer_by_name
         return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]
-
-
-def _disjoint(src: Any, dst: Any) -> bool:
-    """Whether the ids have none in common; False, for unknown, if they are on a device."""
-    if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
-        return False
-    return not np.isin(np.asarray(src), np.asarray(dst)).any()
-
-
-def _columns(rows: list[tuple[Buffer, int]]) -> BufInfos:
-    return BufInfos(
-        [b.base for b, _ in rows],
-        [b.end - b.base for b, _ in rows],
-        [b.item_bytes for b, _ in rows],
-        [layer for _, layer in rows],
-    )
-
-
-def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
-    """Spaces of buffers and of their id lists, by name with prefix `names`."""
-    known: dict[str, Space] = {}
-    for space in spaces:
-        ids = None if space.ids is None else names + space.ids
-        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
-    unknown = named - set(known)
-    if unknown:
-        raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")
-    list_spaces = {known[name].id_list for name in named}
-    return {name: space for name, space in known.items() if name in named | list_spaces}

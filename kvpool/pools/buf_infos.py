@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from kvpool.layout import Buffer
+
 
 class BufInfos(NamedTuple):
     """Pointers, lengths and item lengths in bytes, and global layer ids, of each buffer."""
@@ -33,3 +35,13 @@ class StateBufInfos(NamedTuple):
     item_lens: list[int]
     layer_ids: list[int]
     dim_per_tensor: list[int]
+
+
+def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
+    """The lists of (buffer, layer)."""
+    return BufInfos(
+        [b.base for b, _ in rows],
+        [b.end - b.base for b, _ in rows],
+        [b.item_bytes for b, _ in rows],
+        [layer for _, layer in rows],
+    )

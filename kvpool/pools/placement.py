@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvpool.layout.template import Template, alignment, item_bytes, item_regions
-from kvpool.layout.types import Buffer, Region, Space
+from kvpool.layout.types import Buffer, LayoutError, Region, Space
 from kvpool.pools.buf_infos import StateType
 
 Placement = Literal["layer", "page", "stack"]
@@ -88,6 +88,19 @@ def count_argument(list_space: Space) -> str:
     if list_space.per_request:
         return "num_slots"
     return "num_pages" if list_space.window is None else "num_window_pages"
+
+
+def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
+    """Spaces of buffers and of their id lists, by name with prefix `names`."""
+    known: dict[str, Space] = {}
+    for space in spaces:
+        ids = None if space.ids is None else names + space.ids
+        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
+    unknown = named - set(known)
+    if unknown:
+        raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")
+    list_spaces = {known[name].id_list for name in named}
+    return {name: space for name, space in known.items() if name in named | list_spaces}
 
 
 def place(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ALIASES
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes
-from kvpool.pools.kinds import At, Kind, LinearState, Ring
+from kvpool.pools.kinds import At, Kind, LinearState
 from kvpool.pools.placement import BufferSpec, Shard
 
 COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", "a cell begins at"
@@ -78,7 +78,7 @@ def _section(each: Format) -> Iterator[str]:
     slot = each.item == "slot"
     entries = "" if slot else f", {each.item}s of {each.entries} entries"
     tokens = f" of {each.tokens} tokens" if each.tokens > 1 else ""
-    packing = "" if isinstance(each.kind, Ring) else f", packing `{each.packing}`"
+    packing = "" if each.item == "ring" else f", packing `{each.packing}`"
     yield f"`{each.kind}`{packing}{entries}{tokens}.\n"
     for part in each.buffers():
         yield f"`{part.name}`: `{written(part.item)}`\n"
