@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.lazy import loader
+from kvpool.lazy import exports
 
 if TYPE_CHECKING:
     from disagg.engines.base import Engine as Engine
@@ -42,40 +42,22 @@ if TYPE_CHECKING:
     from disagg.runtime.transport import Transport as Transport
     from disagg.runtime.zmq_transport import ZmqTransport as ZmqTransport
 
-_HOME = {
-    "CopyBatch": "plan.bind",
-    "DecodeEndpoint": "runtime.decode_endpoint",
-    "EndpointClosed": "errors",
-    "Engine": "engines.base",
-    "EngineUnavailable": "engines.base",
-    "ExplainRow": "plan",
-    "Explanation": "plan",
-    "Failure": "protocol.status",
-    "HandshakeRefused": "errors",
-    "IncompatibleLayouts": "plan",
-    "IncompleteTransfer": "plan.positions",
-    "KVPoll": "protocol.status",
-    "Leases": "protocol.liveness",
-    "Link": "protocol.decode_state",
-    "MemoryNetwork": "runtime.transport",
-    "MemoryTransport": "runtime.transport",
-    "PeerError": "errors",
-    "Phase": "protocol.status",
-    "PrefillEndpoint": "runtime.prefill_endpoint",
-    "Reason": "plan",
-    "RoomError": "errors",
-    "RoomMetrics": "protocol.metrics",
-    "Snapshot": "protocol.metrics",
-    "TransferError": "engines.base",
-    "TransferPlan": "plan",
-    "Transport": "runtime.transport",
-    "UnknownRoom": "errors",
-    "UsageError": "errors",
-    "WireError": "errors",
-    "ZmqTransport": "runtime.zmq_transport",
-    "create_engine": "engines.base",
-}
-
-__all__ = [*_HOME]
-
-__getattr__ = loader(__name__, _HOME)
+__all__, __dir__, __getattr__ = exports(
+    __name__,
+    {
+        "engines.base": "Engine EngineUnavailable TransferError create_engine",
+        "errors": "EndpointClosed HandshakeRefused PeerError RoomError UnknownRoom "
+        "UsageError WireError",
+        "plan": "ExplainRow Explanation IncompatibleLayouts Reason TransferPlan",
+        "plan.bind": "CopyBatch",
+        "plan.positions": "IncompleteTransfer",
+        "protocol.decode_state": "Link",
+        "protocol.liveness": "Leases",
+        "protocol.metrics": "RoomMetrics Snapshot",
+        "protocol.status": "Failure KVPoll Phase",
+        "runtime.decode_endpoint": "DecodeEndpoint",
+        "runtime.prefill_endpoint": "PrefillEndpoint",
+        "runtime.transport": "MemoryNetwork MemoryTransport Transport",
+        "runtime.zmq_transport": "ZmqTransport",
+    },
+)

@@ -266,7 +266,7 @@ def _values(region: Region, entries: Ints) -> Bytes:
     """Bytes `[N, axes..., width]` as a function of owner, layer, role, entry and global steps."""
     seed = zlib.crc32(repr(region.key).encode())
     mixed = np.array(seed, dtype=np.uint64)
-    steps = [np.arange(axis.start, axis.stop) for axis in region.axes if axis.name != "entry"]
+    steps = [np.arange(axis.start, axis.stop) for axis in region.inner_axes]
     for numbers in (entries, *steps, np.arange(region.width)):
         mixed = (mixed[..., None] ^ numbers.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)

@@ -1,109 +1,108 @@
-"""Hands out the items of every space to requests, and takes them back.
+"""Allocates the items of every space to requests, and takes them back.
 
-All requests are rows of one table per id list, so that a batch is extended in a few array
-operations, whatever its size.
+Requests are rows of one block table per id list: extending a batch is a few array operations,
+whatever its size.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, SupportsIndex
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.block_table import IdList, OutOfPages
+from kvpool.block_table import BlockTable, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
+
 __all__ = ["Allocator", "OutOfPages", "Request"]
 
 
-# who hands out the items of the memory that begins at an address
-_HANDED_OUT: WeakValueDictionary[tuple[str, int], Allocator] = WeakValueDictionary()
-
-
-class HasItems(Protocol):
-    """A pool, as far as an allocator needs to know it."""
-
-    layout: PoolLayout
-
-    def copy_items(self, space: str, src: Any, dst: Any) -> None:
-        """Copies items of an id list; see KVPool.copy_items."""
-
-
 class Request:
-    """One request's tokens, as its allocator knows them.
+    """One request: a row of its allocator's block tables."""
 
-    `given` is how many of them the pool of an owner was given, where that is known to be fewer;
-    `unfinished` are owners of whose layers some were not given all.
-    """
-
-    __slots__ = ("_allocator", "_row", "given", "unfinished")
+    __slots__ = ("__weakref__", "_allocator", "_row")
 
     def __init__(self, allocator: Allocator, row: int) -> None:
         self._allocator, self._row = allocator, row
-        self.given: dict[str, int] = {}
-        self.unfinished: set[str] = set()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which there is room; 0 once freed."""
+        """Tokens for which items are allocated; 0 once freed."""
         return int(self._allocator._tokens[self._row]) if self._allocator._holds(self) else 0
 
+    @property
+    def received_tokens(self) -> int:
+        """`num_tokens` after the last `extend(received=True)`; 0 without one, or once freed."""
+        return int(self._allocator._received[self._row]) if self._allocator._holds(self) else 0
+
     def address(self) -> RequestAddress:
-        """Where the tokens lie now, as plans read it. Raises ValueError once freed."""
+        """The request's current block table, which plans read. Raises ValueError once freed."""
         if not self._allocator._holds(self):
-            raise ValueError("this request was freed: its items are others' now.")
+            raise ValueError("this request was freed: its items may belong to other requests.")
         lists = self._allocator.lists
         spans = {name: Span(*each.span(self._row)) for name, each in lists.items()}
         return RequestAddress(self.num_tokens, spans)
 
 
 class Allocator:
-    """The items of one pool, or of a target and its drafts, which then share their requests' ids.
+    """Allocates the items of one pool, or of a target and its drafts, which then share ids.
 
-    Pages of tokens are counted, so that requests share a prefix; pages that have left a window go
-    back when their request is extended; a slot or ring is a request's own.
+    Pages are reference counted, so that requests can share a prefix. Pages that have left a window
+    are freed when their request is extended. A slot or ring belongs to one request. `on_fork` are
+    called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
     """
 
-    def __init__(self, *pools: HasItems) -> None:
+    def __init__(self, *pools: KVPool) -> None:
         if not pools:
-            raise ValueError("an allocator is for at least one pool.")
+            raise ValueError("an allocator needs at least one pool.")
+        for pool in pools:
+            other = None if pool.allocator is None else pool.allocator()
+            if other is not None and other._num_live:
+                raise ValueError(
+                    f"this pool already has an allocator, with {other._num_live} live requests. "
+                    "Use that one, or free them."
+                )
         self.pools = pools
-        _alone(self, pools)
+        self.on_fork: list[Callable[[Request, Request, int], None]] = []
         first, *others = (pool.layout for pool in pools)
         self.layout = PoolLayout.merge(first, *others) if others else first
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
         self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
         self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
-        # tokens that a request had when last some were received: what was dead then never came
+        # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
-        self._live: dict[int, Request] = {}
-        self._rows: list[int] = []
+        # weak: without a cycle, a dropped allocator lets go of its pools at once
+        self._live: WeakValueDictionary[int, Request] = WeakValueDictionary()
+        self._rows: list[int] = []  # free rows
+        for pool in pools:
+            pool.allocator = ref(self)
 
     @property
     def free_pages(self) -> int:
-        """Pages of tokens that can still be handed out, in the list that has fewest. Raises
-        ValueError where no list grows with the tokens of a request.
+        """Free pages of tokens, in the id list that has the fewest. Raises ValueError where no list
+        grows with the tokens of a request.
         """
         spaces = (self.layout.space_by_name[name] for name in self.lists)
-        grow = [s.name for s in spaces if not s.per_request and s.window is None]
+        grow = [space.name for space in spaces if space.grows]
         if not grow:
-            raise ValueError(f"no pages of tokens here: ask free_items for one of {[*self.lists]}.")
+            raise ValueError(f"this pool has no pages of tokens: use free_items({[*self.lists]}).")
         return min(self.free_items(name) for name in grow)
 
     def free_items(self, id_list: str) -> int:
-        """Items of an id list that can still be handed out."""
+        """Free items of an id list."""
         return self.lists[id_list].num_free
 
     def new_request(self) -> Request:
-        """A request without tokens; it holds nothing yet."""
+        """A request without tokens or items."""
         if not self._rows:
             rows = self._tokens.size
             more = max(16, rows)
@@ -117,13 +116,13 @@ class Allocator:
         return request
 
     def extend(self, request: Request, tokens: int, *, received: bool = False) -> dict[str, Ints]:
-        """Makes room for `tokens` more tokens; returns their flat locations by space.
+        """Allocates `tokens` more tokens; returns their flat locations by space.
 
-        Locations are int64 `[tokens]`: a token's entry (a compressed one has several tokens), or
-        its slot; -1 where a ring has no room for it beside later ones. Pages that have left a
-        window go back first. `received`: the tokens are computed elsewhere, so what is dead at
-        their end gets no page, and -1. Raises OutOfPages, and changes nothing, if too few items are
-        free.
+        Locations are int64 `[tokens]`: the token's entry (a compressed entry has several tokens) or
+        its slot; -1 where a later token of the same call overwrites it in a ring. Pages that have
+        left a window are freed first. `received`: the tokens are computed elsewhere, so entries
+        that are dead at the end get no page, and -1. If too few items are free, raises OutOfPages
+        and changes nothing.
         """
         found = self.extend_batch([request], tokens, received=received)
         return {space: rows[0] for space, rows in found.items()}
@@ -131,15 +130,15 @@ class Allocator:
     def extend_batch(
         self, requests: Sequence[Request], tokens: int, *, received: bool = False
     ) -> dict[str, Ints]:
-        """`extend` for each of a batch, all or none: int64 `[B, tokens]` by space."""
+        """`extend` for a batch, all requests or none: int64 `[B, tokens]` by space."""
         rows, tokens = self._rows_of(requests), _whole(tokens)
         before = self._tokens[rows]
         if tokens < 0:
             raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
         if int(before.max(initial=0)) + tokens > MAX_TOKENS:
-            raise ValueError(f"tokens: {tokens} more are over {MAX_TOKENS}, the most of a request.")
+            raise ValueError(f"tokens: {tokens} more exceed {MAX_TOKENS}, the limit of a request.")
         after = before + tokens
-        # what later tokens may still read: all that is alive now, or only what is alive in the end
+        # computed tokens read what is alive before them, received ones what is alive at the end
         reach = after if received else before
         changes = {
             name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
@@ -151,13 +150,11 @@ class Allocator:
         self._tokens[rows] = after
         if received:
             self._received[rows] = after
-            for request in requests:
-                request.given = dict.fromkeys(request.given, request.num_tokens)
         return self._locate(rows, positions, after)
 
     def locations(self, request: Request) -> dict[str, Ints]:
-        """Flat locations of all tokens of a request, int64 `[num_tokens]`, by space; -1 for those
-        that have no place any more.
+        """Flat locations of all tokens of a request, int64 `[num_tokens]`, by space; -1 for tokens
+        whose items were freed or overwritten.
         """
         rows = self._rows_of([request])
         after = self._tokens[rows]
@@ -165,16 +162,14 @@ class Allocator:
         return {name: found[0] for name, found in self._locate(rows, positions, after).items()}
 
     def fork(self, request: Request, tokens: int) -> Request:
-        """A request whose first `tokens` tokens are those of `request`: whole pages are shared, a
+        """A new request with the first `tokens` tokens of `request`: whole pages are shared; a
         partial last page, slots and rings are copied.
 
-        Raises ValueError if the state at that prefix is not there (slots and rings are those of the
-        last token; window pages go back, and were not received if dead), and OutOfPages, and
-        changes nothing.
+        Raises ValueError if the state at that prefix is gone (slots and rings hold only the last
+        token's; window pages are freed, or were dead when received) and OutOfPages; both change
+        nothing.
         """
         tokens = _whole(tokens)
-        if request.unfinished:
-            raise ValueError("the last forward over this request ended half-way. Free it.")
         (row,) = self._rows_of([request])
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
@@ -182,33 +177,30 @@ class Allocator:
         end = np.array([tokens], dtype=np.int64)
         parts = {}
         for name, each in self.lists.items():
-            lender = self.layout.space_by_name[name]
-            if lender.per_request and tokens not in (0, held):
+            list_space = self.layout.space_by_name[name]
+            if list_space.per_request and tokens not in (0, held):
                 raise ValueError(
-                    f"space {name}: holds the state of {held} tokens, not that of {tokens}. Fork "
-                    "at the end of the request."
+                    f"space {name}: holds the state after {held} tokens, not after {tokens}. Fork "
+                    f"at {held} tokens."
                 )
             first, stop = int(self._first(name, end)[0]), int(self._stop(name, end)[0])
             start, came = int(self._start(name, end)[0]), int(self._start(name, received)[0])
             if tokens and start < came:
                 raise ValueError(
                     f"space {name}: entries {start} to {came - 1} of that prefix were dead when "
-                    "it was received, and did not come."
+                    "it was received, and were not transferred."
                 )
-            shared = (
-                stop
-                if not lender.per_request and tokens % lender.tokens_per_item == 0
-                else stop - 1
-            )
-            parts[name] = each.check_fork(int(row), first, max(shared, first), stop)
+            copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
+            parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
         child = self.new_request()
-        child.given = {owner: min(given, tokens) for owner, given in request.given.items()}
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
         copies = [
             (name, *each.apply_fork(child._row, parts[name])) for name, each in self.lists.items()
         ]
         try:
+            for hook in self.on_fork:
+                hook(request, child, tokens)
             self._copy(copies)
         except BaseException:
             self.free(child)
@@ -216,7 +208,7 @@ class Allocator:
         return child
 
     def free(self, request: Request) -> None:
-        """Takes back all that only this request holds."""
+        """Frees every item that only this request holds."""
         rows = self._rows_of([request])
         for each in self.lists.values():
             each.release(rows)
@@ -225,31 +217,31 @@ class Allocator:
         self._rows.append(request._row)
 
     def check_integrity(self) -> None:
-        """Every item is free, or held by as many requests as is counted, and every request holds
-        those of its tokens; raises RuntimeError naming the first that is not.
+        """Raises RuntimeError unless every item is free or has as many holders as its reference
+        count, and every request holds the items of its tokens.
         """
-        live = np.array(sorted(self._live), dtype=np.int64)
+        live = np.setdiff1d(np.arange(self._tokens.size), self._rows)
         tokens = self._tokens[live]
         for name, each in self.lists.items():
             each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
 
     def _copy(self, copies: Sequence[tuple[str, Ints, Ints]]) -> None:
-        """Copies items of id lists, in every pool that has them."""
+        """Copies items of id lists in every pool that has the list."""
         for name, src, dst in copies:
             for pool in self.pools if src.size else ():
                 if any(space.id_list == name for space in pool.layout.spaces):
                     pool.copy_items(name, src, dst)
 
-    def _list(self, name: str) -> IdList:
+    def _list(self, name: str) -> BlockTable:
         items = min(
             buffer.items
             for buffer in self.layout.buffers
             if self.layout.space_by_name[buffer.space].id_list == name
         )
-        return IdList(self.layout.space_by_name[name], items)
+        return BlockTable(self.layout.space_by_name[name], items)
 
     def _start(self, name: str, tokens: Ints) -> Ints:
-        """Number of the first entry that is alive of requests of so many tokens `[B]`."""
+        """The first live entry of requests of `tokens` `[B]` tokens."""
         space = self.layout.space_by_name[name]
         if space.per_request or space.window is None:
             return np.zeros_like(tokens)
@@ -257,11 +249,11 @@ class Allocator:
         return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
 
     def _first(self, name: str, tokens: Ints) -> Ints:
-        """Number of the first item that is alive of requests of so many tokens `[B]`."""
+        """The first live item of requests of `tokens` `[B]` tokens."""
         return self._start(name, tokens) // self.layout.space_by_name[name].entries_per_item
 
     def _stop(self, name: str, tokens: Ints) -> Ints:
-        """Number of items up to the last one of requests of so many tokens `[B]`."""
+        """The end of the items of requests of `tokens` `[B]` tokens."""
         space = self.layout.space_by_name[name]
         if space.per_request:
             return np.minimum(tokens, 1)
@@ -293,24 +285,14 @@ class Allocator:
     def _holds(self, request: Request) -> bool:
         return self._live.get(request._row) is request
 
+    @property
+    def _num_live(self) -> int:
+        """Requests that were not freed, dropped ones too: their items are still held."""
+        return self._tokens.size - len(self._rows)
 
-def _whole(tokens: Any) -> int:
+
+def _whole(tokens: SupportsIndex) -> int:
     try:
         return index(tokens)
     except TypeError:
         raise TypeError(f"tokens: a whole number, got {tokens!r}.") from None
-
-
-def _alone(allocator: Allocator, pools: Sequence[HasItems]) -> None:
-    """Two allocators of one pool would hand out the same items: the first must be done."""
-    places = [(b.memory, b.base) for pool in pools for b in pool.layout.buffers[:1]]
-    for collected in (False, True):
-        busy = [p for p in places if p in _HANDED_OUT and _HANDED_OUT[p]._live and p[0] != "meta"]
-        if busy and collected:
-            raise ValueError(
-                f"this pool has an allocator already, with {len(_HANDED_OUT[busy[0]]._live)} live "
-                "requests. Use that one, or free them."
-            )
-        if busy:
-            gc.collect()
-    _HANDED_OUT.update((place, allocator) for place in places)

@@ -1,4 +1,4 @@
-"""One id list: which items of its spaces are free, and which each request holds, counted."""
+"""Block tables: free items, reference counts, and the items of each request."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 
-NONE = -1
+NO_ITEM = -1
 
 
 class OutOfPages(RuntimeError):
-    """Fewer items are free than were asked for; nothing was changed."""
+    """Fewer items are free than are needed; nothing was changed."""
 
 
 class Change(NamedTuple):
-    """What an extension does: cells of the table to release, cells to fill, and the new bounds."""
+    """An extension: (row, column) of cells to free and to fill, and the new bounds of the rows."""
 
     rows: Ints
     gone: tuple[Ints, Ints]
@@ -27,46 +27,46 @@ class Change(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Items `first` to `shared` are shared, those to `stop` are copied from `src`."""
+    """A fork: items from number `first` on are shared `ids`, then copies of `src`."""
 
     first: int
     ids: Ints
     src: Ints
 
 
-class IdList:
-    """Items of the spaces that share one list of ids. A request's items are numbered `first` to
-    `stop`, and its row of the table holds their ids at these numbers.
+class BlockTable:
+    """The block table `[request, item number] -> id` of the spaces that share one list of ids. A
+    request holds the items numbered `first` to `stop`.
     """
 
     def __init__(self, space: Space, items: int) -> None:
         self.space, self.items = space, items
-        # a stack, its top the lowest id: fresh requests get consecutive ids, which fuse
+        # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
         self._free: Ints = np.arange(items - 1, space.reserved - 1, -1, dtype=np.int64)
         self.num_free = self._free.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
-        self._table: Ints = np.full((0, 4), NONE, dtype=np.int64)
+        self._table: Ints = np.full((0, 4), NO_ITEM, dtype=np.int64)
         self._first: Ints = np.zeros(0, dtype=np.int64)
         self._stop: Ints = np.zeros(0, dtype=np.int64)
 
     def add_rows(self, more: int) -> None:
-        """Room for more requests."""
-        wide = np.full((more, self._table.shape[1]), NONE, dtype=np.int64)
+        """Adds rows for more requests."""
+        wide = np.full((more, self._table.shape[1]), NO_ITEM, dtype=np.int64)
         self._table = np.concatenate([self._table, wide])
         self._first = np.append(self._first, np.zeros(more, dtype=np.int64))
         self._stop = np.append(self._stop, np.zeros(more, dtype=np.int64))
 
     def span(self, row: int) -> tuple[Ints, int]:
-        """Ids of a request, and the number of the first."""
+        """The ids of a request, and the number of its first item."""
         first, stop = int(self._first[row]), int(self._stop[row])
         return self._table[row, first:stop], first
 
     def find(self, rows: Ints, numbers: Ints) -> Ints:
-        """Ids of the items `numbers` `[B, T]` of requests `[B]`; -1 for those not held."""
+        """Ids of the items `numbers` `[B, T]` of requests `[B]`; -1 where there is none."""
         return self._table[rows[:, None], numbers]
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
-        """What must change for requests to hold items `first` to `stop`; raises OutOfPages."""
+        """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
         gone = _cells(rows, had, np.minimum(first, end))
@@ -74,7 +74,9 @@ class IdList:
         if gone[0].size:
             back, times = np.unique(self._table[gone], return_counts=True)
             free += int((self._counts[back] == times).sum())
-        needed = int(np.maximum(stop - np.maximum(end, first), 0).sum())  # before they are listed
+        needed = int(
+            np.maximum(stop - np.maximum(end, first), 0).sum()
+        )  # checked before the cells are listed
         if needed > free:
             size = "" if self.space.per_request else f" of {self.space.tokens_per_item} tokens"
             raise OutOfPages(
@@ -85,7 +87,7 @@ class IdList:
         return Change(rows, gone, _cells(rows, np.maximum(end, first), stop), first, stop)
 
     def apply(self, change: Change) -> None:
-        """Makes a prepared change."""
+        """Applies a prepared change."""
         self._put(change.gone)
         if change.stop.size and int(change.stop.max()) > self._table.shape[1]:
             self._widen(int(change.stop.max()))
@@ -93,11 +95,11 @@ class IdList:
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
 
     def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
-        """What a request that forks from `row` holds; raises ValueError or OutOfPages."""
+        """The items of a fork of `row`; raises ValueError or OutOfPages."""
         if stop > first and first < self._first[row]:
             raise ValueError(
                 f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
-                "prefix have left the window and went back."
+                "prefix have left the window and were freed."
             )
         if stop - shared > self.num_free:
             raise OutOfPages(f"space {self.space.name}: a copy of an item is needed, 0 are free.")
@@ -117,17 +119,17 @@ class IdList:
         return fork.src, fresh
 
     def release(self, rows: Ints) -> None:
-        """Takes back all items of requests."""
+        """Frees the items of requests that no other request holds."""
         self._put(_cells(rows, self._first[rows], self._stop[rows]))
         self._first[rows] = self._stop[rows] = 0
 
     def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> None:
-        """See Allocator.check_integrity; live requests have tokens in items `first` to `stop`."""
+        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`."""
         what = f"space {self.space.name}: item"
         for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
             if has > start or end != needs:
                 raise RuntimeError(
-                    f"{what}s {has} to {end - 1} are those of a request whose tokens lie in "
+                    f"{what}s {has} to {end - 1} are held by a request whose tokens are in "
                     f"{start} to {needs - 1}."
                 )
         rows, columns = _cells(live, self._first[live], self._stop[live])
@@ -154,7 +156,7 @@ class IdList:
         if once.shape[1] != ids.size:
             raise RuntimeError(f"{what}s are listed twice in one request.")
         if (self._table >= 0).sum() != ids.size:
-            raise RuntimeError(f"space {self.space.name}: ids are left in rows that hold no items.")
+            raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
 
     def _take(self, count: int) -> Ints:
         self.num_free -= count
@@ -166,9 +168,9 @@ class IdList:
         ids = self._table[cells]
         if not ids.size:
             return
-        self._table[cells] = NONE
+        self._table[cells] = NO_ITEM
         np.subtract.at(self._counts, ids, 1)
-        # in the order in which they were taken, the first of them on top
+        # in the order of allocation, the first on top
         _, order = np.unique(ids, return_index=True)
         back = ids[np.sort(order)]
         back = back[self._counts[back] == 0][::-1]
@@ -177,11 +179,11 @@ class IdList:
 
     def _widen(self, least: int) -> None:
         rows, columns = self._table.shape
-        more = np.full((rows, max(least, 2 * columns) - columns), NONE, dtype=np.int64)
+        more = np.full((rows, max(least, 2 * columns) - columns), NO_ITEM, dtype=np.int64)
         self._table = np.concatenate([self._table, more], axis=1)
 
 
 def _cells(rows: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Row and column of the cells `first` to `stop` of every row."""
+    """Rows and columns of the cells `first` to `stop` of every row."""
     group, within = ragged(np.maximum(stop - first, 0))
     return rows[group], first[group] + within

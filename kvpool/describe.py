@@ -1,4 +1,4 @@
-"""Descriptors of tensors that somebody else owns (`kvpool.layout.describe`)."""
+"""Layouts of existing tensors (`kvpool.layout.describe`)."""
 
 from kvpool.layout.describe import Described, describe, describe_buffer
 

@@ -1,21 +1,25 @@
-"""Names of a package that load on first use, so that importing it costs nothing."""
+"""Names of a package that load on first use, so that importing the package costs nothing."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def loader(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`: `home` says in which module of `package` each name is, and after a
-    colon what it is called there.
-    """
+def exports(
+    package: str, modules: Mapping[str, str]
+) -> tuple[list[str], Callable[[], list[str]], Callable[[str], Any]]:
+    """`__all__`, `__dir__` and `__getattr__` of a package. `modules`: submodule to names."""
+    home = {name: module for module, names in modules.items() for name in names.split()}
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home})
 
     def load(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, known_as = home[name].partition(":")
-        return getattr(importlib.import_module(f"{package}.{module}"), known_as or name)
+        return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
 
-    return load
+    return [*home], names, load

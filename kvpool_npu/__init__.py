@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.lazy import loader
+from kvpool.lazy import exports
 
 if TYPE_CHECKING:
     from kvpool_npu.device import NPUDevice as NPUDevice
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
     from kvpool_npu.pools import NPUMHAPool as NPUMHAPool
     from kvpool_npu.pools import NPUMLAPool as NPUMLAPool
 
-_HOME = {
-    "NPUDevice": "device",
-    "NPUIndexKey": "kinds",
-    "NPUMHAPool": "pools",
-    "NPUMLA": "kinds",
-    "NPUMLAPool": "pools",
-    "npu_order": "kinds",
-}
-
-__all__ = [*_HOME]
-
-__getattr__ = loader(__name__, _HOME)
+__all__, __dir__, __getattr__ = exports(
+    __name__,
+    {
+        "device": "NPUDevice",
+        "kinds": "NPUIndexKey NPUMLA npu_order",
+        "pools": "NPUMHAPool NPUMLAPool",
+    },
+)

@@ -23,7 +23,7 @@ class NPUMLA(MLA):
     axis of one head before the last; vllm-ascend's caches too.
     """
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The latents, then the rope keys."""
         at.takes(self)
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
@@ -42,7 +42,7 @@ class NPUIndexKey(IndexKey):
     `c8_k_scale_cache_dtype` of its MLA cache specification).
     """
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The keys, then the scales if they have any."""
         if at.packing == "int8":
             cells = [Cell("index_key", self.head_dim, "int8"), Cell("index_key.scale", 1, "f16")]

@@ -153,7 +153,7 @@ def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> N
             continue
         if region.axis("entry") is None:
             view = view[:, None]
-        inner = [np.arange(a.start, a.stop) for a in region.axes if a.name != "entry"]
+        inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
         what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
         span, size = address.spans[space.id_list], space.entries_per_item
         if space.kind == "paged":

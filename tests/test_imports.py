@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+import disagg
+import kvpool
+import kvpool_npu
+
 BLOCKED = """
 import sys
 class Block:
@@ -53,3 +57,28 @@ assert batch.nbytes.tolist() == [64, 16], batch
 def test_packages_import_no_vendor_package(package):
     vendors = {"torch_npu", "triton", "mooncake", "nixl", "nixl_cu12", "transformers"}
     run(BLOCKED.format(blocked=vendors) + f"import {package}")
+
+
+@pytest.mark.parametrize("package", [kvpool, disagg, kvpool_npu])
+def test_every_exported_name_loads_and_is_listed(package):
+    assert {*package.__all__} <= {*dir(package)}
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("option", "blocked"), [("--version", {"torch", "numpy", "disagg"}), ("--help", {"torch"})]
+)
+def test_a_command_imports_only_what_it_needs(option, blocked):
+    run(
+        BLOCKED.format(blocked=blocked)
+        + f"""
+import runpy
+sys.argv = ["kvpool", {option!r}]
+try:
+    runpy.run_module("kvpool", run_name="__main__")
+except SystemExit as done:
+    assert not done.code
+"""
+    )

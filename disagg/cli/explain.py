@@ -9,6 +9,7 @@ import typer
 
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool.layout import PoolLayout
+from kvpool.layout.codec import read_file
 
 
 def explain(
@@ -37,11 +38,9 @@ def explain(
 
 def _read(path: Path) -> PoolLayout:
     try:
-        data = path.read_bytes()
-        if data.lstrip()[:1] == b"{":
-            return PoolLayout.from_json(data)
-        if data[:1] >= b"\x80":
-            return PoolLayout.from_msgpack(data)
-        raise ValueError("neither a JSON nor a msgpack layout.")
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from None
+        layout = read_file(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if layout is None:
+        raise typer.BadParameter(f"{path}: neither a JSON nor a msgpack layout.")
+    return layout

@@ -55,9 +55,9 @@ class Cells(NamedTuple):
 
 @lru_cache(maxsize=32)
 def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
-    """The cells of steps `box` of a region's axes: full ones, and the rest of each grid point."""
+    """The cells of steps `box` of inner axes: full ones, and the rest of each grid point."""
     offsets, numbers = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
-    for axis, (_, low, high) in zip((axis for axis in axes if axis.name != "entry"), box):
+    for axis, (_, low, high) in zip(axes, box):
         steps = np.arange(low, high, dtype=np.int64)
         offsets = (offsets[:, None] + (steps - axis.start) * axis.stride).ravel()
         numbers = (numbers[:, None] * np.uint64(axis.total) + steps.astype(np.uint64)).ravel()

@@ -81,7 +81,7 @@ def digests(
         numbers = np.arange(piece.entries.start, piece.entries.stop, dtype=np.int64)
         found = np.zeros(starts.size, dtype=np.uint64)
         work += PIECE_SETUP_COST
-        for cells in cells_of(region.axes, region.width, piece.box):
+        for cells in cells_of(region.inner_axes, region.width, piece.box):
             for some, part in cells.slices(starts.size):
                 if work >= STEP_BYTES:
                     yield np.concatenate(ready) if ready else None
@@ -202,7 +202,7 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
     if region is None:
         owner, layer, role = piece.key
         raise ValueError(f"{owner!r} layer {layer} {role!r}: this layout has no such region.")
-    axes = [axis for axis in region.axes if axis.name != "entry"]
+    axes = region.inner_axes
     names = [name for name, _, _ in piece.box], [axis.name for axis in axes]
     if names[0] != names[1]:
         raise ValueError(f"{region}: a piece has axes {names[0]}, the region {names[1]}.")

@@ -125,8 +125,8 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
     cut = [
         f"{ours.name}: {theirs.size} of {ours.total} on the source, {ours.size} on the destination"
-        for ours in here.axes
-        if (theirs := there.axis(ours.name)) and ours.name != "entry"
+        for ours in here.inner_axes
+        if (theirs := there.axis(ours.name))
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
     if cut:

@@ -43,12 +43,12 @@ def mismatches(
             + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
         ]
     here = dest.space_of(region)
-    axes = {axis.name: axis.total for axis in region.axes if axis.name != "entry"}
+    axes = {axis.name: axis.total for axis in region.inner_axes}
     found: dict[str, None] = {}
     for holder in holders:
         other = sources[holder].region_by_key[region.key]
         there = sources[holder].space_of(other)
-        totals = {axis.name: axis.total for axis in other.axes if axis.name != "entry"}
+        totals = {axis.name: axis.total for axis in other.inner_axes}
         for what, theirs, ours, cure in (
             ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
             (
@@ -81,7 +81,7 @@ def tile(
     region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
 ) -> tuple[list[Overlap], list[str]]:
     """Overlaps that cover the region's shard exactly once, or the reason why there are none."""
-    axes = [axis for axis in region.axes if axis.name != "entry"]
+    axes = region.inner_axes
     replicas: dict[Box, list[int]] = {}
     for holder in holders:
         other = sources[holder].region_by_key[region.key]

@@ -90,11 +90,9 @@ def _region_bytes(
 ) -> Iterator[tuple[Ints, Ints]]:
     buffer, space = layout.buffer_of(region), layout.space_of(region)
     ids = address.spans[space.id_list].ids
-    cell = outer_sum(
-        0, [(a.size, a.stride) for a in region.axes if a.name != "entry"] + [(region.width, 1)]
-    )
+    cell = outer_sum(0, [*((a.size, a.stride) for a in region.inner_axes), (region.width, 1)])
     inner, meaning = region.width, np.arange(region.width, dtype=np.int64)
-    for axis in reversed([a for a in region.axes if a.name != "entry"]):
+    for axis in reversed(region.inner_axes):
         steps = np.arange(axis.start, axis.stop, dtype=np.int64) * inner
         meaning = (steps[:, None] + meaning.reshape(1, -1)).ravel()
         inner *= axis.total

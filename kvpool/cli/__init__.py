@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """Imports the module of a command when the command is invoked."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(entry_points(group="kvpool.commands").names)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for entry in entry_points(group="kvpool.commands", name=cmd_name):
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
+            single.command(cmd_name)(entry.load())
+            return typer.main.get_command(single)
+        return None
+
 
 app = typer.Typer(
-    help="KV-state memory pools that say what their bytes are, and transfers derived from it.",
+    cls=_Commands,
+    help="KV-state memory pools described to the byte, and transfers derived from them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -26,6 +43,4 @@ def _options(
 
 def main() -> None:
     """Runs the command line."""
-    for entry in sorted(entry_points(group="kvpool.commands"), key=lambda entry: entry.name):
-        app.command(entry.name)(entry.load())
     app()

@@ -1,4 +1,4 @@
-"""`kvpool budget`: what a model's state costs and how much of it fits, of its config alone."""
+"""`kvpool budget`: bytes of a model's state, and what fits into memory, from its config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import ranges
-from kvpool.models.config import shipped
+from kvpool.pools.budget import counted
+from kvpool.pools.placement import ITEM_COUNTS
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
@@ -16,17 +18,16 @@ if TYPE_CHECKING:
 
     from kvpool.models.sizing import Figures, Share
 
-PACKINGS = ("fp8", "mxfp8")
-DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
-STORED = ", ".join((*DTYPES, *PACKINGS))
+DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
+STORED = ", ".join((*DTYPE_NAMES, *PACKINGS))
 
 
 def budget(
     config: Annotated[
         str,
         typer.Argument(
-            help="A config.json, a directory that holds one, or the name of a shipped config: "
-            f"{', '.join(shipped())}."
+            help="A config.json, a directory that holds one, or the name of a shipped config, "
+            "such as deepseek_v32."
         ),
     ],
     memory: Annotated[
@@ -44,7 +45,7 @@ def budget(
         typer.Option(
             min=1,
             max=1 << 24,
-            help="Requests whose windows, slots and rings are set aside before tokens are counted.",
+            help="Requests whose windows, slots and rings are reserved before tokens are counted.",
         ),
     ] = 1,
     tokens: Annotated[
@@ -54,14 +55,14 @@ def budget(
     draft: Annotated[
         bool,
         typer.Option(
-            help="With the draft (MTP) layers, beside the last stage, and rings for speculation."
+            help="With the draft (MTP) layers, in the last stage, and rings for speculation."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Print bytes per token by role, and the tokens and requests that fit on each rank.
 
-    Weights are not counted: --memory is what they leave. Nothing is allocated.
+    --memory is what weights and activations leave. Nothing is allocated.
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
@@ -69,7 +70,7 @@ def budget(
     role, per token or request, layers, bytes: over all stages, one shard of each); stages (layers,
     draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as
     constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
-    tightest stage (stage, count). A tokens of null: any number, for nothing grows with them.
+    tightest stage (stage, count). tokens is null where no buffer grows with tokens.
     """
     from kvpool.models import declare, declare_draft
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory
@@ -77,7 +78,7 @@ def budget(
     try:
         drafted = declare_draft(config) if draft else None
         if draft and drafted is None:
-            raise ValueError(f"{config}: this config names no draft layers. Leave out --draft.")
+            raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
         options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size, "draft": drafted}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
         found = figures(declare(config), parse_memory(memory), **options)
@@ -97,19 +98,19 @@ def budget(
 
 
 def storage(dtype: str) -> dict[str, str]:
-    """The pool's argument for a dtype or packing as people write it."""
+    """The pool's argument for a value of --dtype."""
     if dtype in PACKINGS:
         return {"packing": dtype}
-    if dtype not in DTYPES:
+    if dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype {dtype!r}: one of {STORED}.")
-    return {"dtype": DTYPES[dtype]}
+    return {"dtype": DTYPE_NAMES[dtype]}
 
 
 def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
     """Figures as the command prints them with --json; its help says what the keys mean."""
     stages = []
     for stage in found.stages:
-        counts = dict.fromkeys(("num_pages", "num_window_pages", "num_slots"), 0) | stage.items
+        counts = dict.fromkeys(ITEM_COUNTS, 0) | stage.items
         held = {"layers": list(stage.layers), "draft_layers": list(stage.draft_layers)}
         per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
         fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
@@ -133,7 +134,7 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
 
 
 def share_table(found: Figures, dtype: str) -> Table:
-    """Bytes by role, tokens first, then what each request keeps whatever its length."""
+    """Bytes by role: per token, then per request, independent of its length."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -184,18 +185,18 @@ def stage_table(found: Figures) -> Table:
 
 
 def _caption(found: Figures) -> str:
-    told = (
-        f"tokens: in all, beside windows, slots and rings of {found.reserved}. "
+    text = (
+        f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
         f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
     )
     if found.tp > 1:
-        told += f" Each row stands for {found.tp} ranks."
+        text += f" Each row stands for {found.tp} ranks."
     by_tokens, by_requests = found.tightest_for_tokens, found.tightest_for_requests
     if len(found.stages) > 1:
-        both = by_tokens in (None, by_requests)
-        also = "." if both else f" for requests, {by_tokens} for tokens."
-        told += f" Tightest: stage {by_requests}{also}"
-    return told
+        same = by_tokens in (None, by_requests)
+        also = "." if same else f" for requests, {by_tokens} for tokens."
+        text += f" Tightest: stage {by_requests}{also}"
+    return text
 
 
 def _share(share: Share) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""`kvpool describe`: a layout, or the pool of a model config, as a table, as JSON, as a picture."""
+"""`kvpool describe`: a layout, or the pool of a model config, as a table, JSON or a picture."""
 
 from __future__ import annotations
 
+from os.path import isfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvpool.layout import LayoutError, PoolLayout
+from kvpool.layout import PoolLayout
+from kvpool.layout.codec import read_file
 from kvpool.render.text import layout_table, space_words
 
 DTYPE_HELP = "How entries are stored: bf16, fp16, fp32, ..., or fp8, mxfp8. Default: bf16."
@@ -46,24 +48,23 @@ def describe(
         Path | None, typer.Option(help="Write a memory map of an item of each kind.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="As --svg, as a page in which bytes can be looked up.")
+        Path | None, typer.Option(help="As --svg, as a page with a look-up of bytes.")
     ] = None,
 ) -> None:
-    """Print what the bytes of a pool are: regions, sizes, axes and strides, and how ids address
-    items.
+    """Print the layout of a pool: regions, sizes, axes and strides, and how ids address items.
 
-    Of a model config the pool has sizes and no memory: addresses count from 0.
+    The pool of a model config has sizes and no memory: bases count from 0.
     """
     options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
     options |= {"--items": items, "--draft": draft or None}
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        layout, title = read_layout(what), Path(what).name
+        layout, title = read_file(what) if isfile(what) else None, Path(what).name
         if layout is None:
             layout, title = model_layout(what, given)
         elif given:
             raise ValueError(
-                f"{what} is a layout: {', '.join(given)} cannot change it. Leave "
+                f"{what}: {', '.join(given)} cannot change a layout file. Leave "
                 f"{'them' if len(given) > 1 else 'it'} out, or give a model config."
             )
     except ValueError as error:
@@ -78,60 +79,33 @@ def describe(
             typer.echo(f"wrote {path}", err=True)
 
 
-def read_layout(what: str) -> PoolLayout | None:
-    """The layout in a file; None where it is no layout but, perhaps, a model config.
-
-    Raises ValueError for a file that is neither, and LayoutError for a layout that is not true.
-    """
-    import msgspec
-
-    path = Path(what)
-    try:
-        if not path.is_file():
-            return None
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ValueError(f"{what}: {error}") from None
-    try:
-        if data[:1] >= b"\x80":
-            return PoolLayout.from_msgpack(data)
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        return PoolLayout.from_json(data) if {"buffers", "regions"} & set(fields) else None
-    except LayoutError as error:
-        raise ValueError(f"{what}: {error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"{what}: neither a layout (JSON or msgpack) nor a model config: {error}."
-        ) from None
-
-
 def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:
-    """The layout of a model's pool on one rank, and what it is a layout of, in words.
+    """The layout of a model's pool on one rank, and its title.
 
-    `options` are those of the command that were given. Raises ValueError where they do not fit.
+    `options` are the given options of the command. Raises ValueError where they do not fit.
     """
     from kvpool.cli.budget import storage
     from kvpool.models import declare, declare_draft
-    from kvpool.pools.placement import COUNTS, Shard
+    from kvpool.pools.placement import ITEM_COUNTS, Shard
 
     dtype, tp = options.get("--dtype", "bf16"), options.get("--tp", 1)
     shard = Shard(options.get("--rank", 0), tp)
     common: dict[str, Any] = {"device": "meta", "shard": shard, **storage(dtype)}
-    common |= dict.fromkeys(COUNTS, options.get("--items", 1024))
+    common |= dict.fromkeys(ITEM_COUNTS, options.get("--items", 1024))
     target = declare(config)
     common["page_size"] = options.get("--page-size", target.page_size)
     layout = target.build(**common).layout
     if "--draft" in options:
         drafted = declare_draft(config)
         if drafted is None:
-            raise ValueError(f"{config}: this config names no draft layers. Leave out --draft.")
+            raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
         layout = PoolLayout.merge(layout, drafted.build(**common).layout)
     words = [target.model, dtype, f"pages of {common['page_size']}"]
     return layout, ", ".join(words + [f"rank {shard.rank} of {tp}"] * (tp > 1))
 
 
 def print_layout(layout: PoolLayout, title: str) -> None:
-    """The layout as a table, and its spaces in words."""
+    """Prints the layout as a table, then a line for each space."""
     from rich.console import Console
     from rich.markup import escape
 

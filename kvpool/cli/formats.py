@@ -1,4 +1,4 @@
-"""docs/formats.md, every format to the byte, out of the templates that pools are made of.
+"""docs/formats.md: every format to the byte, from the item templates of the pools.
 
 python -m kvpool.cli.formats > docs/formats.md
 """
@@ -12,17 +12,16 @@ from kvpool.render.markdown import Format, page
 
 HEAD = """# Formats, to the byte
 
-Written by `python -m kvpool.cli.formats > docs/formats.md` from the templates that pools are made
-of (`kvpool/pools/kinds.py`); a test compares this file with them, and its numbers with others
-written by hand. With your model's numbers, and as a picture:
-`kvpool describe MODEL --html page.html`.
+Written by `python -m kvpool.cli.formats > docs/formats.md` from the item templates of the pools
+(`kvpool/pools/kinds.py`). A test compares this file with the templates, and its numbers with
+numbers computed by hand. For your model, as a picture: `kvpool describe MODEL --html page.html`.
 
-An item is what one id addresses: a page of entries, a slot, a ring. Offsets count from the start of
-an item, in bytes; steps count from 0. A cell is contiguous, its elements in order. The numbers are
-those of one rank that holds all heads; a shard holds some. Item 0 of every buffer is padding.
+An item is what one id addresses: a page of entries, a slot, a ring. Offsets are in bytes from the
+start of an item; steps count from 0. A cell is contiguous, its elements in order. The numbers are
+those of a rank that holds all heads. Item 0 of every buffer is padding.
 
 Sources are released packages: sglang 0.5.23, vllm 0.33.0, vllm-ascend 0.23.0, read in November
-2026. A format of kvpool's own says so.
+2026. Formats that only kvpool has are marked so.
 """
 SGLANG, VLLM, ASCEND = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0"
 OWN = "kvpool's own"
@@ -32,41 +31,41 @@ KDA: dict[str, Any] = {"heads": 32, "dim": 128, "kernel": 4}
 MAMBA2: dict[str, Any] = {"heads": 128, "head_dim": 64, "groups": 8, "state_size": 128, "kernel": 4}
 SLOT: dict[str, Any] = {"entries": 1, "item": "slot"}
 V4 = (
-    "all rows of 576 bytes (448 e4m3, 64 bf16 rope), then all scales, 7 ue8m0 and a spare byte an "
-    "entry; the page is rounded up to a multiple of 576"
+    "all rows of 576 bytes (448 e4m3, 64 bf16 rope), then all scales, 7 ue8m0 and a spare byte per "
+    "entry; the page is padded to a multiple of 576"
 )
 
 FORMATS = (
     Format(
         "MHA bf16, NHD",
-        "Llama-3.1-70B: 8 KV heads of 128; the heads of a token lie side by side.",
+        "Llama-3.1-70B: 8 KV heads of 128; the heads of a token are adjacent.",
         f"{BOTH}: K and V apart, `[entry, head, dim]`.",
         MHA(8, 128),
     ),
     Format(
         "MHA bf16, HND",
-        "The same, but the tokens of a head lie side by side.",
+        "The same, but the tokens of a head are adjacent.",
         f"{VLLM}, whose cache has stride orders: `[head, entry, dim]` in each page.",
         MHA(8, 128, order="hnd"),
     ),
     Format(
         "MHA fp8, NHD",
-        "e4m3 values, and a float32 scale for each token and head in buffers of their own.",
+        "e4m3 values, and in buffers of their own a float32 scale per token and head.",
         f"{OWN}.",
         MHA(8, 128),
         "fp8",
     ),
     Format(
         "MHA mxfp8, NHD",
-        "e4m3 values, and a ue8m0 scale for each 32 of them in buffers of their own.",
-        f"elements and scales: OCP Microscaling Formats 1.0 (MXFP8); where they lie is {OWN}.",
+        "e4m3 values, and in buffers of their own a ue8m0 scale per 32 values.",
+        f"elements and scales: OCP Microscaling Formats 1.0 (MXFP8); the buffers are {OWN}.",
         MHA(8, 128),
         "mxfp8",
     ),
     Format(
         "Sliding-window MHA bf16",
         "gpt-oss-120b: 8 KV heads of 64 in pages of the window (128 tokens).",
-        f"{BOTH}: as any MHA page, under ids of its own.",
+        f"{BOTH}: as any MHA page, with its own ids.",
         MHA(8, 64),
         entries=128,
         prefix="swa.",
@@ -74,12 +73,12 @@ FORMATS = (
     Format(
         "MLA bf16",
         "DeepSeek-V3: 512 latent and 64 rope elements in one row a token, the same on every rank.",
-        f"{BOTH}. {ASCEND} keeps latent and rope in two tensors: the same two regions.",
+        f"{BOTH}. {ASCEND} has latent and rope in two tensors: the same two regions.",
         MLA(),
     ),
     Format(
         "MLA fp8, 656 bytes",
-        "DeepSeek-V3.2: 512 e4m3, a float32 scale for each 128 of them, 64 bf16 rope.",
+        "DeepSeek-V3.2: 512 e4m3, a float32 scale per 128 of them, 64 bf16 rope.",
         f"FlashMLA's sparse fp8 format, as in {BOTH}.",
         MLA(),
         "fp8",
@@ -92,14 +91,14 @@ FORMATS = (
     ),
     Format(
         "Index key fp8, 132 bytes",
-        "DeepSeek-V3.2: in each page all keys, then all scales, one for each 128 elements.",
+        "DeepSeek-V3.2: in each page all keys, then all scales, one per 128 elements.",
         f"{BOTH}.",
         IndexKey(),
         "fp8",
     ),
     Format(
         "DeepSeek-V4 window latent bf16",
-        "448 latent and 64 rope elements, K and V at once, in pages of the window (128 tokens).",
+        "448 latent and 64 rope elements, shared by K and V, in pages of the window (128 tokens).",
         f"{OWN}: the rows of the fp8 format, not quantised.",
         V4Latent(),
         entries=128,
@@ -145,7 +144,7 @@ FORMATS = (
     Format(
         "DeepSeek-V4 compressor state, ratio 4",
         "Keys and gates of the last tokens, in two series as windows overlap: 2 x 2 x 512 float32 "
-        "a token. The ring has 16 entries with speculation.",
+        "per token. With speculation the ring has 16 entries.",
         f"{SGLANG}; position p at p mod 8.",
         Ring("state", 2 * 2 * 512),
         entries=8,
@@ -154,7 +153,7 @@ FORMATS = (
     ),
     Format(
         "DeepSeek-V4 indexer compressor state, ratio 4",
-        "The same for index keys: 2 x 2 x 128 float32 a token.",
+        "The same for index keys: 2 x 2 x 128 float32 per token.",
         f"{SGLANG}; position p at p mod 8.",
         Ring("index_state", 2 * 2 * 128),
         entries=8,
@@ -163,8 +162,8 @@ FORMATS = (
     ),
     Format(
         "DeepSeek-V4 compressor state, ratio 128",
-        "Keys and gates of the open window: 2 x 512 float32 a token. The ring has 256 entries with "
-        "speculation.",
+        "Keys and gates of the open window: 2 x 512 float32 per token. With speculation the ring "
+        "has 256 entries.",
         f"{SGLANG}; position p at p mod 128.",
         Ring("state", 2 * 512),
         entries=128,

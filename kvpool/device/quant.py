@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.layout.template import Cell
 
-PACKINGS = ("fp8", "mxfp8")
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+READ_AS = ("bfloat16", "float16", "float32", "float64")
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SCALE_DTYPES = (torch.float32, torch.float16, torch.float8_e8m0fnu)
-SMALLEST_SCALE = 2.0**-126  # below float32's normal range a scale has no reciprocal
+SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
 BIAS = 127
 
 
@@ -30,10 +29,10 @@ def storage(
     """
     if packing in PACKINGS:
         read = dtype_name("bf16" if dtype is None else dtype)
-        if read not in FLOATS:
+        if read not in READ_AS:
             raise ValueError(
                 f"{owner}: dtype {read}, packing {packing!r}. A quantised pool takes and returns "
-                f"floats: use one of {', '.join(FLOATS)} as dtype."
+                f"floats: use one of {', '.join(READ_AS)} as dtype."
             )
         return read, packing
     if packing is None and dtype is None:

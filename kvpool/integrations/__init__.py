@@ -1,1 +1,1 @@
-"""Pools inside the libraries that run models. Each file imports its library; this one none."""
+"""Pools as the caches of model libraries. Each module imports the library that it serves."""

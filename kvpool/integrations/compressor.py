@@ -1,8 +1,8 @@
 """DeepSeek-V4's compressors over a pool: open windows in rings, compressed entries in pages.
 
-A ring's row is a token's keys and gates. Once its window has closed, only the series that the next
-window overlaps is read again, with the gate as the model then has it (its position bias added), so
-that is what the row holds from then on.
+A ring's row holds a token's keys and gates. When its window has closed, only the series that the
+next window overlaps is read again, with the position bias added to the gate: the row is rewritten
+so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Compressor:
     def store(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Takes keys and gates `[B, T, D]` of new tokens; returns those of all windows that are now
-        closed, and the position of the first of them.
+        """Takes keys and gates `[B, T, D]` of new tokens; returns those of all windows now closed,
+        and the position of the first.
         """
         start = self._start = self.cache.advance(self.layer, name, kv.shape[1])
         opened, end = start // self.ratio * self.ratio, start + kv.shape[1]
@@ -47,7 +47,7 @@ class Compressor:
             for rows, new in zip(self._rows(opened, start), (kv, gate))
         )
         closed = (end - opened) // self.ratio * self.ratio
-        # what is alive in the end; the rest was in the ring already, or never will be
+        # entries that are alive at the end; earlier ones are in the ring already or are dead
         first = max(start, opened + closed - (self.ratio if self.overlaps else 0))
         self._write(first, torch.cat([kv, gate], dim=-1)[:, first - opened :])
         return kv[:, :closed], gate[:, :closed], opened
@@ -55,8 +55,8 @@ class Compressor:
     def overlap(
         self, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Keeps what the next window needs of the last of windows `[B, W, ratio, D]`; returns what
-        the first of them needs of the one before, `[B, ratio, head_dim]`.
+        """Stores the last of the windows `[B, W, ratio, D]`, which the next one overlaps; returns
+        the one before the first, `[B, ratio, head_dim]`, if any.
         """
         opened = self._start // self.ratio * self.ratio
         first = opened + (chunk_kv.shape[1] - 1) * self.ratio
@@ -68,11 +68,11 @@ class Compressor:
         return kv.to(chunk_kv.dtype), gate.to(chunk_gate.dtype)
 
     def append(self, compressed: torch.Tensor) -> torch.Tensor:
-        """Writes compressed entries `[B, W, D]`; returns all there are, `[B, E, D]`."""
+        """Writes compressed entries `[B, W, D]`; returns all entries, `[B, E, D]`."""
         pool, where = self.cache.pool, self.cache.where[self.entry_space]
         first = self._start // self.ratio
         count = first + compressed.shape[1]
-        # the entry of a window is where its first token is
+        # a window's entry is at the location of its first token
         located = where[:, : count * self.ratio : self.ratio]
         sizes = [pool.view(role, self.layer).shape[-1] for role in self.roles]
         parts = torch.split(compressed.flatten(0, 1), sizes, dim=-1)

@@ -1,17 +1,17 @@
-"""One layer of a PoolCache: what a `transformers` model asks of it, done with a pool's states."""
+"""One layer of a PoolCache: the interface that `transformers` models call, over a pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import proxy
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpool.device.quant import PACKINGS
 from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
-from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.pools.composite import ATTENTION
 from kvpool.pools.kinds import At, IndexKey, Kind, LinearState, Ring
 
@@ -23,7 +23,7 @@ NAMES = {"state": "compressor", "index_state": "indexer"}
 
 
 def unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
-    """A method that refuses."""
+    """A method that raises NotImplementedError."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"PoolCache: {name} is not supported. {instead}")
@@ -32,15 +32,15 @@ def unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Grows as transformers' own layers do, within the pool.
-
-    `states` are the states of the layer that the model must give every token of, by name:
-    `attention`, `indexer`, `linear`, `compressor`.
+    """`states` are the layer's states, each of which must get every token: `attention`, `indexer`,
+    `linear`, `compressor`.
     """
 
     def __init__(self, cache: PoolCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.layer, self.batch_size = cache, layer, len(cache.requests)
+        # weak: without a cycle, a dropped cache lets go of its allocator at once
+        self.cache: PoolCache = proxy(cache)
+        self.layer, self.batch_size = layer, len(cache.requests)
         self.is_initialized = True
         pool = cache.pool
         here = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
@@ -50,17 +50,17 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rounded = [at.packing for kind, at in here if isinstance(kind, IndexKey)]
         if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
             raise ValueError(
-                f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, all else as "
-                f"{pool.packing}, and nothing is rounded. Build the pool with "
+                f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, other roles as "
+                f"{pool.packing}; nothing may be rounded. Build the pool with "
                 f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
             )
         self.compressors = {
-            NAMES[kind.role]: Compressor(cache, layer, at, kind)
+            NAMES[kind.role]: Compressor(self.cache, layer, at, kind)
             for kind, at in here
             if isinstance(kind, Ring)
         }
         if "indexer" in self.compressors:
-            self.index = None  # it is the compressor's to write
+            self.index = None  # the compressor writes it
         self.states = [
             name
             for name, found in (
@@ -76,7 +76,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._conv: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is left to do: the pool has its memory."""
+        """Nothing to do: the pool has its memory."""
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
         """See PoolCache.update."""
@@ -112,13 +112,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
 
     def conv_state(self, index: int) -> torch.Tensor | None:
-        """See PoolCache.get_conv_state. The model may change what it is given in place."""
+        """See PoolCache.get_conv_state. The model may change the returned tensor in place."""
         self._linear(index)
-        if self.cache.given[self.layer, "linear"] == 0:
+        if self.cache.written[self.layer, "linear"] == 0:
             return None
         pool: Any = self.cache.pool
         conv, _ = pool.get_linear_state(self.layer, self._slots())
-        # a column in front that no output depends on: transformers keeps as many as the kernel has
+        # transformers keeps as many taps as the kernel has: a first one on which no output depends
         self._conv = torch.nn.functional.pad(conv, (1, 0))
         return self._conv
 
@@ -138,7 +138,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def recurrent_state(self, index: int) -> torch.Tensor | None:
         """See PoolCache.get_recurrent_state."""
         self._linear(index)
-        if self.cache.given[self.layer, "linear"] == 0:
+        if self.cache.written[self.layer, "linear"] == 0:
             return None
         pool: Any = self.cache.pool
         _, temporal = pool.get_linear_state(self.layer, self._slots())
@@ -149,7 +149,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         kind = self._linear(index)
         heads = self.cache.pool.view("temporal", self.layer).shape[1]
         self.check("temporal", state, (heads, *kind.state_shape), kind.temporal_dtype, widen=True)
-        if self._conv is not None:  # a single token: the model has changed it in place
+        if self._conv is not None:  # one token: the model has changed it in place
             self.cache.advance(self.layer, "linear", 1)
             self._set_linear(conv=self._conv)
             self._conv = None
@@ -176,31 +176,33 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._compressor(name).append(compressed)
 
     def get_seq_length(self) -> int:
-        """Tokens cached for this layer; for one that the pool does not hold, for all others."""
-        given = self.cache.given
+        """Tokens cached for this layer; for a layer that the pool does not hold, for all others."""
+        written = self.cache.written
         if not self.states:
-            return min(given.values())
-        return given[self.layer, self.states[0]]
+            return min(written.values())
+        return written[self.layer, self.states[0]]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens that the next forward attends to, how many are dropped at the front)."""
+        """(tokens that the next forward attends to, tokens dropped before them)."""
         length = self.get_seq_length()
         dropped = 0 if self.window is None else max(0, length - self.window + 1)
         return length - dropped + query_length, dropped
 
     def get_max_length(self) -> int:
-        """-1, no maximum: free pages are the bound, and all requests share them."""
+        """-1, no maximum: the limit is the free pages, which all requests share."""
         return -1
 
     def _checked(self, kind: Any, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
-        """States as the pool's inputs; raises ValueError where they are not what it holds."""
+        """States as the pool's inputs; raises ValueError where they do not fit it."""
         pool, states = self.cache.pool, list(given)
         roles = self._roles()
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
         if kind.shared_kv:
             if given[0] is not given[1]:
-                raise ValueError(f"{regions[0]}: keys and values are two, the pool holds one.")
+                raise ValueError(
+                    f"{regions[0]}: keys and values differ, the pool stores one for both."
+                )
             sizes = [view.shape[-1] for view in views]
             total = given[0].shape[-1]
             states = list(torch.split(given[0], sizes if sum(sizes) == total else total, dim=-1))
@@ -219,7 +221,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
             if state.requires_grad:
                 raise ValueError(
-                    f"{region}: no gradients are kept. Run the model in torch.no_grad()."
+                    f"{region}: gradients are not supported. Run the model in torch.no_grad()."
                 )
         return states
 
@@ -231,8 +233,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         dtype: str,
         widen: bool = False,
     ) -> None:
-        """Raises ValueError, before anything is counted, where a state is not of every row and of
-        `shape` and `dtype`; with `widen` a narrower dtype will do.
+        """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
+        narrower dtype).
         """
         held = getattr(torch, dtype_name(dtype))
         memory = self.cache.pool.layout.buffers[0].memory
@@ -260,7 +262,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.cache.pool.space(at.space)
 
     def _where(self, at: At) -> torch.Tensor:
-        """Flat locations `[B, T]` of all tokens in a place's space."""
+        """Flat locations `[B, T]` of all tokens in a kind's space."""
         return self.cache.where[self._space(at).name]
 
     def _set_linear(
@@ -286,7 +288,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _need(self, found: Any, what: str) -> Any:
         if found is None:
             raise ValueError(
-                f"{self.cache.pool.owner} layer {self.layer}: the model keeps {what}, the pool "
+                f"{self.cache.pool.owner} layer {self.layer}: the model has {what}, the pool "
                 f"holds {self.states or 'nothing'} there. Build the pool for this model."
             )
         return found

@@ -1,59 +1,91 @@
 """A `transformers` Cache whose states live in a pool.
 
-Row b of a batch is one request; the token in column t is its position t, padding included. What a
-layer caches, and in what shape, is read from the pool's kinds of state.
+Row b of a batch is one request; the token in column t is its position t, padding included. The
+pool's kinds of state say what each layer caches, and in what shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
-from kvpool.device.quant import PACKINGS
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
+from kvpool.layout.dtypes import PACKINGS
 from kvpool.pools.base import KVPool
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     """The pool that a model of this config caches into; `common` goes to the pool's constructor.
 
-    Index keys are stored as exactly as all else: in the pool's dtype, or in fp8 if its packing is.
+    Index keys are not rounded either: they have the pool's dtype, or fp8 if its packing is one.
     """
     from kvpool.models import declare
 
     declared = declare(config.to_dict())
-    keeps_keys = "index_packing" in signature(declared.pool).parameters
-    if keeps_keys and common.get("packing") not in PACKINGS:
+    if declared.pool.has_index_packing and common.get("packing") not in PACKINGS:
         common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
     return declared.build(**common)
 
 
-class PoolCache(Cache):
-    """Row b of the batch is `requests[b]`; tokens that they already have count as cached.
+@dataclass
+class Progress:
+    """What the caches of each owner (target, draft) have written of one request.
 
-    Raises ValueError if their numbers of tokens differ. Whoever made the requests frees them.
+    `written`: tokens, where fewer than the request has; `unfinished`: owners of whose last forward
+    some layers were not written.
     """
 
-    def __init__(self, pool: UnionPool, allocator: Allocator, requests: Sequence[Request]) -> None:
+    written: dict[str, int] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
+
+
+_PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
+
+
+def _copy_progress(request: Request, child: Request, tokens: int) -> None:
+    """Called when a request is forked."""
+    if progress := _PROGRESS.get(request):
+        if progress.unfinished:
+            raise ValueError("the last forward over this request did not finish. Free it.")
+        written = {owner: min(count, tokens) for owner, count in progress.written.items()}
+        _PROGRESS[child] = Progress(written)
+
+
+class PoolCache(Cache):
+    """Row b of the batch is `requests[b]`; the tokens that requests already have count as cached.
+
+    Raises ValueError if their numbers of tokens differ. The caller frees the requests.
+    """
+
+    def __init__(
+        self, pool: CompositePool, allocator: Allocator, requests: Sequence[Request]
+    ) -> None:
         self.pool, self.allocator, self.requests = pool, allocator, tuple(requests)
         if len({id(request) for request in requests}) != len(requests) or not requests:
             raise ValueError(f"requests: one or more, each once, got {len(requests)}.")
-        if not isinstance(pool, UnionPool):
+        if not isinstance(pool, CompositePool):
             name = type(pool).__name__
-            raise ValueError(f"{name}: PoolCache reads the kinds of state of a UnionPool.")
+            raise ValueError(f"{name}: PoolCache needs a CompositePool, which has kinds of state.")
         if pool not in allocator.pools:
-            raise ValueError("allocator: it hands out other pools' items. Use Allocator(pool).")
+            raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
-        if any(pool.owner in request.unfinished for request in requests):
-            raise ValueError("the last forward over a request ended half-way. Free it.")
-        lengths = [r.given.get(pool.owner, r.num_tokens) for r in requests]
+        self.progress = [_PROGRESS.setdefault(request, Progress()) for request in requests]
+        if _copy_progress not in allocator.on_fork:
+            allocator.on_fork.append(_copy_progress)
+        if any(pool.owner in progress.unfinished for progress in self.progress):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        lengths = [
+            max(progress.written.get(pool.owner, request.num_tokens), request.received_tokens)
+            for request, progress in zip(requests, self.progress)
+        ]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"requests: {lengths} tokens. Pad rows on the left, or make a batch of each length."
@@ -64,46 +96,46 @@ class PoolCache(Cache):
             name: self._stack([row[name][: self.tokens] for row in located]) for name in located[0]
         }
         self.pool_layers = [PoolLayer(self, layer) for layer in range(pool.end_layer)]
-        # how many tokens each layer has been given of each state that it keeps
-        self.given = {
+        # tokens written, by layer and state
+        self.written = {
             (layer.layer, name): self.tokens for layer in self.pool_layers for name in layer.states
         }
-        self._behind = 0
+        self._behind = 0  # states that lack the tokens of this forward
         super().__init__(layers=list(self.pool_layers))
 
     @classmethod
-    def new(cls, pool: UnionPool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
+    def new(cls, pool: CompositePool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
         """Over fresh requests."""
         return cls(pool, allocator, [allocator.new_request() for _ in range(batch_size)])
 
     def advance(self, layer: int, state: str, tokens: int) -> int:
         """Counts `tokens` new tokens of a layer's state; returns the position of the first.
 
-        The first state of a forward takes the items for all. Raises OutOfPages, and changes
-        nothing, if they are too few.
+        The first state of a forward allocates for all. If too few items are free, raises
+        OutOfPages and changes nothing.
         """
-        start = self.given[layer, state]
+        start = self.written[layer, state]
         if start == self.tokens:
             self._extend(tokens)
         elif start + tokens != self.tokens:
             raise ValueError(
-                f"layer {layer} {state}: {tokens} new tokens, others got {self.tokens - start}."
+                f"layer {layer} {state}: {tokens} new tokens, other states {self.tokens - start}."
             )
-        self.given[layer, state] = start + tokens
+        self.written[layer, state] = start + tokens
         self._behind -= 1
         if self._behind == 0:
-            for request in self.requests:
-                request.given[self.pool.owner] = self.tokens
-                request.unfinished.discard(self.pool.owner)
+            for progress in self.progress:
+                progress.written[self.pool.owner] = self.tokens
+                progress.unfinished.discard(self.pool.owner)
         return start
 
     def _extend(self, tokens: int) -> None:
-        behind = [key for key, given in self.given.items() if given != self.tokens]
+        behind = [key for key, count in self.written.items() if count != self.tokens]
         if behind:
             layer, state = behind[0]
             raise RuntimeError(
-                f"layer {layer} {state}: {self.given[behind[0]]} tokens, others {self.tokens}. "
-                "Either a forward failed half-way (free the requests), or the model keeps no such "
+                f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.tokens}. "
+                "Either a forward did not finish (free the requests), or the model has no such "
                 "state."
             )
         room = [request.num_tokens - self.tokens for request in self.requests]
@@ -111,9 +143,9 @@ class PoolCache(Cache):
         fresh: Mapping[str, Any]
         if not any(room):
             fresh = self.allocator.extend_batch(self.requests, tokens)
-            for request in self.requests:
+            for progress in self.progress:
                 for owner in others:
-                    request.given.setdefault(owner, self.tokens)
+                    progress.written.setdefault(owner, self.tokens)
         elif others and set(room) == {tokens}:  # a draft's forward after its target's
             rows = [self.allocator.locations(request) for request in self.requests]
             fresh = {name: [row[name][self.tokens :] for row in rows] for name in rows[0]}
@@ -121,21 +153,21 @@ class PoolCache(Cache):
             gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
             if gone:
                 raise ValueError(
-                    f"space {gone[0]}: tokens left the window before {self.pool.owner} was given "
+                    f"space {gone[0]}: tokens left the window before {self.pool.owner} wrote "
                     "them. Run its forward after each of the target's."
                 )
         else:
             row = next(row for row, more in enumerate(room) if more)
             raise ValueError(
-                f"row {row}: {self.requests[row].num_tokens} tokens, not the {self.tokens} that "
-                "this cache was given. Give it the same tokens, or requests of its own."
+                f"row {row}: the request has {self.requests[row].num_tokens} tokens, this cache "
+                f"wrote {self.tokens}. Give it the same tokens, or requests of its own."
             )
-        for request in self.requests:
-            request.unfinished.add(self.pool.owner)
+        for progress in self.progress:
+            progress.unfinished.add(self.pool.owner)
         for name, located in fresh.items():
             self.where[name] = torch.cat([self.where[name], self._stack(located)], dim=1)
         self.tokens += tokens
-        self._behind = len(self.given)
+        self._behind = len(self.written)
 
     def _stack(self, rows: Any) -> torch.Tensor:
         located = [torch.from_numpy(row) for row in rows]
@@ -146,10 +178,8 @@ class PoolCache(Cache):
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[B, H, T, D]` of a layer's new tokens; returns all that its next tokens attend
-        to, `[B, H, T_total, D]`.
-
-        Raises ValueError if the states are not what the pool holds.
+        """Writes `[B, H, T, D]` of a layer's new tokens; returns what these attend to,
+        `[B, H, T_total, D]`. Raises ValueError if the states do not fit the pool.
         """
         first, second = self._layer(layer_idx).update(key_states, value_states)
         return first, second
@@ -165,7 +195,7 @@ class PoolCache(Cache):
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Writes the last of `[B, channel, T]`; returns them behind what was there."""
+        """Writes the last of `[B, channel, T]`; returns all of them after the previous state."""
         return self._layer(layer_idx).update_conv_state(conv_states, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -175,7 +205,7 @@ class PoolCache(Cache):
     def update_recurrent_state(
         self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Writes the temporal state, and the convolution's if the model changed it in place."""
+        """Writes the temporal state, and the conv state if the model changed it in place."""
         return self._layer(layer_idx).update_recurrent_state(recurrent_states, state_idx)
 
     def has_previous_state(
@@ -186,16 +216,16 @@ class PoolCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether a layer keeps nothing of single tokens."""
+        """Whether a layer has linear attention only."""
         return [layer.is_linear for layer in self.pool_layers]
 
     def _layer(self, layer: int) -> PoolLayer:
         if layer >= len(self.layers) or not self.pool_layers[layer].states:
             raise ValueError(
-                f"{self.pool.owner} layer {layer}: the model caches it, the pool holds "
-                f"{self.pool.layers}. Build the pool with all of the model's layers."
+                f"{self.pool.owner} layer {layer}: the model caches this layer, the pool holds "
+                f"{self.pool.layers}. Build the pool with all layers of the model."
             )
         return self.pool_layers[layer]
 
-    prefetch = unsupported("prefetch", "A pool stays on the device that it was built on.")
+    prefetch = unsupported("prefetch", "A pool stays on its device.")
     __deepcopy__ = unsupported("deepcopy", "Prefill a new PoolCache with the same tokens.")

@@ -1,16 +1,16 @@
-"""What the bytes of a pool are: the one statement from which everything else is derived.
+"""What the bytes of a pool are: the description from which everything else is derived.
 
-The address of byte `b` at axis steps `a` of a region, in item `i` of its buffer, is
+The pointer to byte `b` at axis steps `a` of a region, in item `i` of its buffer, is
 
     buffer.base + i * buffer.item_stride + region.offset + sum(a[k] * axis[k].stride) + b
 
-with `0 <= b < region.width`. All types are frozen and validated at construction.
-Needs numpy and msgspec only: routers and planners read layouts without torch.
+with `0 <= b < region.width`. All types are frozen and validated at construction. numpy and msgspec
+are enough: routers and planners read layouts without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +32,7 @@ __all__ = [
     "Span",
 ]
 
-PAGE_BYTES = 4096
+MEMORY_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PoolLayout:
     """All buffers, regions and spaces of one pool (or of a target merged with its draft) on one
     rank.
 
-    Raises LayoutError, naming owner, layer and role, where regions overlap, leave their item, or do
-    not fit their space. `total_kv_layers` counts the target model's layers; `generation` is the
-    life of the endpoint.
+    Raises LayoutError, naming owner, layer and role, where regions overlap, exceed their item or do
+    not fit their space. `total_kv_layers` counts the target model's layers; `generation` is a
+    random id of the endpoint's life.
     """
 
     buffers: tuple[Buffer, ...]
@@ -90,7 +90,7 @@ class PoolLayout:
         return self.space_by_name[self.buffer_of(region).space]
 
     def live_bytes(self, tokens: int) -> int:
-        """Bytes that are alive of a request of `tokens` tokens, padding left out."""
+        """Live bytes of a request of `tokens` tokens, without padding."""
         found = 0
         for region in self.regions:
             space = self.space_of(region)
@@ -98,21 +98,19 @@ class PoolLayout:
         return found
 
     def slabs(self) -> list[Slab]:
-        """What must be registered to reach every buffer: touching or interleaved buffers are one
-        slab.
-        """
+        """The memory to register for all buffers; touching or interleaved buffers are one slab."""
         slabs: list[Slab] = []
         for buffer in sorted(self.buffers, key=lambda b: (b.memory, b.base)):
             last = slabs[-1] if slabs else None
-            # a gap below a page lies in pages that its neighbours already occupy
-            if last and last.memory == buffer.memory and buffer.base < last.end + PAGE_BYTES:
+            # a gap smaller than a page lies in pages that are registered anyway
+            if last and last.memory == buffer.memory and buffer.base < last.end + MEMORY_PAGE_BYTES:
                 slabs[-1] = Slab(last.base, max(last.end, buffer.end) - last.base, last.memory)
             else:
                 slabs.append(Slab(buffer.base, buffer.end - buffer.base, buffer.memory))
         return slabs
 
     def fingerprint(self) -> str:
-        """Hex digest of everything but addresses: equal for two lives of the same pool."""
+        """Hex digest of everything but pointers: equal for equal pools of two processes."""
         from kvpool.layout.codec import fingerprint
 
         return fingerprint(self)
@@ -145,10 +143,8 @@ class PoolLayout:
 
     @staticmethod
     def merge(first: PoolLayout, *others: PoolLayout) -> PoolLayout:
-        """A target's layout and its drafts' as one. Spaces of one name must be equal: they share
-        ids.
-
-        `total_kv_layers`, `model` and `generation` are those of `first`.
+        """A target's layout and its drafts' as one. Spaces with the same name share ids and must be
+        equal. `total_kv_layers`, `model` and `generation` are those of `first`.
         """
         layouts: Sequence[PoolLayout] = (first, *others)
         spaces: dict[str, Space] = {}
@@ -162,14 +158,10 @@ class PoolLayout:
                         "own_spaces=True."
                     )
         return PoolLayout(
-            buffers=_concat(layout.buffers for layout in layouts),
-            regions=_concat(layout.regions for layout in layouts),
+            buffers=tuple(buffer for layout in layouts for buffer in layout.buffers),
+            regions=tuple(region for layout in layouts for region in layout.regions),
             spaces=tuple(spaces.values()),
             total_kv_layers=first.total_kv_layers,
             model=first.model,
             generation=first.generation,
         )
-
-
-def _concat(parts: Iterable[tuple]) -> tuple:  # type: ignore[type-arg]
-    return tuple(part for group in parts for part in group)

@@ -1,10 +1,14 @@
-"""Layouts as msgpack, as JSON and as a fingerprint. Decoders take untrusted input."""
+"""Layouts as msgpack, as JSON and as a fingerprint. Decoders take untrusted input.
+
+`docs/layout-format.md` describes the format field by field.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -26,7 +30,7 @@ MAX_BYTES = 8 << 20
 
 
 def _strict(kind: type, **lists: Any) -> Any:
-    """A struct of a dataclass's fields that refuses unknown ones, and lists that are too long."""
+    """A struct of a dataclass's fields that refuses unknown fields and lists that are too long."""
     hints = get_type_hints(kind) | lists
     rows = [
         (f.name, hints[f.name], *([] if f.default is MISSING else [f.default]))
@@ -39,11 +43,11 @@ def _list(kind: Any, most: int) -> Any:
     return Annotated[list[kind], Meta(max_length=most)]
 
 
-_Region = _strict(Region, axes=_list(_strict(Axis), MAX_AXES))
-_Layout = _strict(
+_WireRegion = _strict(Region, axes=_list(_strict(Axis), MAX_AXES))
+WireLayout = _strict(
     PoolLayout,
     buffers=_list(_strict(Buffer), MAX_PARTS),
-    regions=_list(_Region, MAX_PARTS),
+    regions=_list(_WireRegion, MAX_PARTS),
     spaces=_list(_strict(Space), MAX_PARTS),
 )
 
@@ -53,7 +57,7 @@ class _Versioned(msgspec.Struct):
 
 
 def to_msgpack(layout: PoolLayout) -> bytes:
-    """Encodes a layout; at most `MAX_BYTES`, or no decoder would take it."""
+    """Encodes a layout; raises LayoutError above `MAX_BYTES`, which decoders refuse."""
     return _bounded(msgspec.msgpack.encode(layout))
 
 
@@ -63,7 +67,7 @@ def to_json(layout: PoolLayout) -> str:
 
 
 def from_msgpack(data: bytes) -> PoolLayout:
-    """Reads a layout, or raises LayoutError: too large, malformed, another version, untrue."""
+    """Reads a layout; raises LayoutError: too large, malformed, another version, inconsistent."""
     return _decode(data, msgspec.msgpack.decode)
 
 
@@ -77,7 +81,7 @@ def from_json(text: str | bytes) -> PoolLayout:
 
 
 def fingerprint(layout: PoolLayout) -> str:
-    """SHA-256 of all but bases, device numbers, generation and the order of declaration."""
+    """SHA-256 of a layout without bases, device numbers, generation and the order of its parts."""
     parts = (
         layout.version,
         sorted(
@@ -90,6 +94,23 @@ def fingerprint(layout: PoolLayout) -> str:
         layout.model,
     )
     return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
+
+
+def read_file(path: str | Path) -> PoolLayout | None:
+    """The layout in a JSON or msgpack file; None for any other JSON object.
+
+    Raises ValueError, which begins with the path, for other files and for inconsistent layouts.
+    """
+    try:
+        data = Path(path).read_bytes()
+        if data[:1] >= b"\x80":
+            return from_msgpack(data)
+        names = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return from_json(data) if {"buffers", "regions"} & set(names) else None
+    except (OSError, LayoutError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: neither JSON nor a msgpack layout: {error}.") from None
 
 
 def _bounded(data: bytes) -> bytes:
@@ -107,9 +128,9 @@ def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
                 f"layout version {version}: this kvpool reads version {VERSION}. "
                 "Run the same kvpool on both sides."
             )
-        return msgspec.convert(decode(data, type=_Layout), PoolLayout, from_attributes=True)
+        return msgspec.convert(decode(data, type=WireLayout), PoolLayout, from_attributes=True)
     except LayoutError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # the reason quotes what may be megabytes
+        # the reason may quote megabytes
         raise LayoutError(f"malformed layout: {str(error)[:MAX_REASON]}") from None

@@ -1,7 +1,6 @@
-"""From a torch tensor and the names of its dims to a buffer and its regions: the one place that
-reads strides.
+"""Layouts of existing tensors: buffers and regions from a torch tensor and the names of its dims.
 
-Nothing is copied and nothing is allocated: tensors that an engine already owns become first-class.
+Nothing is copied or allocated. This is the only place that reads strides.
 """
 
 from __future__ import annotations
@@ -35,22 +34,21 @@ def describe(
     owner: str = "target",
     cell: str | None = "dim",
     shards: Mapping[str, tuple[int, int]] = WHOLE,
-    dtype: object = None,
+    dtype: str | torch.dtype | None = None,
     buffer: Buffer | None = None,
 ) -> Described:
     """Describes `tensor`, one name in `dims` for each of its dimensions.
 
     - `item`: what one id addresses (required)
-    - `layer`, `role`: stacked layers or roles (K and V in one tensor), named in order by `layer`
-      and `role`
-    - `cell`: the dim whose elements lie contiguous and are never split (None: one element is the
-      cell)
-    - any other name is an axis; `entry` follows positions; `shards` gives (start, total) of those
-      held in part
+    - `layer`, `role`: stacked layers or roles (K and V in one tensor); the arguments `layer` and
+      `role` name them in order
+    - `cell`: the dim whose elements are contiguous and never split (None: each element is a cell)
+    - any other name is an axis; `entry` follows positions; `shards` gives (start, total) of sharded
+      axes
 
-    `dtype` is what the bytes mean, where the tensor says only uint8. With `buffer` (from
-    `describe_buffer`) the regions are placed in that buffer: several slices of one tensor become
-    regions of one buffer. Raises LayoutError where names, strides and buffer do not fit together.
+    `dtype` is that of the bytes of a uint8 tensor. With `buffer` (from `describe_buffer`) several
+    slices of one tensor become regions of one buffer. Raises LayoutError where names, strides and
+    buffer do not fit together.
     """
     sizes, strides = _read(tensor, dims)
     roles = [role] if isinstance(role, str) else list(role)
@@ -62,16 +60,16 @@ def describe(
     meaning = dtype_name(tensor.dtype if dtype is None else dtype)
     width, axes = _grid(sizes, strides, cell, shards, tensor.element_size(), f"{owner} {roles}")
     if width % ITEMSIZE[meaning]:
-        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no whole {meaning}.")
+        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no multiple of {meaning}.")
     inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
-    # roles that lie between one another's entries are regions of one buffer
+    # roles whose entries interleave are regions of one buffer
     shared = len(roles) > 1 and strides["role"] < inner
     reach = inner + (len(roles) - 1) * strides["role"] if shared else inner
     buffers: dict[str, Buffer] = {}
     regions = []
     for number, layer_id in enumerate(layers):
         for index, meant in enumerate(roles):
-            at = _address(tensor) + number * strides.get("layer", 0)
+            at = _pointer(tensor) + number * strides.get("layer", 0)
             start = at + index * strides.get("role", 0)
             region = Region(owner, layer_id, meant, "?", 0, meaning, axes, width)
             home = buffer
@@ -88,13 +86,11 @@ def describe(
 def describe_buffer(
     tensor: torch.Tensor, dims: Sequence[str], *, name: str, space: str = "kv"
 ) -> Buffer:
-    """The buffer whose items are the whole of `tensor` behind its `item` dim; slices of it are
-    regions.
-    """
+    """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions."""
     sizes, strides = _read(tensor, dims)
     inner = ((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
     return _buffer(
-        name, space, _address(tensor), sum(inner) + tensor.element_size(), tensor, sizes, strides
+        name, space, _pointer(tensor), sum(inner) + tensor.element_size(), tensor, sizes, strides
     )
 
 
@@ -107,7 +103,7 @@ def _read(tensor: torch.Tensor, dims: Sequence[str]) -> tuple[dict[str, int], di
     if len(set(dims)) != len(dims) or "item" not in dims:
         raise LayoutError(f"dims {tuple(dims)}: each name once, and one of them 'item'.")
     if 0 in tensor.shape:
-        raise LayoutError(f"a tensor of shape {tuple(tensor.shape)} holds nothing.")
+        raise LayoutError(f"a tensor of shape {tuple(tensor.shape)} is empty.")
     size = tensor.element_size()
     return dict(zip(dims, tensor.shape)), {
         dim: stride * size for dim, stride in zip(dims, tensor.stride())
@@ -127,13 +123,13 @@ def _grid(
         if cell not in sizes or cell in ("item", "layer", "role"):
             raise LayoutError(
                 f"{where}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
-                "elements are one cell, or cell=None if each element is one."
+                "elements are a cell, or cell=None if each element is one."
             )
         if sizes[cell] > 1 and strides[cell] != element:
             raise LayoutError(
-                f"{where}: elements of {cell!r} lie {strides[cell]} bytes apart, a cell's lie "
-                f"{element} apart. "
-                "Name it as an axis (cell=None), or describe a tensor in which it is contiguous."
+                f"{where}: elements of {cell!r} are {strides[cell]} bytes apart, those of a cell "
+                f"must be {element} apart. Make it an axis (cell=None), or describe a tensor in "
+                "which it is contiguous."
             )
         width *= sizes[cell]
     axes = [dim for dim in sizes if dim not in ("item", "layer", "role", cell)]
@@ -148,8 +144,8 @@ def _grid(
     return width, tuple(map(axis, axes))
 
 
-def _address(tensor: torch.Tensor) -> int:
-    if tensor.device.type == "meta":  # no memory: count from the start of its storage
+def _pointer(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "meta":  # no memory: counts from the start of its storage
         return int(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
@@ -163,7 +159,7 @@ def _buffer(
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
 ) -> Buffer:
-    # of a single item torch keeps no meaningful stride
+    # torch has no meaningful stride for a single item
     stride = strides["item"] if sizes["item"] > 1 else max(strides["item"], nbytes)
     return Buffer(name, space, start, stride, nbytes, sizes["item"], str(tensor.device))
 
@@ -177,10 +173,9 @@ def _check_home(
             f"{home.items} every {home.item_stride}."
         )
     if memory != home.memory:
-        raise LayoutError(f"{region}: lies on {memory}, buffer {home.name} on {home.memory}.")
+        raise LayoutError(f"{region}: is on {memory}, buffer {home.name} on {home.memory}.")
     if not 0 <= start - home.base <= home.item_bytes - region.end:
         raise LayoutError(
-            f"{region}: bytes {start} to {start + region.end} lie outside item 0 of buffer "
-            f"{home.name} "
-            f"({home.base} to {home.base + home.item_bytes})."
+            f"{region}: bytes {start} to {start + region.end} are outside item 0 of buffer "
+            f"{home.name} ({home.base} to {home.base + home.item_bytes})."
         )

@@ -24,6 +24,9 @@ ITEMSIZE = {
     "float64": 8,
 }
 
+PACKINGS = ("fp8", "mxfp8")
+"""Quantised packings: values of `float8_e4m3fn` with scales."""
+
 ALIASES = {
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",

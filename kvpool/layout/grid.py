@@ -1,4 +1,4 @@
-"""Strided grids as sorted runs of bytes: the arithmetic that validation and planning share."""
+"""Strided grids as runs of bytes: arithmetic of validation and planning."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
 
 
 def ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """For groups of `counts` elements, the group of each element and its number there, `[sum]`."""
+    """For groups of `counts` elements: each element's group and its index in the group, `[sum]`."""
     group: Ints = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     return group, np.arange(group.size, dtype=np.int64) - (np.cumsum(counts) - counts)[group]
 
 
 def fuse(width: int, axes: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Widens `width` over the (size, stride) axes that continue it; returns what is left, largest
-    stride first.
+    """Fuses the (size, stride) axes that are contiguous with `width`; returns width and other
+    axes, largest stride first.
     """
     left: list[tuple[int, int]] = []
     for size, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
@@ -40,15 +40,13 @@ def fuse(width: int, axes: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[i
 
 
 def region_runs(region: Region) -> tuple[Ints, int]:
-    """Start offsets in the item, `[R]`, of the contiguous runs of a region, and their width in
-    bytes.
-    """
+    """Offsets in the item `[R]` of a region's contiguous runs, and their width in bytes."""
     width, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
     return outer_sum(region.offset, axes), width
 
 
 def run_count(region: Region) -> int:
-    """How many runs `region_runs` would list, without listing them."""
+    """The number of runs of `region_runs`."""
     _, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
     count = 1
     for size, _ in axes:
@@ -57,7 +55,7 @@ def run_count(region: Region) -> int:
 
 
 def merge_intervals(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Sorted union of half-open intervals, touching ones joined."""
+    """Sorted union of half-open intervals; touching ones are merged."""
     if not starts.size:
         return starts, ends
     order = np.argsort(starts, kind="stable")

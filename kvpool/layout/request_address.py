@@ -1,4 +1,4 @@
-"""Where one request's state lies: item ids per space, and how many tokens they hold."""
+"""A request's block table: the ids of its items, by space, and how many tokens they hold."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ MAX_TOKENS = 1 << 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Item ids of one space, int64 `[I]`; `ids[0]` is item number `first_item` of the request.
-
-    A window that starts elsewhere, or a list without its dead head, is a larger `first_item`.
+    """A block table's ids of one space, int64 `[I]`. `ids[0]` is item number `first_item` of the
+    request: more than 0 where items before a window were freed.
     """
 
     ids: npt.NDArray[np.int64]
@@ -28,7 +27,7 @@ class Span:
         given = np.asarray(self.ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"span ids: a flat list of integers, got {given.dtype}{given.shape}.")
-        ids = np.array(given, dtype=np.int64)  # a copy: the caller's list stays his own
+        ids = np.array(given, dtype=np.int64)  # a copy: the caller may change its list
         if ids.size:
             ordered = np.sort(ids)
             if ordered[0] < 0:
@@ -43,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestAddress:
-    """The first `num_tokens` positions of one request, by space name."""
+    """The block table of a request's first `num_tokens` positions: spans by space name."""
 
     num_tokens: int
     spans: Mapping[str, Span]
@@ -58,7 +57,7 @@ class RequestAddress:
 
 
 def _count(value: SupportsIndex, what: str) -> int:
-    """A plain int (numpy's integers count), bounded."""
+    """An int from 0 to MAX_TOKENS; numpy's integers are taken."""
     try:
         number = index(value)
     except TypeError:

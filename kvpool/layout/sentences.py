@@ -1,4 +1,4 @@
-"""How layers and axes are named in tables and errors."""
+"""Layers and axes as text, for tables and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def steps(numbers: Collection[int]) -> str:
-    """As `ranges`, but `2, 4, ..., 8` and `0-2, 4-6, ..., 44-46` where they go on as they begin."""
+    """As `ranges`, but regular ones as `2, 4, ..., 8` or `0-2, 4-6, ..., 44-46`."""
     spans = _spans(numbers)
     low, high = spans[0] if spans else (0, 0)
     apart = spans[1][0] - low if len(spans) > 3 else 0

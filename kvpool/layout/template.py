@@ -1,8 +1,8 @@
-"""What an item looks like inside: five constructors from which bytes and regions follow.
+"""Item templates: five constructors from which sizes, offsets and regions are derived.
 
     Repeat("entry", 64, Seq(Cell("latent", 512, "bf16"), Cell("rope", 64, "bf16")))
 
-is a page of 64 MLA rows of 1,152 bytes. Nobody writes offsets.
+is a page of 64 MLA rows of 1,152 bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.layout.types import Axis, LayoutError, Region
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`count` elements of `dtype`, one after the other, that mean `role`."""
+    """`count` contiguous elements of `dtype`, of role `role`."""
 
     role: str
     count: int
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """`nbytes` bytes that mean nothing."""
+    """`nbytes` bytes of padding."""
 
     nbytes: int
 
@@ -52,9 +52,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`of`, `size` times, one after the other: steps `start` to `start + size` of `total` (0:
-    `size`).
-    """
+    """`of`, `size` times: steps `start` to `start + size` of an axis of `total` (0: `size`)."""
 
     axis: str
     size: int
@@ -124,7 +122,7 @@ def prefixed(template: Template, prefix: str) -> Template:
 
 
 def alignment(template: Template) -> int:
-    """Bytes to which an item must be aligned so that each of its cells is."""
+    """Bytes to which an item must be aligned: the largest element of its cells."""
     return max((ITEMSIZE[cell.dtype] for cell, _, _ in _cells(template, 0, ())), default=1)
 
 

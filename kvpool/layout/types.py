@@ -1,11 +1,9 @@
-"""The parts of a layout: axes, regions, buffers, spaces and slabs, each checked by itself.
-
-All types are frozen and validated at construction. Needs numpy and msgspec only.
-"""
+"""The parts of a layout: axes, regions, buffers, spaces and slabs, each validated by itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 
@@ -17,13 +15,13 @@ MAX_REASON = 4096
 """Characters of one reason, in an error, a message or the log."""
 HOST = "cpu"
 """The memory of the host, as buffers and slabs name it."""
-KINDS = ("paged", "slot", "ring")
 
+SpaceKind = Literal["paged", "slot", "ring"]
 Key = tuple[str, int, str]
 
 
 class LayoutError(ValueError):
-    """A statement about bytes that cannot be true, or that cannot be read."""
+    """A layout that is inconsistent, malformed or of another version."""
 
 
 def _need(true: bool, where: str, sentence: str) -> None:
@@ -42,9 +40,8 @@ def _need_int(value: int, low: int, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`size` steps of `stride` bytes here, of `total` in the model, the first being number `start`.
-
-    `total` 0 means `size`: the axis is whole.
+    """A dimension of which this rank holds steps `start` to `start + size` of `total`, `stride`
+    bytes apart. `total` 0 means `size`: not sharded.
     """
 
     name: str
@@ -64,13 +61,12 @@ class Axis:
         _need(
             self.start + self.size <= self.total,
             where,
-            f"steps {self.start} to {self.start + self.size} do not fit in a total of "
-            f"{self.total}.",
+            f"steps {self.start} to {self.start + self.size} exceed the total of {self.total}.",
         )
 
     @property
     def stop(self) -> int:
-        """The first step after those held here."""
+        """`start + size`."""
         return self.start + self.size
 
 
@@ -82,7 +78,7 @@ def _axis_order(axis: Axis) -> tuple[int, str]:
 class Region:
     """The bytes of one (owner, layer, role): `width` contiguous bytes at each point of a grid.
 
-    The order of axes carries no meaning (strides do); they are kept as entry, head, then by name.
+    Axes are sorted: entry, head, then by name. Their order has no meaning; their strides do.
     """
 
     owner: str
@@ -109,7 +105,7 @@ class Region:
         _need(
             self.width % size == 0,
             f"{self} width",
-            f"{self.width} bytes are no whole {self.dtype} ({size}).",
+            f"{self.width} bytes are not a multiple of {self.dtype} ({size}).",
         )
         _need(
             len(self.axes) <= MAX_AXES,
@@ -117,7 +113,7 @@ class Region:
             f"{len(self.axes)} axes, at most {MAX_AXES} are supported.",
         )
         names = [axis.name for axis in self.axes]
-        _need(len(set(names)) == len(names), f"{self}", f"an axis is named twice in {names}.")
+        _need(len(set(names)) == len(names), f"{self}", f"{names} names an axis twice.")
         object.__setattr__(self, "axes", tuple(sorted(self.axes, key=_axis_order)))
 
     def __str__(self) -> str:
@@ -125,7 +121,7 @@ class Region:
 
     @property
     def key(self) -> Key:
-        """(owner, layer, role): the only thing by which regions are paired."""
+        """(owner, layer, role), by which regions of two layouts are matched."""
         return self.owner, self.layer, self.role
 
     @property
@@ -138,8 +134,18 @@ class Region:
 
     @property
     def end(self) -> int:
-        """First byte after the region's last, from the start of its item."""
+        """Offset in the item after the region's last byte."""
         return self.offset + sum((a.size - 1) * a.stride for a in self.axes) + self.width
+
+    @property
+    def inner_axes(self) -> tuple[Axis, ...]:
+        """The axes other than `entry`: those that ranks may shard."""
+        return tuple(axis for axis in self.axes if axis.name != "entry")
+
+    @property
+    def axes_by_stride(self) -> list[Axis]:
+        """The axes, largest stride first."""
+        return sorted(self.axes, key=lambda axis: -axis.stride)
 
     def axis(self, name: str) -> Axis | None:
         """The axis of that name, or None."""
@@ -148,11 +154,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """`items` items of `item_bytes` bytes, `item_stride` bytes apart, from address `base` of
-    `memory`.
+    """`items` items of `item_bytes` bytes, `item_stride` bytes apart, from pointer `base`.
 
-    `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (sizes without memory; `base` counts from 0).
-    Bytes of an item that no region claims are padding.
+    `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (no memory; `base` counts from 0). Bytes of an
+    item that are in no region are padding.
     """
 
     name: str
@@ -186,7 +191,7 @@ class Buffer:
 
     @property
     def end(self) -> int:
-        """First address after the last item."""
+        """The pointer after the last item."""
         return self.base + (self.items - 1) * self.item_stride + self.item_bytes
 
 
@@ -196,17 +201,17 @@ class Space:
 
     - `paged`: position p is entry `p // tokens_per_entry`, found in item `ids[entry //
       entries_per_item]`
-    - `slot`: one item a request, no entries
-    - `ring`: one item a request; entry e lies at step `e % entries_per_item`
+    - `slot`: one item per request, no entries
+    - `ring`: one item per request; entry e is at step `e % entries_per_item`
 
-    Slots and rings are a request's own and change as it grows: they are handed over whole, with its
-    last position. `window`: of n entries those from `n // window_step * window_step - window` on
-    are alive (None: all). The first `reserved` items are padding. `ids` names the space whose id
-    list this one shares (None: its own).
+    Slots and rings belong to one request and change as it grows: they are transferred whole, with
+    its last position. `window`: of n entries those from `n // window_step * window_step - window`
+    are alive (None: all). The first `reserved` items are padding. `ids`: the space whose id list
+    this one shares (None: it has its own).
     """
 
     name: str
-    kind: str = "paged"
+    kind: SpaceKind = "paged"
     entries_per_item: int = 1
     tokens_per_entry: int = 1
     window: int | None = None
@@ -217,7 +222,8 @@ class Space:
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
         where = f"space {self.name}"
-        _need(self.kind in KINDS, f"{where} kind", f"one of {', '.join(KINDS)}, got {self.kind!r}.")
+        kinds = get_args(SpaceKind)
+        _need(self.kind in kinds, f"{where} kind", f"one of {', '.join(kinds)}, got {self.kind!r}.")
         _need_int(self.entries_per_item, 1, f"{where} entries_per_item")
         _need_int(self.tokens_per_entry, 1, f"{where} tokens_per_entry")
         _need_int(self.reserved, 0, f"{where} reserved")
@@ -242,17 +248,23 @@ class Space:
             _need(
                 keeps is not None and keeps <= self.entries_per_item,
                 where,
-                f"a ring of {self.entries_per_item} entries cannot keep a window of {self.window} "
-                f"alive in steps of {self.window_step}.",
+                f"window: at most {self.entries_per_item - self.window_step + 1} in a ring of "
+                f"{self.entries_per_item} entries and steps of {self.window_step}, "
+                f"got {self.window}.",
             )
 
     @property
     def per_request(self) -> bool:
-        """Whether a request has one item of its own here."""
+        """Whether a request has exactly one item: slots and rings."""
         return self.kind != "paged"
 
+    @property
+    def grows(self) -> bool:
+        """Whether the items of a request grow with its tokens: pages without a window."""
+        return self.kind == "paged" and self.window is None
+
     def alive(self, tokens: int) -> range:
-        """Entries that are alive once a request has `tokens` tokens. A slot is one entry."""
+        """Live entries of a request of `tokens` tokens. A slot is one entry."""
         if self.kind == "slot":
             return range(min(tokens, 1))
         entries = tokens // self.tokens_per_entry
@@ -263,7 +275,7 @@ class Space:
 
     @property
     def id_list(self) -> str:
-        """Name of the space in whose id list this one's items are found."""
+        """Name of the space whose id list this one uses."""
         return self.ids or self.name
 
     @property
@@ -274,7 +286,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """One stretch of memory: what an engine registers."""
+    """A contiguous stretch of memory, as engines register it."""
 
     base: int
     nbytes: int
@@ -287,5 +299,5 @@ class Slab:
 
     @property
     def end(self) -> int:
-        """First address after the slab."""
+        """The pointer after the slab."""
         return self.base + self.nbytes

@@ -1,4 +1,4 @@
-"""Checks that a layout's statements can all be true at once."""
+"""Checks that the parts of a layout fit together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_RUNS = 1 << 18
-"""Contiguous runs of all item shapes together: a few bytes of layout can say many, and each costs
-50 bytes to check.
-"""
+"""Contiguous runs of all item shapes together: a small layout can describe very many."""
 
 
 def check_layout(layout: PoolLayout) -> None:
-    """Raises LayoutError with owner, layer, role and both values on a contradiction."""
+    """Raises LayoutError, naming owner, layer, role and both values."""
     if layout.version != VERSION:
         raise LayoutError(f"layout version {layout.version}: this kvpool reads version {VERSION}.")
     if not 0 <= layout.total_kv_layers <= MAX_INT:
@@ -76,16 +74,15 @@ def _check_unique(
 def _check_shared_ids(spaces: Sequence[Space]) -> None:
     by_name = {space.name: space for space in spaces}
     for space in spaces:
-        lender = by_name.get(space.id_list)
-        if lender is None or lender.id_list != lender.name:
+        first = by_name.get(space.id_list)
+        if first is None or first.id_list != first.name:
             raise LayoutError(
-                f"space {space.name}: shares the ids of {space.ids!r}, which has no id list of its "
-                "own."
+                f"space {space.name}: shares the ids of {space.ids!r}, which has no id list itself."
             )
-        if space.kind == lender.kind == "paged" and space.tokens_per_item != lender.tokens_per_item:
+        if space.kind == first.kind == "paged" and space.tokens_per_item != first.tokens_per_item:
             raise LayoutError(
-                f"space {space.name}: an item holds {space.tokens_per_item} tokens, "
-                f"an item of {lender.name}, whose ids it shares, {lender.tokens_per_item}."
+                f"space {space.name}: an item holds {space.tokens_per_item} tokens, but an item "
+                f"of {first.name}, whose ids it shares, {first.tokens_per_item}."
             )
 
 
@@ -109,10 +106,10 @@ def _check_entries(region: Region, space: Space) -> None:
 
 
 def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], most: int) -> int:
-    """No two regions of an item share a byte, and none leaves the item; how many runs were listed.
+    """Checks that the regions of an item do not overlap; returns the number of runs listed.
 
-    `shapes` are those of the items that were checked, as bytes: equal hashes of tuples of numbers
-    can be made on purpose.
+    `shapes` are those of items already checked, encoded: hashes of tuples of numbers can be made to
+    collide.
     """
     for region in regions:
         if region.end > buffer.item_bytes:
@@ -149,7 +146,7 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], m
 
 
 def _check_apart(buffers: Sequence[Buffer]) -> None:
-    """No two buffers share a byte: they lie apart, or interleave at one stride without touching."""
+    """Checks that buffers do not overlap: they lie apart, or interleave at one stride."""
     solid = sorted((b for b in buffers if b.memory != "meta"), key=lambda b: (b.memory, b.base))
     cluster: list[Buffer] = []
     reach = 0
@@ -167,7 +164,7 @@ def _check_apart(buffers: Sequence[Buffer]) -> None:
 
 
 def _interleaves(first: Buffer, before: Buffer, buffer: Buffer) -> bool:
-    """Whether `buffer` fits behind `before` within every stride of a cluster that `first` began."""
+    """Whether `buffer` fits between `before` and the next item of `first`."""
     behind = buffer.base - before.base >= before.item_bytes
     within = buffer.base + buffer.item_bytes - first.base <= first.item_stride
     return behind and within and buffer.item_stride == first.item_stride

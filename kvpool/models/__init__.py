@@ -1,7 +1,7 @@
-"""What pool a model needs: from a config.json of the hub's format to a pool's declaration.
+"""From a model's config.json to the declaration of its pool.
 
 `declare("deepseek_v32").build(num_pages=1000, packing="fp8")` is a pool for the model of a shipped
-config; the path of a config.json, of its directory, or its fields do as well.
+config. A path of a config.json, its directory, or its fields as a mapping are read too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from kvpool.models.config import Fields, read_config
 from kvpool.models.config import shipped as shipped
 from kvpool.models.families import DRAFTS, TARGETS, Need
 from kvpool.pools.base import KVPool
-from kvpool.pools.dsv4 import DSv4Pool
 
-NESTED = ("gemma3",)  # types whose fields lie in text_config
-PAGE_SIZE, COMPRESSED_PAGE_SIZE = 64, 256  # every compress ratio must divide a page
+NESTED = ("gemma3",)  # types whose fields are in text_config
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A pool class and all its arguments but sizes, dtype, device, shard and stage.
+    """A pool class and its arguments, without sizes, dtype, device, shard and pipeline stage.
 
-    `layers` are global ids: of a target all layers of the model, of a draft those after them.
-    `page_size` is what `build` takes where it is not given.
+    `layers` are global ids: all layers of a target; a draft's follow them. `page_size` is the
+    default of `build`.
     """
 
     pool: type[KVPool]
@@ -38,18 +36,16 @@ class Declaration:
     page_size: int
 
     def build(self, **common: Any) -> KVPool:
-        """The pool, of all layers unless `layers` names some. A dtype or a packing must be given,
-        and num_pages, num_window_pages and num_slots as far as the pool has such spaces.
-
-        Whatever is given here goes before what is declared.
+        """The pool. Give a dtype or a packing, and num_pages, num_window_pages and num_slots where
+        the pool has such spaces. What is given here overrides the declaration.
         """
-        return self.pool(**self._given(common))
+        return self.pool(**self._arguments(common))
 
     def from_budget(self, nbytes: int, **common: Any) -> KVPool:
-        """As `build`, of as many pages as fit into `nbytes`; see KVPool.from_budget."""
-        return self.pool.from_budget(nbytes, **self._given(common))
+        """As `build`, with as many pages as fit into `nbytes`; see KVPool.from_budget."""
+        return self.pool.from_budget(nbytes, **self._arguments(common))
 
-    def _given(self, common: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, common: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "layers": self.layers,
             "total_kv_layers": self.total_kv_layers,
@@ -62,19 +58,19 @@ class Declaration:
 
 
 def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
-    """The pool that a model needs, of its config: a config.json, a directory that holds one, the
-    name of a shipped config, or the fields themselves.
+    """The declaration of a model's pool. `config` is a config.json, a directory that has one, the
+    name of a shipped config, or the fields.
 
-    Raises ValueError naming model type, field and what is expected, where one does not fit, and for
-    model types that are not known.
+    Raises ValueError for an unknown model type, and names model type, field, the expected and the
+    found value where a field does not fit.
     """
     fields = _fields(config)
     return _declaration(fields, TARGETS[fields.model](fields), range(fields.num_layers), "target")
 
 
 def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
-    """The pool of a model's draft layers (multi-token prediction), or None where its config names
-    none. With the target's page size the two share ids, so their layouts merge.
+    """The declaration of a model's draft layers (multi-token prediction); None if it has none. With
+    the target's page size the two pools share ids, so their layouts merge.
     """
     fields = _fields(config)
     count, first = fields.num_draft_layers, fields.num_layers
@@ -82,9 +78,8 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
         return None
     if fields.model not in DRAFTS:
         raise ValueError(
-            f"{fields.model} config: it names {count} draft layers, but how drafts of this type "
-            f"attend is not known (known: {', '.join(DRAFTS)}). Build their pool by hand, with "
-            "owner='draft'."
+            f"{fields.model} config: {count} draft layers, but drafts of this type are not known "
+            f"(known: {', '.join(DRAFTS)}). Build their pool yourself, with owner='draft'."
         )
     layers = range(first, first + count)
     return _declaration(fields, DRAFTS[fields.model](fields, layers), layers, "draft")
@@ -100,7 +95,7 @@ def _fields(config: str | Path | Mapping[str, Any]) -> Fields:
     model = values.get("model_type")
     if not isinstance(model, str) or model not in TARGETS:
         raise ValueError(
-            f"model_type {model!r}: known are {', '.join(known())}. Declare another by hand: build "
+            f"model_type {model!r}: known are {', '.join(known())}. For another model build "
             "MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool or DSv4Pool with its heads, dims "
             "and layers, or subclass KVPool and define declare() (docs/add-a-pool.md)."
         )
@@ -110,6 +105,5 @@ def _fields(config: str | Path | Mapping[str, Any]) -> Fields:
 
 def _declaration(fields: Fields, need: Need, layers: range, owner: str) -> Declaration:
     pool, arguments = need
-    page_size = COMPRESSED_PAGE_SIZE if pool is DSv4Pool else PAGE_SIZE
     total, model = fields.num_layers, fields.model
-    return Declaration(pool, arguments, tuple(layers), total, owner, model, page_size)
+    return Declaration(pool, arguments, tuple(layers), total, owner, model, pool.default_page_size)

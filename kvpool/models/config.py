@@ -1,4 +1,4 @@
-"""A model's config.json, read field by field: every value is checked, and none is guessed."""
+"""A model's config.json, read field by field with every value checked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 31
-MOST_LAYERS = 1 << 16
+MAX_VALUE = 1 << 31
+MAX_LAYERS = 1 << 16
 _CONFIGS = resources.files("kvpool.models") / "configs"
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
@@ -19,8 +19,8 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 class Fields:
     """Fields of a config of type `model`; `inside` is the path of a nested object, with a dot.
 
-    A field that is null counts as one that is not there. What does not fit raises ValueError naming
-    model type, field, what is expected and what was found.
+    A null field is an absent one. A field that does not fit raises ValueError naming model type,
+    field, the expected and the found value.
     """
 
     values: Mapping[str, Any]
@@ -28,12 +28,12 @@ class Fields:
     inside: str = ""
 
     def wrong(self, name: str, expected: str) -> ValueError:
-        """The error for a field that is not what it must be."""
+        """The error for a field that does not fit."""
         held = self.values.get(name)
         found = "it is missing" if held is None else f"got {_short(held)}"
         return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {found}.")
 
-    def whole(self, name: str, least: int = 1, most: int = LARGEST) -> int:
+    def whole(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """A whole number."""
         held = self.values.get(name)
         if type(held) is not int or not least <= held <= most:
@@ -41,18 +41,18 @@ class Fields:
         return held
 
     def whole_or(self, name: str, default: int) -> int:
-        """A whole number from 1, or `default` where the field is not there."""
+        """A whole number from 1, or `default` where the field is absent."""
         return default if self.values.get(name) is None else self.whole(name)
 
     def flag(self, name: str) -> bool:
-        """True or false; false where the field is not there."""
+        """True or false; false where the field is absent."""
         held = self.values.get(name)
         if held is not None and type(held) is not bool:
             raise self.wrong(name, "true or false")
         return held is True
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, and not null."""
+        """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def inner(self, name: str) -> Fields:
@@ -63,7 +63,7 @@ class Fields:
         return Fields(held, self.model, f"{self.inside}{name}.")
 
     def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
-        """A list of `length` values, one a layer, out of `allowed`."""
+        """A list of `length` values of `allowed`, one per layer."""
         held = self.values.get(name)
         if not isinstance(held, (list, tuple)) or len(held) != length:
             raise self.wrong(name, f"a list of {length} values, one for each layer")
@@ -71,7 +71,7 @@ class Fields:
         return tuple(held)
 
     def subset(self, name: str, allowed: range) -> tuple[int, ...]:
-        """A list of distinct whole numbers out of `allowed`."""
+        """A list of distinct whole numbers of `allowed`."""
         held = self.values.get(name)
         if not isinstance(held, (list, tuple)):
             raise self.wrong(name, f"a list of numbers from {allowed[0]} to {allowed[-1]}")
@@ -90,67 +90,62 @@ class Fields:
                 else ", ".join(map(repr, allowed))
             )
             raise ValueError(
-                f"{self.model} config: {self.inside}{name} must list values out of {choice}, got "
+                f"{self.model} config: {self.inside}{name} must list values of {choice}, got "
                 f"{_short(strange[0])}."
             )
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self.whole("num_hidden_layers", most=MOST_LAYERS)
+        return self.whole("num_hidden_layers", most=MAX_LAYERS)
 
     @property
     def num_draft_layers(self) -> int:
-        """Layers of the model's draft (multi-token prediction), under any of the names in use."""
+        """Draft (multi-token prediction) layers, under any of the names in use."""
         named = {name: self.whole(name, 0, 64) for name in DRAFT_LAYERS if self.has(name)}
         if len(set(named.values())) > 1:
-            raise ValueError(f"{self.model} config: {named} name one thing and must be equal.")
+            raise ValueError(f"{self.model} config: {named} mean the same and must be equal.")
         return next(iter(named.values()), 0)
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config as a mapping, of a file, a directory that holds config.json, or a shipped name.
+    """A config as a mapping: of a file, a directory that has config.json, or a shipped name.
 
-    A str that is a shipped name means that one: write `./name` for a directory of that name.
-    Raises ValueError where there is no such file, or it holds no JSON object.
+    A shipped name comes before a directory of that name (write `./name`). Raises ValueError where
+    there is no such file, or it is no JSON object.
     """
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, Path)):
         raise ValueError(
-            f"config: a path, a name or a mapping, got {type(config).__name__}. Of a transformers "
+            f"config: a path, a name or a mapping, got {type(config).__name__}. For a transformers "
             "config, give config.to_dict()."
         )
-    if isinstance(config, str) and config in shipped():
-        name = f"shipped config {config}"
-        data = (_CONFIGS / f"{config}.json").read_bytes()
-    else:
-        name, data = _read_file(config)
+    try:
+        if isinstance(config, str) and config in shipped():
+            name, data = f"shipped config {config}", (_CONFIGS / f"{config}.json").read_bytes()
+        else:
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            name, data = str(path), path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        raise ValueError(
+            f"config {str(config)!r}: neither a readable file ({error}) nor a shipped config "
+            f"({', '.join(shipped())})."
+        ) from None
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: no JSON: {error}.") from None
+        raise ValueError(f"{name}: not JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name}: must hold a JSON object, got {_short(values)}.")
     return values
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the configs that come with kvpool."""
+    """Names of the shipped configs."""
     names = (path.name for path in _CONFIGS.iterdir())
     return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
-
-
-def _read_file(config: str | Path) -> tuple[str, bytes]:
-    try:
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        return str(path), path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        raise ValueError(
-            f"config {str(config)!r}: no file that can be read ({error}), and no shipped config "
-            f"({', '.join(shipped())})."
-        ) from None
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Model types: what pool each needs, read off its config.
+"""Model types: the pool that each needs, read from its config.
 
-Fields are those of published config.json files and of what transformers (5.17) writes for the same
-models; where the two differ, either is read.
+Fields are those of published config.json files, and those that transformers (5.17) writes for the
+same models; both are read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 def _llama(fields: Fields) -> Need:
-    """Without num_key_value_heads, as in the first llama configs, every head has its own."""
+    """Without num_key_value_heads, as in the first llama configs: multi-head attention."""
     heads = fields.whole_or("num_key_value_heads", 0) or fields.whole("num_attention_heads")
     return MHAPool, {"num_kv_heads": heads, "head_dim": _head_dim(fields)}
 
 
 def _mistral(fields: Fields) -> Need:
-    """A window on all layers, unless layer_types say on which."""
+    """A window on all layers, unless layer_types names some."""
     windowed = _typed(fields, SLIDING)
     if windowed is None:
         windowed = range(fields.num_layers) if fields.has("sliding_window") else ()
@@ -40,13 +40,25 @@ def _mistral(fields: Fields) -> Need:
 
 
 def _qwen3(fields: Fields) -> Need:
-    """A window on the layers from max_window_layers on, where use_sliding_window is set."""
-    return _windowed(fields, _heads(fields, fields.whole("head_dim")), _qwen3_window(fields))
+    """Without layer_types, use_sliding_window is a window on the layers from max_window_layers."""
+    heads, windowed = _heads(fields, fields.whole("head_dim")), _typed(fields, SLIDING)
+    if windowed is None:
+        used = fields.flag("use_sliding_window")
+        windowed = range(fields.whole("max_window_layers", 0), fields.num_layers) if used else ()
+    return _windowed(fields, heads, windowed)
 
 
 def _qwen3_moe(fields: Fields) -> Need:
-    """As qwen3; head_dim may be left out."""
-    return _windowed(fields, _heads(fields), _qwen3_window(fields))
+    """As qwen3, but head_dim may be absent, and transformers windows all layers."""
+    heads, windowed = _heads(fields), _typed(fields, SLIDING)
+    if windowed is None:
+        windowed = range(fields.num_layers) if fields.flag("use_sliding_window") else ()
+        if windowed and fields.has("max_window_layers") and fields.whole("max_window_layers", 0):
+            raise ValueError(
+                f"{fields.model} config: engines disagree on max_window_layers with "
+                "use_sliding_window. Give layer_types instead."
+            )
+    return _windowed(fields, heads, windowed)
 
 
 def _gpt_oss(fields: Fields) -> Need:
@@ -55,11 +67,11 @@ def _gpt_oss(fields: Fields) -> Need:
 
 
 def _gemma3(fields: Fields) -> Need:
-    """The published 4B, 12B and 27B configs leave out what is the default of transformers'
+    """The published 4B, 12B and 27B configs leave out the defaults of transformers'
     Gemma3TextConfig: 4 KV heads of 256, full attention on every 6th layer.
     """
     if fields.flag("use_bidirectional_attention"):
-        raise fields.wrong("use_bidirectional_attention", "false (an encoder keeps no state)")
+        raise fields.wrong("use_bidirectional_attention", "false (an encoder has no KV state)")
     heads = MHA(fields.whole_or("num_key_value_heads", 4), fields.whole_or("head_dim", 256))
     windowed = _typed(fields, SLIDING)
     if windowed is None:
@@ -73,8 +85,8 @@ def _deepseek_v3(fields: Fields) -> Need:
 
 
 def _deepseek_v32(fields: Fields) -> Need:
-    """Index keys on all layers, or on those that indexer_types call full: the others share the
-    choice of the last full one, and have no keys.
+    """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
+    of the last full layer and have no keys.
     """
     held: tuple[int, ...] = tuple(range(fields.num_layers))
     if fields.has("indexer_types"):
@@ -87,8 +99,8 @@ def _deepseek_v32(fields: Fields) -> Need:
 
 
 def _deepseek_v4(fields: Fields) -> Need:
-    """Ratios by layer are compress_ratios (published configs: entries of draft layers come after)
-    or layer_types with compress_rates (transformers).
+    """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
+    with compress_rates (transformers).
     """
     count, found = fields.num_layers, []
     if fields.has("layer_types"):
@@ -96,7 +108,7 @@ def _deepseek_v4(fields: Fields) -> Need:
     if fields.has("compress_ratios") or not found:
         found.append(_ratios(fields)[:count])
     if len(found) > 1 and found[0] != found[1]:
-        raise fields.wrong("compress_ratios", "what layer_types and compress_rates say")
+        raise fields.wrong("compress_ratios", "equal to layer_types with compress_rates")
     return DSv4Pool, {**_compressed(fields), "compress_ratios": found[0]}
 
 
@@ -140,12 +152,12 @@ def _deepseek_v3_draft(fields: Fields, layers: range) -> Need:
 
 
 def _deepseek_v32_draft(fields: Fields, layers: range) -> Need:
-    """Its layers have index keys of their own."""
+    """The draft layers have index keys."""
     return NSAPool, {**_indexed(fields), "index_layers": tuple(layers)}
 
 
 def _deepseek_v4_draft(fields: Fields, layers: range) -> Need:
-    """Only the window, unless compress_ratios go on for the draft's layers and say otherwise."""
+    """The window only, unless compress_ratios has entries for the draft's layers."""
     ratios: tuple[int, ...] = _deepseek_v4(fields)[1]["compress_ratios"]
     further = _ratios(fields)[len(ratios) :] if fields.has("compress_ratios") else ()
     if further and len(further) != len(layers):
@@ -193,7 +205,7 @@ def _head_dim(fields: Fields) -> int:
         return fields.whole("head_dim")
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     if hidden % heads:
-        raise fields.wrong("head_dim", f"given: {heads} heads do not share {hidden} evenly")
+        raise fields.wrong("head_dim", f"given: {heads} heads do not divide {hidden}")
     return hidden // heads
 
 
@@ -208,23 +220,6 @@ def _windowed(fields: Fields, heads: MHA, windowed: Sequence[int]) -> Need:
     return SWAPool, {"full": heads, "window_layers": tuple(windowed), "window": window}
 
 
-def _qwen3_window(fields: Fields) -> Sequence[int]:
-    windowed = _typed(fields, SLIDING)
-    if windowed is not None:
-        return windowed
-    layers = fields.num_layers
-    if not fields.flag("use_sliding_window"):
-        return ()
-    if fields.model == "qwen3_moe":  # transformers' has no max_window_layers, and windows all
-        if fields.has("max_window_layers") and fields.whole("max_window_layers", 0):
-            raise ValueError(
-                "qwen3_moe config: max_window_layers beside use_sliding_window means different "
-                "things to different engines. Give layer_types instead."
-            )
-        return range(layers)
-    return range(fields.whole("max_window_layers", 0), layers)
-
-
 def _types(fields: Fields, allowed: Sequence[str]) -> tuple[str, ...]:
     return fields.each("layer_types", allowed, fields.num_layers)
 
@@ -234,7 +229,7 @@ def _where(types: Sequence[str], *wanted: str) -> tuple[int, ...]:
 
 
 def _typed(fields: Fields, wanted: str) -> Sequence[int] | None:
-    """Layers whose type is `wanted`, not full; None where there are no layer_types."""
+    """Layers of type `wanted` (all others are full); None where there are no layer_types."""
     if not fields.has("layer_types"):
         return None
     return _where(_types(fields, (FULL, wanted)), wanted)
@@ -249,7 +244,7 @@ def _indexed(fields: Fields) -> dict[str, int]:
 
 
 def _compressed(fields: Fields) -> dict[str, Any]:
-    """DSv4Pool's arguments but for the ratios; rope is given, or as a part of head_dim."""
+    """DSv4Pool's arguments other than the ratios; rope is a size, or a fraction of head_dim."""
     head_dim = fields.whole("head_dim", 2)
     if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
         part = fields.values["partial_rotary_factor"]
@@ -265,7 +260,6 @@ def _compressed(fields: Fields) -> dict[str, Any]:
         "index_head_dim": fields.whole("index_head_dim"),
         "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
         "window": fields.whole("sliding_window"),
-        "speculation": False,
     }
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Union
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpool.device import Device
-from kvpool.device.quant import LARGEST_CODE, PACKINGS, SCALE_DTYPES, scale_role
+from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES, scale_role
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
-from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
+
+ArrayLike = Union[npt.ArrayLike, torch.Tensor]
+DTypeLike = Union[str, torch.dtype]
 
 
-class Entries:
-    """What a pool's memory means, as tensors.
+class TypedAccess:
+    """Typed access to a pool's memory.
 
     A location is `item * entries_per_item + entry`, or the item where there are no entries (slots).
     """
@@ -40,19 +44,18 @@ class Entries:
             if region is None:
                 held = sorted({r.role for r in self.layout.regions if r.layer == layer})
                 raise KeyError(
-                    f"{self.owner} layer {layer} {role}: not held here (roles of that layer: "
-                    f"{held})."
+                    f"{self.owner} layer {layer} {role}: not in this pool (the layer has {held})."
                 )
-            with torch.inference_mode(False):  # a view made in inference mode could not be written
+            with torch.inference_mode(False):  # else it could not be written
                 found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
             self._views[role, layer] = found
         return found
 
-    def write(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes floats `[N, ...]` by role to flat locations `[N]`, packed as the pool packs them.
+    def write(self, layer: int, locations: ArrayLike, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes floats `[N, ...]` by role to flat locations `[N]`, in the pool's packing.
 
-        Roles that have scales are quantised. Widening is exact; nothing else is rounded, unless the
-        pool's packing is a quantised one. Raises ValueError where shape or dtype do not fit.
+        Roles with scales are quantised. Other values may be widened, and are rounded only in a pool
+        with a quantised packing. Raises ValueError where shape or dtype do not fit.
         """
         where, rows = self._locations(values, layer, locations), []
         for role, given in values.items():
@@ -60,8 +63,8 @@ class Entries:
             scaled = (self.owner, layer, scales) in self.layout.region_by_key
             if scaled and given.element_size() == 1 and scales not in values:
                 raise ValueError(
-                    f"{self.owner} layer {layer} {role}: {given.dtype} without {scales}, which "
-                    "would be those of other values. Give floats, or the scales too."
+                    f"{self.owner} layer {layer} {role}: {given.dtype} without {scales}. Give "
+                    "floats, or the scales too."
                 )
             view = self._entries(role, layer)
             if scaled and given.is_floating_point() and given.element_size() > 1:
@@ -71,17 +74,17 @@ class Entries:
                 rows.append(self._row(role, layer, where, self._widened(view, given)))
         self.device.store_rows(rows, where)
 
-    def read(self, role: str, layer: int, locations: Any) -> torch.Tensor:
-        """Reads flat locations `[N]` into a new tensor `[N, ...]`; what has scales becomes floats
-        of the pool's dtype.
+    def read(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
+        """Reads flat locations `[N]` into a new tensor `[N, ...]`; roles with scales are
+        dequantised to the pool's dtype.
         """
         (found,) = self.read_roles((role,), layer, locations)
         return found
 
     def read_roles(
-        self, roles: Iterable[str], layer: int, locations: Any
+        self, roles: Iterable[str], layer: int, locations: ArrayLike
     ) -> tuple[torch.Tensor, ...]:
-        """The same of several roles at once, each into a tensor of its own."""
+        """`read` for several roles at once."""
         rows, needed = [], []
         for role in roles:
             needed.append(role)
@@ -94,16 +97,16 @@ class Entries:
         where = self._locations(needed, layer, locations)
         return tuple(self.device.load_rows(rows, where))
 
-    def scatter(self, layer: int, locations: Any, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes stored values `[N, ...]` by role to flat locations `[N]`, all roles or none.
+    def scatter(self, layer: int, locations: ArrayLike, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes values `[N, ...]` as stored, by role, to flat locations `[N]`, all roles or none.
 
-        Raises ValueError where shape or dtype are not the pool's: nothing is broadcast or rounded.
+        Raises ValueError where shape or dtype differ from the pool's.
         """
         where = self._locations(values, layer, locations)
         rows = [self._row(role, layer, where, given) for role, given in values.items()]
         self.device.store_rows(rows, where)
 
-    def gather(self, role: str, layer: int, locations: Any) -> torch.Tensor:
+    def gather(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
         """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
         where = self._locations((role,), layer, locations)
         (found,) = self.device.load_rows([ReadRow(self._entries(role, layer))], where)
@@ -122,9 +125,9 @@ class Entries:
             view.dtype not in LARGEST_CODE or scales.dtype not in SCALE_DTYPES
         ):
             raise ValueError(
-                f"{self.owner} layer {layer} {role}: floats for {view.dtype} with scales of "
-                f"{scales.dtype}. What is quantised here is float8_e4m3fn or int8, with scales of "
-                "float32, float16 or float8_e8m0fnu: give values and scales as they are stored."
+                f"{self.owner} layer {layer} {role}: cannot quantise to {view.dtype} with scales "
+                f"of {scales.dtype}, only to float8_e4m3fn or int8 with scales of float32, "
+                "float16 or float8_e8m0fnu. Give values and scales as stored."
             )
         shape = (where.numel(), *view.shape[2:])
         if tuple(given.shape) != shape or (scales is None and given.dtype != view.dtype):
@@ -136,7 +139,7 @@ class Entries:
         return WriteRow(view, given.detach(), scales)
 
     def _widened(self, view: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Floats as the view's dtype, where that loses nothing or the pool may round."""
+        """Floats as the view's dtype, where that is exact or the pool may round."""
         both = given.is_floating_point() and view.is_floating_point()
         if not both or 1 in (given.element_size(), view.element_size()):
             return given
@@ -149,18 +152,18 @@ class Entries:
         region = self.layout.region_by_key[self.owner, layer, role]
         return view if region.axis("entry") else view.unsqueeze(1)
 
-    def _locations(self, roles: Iterable[str], layer: int, locations: Any) -> torch.Tensor:
-        """Locations that all of `roles` have."""
+    def _locations(self, roles: Iterable[str], layer: int, locations: ArrayLike) -> torch.Tensor:
+        """Locations, checked for all of `roles`."""
         ends = {role: self._entries(role, layer).shape[:2].numel() for role in roles}
         if not ends:
-            raise ValueError(f"{self.owner} layer {layer}: no role is named. Name one or more.")
+            raise ValueError(f"{self.owner} layer {layer}: give one role or more.")
         role = min(ends, key=ends.__getitem__)
         return self._ids(f"layer {layer} {role}: location", locations, ends[role])
 
-    def _ids(self, what: str, given: Any, end: int) -> torch.Tensor:
+    def _ids(self, what: str, given: ArrayLike, end: int) -> torch.Tensor:
         """Whole numbers `[N]` from 0 to `end` - 1, on the pool's device."""
-        array = isinstance(given, np.ndarray)
-        flat = torch.from_numpy(given.copy()) if array else torch.as_tensor(given)
+        # copied: torch takes no array with negative strides
+        flat = torch.as_tensor(given.copy() if isinstance(given, np.ndarray) else given)
         whole = not flat.is_floating_point() and flat.dtype is not torch.bool
         if flat.dim() != 1 or (flat.numel() and not whole):
             raise ValueError(
@@ -176,15 +179,22 @@ class Entries:
 
 
 def check_aligned(region: Region, buffer: Buffer, base: int) -> None:
-    """Raises LayoutError where a cell of a region would not lie at a multiple of its element."""
+    """Raises LayoutError where cells of a region are not aligned to their dtype."""
     size = ITEMSIZE[region.dtype]
     start = buffer.base - base + region.offset
     strides = [buffer.item_stride, *(axis.stride for axis in region.axes)]
     if start % size or any(stride % size for stride in strides):
         raise LayoutError(
             f"{region}: {region.dtype} at byte {region.offset} with strides {strides} is not "
-            f"aligned to {size} bytes. Use sizes that keep it so, or a Skip before it."
+            f"aligned to {size} bytes. Use other sizes, or a Skip before it."
         )
+
+
+def disjoint(src: ArrayLike, dst: ArrayLike) -> bool:
+    """Whether the ids have none in common; False, for unknown, if they are on a device."""
+    if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
+        return False
+    return not np.isin(np.asarray(src), np.asarray(dst)).any()
 
 
 def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:

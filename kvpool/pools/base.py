@@ -1,14 +1,15 @@
-"""KVPool: memory, layouts, sizes, reads and writes, all derived from what a pool declares."""
+"""KVPool: memory, layout, sizes, reads and writes, all derived from the declared buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from operator import index
-from typing import Any, TypedDict
+from types import MappingProxyType
+from typing import Any, ClassVar, TypedDict, get_args
+from weakref import ReferenceType
 
-import numpy as np
 import torch
 from typing_extensions import Self
 
@@ -16,19 +17,18 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
-from kvpool.layout.template import item_regions
-from kvpool.pools.access import Entries, check_aligned
+from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
-    COUNTS,
-    PLACEMENTS,
+    ITEM_COUNTS,
     BufferSpec,
+    Placement,
     Shard,
-    buffer_name,
     count_argument,
     place,
+    used_spaces,
 )
 
 __all__ = ["Common", "KVPool", "Shard"]
@@ -43,27 +43,33 @@ class Common(TypedDict, total=False):
     num_window_pages: int
     num_slots: int
     page_size: int
-    dtype: Any
-    packing: Any
+    dtype: DTypeLike | None
+    packing: DTypeLike | None
     device: str
     shard: Shard
-    placement: str
+    placement: Placement
     owner: str
     own_spaces: bool
     model: str
 
 
-class KVPool(Entries):
-    """A pool is its declaration; everything else is derived here.
+class KVPool(TypedAccess):
+    """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
-    `layers` are global ids, in any subset; `page_size` is tokens a page. `num_pages` counts the
-    pages of tokens, `num_window_pages` those of sliding windows, `num_slots` the slots and rings,
-    one a request; item 0 of each is reserved for padding. `dtype` is that of values written and
-    read; `packing` is how they are stored: a float dtype (then it is `dtype` too) or `"fp8"`,
-    `"mxfp8"`. `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a
-    kind of buffer one after the other. `own_spaces` names spaces after the owner, so that a draft
-    that cannot share the target's ids has its own.
+    `layers` are global ids, any subset; `page_size` is in tokens. `num_pages` counts pages of
+    tokens, `num_window_pages` those of sliding windows, `num_slots` slots and rings, one per
+    request; item 0 of each is reserved for padding. `dtype` is that of values written and read,
+    `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
+    `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
+    after the other. `own_spaces` prefixes space names with the owner: a draft that cannot share the
+    target's ids has its own.
     """
+
+    default_page_size: ClassVar[int] = 64
+    has_index_packing: ClassVar[bool] = False
+    """Whether the class takes `index_packing`, the packing of index keys."""
+    speculation_arguments: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Arguments of a pool that serves speculative decoding."""
 
     def __init__(
         self,
@@ -73,12 +79,12 @@ class KVPool(Entries):
         num_pages: int,
         num_window_pages: int = 0,
         num_slots: int = 0,
-        dtype: Any = None,
-        packing: Any = None,
+        dtype: DTypeLike | None = None,
+        packing: DTypeLike | None = None,
         total_kv_layers: int | None = None,
         device: str = "cpu",
         shard: Shard = Shard(),
-        placement: str = "layer",
+        placement: Placement = "layer",
         owner: str = "target",
         own_spaces: bool = False,
         model: str = "",
@@ -86,8 +92,9 @@ class KVPool(Entries):
         self.layers = tuple(sorted(map(index, layers)))
         if not self.layers or len(set(self.layers)) != len(self.layers) or self.layers[0] < 0:
             raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
-        if placement not in PLACEMENTS:
-            raise ValueError(f"{owner} placement: one of {PLACEMENTS}, got {placement!r}.")
+        known = get_args(Placement)
+        if placement not in known:
+            raise ValueError(f"{owner} placement: one of {known}, got {placement!r}.")
         if page_size < 1:
             raise ValueError(f"{owner} page_size: 1 or more, got {page_size}.")
         self.page_size, self.placement, self.owner, self.shard = page_size, placement, owner, shard
@@ -96,18 +103,18 @@ class KVPool(Entries):
         self.dtype, self.packing = storage(dtype, packing, owner)
         self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
         if owner == "target" and self.total_kv_layers <= self.layers[-1]:
+            total = self.total_kv_layers
             raise ValueError(
-                f"{owner} total_kv_layers: {self.total_kv_layers}, but layer {self.layers[-1]} is "
-                "held."
+                f"{owner} total_kv_layers: {total}, but the pool has layer {self.layers[-1]}."
             )
         self.device: Device = get_device(str(device))
         self._names = names = f"{owner}." if own_spaces else ""
-        self._declared = tuple(
+        self.specs = tuple(
             replace(part, space=names + part.space) for part in self.declare() if part.layers
         )
-        spaces = _used({part.space for part in self._declared}, names, self.spaces())
+        spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
         buffers, nbytes = place(
-            self._declared,
+            self.specs,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
             owner=owner,
             placement=placement,
@@ -116,22 +123,12 @@ class KVPool(Entries):
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
         start = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
-        # views count from the start of a storage, of which an aligned slab may be a later part
+        # views count from the start of the storage; an aligned slab may begin later
         self._base = start - int(self._slab.storage_offset())
         memory = str(self._slab.device)
         self.layout = PoolLayout(
             buffers=tuple(replace(b, base=start + b.base, memory=memory) for b in buffers),
-            regions=tuple(
-                region
-                for part in self._declared
-                for layer in part.layers
-                for region in item_regions(
-                    part.item,
-                    owner=owner,
-                    layer=layer,
-                    buffer=buffer_name(owner, part.name, layer),
-                )
-            ),
+            regions=tuple(region for part in self.specs for region in part.regions(owner)),
             spaces=tuple(spaces.values()),
             total_kv_layers=self.total_kv_layers,
             model=model,
@@ -139,48 +136,48 @@ class KVPool(Entries):
         for region in self.layout.regions:
             check_aligned(region, self.layout.buffer_of(region), self._base)
         self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self.allocator: ReferenceType[Any] | None = None  # set by Allocator
 
     @classmethod
     def from_budget(
         cls, nbytes: int, *, requests: int = 1, chunk_tokens: int = 1, **arguments: Any
     ) -> Self:
-        """A pool of as many pages as fit into `nbytes`, beside what `requests` requests need at
-        once: a slot each, and window pages for chunks of `chunk_tokens`.
+        """A pool with as many pages as fit into `nbytes`, besides a slot and window pages (for
+        chunks of `chunk_tokens`) for each of `requests` requests.
 
-        Other arguments are the class's own. Raises ValueError if not even one page of tokens fits.
+        Other arguments are those of the class. Raises ValueError if no page of tokens fits.
         """
         step = get_device(str(arguments.get("device", "cpu"))).alignment
-        small = dict.fromkeys(COUNTS, 2)
+        small = dict.fromkeys(ITEM_COUNTS, 2)
         counted = sorted(set(small) & set(arguments))
         if counted:
-            raise ValueError(
-                f"{', '.join(counted)}: from_budget counts them itself. Leave them out."
-            )
+            raise ValueError(f"{', '.join(counted)}: from_budget computes them. Leave them out.")
         build: Any = cls
         probe = build(**{**arguments, **small, "device": "meta"})
-        made: Self = build(**arguments, **fit(probe, nbytes, requests, chunk_tokens, step))
+        items = fit([probe], nbytes, requests, chunk_tokens, step, probe.owner)
+        made: Self = build(**arguments, **items)
         return made
 
     def declare(self) -> Iterator[BufferSpec]:
-        """The pool's buffers, kind by kind. The only thing that a new pool must say."""
-        raise TypeError(f"{type(self).__name__} declares no buffers: define declare().")
+        """The pool's buffers. A new pool must define this, and nothing else."""
+        raise TypeError(f"{type(self).__name__} needs a declare() method.")
 
     def spaces(self) -> Iterator[Space]:
-        """Spaces that declared buffers name, and those whose ids these share."""
+        """The spaces of declared buffers, and those whose ids they share."""
         yield Space("kv", "paged", entries_per_item=self.page_size)
 
     def space(self, name: str) -> Space:
-        """The space that `spaces()` calls `name`, whatever `own_spaces` makes of that."""
+        """The space named `name` in `spaces()`, which `own_spaces` may have prefixed."""
         return self.layout.space_by_name[self._names + name]
 
     @property
     def start_layer(self) -> int:
-        """First layer held here."""
+        """The first layer of this pool."""
         return self.layers[0]
 
     @property
     def end_layer(self) -> int:
-        """First layer after those held here."""
+        """The last layer of this pool plus one."""
         return self.layers[-1] + 1
 
     @property
@@ -190,55 +187,54 @@ class KVPool(Entries):
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes that every further token takes: windows, slots and rings do not grow."""
+        """Bytes of each further token; windows, slots and rings do not grow."""
         spaces = self.layout.space_by_name
-        grow = (b for b in self.layout.buffers if _grows(spaces[b.space]))
+        grow = (b for b in self.layout.buffers if spaces[b.space].grows)
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
     def kv_buf_groups(self) -> int:
-        """Kinds of buffers in the contiguous listing."""
-        return sum(1 for part in self._declared if part.state is None)
+        """Groups of buffers in the contiguous listing: K and V are two."""
+        return sum(1 for part in self.specs if part.state is None)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
-        """The main cache's buffers, kind by kind: `address = ptr + page * item_len`."""
-        rows = [row for part in self._declared if part.state is None for row in self._listed(part)]
-        return _columns(rows)
+        """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
+        rows = [row for part in self.specs if part.state is None for row in self._listed(part)]
+        return buf_infos(rows)
 
     def get_state_buf_infos(self) -> list[StateBufInfos]:
-        """One entry per state component beside the main cache; `[]` where there is none."""
+        """State components other than the main cache; `[]` if there are none."""
         found = []
-        for part in self._declared:
+        for part in self.specs:
             if part.state is not None:
-                infos = _columns(self._listed(part))
+                infos = buf_infos(self._listed(part))
                 found.append(StateBufInfos(part.state, *infos, [part.sharded] * len(part.layers)))
         return found
 
-    def copy_items(self, space: str, src: Any, dst: Any) -> None:
-        """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in every buffer of it.
-
-        Spaces that share the ids of `space` are copied too. Raises IndexError for ids outside.
+    def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
+        """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
+        those of spaces that share its ids. Raises IndexError for ids that are out of range.
         """
-        held = [b for b in self.layout.buffers if self._list_of(b) == space]
-        if not held and space not in {s.id_list for s in self.layout.spaces}:
-            known = sorted({s.id_list for s in self.layout.spaces})
+        lists = {s.name: s.id_list for s in self.layout.spaces}
+        held = [b for b in self.layout.buffers if lists[b.space] == space]
+        if space not in lists.values():
+            known = sorted({*lists.values()})
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {known}.")
         items = min((buffer.items for buffer in held), default=0)
         from_, to = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
         if from_.numel() != to.numel():
-            raise ValueError(f"space {space}: {from_.numel()} items to {to.numel()} items.")
+            raise ValueError(f"space {space}: {from_.numel()} source items, {to.numel()} targets.")
         views = [self.item_bytes_view(buffer) for buffer in held]
-        self.device.copy_items(views, from_, to, disjoint=_disjoint(src, dst))
+        self.device.copy_items(views, from_, to, disjoint=disjoint(src, dst))
 
     def save(self, address: RequestAddress) -> Saved:
-        """Copies what is alive of a request to host memory, whole items of every space."""
+        """Copies a request's live items of every space to host memory."""
         return save_items(self, address)
 
     def load(self, address: RequestAddress, saved: Saved) -> None:
-        """Writes what `save` copied to the items of another address of as many tokens: of a request
-        extended with `received=True`, so that its allocator knows what is dead.
-
-        Raises ValueError, and writes nothing, if pool, tokens or items do not fit.
+        """Writes saved items to another block table with as many tokens: that of a request extended
+        with `received=True`. If pool, tokens or items do not fit, raises ValueError and writes
+        nothing.
         """
         load_items(self, address, saved)
 
@@ -250,8 +246,8 @@ class KVPool(Entries):
             )
 
     def stacked(self, role: str) -> torch.Tensor:
-        """All layers of a role as one typed tensor `[layer, item, entry, axes..., element]`, layers
-        in rising order. Raises ValueError unless `placement="stack"` put them so.
+        """All layers of a role as one typed tensor `[layer, item, entry, axes..., element]`. Raises
+        ValueError unless the pool has the role and `placement="stack"`.
         """
         views = [self.view(role, r.layer) for r in self.layout.regions if r.role == role]
         step = views[0].shape[0] * views[0].stride(0) if views else 0
@@ -259,16 +255,14 @@ class KVPool(Entries):
         even = all(start == starts[0] + n * step for n, start in enumerate(starts))
         if not views or not even or self.placement != "stack":
             raise ValueError(
-                f"{self.owner} {role}: {len(views)} layers, placement {self.placement!r}. A role "
-                "that is held is one tensor in a pool with placement='stack'."
+                f"{self.owner} {role}: {len(views)} layers, placement {self.placement!r}. The "
+                "layers of a role are one tensor only with placement='stack'."
             )
         with torch.inference_mode(False):
             return views[0].as_strided([len(views), *views[0].shape], [step, *views[0].stride()])
 
     def check_integrity(self) -> None:
-        """Describes every view back and compares it with the layout; raises LayoutError where they
-        differ.
-        """
+        """Raises LayoutError where the description of a typed view differs from the layout."""
         for region in self.layout.regions:
             view = self.view(region.role, region.layer)
             dims = ("item", *(axis.name for axis in region.axes), "cell")
@@ -286,59 +280,23 @@ class KVPool(Entries):
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
 
-    def _items(self, lender: Space) -> int:
-        """How many items the buffers have that the ids of `lender` address."""
-        name = count_argument(lender)
+    def _items(self, list_space: Space) -> int:
+        """Items of the id list that `list_space` owns."""
+        name, reserved = count_argument(list_space), list_space.reserved
         value: int = getattr(self, name)
-        if value <= lender.reserved:
+        if value <= reserved:
             raise ValueError(
-                f"{self.owner} {name}: {lender.reserved + 1} or more, got {value}. Item 0 of space "
-                f"{lender.name!r} is reserved for padding."
+                f"{self.owner} {name}: {reserved + 1} or more, got {value}. Item 0 of space "
+                f"{list_space.name!r} is reserved for padding."
             )
         return value
-
-    def _list_of(self, buffer: Buffer) -> str:
-        return self.layout.space_by_name[buffer.space].id_list
 
     def _listed(self, part: BufferSpec) -> list[tuple[Buffer, int]]:
         if self.placement == "page":
             raise ValueError(
-                f"{self.owner}: with placement='page' the layers of a page lie side by side, so "
-                "that no pointer and item length per layer can say where they are. Read "
-                "pool.layout, or build with placement='layer'."
+                f"{self.owner}: with placement='page' the layers of a page lie side by side; "
+                "no pointer and item length per layer describe them. Read pool.layout, or build "
+                "with placement='layer'."
             )
         by_name = self.layout.buffer_by_name
-        return [(by_name[buffer_name(self.owner, part.name, n)], n) for n in part.layers]
-
-
-def _disjoint(src: Any, dst: Any) -> bool:
-    """Whether ids have none in common. Of those on a device it is not known."""
-    if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
-        return False
-    return not np.isin(np.asarray(src), np.asarray(dst)).any()
-
-
-def _columns(rows: list[tuple[Buffer, int]]) -> BufInfos:
-    return BufInfos(
-        [b.base for b, _ in rows],
-        [b.end - b.base for b, _ in rows],
-        [b.item_bytes for b, _ in rows],
-        [layer for _, layer in rows],
-    )
-
-
-def _grows(space: Space) -> bool:
-    return space.kind == "paged" and space.window is None
-
-
-def _used(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
-    """Spaces that buffers name and that lend them ids, by name; `names` goes before each."""
-    known: dict[str, Space] = {}
-    for space in spaces:
-        ids = None if space.ids is None else names + space.ids
-        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
-    unknown = named - set(known)
-    if unknown:
-        raise LayoutError(f"spaces {sorted(unknown)}: declared by buffers, not by spaces().")
-    lenders = {known[name].id_list for name in named}
-    return {name: space for name, space in known.items() if name in named | lenders}
+        return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]

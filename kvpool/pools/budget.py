@@ -1,72 +1,90 @@
-"""How many items of each space fit into so many bytes."""
+"""How many items of each space fit into a number of bytes: the one budget search."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.layout import PoolLayout, Space
+from kvpool.layout import Space
 from kvpool.pools.placement import count_argument, place
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
 
-def items_per_request(space: Space, chunk_tokens: int) -> int:
-    """Items that one request holds at most in a space that does not grow with it.
+class DoesNotFit(ValueError):
+    """The bytes are too few for a single page of tokens."""
 
-    A window may begin anywhere in a page, and the tokens of a chunk are there beside it.
+
+def items_per_request(space: Space, chunk_tokens: int) -> int:
+    """The most items that one request holds in a space that does not grow with its tokens.
+
+    A window may begin anywhere in a page, and the tokens of a chunk are held besides.
     """
     if space.per_request:
         return 1
     per = space.tokens_per_entry
-    chunk = -(-(chunk_tokens + per - 1) // per)  # it may begin inside a compressed entry
+    chunk = -(-(chunk_tokens + per - 1) // per)  # a chunk may begin inside a compressed entry
     entries = (space.window or 0) + space.window_step - 1 + chunk
     return (entries - 2) // space.entries_per_item + 2
 
 
-def fixed_items(layout: PoolLayout, requests: int, chunk_tokens: int) -> dict[str, int]:
-    """Constructor arguments for everything but pages of tokens: what `requests` need at once."""
+def fixed_items(pools: Sequence[KVPool], requests: int, chunk_tokens: int) -> dict[str, int]:
+    """Constructor arguments other than num_pages: what `requests` requests need at a time."""
     found: dict[str, int] = {}
-    for space in layout.spaces:
-        if space.ids is None and (space.per_request or space.window is not None):
+    for space in (space for pool in pools for space in pool.layout.spaces):
+        if space.ids is None and not space.grows:
             name = count_argument(space)
             items = requests * items_per_request(space, chunk_tokens) + space.reserved
             found[name] = max(found.get(name, 0), items)
     return found
 
 
-def fit(pool: KVPool, nbytes: int, requests: int, chunk_tokens: int, step: int) -> dict[str, int]:
-    """Constructor arguments of the largest pool like `pool` that takes at most `nbytes`."""
+def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
+    """Bytes of pools like these with other numbers of items, aligned to `step` bytes."""
+    total = 0
+    for pool in pools:
+        spaces = pool.layout.space_by_name
+        items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
+        total += place(pool.specs, items, owner=pool.owner, placement=pool.placement, step=step)[1]
+    return total
+
+
+def fit(
+    pools: Sequence[KVPool], nbytes: int, requests: int, chunk_tokens: int, step: int, where: str
+) -> dict[str, int]:
+    """Constructor arguments of the largest pools like these that take at most `nbytes` together.
+
+    Pages of tokens fill what `requests` requests leave. Raises DoesNotFit, beginning with `where`.
+    """
     if requests < 1 or chunk_tokens < 1:
         raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
-    fixed = fixed_items(pool.layout, requests, chunk_tokens)
-    spaces = pool.layout.space_by_name
-
-    def size(pages: int) -> int:
-        counts = {"num_pages": pages, **fixed}
-        return place(
-            pool._declared,
-            {s.name: counts[count_argument(spaces[s.id_list])] for s in pool.layout.spaces},
-            owner=pool.owner,
-            placement=pool.placement,
-            step=step,
-        )[1]
-
-    least = size(2)
+    fixed = fixed_items(pools, requests, chunk_tokens)
+    least = size(pools, {"num_pages": 2, **fixed}, step)
     if least > nbytes:
-        raise ValueError(
-            f"{pool.owner}: {nbytes:,} bytes hold no page of {pool.page_size} tokens beside the "
-            f"reserved one and what {requests} requests need; {least:,} would."
+        raise DoesNotFit(
+            f"{where}: {nbytes:,} bytes are too few for a page of {pools[0].page_size} tokens, the "
+            "reserved page, and the windows, slots and rings of "
+            f"{counted(requests)}; {least:,} bytes are enough."
         )
-    page = sum(  # a page takes as much or, with gaps, more
-        buffer.item_bytes
-        for buffer in pool.layout.buffers
-        if count_argument(spaces[spaces[buffer.space].id_list]) == "num_pages"
-    )
-    if page == 0:  # nothing grows with the tokens of a request
+    if not any(space.grows for pool in pools for space in pool.layout.spaces):
         return {"num_pages": 2, **fixed}
-    low, high = 2, nbytes // page + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= nbytes else (low, middle)
-    return {"num_pages": low, **fixed}
+    pages = largest(lambda n: size(pools, {"num_pages": n, **fixed}, step) <= nbytes, 2)
+    return {"num_pages": pages, **fixed}
+
+
+def largest(fits: Callable[[int], bool], low: int) -> int:
+    """The largest number that fits, where `low` does and a larger number needs more."""
+    step = 1
+    while fits(low + step):
+        low, step = low + step, 2 * step
+    while step > 1:
+        step //= 2
+        if fits(low + step):
+            low += step
+    return low
+
+
+def counted(requests: int) -> str:
+    """`1 request`, `2 requests`."""
+    return "1 request" if requests == 1 else f"{requests:,} requests"

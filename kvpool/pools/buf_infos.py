@@ -1,13 +1,15 @@
-"""Pointer lists as engines' connectors take them."""
+"""Pointer lists, as connectors of serving engines take them."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
 
+from kvpool.layout import Buffer
+
 
 class BufInfos(NamedTuple):
-    """Addresses, lengths and item lengths in bytes, and global layer ids, one of each a buffer."""
+    """Pointers, lengths and item lengths in bytes, and global layer ids, of each buffer."""
 
     data_ptrs: list[int]
     data_lens: list[int]
@@ -16,7 +18,7 @@ class BufInfos(NamedTuple):
 
 
 class StateType(str, Enum):
-    """Kinds of state beside the main cache."""
+    """State components other than the main cache."""
 
     SWA = "swa"
     NSA = "nsa"
@@ -25,9 +27,7 @@ class StateType(str, Enum):
 
 
 class StateBufInfos(NamedTuple):
-    """One state component: as BufInfos, its kind, and the size of the sharded dimension of each
-    tensor.
-    """
+    """One state component, as BufInfos; `dim_per_tensor`: sizes of the sharded dimension."""
 
     state_type: StateType
     data_ptrs: list[int]
@@ -35,3 +35,13 @@ class StateBufInfos(NamedTuple):
     item_lens: list[int]
     layer_ids: list[int]
     dim_per_tensor: list[int]
+
+
+def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
+    """The lists of (buffer, layer)."""
+    return BufInfos(
+        [b.base for b, _ in rows],
+        [b.end - b.base for b, _ in rows],
+        [b.item_bytes for b, _ in rows],
+        [layer for _, layer in rows],
+    )

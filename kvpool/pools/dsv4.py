@@ -1,26 +1,33 @@
-"""DeepSeek-V4: a window of latents on all layers, compressed latents and open windows on some."""
+"""DeepSeek-V4: a sliding window of latents on all layers; on some, compressed latents and the
+open windows that are not yet compressed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from types import MappingProxyType
 
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 from kvpool.pools.kinds import At, IndexKey, Kind, Ring, V4Latent
 
 
-class DSv4Pool(UnionPool):
-    """`compress_ratios` gives, for every layer of the model, 0 or the tokens of a compressed entry:
-    4 (windows overlap, entries have index keys) or 128. Other ratios may stand for either.
+class DSv4Pool(CompositePool):
+    """`compress_ratios`: for every layer of the model, 0 or the tokens of a compressed entry: 4
+    (`overlap_ratio`: windows overlap, entries have index keys) or 128.
 
-    Rings hold the keys and gates of windows not yet compressed; with `speculation` they are twice
-    as long, so that rejected tokens can be taken back. `page_size` is tokens a page.
+    Rings hold the keys and gates of open windows; with `speculation` they are twice as long, so
+    that rejected tokens can be rolled back. `page_size` is in tokens.
     """
+
+    default_page_size = 256  # every compress ratio must divide a page
+    has_index_packing = True
+    speculation_arguments = MappingProxyType({"speculation": True})
 
     def __init__(
         self,
@@ -45,25 +52,26 @@ class DSv4Pool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """The window, then by ratio the compressed entries and the rings."""
+        """The window, then for each ratio the compressed entries and the rings."""
         self._check()
-        window: Any = {"entries": self.window_page_size, "prefix": "swa.", "state": StateType.SWA}
-        yield self.latent, self.at(None, "swa", **window)
+        entries = self.window_page_size
+        yield self.latent, self.at(None, "swa", entries, prefix="swa.", state=StateType.SWA)
         for ratio in self.ratios:
             name, overlaps = f"c{ratio}", ratio == self.overlap_ratio
             layers = [n for n in self.layers if self.compress_ratios[n] == ratio]
-            place: Any = {"entries": self.page_size // ratio, "prefix": f"{name}."}
-            ring: Any = {**place, "entries": self._ring(ratio), "state": StateType.DSV4}
+            pages = self.at(layers, name, self.page_size // ratio, prefix=f"{name}.")
+            ring = self.at(
+                layers, f"{name}.ring", self._ring(ratio), prefix=pages.prefix, state=StateType.DSV4
+            )
             series = 4 if overlaps else 2  # a key and a gate, for one window or for two
-            yield self.latent, self.at(layers, name, **place)
-            yield Ring("state", series * self.head_dim), self.at(layers, f"{name}.ring", **ring)
+            yield self.latent, pages
+            yield Ring("state", series * self.head_dim), ring
             if overlaps:
-                yield self.index, self.at(layers, name, packing=self.index_packing, **place)
-                keys = Ring("index_state", series * self.index.head_dim)
-                yield keys, self.at(layers, f"{name}.ring", **ring)
+                yield self.index, replace(pages, packing=self.index_packing)
+                yield Ring("index_state", series * self.index.head_dim), ring
 
     def spaces(self) -> Iterator[Space]:
-        """Token pages, whose ids address compressed entries; window pages; rings of one list."""
+        """Token pages, whose ids also address compressed entries; window pages; rings."""
         yield from super().spaces()
         yield Space("swa", "paged", self.window_page_size, window=self.window)
         yield Space("ring", "slot")
@@ -85,6 +93,6 @@ class DSv4Pool(UnionPool):
         wrong = [ratio for ratio in self.ratios if ratio < 0 or self.page_size % ratio]
         if wrong:
             raise ValueError(
-                f"compress_ratios: pages of {self.page_size} tokens are no whole entries of "
+                f"compress_ratios: pages of {self.page_size} tokens are not a multiple of "
                 f"{wrong[0]}. Use a page size that every ratio divides."
             )

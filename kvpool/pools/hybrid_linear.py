@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
+from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState
 
 
-class HybridLinearPool(UnionPool):
-    """`linear_layers` keep one convolution and one temporal state a request, all others what `full`
-    says of every token, and with `index` the keys of a sparse indexer too (`index_layers` of them).
+class HybridLinearPool(CompositePool):
+    """`linear_layers` hold a conv and a temporal state per request; other layers the attention
+    `full`, and with `index` the keys of a sparse indexer (on `index_layers`, default: all of them).
     """
+
+    has_index_packing = True
 
     def __init__(
         self,
@@ -29,7 +31,7 @@ class HybridLinearPool(UnionPool):
         index: IndexKey | None = None,
         index_layers: Iterable[int] | None = None,
         index_packing: str = "fp8",
-        conv_dtype: Any = None,
+        conv_dtype: DTypeLike | None = None,
         **common: Unpack[Common],
     ) -> None:
         self.full, self.linear, self.index = full, linear, index
@@ -45,18 +47,21 @@ class HybridLinearPool(UnionPool):
         if self.index is not None:
             indexed = full if self.index_layers is None else full & self.index_layers
             yield self.index, self.at(indexed, packing=self.index_packing, state=StateType.NSA)
-        conv: Any = {"packing": self.conv_dtype or self.dtype, "state": StateType.MAMBA}
-        yield self.linear, self.at(self.linear_layers, "state", 1, **conv)
+        conv = str(self.conv_dtype or self.dtype)
+        yield (
+            self.linear,
+            self.at(self.linear_layers, "state", 1, packing=conv, state=StateType.MAMBA),
+        )
 
     def spaces(self) -> Iterator[Space]:
-        """Pages of tokens, and a slot a request."""
+        """Pages of tokens, and a slot per request."""
         yield from super().spaces()
         yield Space("state", "slot")
 
     def set_linear_state(
         self,
         layer: int,
-        slots: Any,
+        slots: ArrayLike,
         conv: torch.Tensor | None = None,
         temporal: torch.Tensor | None = None,
     ) -> None:
@@ -73,8 +78,8 @@ class HybridLinearPool(UnionPool):
             values["temporal"] = temporal.flatten(2)
         self.write(layer, slots, values)
 
-    def get_linear_state(self, layer: int, slots: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads what `set_linear_state` wrote."""
+    def get_linear_state(self, layer: int, slots: ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads conv `[N, channel, tap]` and temporal `[N, head, Dk, Dv]`."""
         *conv, temporal = self.read_roles(self.linear.inputs, layer, slots)
         return self.linear.join(conv), temporal.reshape(
             *temporal.shape[:2], *self.linear.state_shape

@@ -1,34 +1,34 @@
-"""What one layer keeps: kinds of state, each saying once how its items look.
+"""Kinds of state that a layer can have, each with its item templates.
 
-A kind is a frozen dataclass of the model's numbers. `declare(at)` gives its buffers for a place:
-the layers, space, shard and packing that a pool puts it in. Pools are unions of kinds at places.
+A kind is a frozen dataclass of the model's numbers. `buffers(at)` gives its buffers for the layers,
+space, shard and packing in `at`. A pool is a list of kinds, each with its `At`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvpool.device.quant import PACKINGS, scaled
-from kvpool.layout.dtypes import dtype_name
+from kvpool.device.quant import scaled
+from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, prefixed
 from kvpool.pools.buf_infos import StateType
 from kvpool.pools.placement import BufferSpec, Shard
 
-ORDERS = ("nhd", "hnd")
-CONV_LAYOUTS = ("channels_first", "taps_first")
+Order = Literal["nhd", "hnd"]
+ConvLayout = Literal["channels_first", "taps_first"]
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A place: where states of a kind lie and how they are stored.
+    """Where a pool puts a kind of state: in which layers and space, and how it is stored.
 
-    `entries` is entries an item; `packing` a float dtype or one of the kind's quantised packings;
-    `prefix` goes before roles and buffer names; `state` is how connectors list the buffers (None:
-    with the main cache).
+    `entries`: entries an item. `packing`: a float dtype, or a quantised packing of the kind.
+    `prefix`: prepended to roles and buffer names. `state`: the component under which connectors
+    list the buffers (None: the main cache).
     """
 
     layers: tuple[int, ...]
@@ -44,12 +44,12 @@ class At:
             object.__setattr__(self, "packing", dtype_name(self.packing))
 
     def buffer(self, name: str, item: Template) -> BufferSpec:
-        """A kind of buffer at this place."""
+        """A buffer of each layer."""
         item = prefixed(item, self.prefix)
         return BufferSpec(self.prefix + name, self.layers, self.space, item, self.state)
 
     def takes(self, kind: object, *packings: str) -> bool:
-        """Whether the packing is one of a kind's quantised ones; raises ValueError for others'."""
+        """Whether the packing is one of `packings`; raises ValueError for another quantised one."""
         if self.packing in PACKINGS and self.packing not in packings:
             known = ", ".join((*packings, "any float dtype"))
             raise ValueError(f"packing: {type(kind).__name__} takes {known}, got {self.packing!r}.")
@@ -57,16 +57,16 @@ class At:
 
 
 class Kind(Protocol):
-    """A kind of state. `inputs` are the roles that a write gives values of, in order. Kinds of
-    attention say too whether these are `joined`: parts of one tensor that is both key and value.
+    """A kind of state. Kinds of attention also have `shared_kv`: whether the inputs are parts of
+    one tensor that is both key and value.
     """
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Roles without a place's prefix, and without scales."""
+        """Roles that a write takes, in order, without prefix and without scales."""
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
-        """The buffers of this kind at a place."""
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """The buffers of this kind, one specification per role or row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,16 @@ class MHA:
     num_kv_heads: int
     head_dim: int
     v_head_dim: int | None = None
-    order: str = "nhd"
+    order: Order = "nhd"
     inputs = ("k", "v")
     shared_kv = False
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"order: one of {ORDERS}, got {self.order!r}.")
+        if self.order not in get_args(Order):
+            raise ValueError(f"order: one of {get_args(Order)}, got {self.order!r}.")
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
-        """K, V, and the scales of both if they have any."""
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """K, V, then the scales of both if the packing has any."""
         v_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         dims = ("k", self.head_dim), ("v", v_dim)
         if not at.takes(self, *PACKINGS):
@@ -124,7 +124,7 @@ class MLA:
     inputs = ("latent", "rope")
     shared_kv = False
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One row a token."""
         if at.takes(self, "fp8"):
             latent = scaled("latent", self.kv_lora_rank, 128)
@@ -136,8 +136,8 @@ class MLA:
 
 @dataclass(frozen=True, slots=True)
 class V4Latent:
-    """DeepSeek-V4's shared key and value: a row of latent and rope for each token, or for each
-    compressed one.
+    """DeepSeek-V4's shared key and value: a row of latent and rope per token, or per compressed
+    token.
 
     Packing `fp8`: per page all rows of 448 e4m3 and 64 bf16, then all rows of 7 ue8m0 scales (one
     per 64) and a spare byte, 584 bytes an entry; the page is rounded up to a multiple of a row.
@@ -148,7 +148,7 @@ class V4Latent:
     inputs = ("latent", "rope")
     shared_kv = True
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One page of rows."""
         if not at.takes(self, "fp8"):
             row = _row(self.latent_dim, self.qk_rope_head_dim, at.packing)
@@ -173,7 +173,7 @@ class IndexKey:
     head_dim: int = 128
     inputs = ("index_key",)
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One page of keys."""
         if at.takes(self, "fp8"):
             parts = scaled("index_key", self.head_dim, 128)
@@ -185,7 +185,7 @@ class IndexKey:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """`count` float32 numbers for each of the last tokens of a request, under one role."""
+    """`count` float32 values for each of the last tokens of a request, under one role."""
 
     role: str
     count: int
@@ -195,39 +195,39 @@ class Ring:
         """The role."""
         return (self.role,)
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One row a token."""
         yield at.buffer(self.role, Repeat("entry", at.entries, Cell(self.role, self.count, "f32")))
 
 
 @dataclass(frozen=True, slots=True)
 class LinearState:
-    """What a linear-attention layer keeps of a request: the last `taps` inputs of its convolution,
-    and the temporal state of every head.
+    """The state of a linear-attention layer, per request: the last `taps` inputs of its
+    convolution, and the temporal state of every head.
 
-    The convolution's channels are `sections` of (name, heads, dim), each sharded over its own
-    heads. `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap,
-    channels]`.
+    The convolution's channels are `sections` of (name, heads, dim), each sharded over its heads.
+    `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap, channels]`.
     """
 
     sections: tuple[tuple[str, int, int], ...]
     taps: int
     heads: int
     state_shape: tuple[int, int]
-    conv_layout: str = "channels_first"
+    conv_layout: ConvLayout = "channels_first"
     temporal_dtype: str = "f32"
 
     def __post_init__(self) -> None:
-        if self.conv_layout not in CONV_LAYOUTS:
-            raise ValueError(f"conv_layout: one of {CONV_LAYOUTS}, got {self.conv_layout!r}.")
+        known = get_args(ConvLayout)
+        if self.conv_layout not in known:
+            raise ValueError(f"conv_layout: one of {known}, got {self.conv_layout!r}.")
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Sections of the convolution, then the temporal state."""
         return *(f"conv.{name}" for name, _, _ in self.sections), "temporal"
 
-    def declare(self, at: At) -> Iterator[BufferSpec]:
-        """The convolution's item, and the temporal state's."""
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """The conv state, then the temporal state."""
         at.takes(self)
         parts = []
         for name, total, dim in self.sections:
@@ -251,8 +251,8 @@ class LinearState:
         if conv.shape[1:] != (sum(sizes), self.taps):
             names = ", ".join(name for name, _, _ in self.sections)
             raise ValueError(
-                f"conv: {list(conv.shape)}, held here are [N, {sum(sizes)}, {self.taps}]: channels "
-                f"of {names} one after the other, and taps."
+                f"conv: {list(conv.shape)}, this shard takes [N, {sum(sizes)}, {self.taps}]: the "
+                f"channels of {names} one after the other, and taps."
             )
         return {
             f"conv.{name}": part.reshape(len(part), part.shape[1] // dim, dim, self.taps, 1)
@@ -260,7 +260,7 @@ class LinearState:
         }
 
     def join(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Channels `[N, channel, tap]` of what the pool stores, section by section."""
+        """The inverse of `split`: channels `[N, channel, tap]` of the stored sections."""
         return torch.cat([part.squeeze(-1).flatten(1, 2) for part in held], dim=1)
 
 
@@ -270,15 +270,15 @@ def gated_delta_net(
     k_dim: int,
     v_dim: int,
     kernel: int,
-    conv_layout: str = "channels_first",
+    conv_layout: ConvLayout = "channels_first",
 ) -> LinearState:
-    """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads, channels first."""
+    """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads."""
     sections = ("q", k_heads, k_dim), ("k", k_heads, k_dim), ("v", v_heads, v_dim)
     return LinearState(sections, kernel - 1, v_heads, (k_dim, v_dim), conv_layout)
 
 
-def kda(heads: int, dim: int, kernel: int, conv_layout: str = "taps_first") -> LinearState:
-    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads, channels last."""
+def kda(heads: int, dim: int, kernel: int, conv_layout: ConvLayout = "taps_first") -> LinearState:
+    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads."""
     sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
     return LinearState(sections, kernel - 1, heads, (dim, dim), conv_layout)
 
@@ -289,7 +289,7 @@ def mamba2(
     groups: int,
     state_size: int,
     kernel: int,
-    conv_layout: str = "channels_first",
+    conv_layout: ConvLayout = "channels_first",
 ) -> LinearState:
     """Mamba-2: x over heads, B and C over groups."""
     sections = ("x", heads, head_dim), ("b", groups, state_size), ("c", groups, state_size)

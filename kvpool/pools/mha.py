@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
-from kvpool.pools.composite import UnionPool
-from kvpool.pools.kinds import MHA, At, Kind
+from kvpool.pools.composite import CompositePool
+from kvpool.pools.kinds import MHA, At, Kind, Order
 
 
-class MHAPool(UnionPool):
-    """`num_kv_heads` K and V heads in the model, of which this rank's shard is held.
+class MHAPool(CompositePool):
+    """`num_kv_heads` is that of the model; this rank holds its shard of them.
 
-    `order`: `nhd` puts the heads of a token side by side, `hnd` the tokens of a head. Packings:
-    `fp8` (a float32 scale per token and head) and `mxfp8` (a ue8m0 scale per 32 elements).
+    `order`: `nhd` stores the heads of a token together, `hnd` the tokens of a head. Packings: `fp8`
+    (a float32 scale per token and head) and `mxfp8` (a ue8m0 scale per 32 elements).
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class MHAPool(UnionPool):
         num_kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
-        order: str = "nhd",
+        order: Order = "nhd",
         **common: Unpack[Common],
     ) -> None:
         self.attention = MHA(num_kv_heads, head_dim, v_head_dim, order)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one row a token, the compressed latent and then the rope key."""
+"""Multi-head latent attention: one row per token, the latent and then the rope key."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 from kvpool.pools.kinds import MLA, At, Kind
 
 
-class MLAPool(UnionPool):
+class MLAPool(CompositePool):
     """Rows of `kv_lora_rank` latent and `qk_rope_head_dim` rope elements (DeepSeek-V3: 512 + 64).
 
-    Nothing in a row belongs to a head: every rank of a tensor-parallel group holds all of it.
-    Packing `fp8`: rows of 656 bytes.
+    Rows have no head axis: every rank of a tensor-parallel group holds them whole. Packing `fp8`:
+    rows of 656 bytes.
     """
 
     def __init__(
@@ -25,5 +25,5 @@ class MLAPool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """One row a token."""
+        """One row per token."""
         yield self.attention, self.at()

@@ -8,16 +8,17 @@ from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 from kvpool.pools.kinds import MLA, At, IndexKey, Kind
 
 
-class NSAPool(UnionPool):
+class NSAPool(CompositePool):
     """An MLA pool with keys of `index_head_dim` elements on `index_layers` (default: all).
 
-    `index_packing`: `fp8` (132 bytes a key of 128) whatever the packing of the rows, or a float
-    dtype.
+    `index_packing`: `fp8` (132 bytes for a key of 128) or a float dtype, independent of `packing`.
     """
+
+    has_index_packing = True
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class NSAPool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """One row a token, and one key."""
+        """One row and one key per token."""
         yield self.attention, self.at()
         yield (
             self.index,

@@ -1,21 +1,24 @@
-"""A request's state in host memory and back: whole items, whatever they hold."""
+"""A request's state to host memory and back, in whole items."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kvpool.device import Device, DeviceUnavailable
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
+from kvpool.device import DeviceUnavailable
+from kvpool.layout import Buffer, PoolLayout, RequestAddress
+
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Items that held what was alive of a request: uint8 `[item, byte]` on the host, by buffer."""
+    """A request's live items: uint8 `[item, byte]` on the host, by buffer."""
 
     num_tokens: int
     items: dict[str, torch.Tensor]
@@ -27,17 +30,7 @@ class Saved:
         return sum(rows.numel() for rows in self.items.values())
 
 
-class HasMemory(Protocol):
-    """A pool, as far as saving needs to know it."""
-
-    layout: PoolLayout
-    device: Device
-
-    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer's items as bytes, uint8 `[item, byte]`."""
-
-
-def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
+def save_items(pool: KVPool, address: RequestAddress) -> Saved:
     """See KVPool.save."""
     rows = {}
     for buffer, ids in list(_alive(pool.layout, address)):
@@ -47,7 +40,7 @@ def save_items(pool: HasMemory, address: RequestAddress) -> Saved:
     return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
-def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
+def load_items(pool: KVPool, address: RequestAddress, saved: Saved) -> None:
     """See KVPool.load."""
     shape = _shape(pool.layout)
     if shape != saved.shape:
@@ -55,11 +48,11 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
         name = next(n for n in other if shape.get(n) != saved.shape.get(n))
         raise ValueError(
             f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
-            f"{shape.get(name, 'absent')} here. Load into a pool of the same declaration."
+            f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
         )
     if address.num_tokens != saved.num_tokens:
         raise ValueError(
-            f"saved were {saved.num_tokens} tokens, the address has {address.num_tokens}."
+            f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
         )
     rows = list(_alive(pool.layout, address))
     for buffer, ids in rows:
@@ -68,7 +61,7 @@ def load_items(pool: HasMemory, address: RequestAddress, saved: Saved) -> None:
         view.index_copy_(0, where, saved.items[buffer.name].to(view.device))
 
 
-def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
+def _bytes(pool: KVPool, buffer: Buffer) -> torch.Tensor:
     view = pool.item_bytes_view(buffer)
     if view.is_meta:
         raise DeviceUnavailable(
@@ -78,7 +71,7 @@ def _bytes(pool: HasMemory, buffer: Buffer) -> torch.Tensor:
 
 
 def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray]]:
-    """Buffers, and the ids of their items that hold what is alive."""
+    """Buffers, and the ids of their live items."""
     for buffer in layout.buffers:
         space = layout.space_by_name[buffer.space]
         alive = space.alive(address.num_tokens)
@@ -86,15 +79,13 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
             continue
         span = address.spans.get(space.id_list)
         if span is None:
-            raise ValueError(
-                f"no ids for space {space.id_list!r}, in which buffer {buffer.name} is."
-            )
+            raise ValueError(f"no ids for space {space.id_list!r} of buffer {buffer.name}.")
         first = 0 if space.per_request else alive.start // space.entries_per_item
         last = 0 if space.per_request else (alive.stop - 1) // space.entries_per_item
         held = range(span.first_item, span.first_item + span.ids.size)
         if first < held.start or last >= held.stop:
             raise ValueError(
-                f"space {space.name}: items {first} to {last} of the request are alive, its ids "
+                f"space {space.name}: items {first} to {last} of the request are live, its ids "
                 f"cover {held.start} to {held.stop - 1}."
             )
         ids = span.ids[first - span.first_item : last + 1 - span.first_item]
@@ -107,14 +98,11 @@ def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer
 
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
-    """What must be equal for bytes to keep their meaning, by buffer name."""
+    """What must be equal where saved bytes are loaded, by buffer name."""
+    spaces = layout.space_by_name
     found: dict[str, list[object]] = {
-        b.name: [_space(layout, b), b.item_bytes] for b in layout.buffers
+        b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers
     }
     for region in layout.regions:
         found[region.buffer].append(region)
     return dict(found)
-
-
-def _space(layout: PoolLayout, buffer: Buffer) -> Space:
-    return layout.space_by_name[buffer.space]

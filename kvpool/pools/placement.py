@@ -1,23 +1,22 @@
-"""Where a pool's buffers lie in its memory: a buffer per layer, all layers of a page side by side,
-or all layers of a kind one after the other.
-"""
+"""Where a pool's buffers lie in its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvpool.layout.template import Template, alignment, item_bytes, item_regions
-from kvpool.layout.types import Buffer, Space
+from kvpool.layout.types import Buffer, LayoutError, Region, Space
 from kvpool.pools.buf_infos import StateType
 
-PLACEMENTS = ("layer", "page", "stack")
-COUNTS = ("num_pages", "num_window_pages", "num_slots")
+Placement = Literal["layer", "page", "stack"]
+ITEM_COUNTS = ("num_pages", "num_window_pages", "num_slots")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `rank` of `size` equal parts of what is sharded."""
+    """Which part of the sharded axes a pool holds: `rank` of `size` equal parts."""
 
     rank: int = 0
     size: int = 1
@@ -27,8 +26,8 @@ class Shard:
             raise ValueError(f"shard: rank {self.rank} of {self.size}. The rank is 0 to size-1.")
 
     def of(self, total: int) -> tuple[int, int]:
-        """(start, size) of `total` steps that this part holds; with fewer steps than parts, parts
-        are replicas.
+        """(start, size) of the steps held, of `total`; with fewer steps than parts, several parts
+        hold the same step.
         """
         if total % self.size == 0:
             return self.rank * (total // self.size), total // self.size
@@ -42,9 +41,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A kind of buffer: one for each of `layers`, in `space`, whose items look like `item`.
+    """Buffers of one name: one for each of `layers`, in `space`, with items of template `item`.
 
-    `state` is how connectors list it beside the main cache (None: as part of it).
+    `state` is the component under which connectors list them (None: the main cache).
     """
 
     name: str
@@ -55,52 +54,75 @@ class BufferSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an item, rounded up so that the next one is aligned."""
+        """Bytes of an item, rounded up to its alignment."""
         return _up(item_bytes(self.item), alignment(self.item))
+
+    def buffer_name(self, owner: str, layer: int) -> str:
+        """The name of one layer's buffer."""
+        return f"{owner}.{self.name}.{layer}"
+
+    def regions(self, owner: str) -> list[Region]:
+        """The regions of all layers."""
+        names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
+        return [
+            region
+            for layer, buffer in names.items()
+            for region in item_regions(self.item, owner=owner, layer=layer, buffer=buffer)
+        ]
 
     @property
     def sharded(self) -> int:
-        """Steps of the dimension that ranks share out: heads, or channels of a convolution; 0 if
-        every rank holds all.
-        """
+        """Steps held of the sharded dimension, heads or conv channels; 0 without one."""
         steps = 0
-        for region in item_regions(self.item, owner="any", layer=0, buffer=self.name):
+        for region in replace(self, layers=(0,)).regions("any"):
             head, dim = region.axis("head"), region.axis("dim")
             steps += head.size * (dim.size if dim else 1) if head else 0
         return steps
 
 
-def count_argument(lender: Space) -> str:
-    """Which of a pool's numbers of items is that of the id list which a space lends: `COUNTS`."""
-    if lender.per_request:
+Declared = BufferSpec  # the public name of kvpool 0.1
+
+
+def count_argument(list_space: Space) -> str:
+    """Which of `ITEM_COUNTS` gives the items of an id list, named by the space that owns it."""
+    if list_space.per_request:
         return "num_slots"
-    return "num_pages" if lender.window is None else "num_window_pages"
+    return "num_pages" if list_space.window is None else "num_window_pages"
 
 
-def buffer_name(owner: str, name: str, layer: int) -> str:
-    """The name of one layer's buffer."""
-    return f"{owner}.{name}.{layer}"
+def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
+    """Spaces of buffers and of their id lists, by name with prefix `names`."""
+    known: dict[str, Space] = {}
+    for space in spaces:
+        ids = None if space.ids is None else names + space.ids
+        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
+    unknown = named - set(known)
+    if unknown:
+        raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")
+    list_spaces = {known[name].id_list for name in named}
+    return {name: space for name, space in known.items() if name in named | list_spaces}
 
 
 def place(
-    declared: Sequence[BufferSpec],
+    specs: Sequence[BufferSpec],
     items: Mapping[str, int],
     *,
     owner: str,
-    placement: str,
+    placement: Placement,
     step: int,
 ) -> tuple[list[Buffer], int]:
-    """Buffers of `items[space]` items with bases counted from 0, and the bytes that hold them all.
+    """Buffers of `items[space]` items with bases from 0, and their bytes in all.
 
-    Runs of items begin at multiples of `step` bytes; of a stack, that of its first layer does.
+    `layer`: a stretch of memory per layer. `page`: all layers of a page side by side. `stack`: all
+    layers of a specification one after the other. Stretches begin at multiples of `step` bytes.
     """
     buffers: list[Buffer] = []
     top = 0
     for space, count in items.items():
-        rows = [(d, layer) for d in declared if d.space == space for layer in d.layers]
+        rows = [(d, layer) for d in specs if d.space == space for layer in d.layers]
         if placement != "page":
             for part, layer in rows:
-                name, size = buffer_name(owner, part.name, layer), part.item_bytes
+                name, size = part.buffer_name(owner, layer), part.item_bytes
                 buffers.append(Buffer(name, space, top, size, size, count))
                 top += count * size
                 if placement == "layer" or layer == part.layers[-1]:
@@ -112,7 +134,7 @@ def place(
         stride = _up(page, max((alignment(part.item) for part, _ in rows), default=1))
         at = top
         for part, layer in rows:
-            name, size = buffer_name(owner, part.name, layer), part.item_bytes
+            name, size = part.buffer_name(owner, layer), part.item_bytes
             buffers.append(Buffer(name, space, at, stride, size, count))
             at += size
         top = _up(top + count * stride, step)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.composite import CompositePool
 from kvpool.pools.kinds import MHA, MLA, At, Kind
 
 
-class SWAPool(UnionPool):
-    """`window_layers` keep the last `window` tokens in pages of their own, all others keep every
-    token. Layers are those of the whole model; this rank holds `layers` of them.
+class SWAPool(CompositePool):
+    """`window_layers` hold the last `window` tokens in a space of their own, other layers every
+    token. `window_layers` are those of the whole model; this rank holds `layers` of them.
 
-    `full` and `swa` say what a token leaves in a layer of either kind (`swa` default: as `full`).
+    `full` and `swa` are the attention of either kind of layer (`swa` default: as `full`).
     """
 
     def __init__(
@@ -39,8 +38,11 @@ class SWAPool(UnionPool):
     def parts(self) -> Iterator[tuple[Kind, At]]:
         """The full layers, then the window layers."""
         yield self.full, self.at(set(self.layers) - self.window_layers)
-        window: Any = {"entries": self.window_page_size, "prefix": "swa.", "state": StateType.SWA}
-        yield self.swa, self.at(self.window_layers, "swa", **window)
+        entries = self.window_page_size
+        yield (
+            self.swa,
+            self.at(self.window_layers, "swa", entries, prefix="swa.", state=StateType.SWA),
+        )
 
     def spaces(self) -> Iterator[Space]:
         """Pages of tokens, and pages of the window."""

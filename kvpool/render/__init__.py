@@ -1,1 +1,1 @@
-"""Layouts for people: tables, memory maps, pictures. No torch, no command line."""
+"""Layouts as tables, memory maps and pictures. Needs no torch."""

@@ -8,15 +8,15 @@ from itertools import groupby
 from xml.etree.ElementTree import Element, SubElement
 
 from kvpool.layout import Region
-from kvpool.render.memory_map import HIDE_FROM, SHOWN, ItemMap, Piece, span
+from kvpool.render.memory_map import HIDE_FROM, SHOWN, ByteRange, ItemMap, span
 
-LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: first bytes, the map, steps
+LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: offsets, the map, steps
 ROW, GAP, LINE = 20, 2, 16
-MOST_ROWS = 512  # of one map
-LARGEST = 8.0  # pixels a byte, at most
-FINEST = 6.0  # pixels a step, at least, to be drawn for itself
+MAX_ROWS = 512  # of one map
+MAX_BYTE_WIDTH = 8.0  # pixels
+MIN_STEP_WIDTH = 6.0  # pixels of a step that gets its own box
 DIGIT, LETTER = 6.1, 6.6  # pixels of a character
-# a role's values and its scales are two shades of one colour
+# light: a role's values; dark: its scales
 HUES = (
     ("#a6cee3", "#1f78b4"),
     ("#b2df8a", "#33a02c"),
@@ -45,8 +45,8 @@ svg .tick { stroke: #aaa; stroke-width: 0.75; }
 def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float]:
     """The map of an item, and its height in pixels."""
     group = Element("g")
-    row, y, left = item.row_bytes, 0.0, MOST_ROWS
-    scale = min(WIDTH / row, LARGEST)
+    row, y, left = item.row_bytes, 0.0, MAX_ROWS
+    scale = min(WIDTH / row, MAX_BYTE_WIDTH)
     for rows in item.rows():
         y += LINE
         first, last = SHOWN if rows.count >= HIDE_FROM else (rows.count, 0)
@@ -60,7 +60,9 @@ def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float]:
             start = rows.start + number * row
             if hidden and number == first + hidden:
                 y = _elided(group, item, start - hidden * row, hidden, y)
-            pieces = list(item.pieces(start, min(start + row, item.item_bytes), FINEST / scale))
+            pieces = list(
+                item.pieces(start, min(start + row, item.item_bytes), MIN_STEP_WIDTH / scale)
+            )
             line = _Line(group, item, pieces, colours, scale, y)
             if number == 0:
                 line.ruler()
@@ -89,13 +91,13 @@ class _Line:
 
     group: Element
     item: ItemMap
-    pieces: Sequence[Piece]
+    pieces: Sequence[ByteRange]
     colours: dict[Region, str]
     scale: float
     y: float
 
     def cells(self) -> None:
-        """Boxes, the row's first byte and its steps."""
+        """Draws the boxes, the offset of the first byte, and the steps."""
         middle, start = self.y + ROW - 6, self.pieces[0].start
         place = {"x": LEFT - 8, "y": middle, "text_anchor": "end"}
         add(self.group, "text", f"{start:,}", class_="byte", **place)
@@ -106,21 +108,19 @@ class _Line:
             paint = {"class_": "padding"}
             if piece.first is not None:
                 paint = {"class_": "cell", "fill": self.colours[piece.first.region]}
-            self.told(add(self.group, "rect", **paint, **box, **bytes_), piece, piece)
+            self.tooltip(add(self.group, "rect", **paint, **box, **bytes_), piece, piece)
         held = [piece for piece in self.pieces if piece.first]
         words = span(held[0].first, held[-1].last) if held else "padding"
         right = self.x(self.pieces[-1].end) + 8
         add(self.group, "text", words, x=right, y=middle, class_="small")
 
     def words(self, number: int) -> None:
-        """In the first row regions and their bytes; in the second steps, where there are
-        several.
-        """
+        """Labels: regions and their bytes in the first row, steps in the second."""
         for parts in self.runs():
             first = parts[0].first
             fill = self.colours[first.region] if first else "#eee"
             style = "inside light" if fill in DARK else "inside"
-            labels: list[tuple[Piece, Piece, tuple[str, str]]] = []
+            labels: list[tuple[ByteRange, ByteRange, tuple[str, str]]] = []
             if number == 0:
                 name, nbytes = self.name(parts[0]), parts[-1].end - parts[0].start
                 labels = [(parts[0], parts[-1], (f"{name}: {nbytes:,} bytes", name))]
@@ -134,20 +134,20 @@ class _Line:
                         place = {"x": self.x((low.start + high.end) / 2), "y": self.y + ROW - 6}
                         paint = {"class_": style, "stroke": fill, "text_anchor": "middle"}
                         label = add(self.group, "text", texts[size], **paint, **place)
-                        self.told(label, low, high)
+                        self.tooltip(label, low, high)
                     break
 
-    def told(self, element: Element, low: Piece, high: Piece) -> None:
-        """What an element tells when it is pointed at."""
+    def tooltip(self, element: Element, low: ByteRange, high: ByteRange) -> None:
+        """Adds an element's tooltip."""
         name = ", ".join(filter(None, (self.name(low), span(low.first, high.last))))
         add(element, "title", f"{name}: bytes {low.start:,} to {high.end - 1:,} of the item")
 
     def ruler(self) -> None:
-        """Bytes at which regions begin, and at which the row ends, where there is room."""
+        """Marks offsets where regions begin and the row ends, where there is room."""
         starts = [
             part[0].start
             for part in self.runs()
-            if part[0].first or (part[-1].end - part[0].start) * self.scale > FINEST
+            if part[0].first or (part[-1].end - part[0].start) * self.scale > MIN_STEP_WIDTH
         ]
         free = 0.0
         for byte in [*starts, self.pieces[-1].end]:
@@ -159,27 +159,27 @@ class _Line:
                 free = x + half + 2
 
     def x(self, byte: float) -> float:
-        """Where a byte of the item begins, in pixels."""
+        """The x coordinate of a byte of the item."""
         return LEFT + (byte - self.pieces[0].start) * self.scale
 
-    def runs(self) -> list[list[Piece]]:
-        """Neighbours of one region together."""
+    def runs(self) -> list[list[ByteRange]]:
+        """Adjacent boxes of one region, grouped."""
         return [list(part) for _, part in groupby(self.pieces, self.name)]
 
-    def name(self, piece: Piece) -> str:
-        """The region, or that there is none."""
+    def name(self, piece: ByteRange) -> str:
+        """The region's name, or `padding`."""
         return self.item.name(piece.first.region) if piece.first else "padding"
 
 
-def _step(piece: Piece) -> str:
-    """The finest step in which all of a piece lies, in words."""
+def _step(piece: ByteRange) -> str:
+    """The finest step that contains all of a box, as text."""
     words = span(piece.first, piece.last).split(", ")
     return next((word for word in reversed(words) if "-" not in word), "")
 
 
 def _elided(group: Element, item: ItemMap, start: int, count: int, y: float) -> float:
     row = item.row_bytes
-    pieces = item.pieces(start, start + row, FINEST)
+    pieces = item.pieces(start, start + row, MIN_STEP_WIDTH)
     held = next((piece for piece in pieces if piece.first), None)
     last = item.find(held.start + (count - 1) * row) if held else None
     words = f"… {count:,} more rows like these, every {row:,} bytes"

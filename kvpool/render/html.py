@@ -1,4 +1,4 @@
-"""The HTML page of a layout: maps, tables of regions, and a look-up of bytes by a script."""
+"""A layout as an HTML page: maps, tables of regions, and a look-up of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvpool.layout import Axis, PoolLayout, Region
+from kvpool.layout import PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.render.drawing import LEFT, RIGHT, STYLE, WIDTH, drawn
 from kvpool.render.memory_map import ItemMap, item_maps
@@ -91,9 +91,9 @@ maps.forEach((map, index) => {
 
 
 def html(layout: PoolLayout, title: str = "layout") -> str:
-    """One self-contained page: the maps, their regions as tables, and where each byte lies."""
+    """One self-contained page: the maps, their regions as tables, and a look-up of bytes."""
     maps = item_maps(layout)
-    # a script ends at "</script>", wherever it stands
+    # "</script>" in a string would end the script
     data = json.dumps([_data(item) for item in maps]).replace("<", "\\u003c")
     shared = Element("svg", xmlns="http://www.w3.org/2000/svg", style="position:absolute;height:0")
     shared.append(hatch())
@@ -138,7 +138,7 @@ def _region(item: ItemMap, number: int, colours: dict[Region, str]) -> str:
     fields = "".join(
         f'<label>{escape(axis.name)} <input type="number" min="{axis.start}" '
         f'max="{axis.stop - 1}" value="{axis.start}"></label>'
-        for axis in _axes(region)
+        for axis in region.axes_by_stride
     )
     form = f'<form class="look where" data-region="{number}">{fields}<output></output></form>'
     where = form if fields else ""
@@ -148,11 +148,6 @@ def _region(item: ItemMap, number: int, colours: dict[Region, str]) -> str:
         f'<td class="number">{region.offset:,}</td><td class="number">{region.width:,}</td>'
         f"<td>{'<br>'.join(map(escape, axes_words(region))) or 'none'}</td><td>{where}</td></tr>"
     )
-
-
-def _axes(region: Region) -> list[Axis]:
-    """The largest stride first, as look-ups walk them."""
-    return sorted(region.axes, key=lambda axis: -axis.stride)
 
 
 def _data(item: ItemMap) -> dict[str, object]:
@@ -165,7 +160,7 @@ def _data(item: ItemMap) -> dict[str, object]:
             "element": ITEMSIZE[region.dtype],
             "axes": [
                 {"name": a.name, "size": a.size, "stride": a.stride, "start": a.start}
-                for a in _axes(region)
+                for a in region.axes_by_stride
             ],
         }
         for region in item.regions

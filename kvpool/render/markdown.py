@@ -1,4 +1,4 @@
-"""A format as Markdown: what of it lies where, out of its templates."""
+"""Formats as Markdown, from their item templates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ALIASES
-from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
-from kvpool.pools.kinds import At, Kind, LinearState, Ring
+from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes
+from kvpool.pools.kinds import At, Kind, LinearState
 from kvpool.pools.placement import BufferSpec, Shard
 
 COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", "a cell begins at"
@@ -16,9 +16,9 @@ COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of state at concrete numbers, what it is and where its format comes from.
+    """A kind of state with concrete numbers, what it is and where its format comes from.
 
-    `entries` is entries an item; `item` what an item is called; `tokens` tokens an entry.
+    `entries`: entries an item. `item`: page, slot or ring. `tokens`: tokens an entry.
     """
 
     title: str
@@ -34,17 +34,17 @@ class Format:
     def buffers(self) -> list[BufferSpec]:
         """The buffers of one layer."""
         at = At((0,), "kv", self.entries, Shard(), self.packing, self.prefix)
-        return list(self.kind.declare(at))
+        return list(self.kind.buffers(at))
 
 
 def page(head: str, formats: Sequence[Format]) -> str:
-    """A document of formats: a table of sizes, then a section for each."""
+    """A document: a table of sizes, then a section for each format."""
     lines = [head, *_summary(formats), *(line for each in formats for line in _section(each))]
     return "\n".join(lines)
 
 
 def written(template: Template) -> str:
-    """A template as Python."""
+    """A template as a Python expression."""
     match template:
         case Cell():
             short = {name: alias for alias, name in ALIASES.items()}
@@ -78,20 +78,20 @@ def _section(each: Format) -> Iterator[str]:
     slot = each.item == "slot"
     entries = "" if slot else f", {each.item}s of {each.entries} entries"
     tokens = f" of {each.tokens} tokens" if each.tokens > 1 else ""
-    packing = "" if isinstance(each.kind, Ring) else f", packing `{each.packing}`"
+    packing = "" if each.item == "ring" else f", packing `{each.packing}`"
     yield f"`{each.kind}`{packing}{entries}{tokens}.\n"
     for part in each.buffers():
         yield f"`{part.name}`: `{written(part.item)}`\n"
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|---|---|---:|---:|---|---|"
-        regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
+        regions = part.regions("target")
         yield from map(_row, regions)
         yield ""
         yield _sizes(each, part, sum(region.nbytes for region in regions)) + "\n"
 
 
 def _row(region: Region) -> str:
-    axes = sorted(region.axes, key=lambda axis: -axis.stride)
+    axes = region.axes_by_stride
     steps = ", ".join(f"{axis.name} {axis.size} x {axis.stride:,}" for axis in axes)
     begins = [f"{region.offset}"] * bool(region.offset) + [f"{a.stride} * {a.name}" for a in axes]
     cells = f"{region.offset:,} | {region.width:,} | {steps} | `{' + '.join(begins)}`"
@@ -110,13 +110,12 @@ def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
 
 
 def _entry_bytes(part: BufferSpec) -> int:
-    """Bytes of an entry, without what rounds the page up."""
+    """Bytes of an entry, without the padding of the page."""
     inner = part.item.of if isinstance(part.item, Pad) else part.item
-    regions = item_regions(part.item, owner="target", layer=0, buffer=part.name)
-    entry = regions[0].axis("entry")
+    entry = part.regions("target")[0].axis("entry")
     return item_bytes(inner) // (entry.size if entry else 1)
 
 
 def _anchor(title: str) -> str:
-    """As GitHub makes it of a heading."""
+    """The anchor that GitHub derives from a heading."""
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")

@@ -1,4 +1,4 @@
-"""What every byte of an item is: the map that pictures draw and look-ups read. Needs no torch."""
+"""What every byte of an item is, for pictures and look-ups. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
 from kvpool.layout.grid import region_runs, run_count
 
-MOST_IN_A_ROW = 400  # runs that a row may show
-SHORTEST_ROW = 128  # bytes, where steps are smaller
-SHOWN = 3, 1  # first and last rows of those that are alike
-HIDE_FROM = 7  # rows alike
+MAX_RUNS_IN_A_ROW = 400
+MIN_ROW_BYTES = 128
+SHOWN = 3, 1  # first and last rows of a group of equal ones
+HIDE_FROM = 7  # rows in a group
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Byte `byte` of a region's cell at `steps`, one of each of its axes, counted from 0 here."""
+class ByteLocation:
+    """Byte `byte` of a region's cell at `steps`, one per axis, counted from 0 on this rank."""
 
     region: Region
     steps: tuple[int, ...]
@@ -27,13 +27,13 @@ class Place:
 
     @property
     def offset(self) -> int:
-        """Byte of the item, by the formula of kvpool.layout."""
+        """Offset in the item, by the formula of kvpool.layout."""
         strides = (axis.stride for axis in self.region.axes)
         return self.region.offset + sum(map(int.__mul__, self.steps, strides)) + self.byte
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Steps as the model counts them, by axis name, the largest stride first."""
+        """Steps as the model counts them, by axis name, largest stride first."""
         steps = zip(self.region.axes, self.steps)
         ordered = sorted(steps, key=lambda pair: -pair[0].stride)
         return {axis.name: axis.start + step for axis, step in ordered if axis.total > 1}
@@ -43,8 +43,8 @@ class Place:
         return f"{', '.join(words)}, byte {self.byte:,} of {self.region.width:,}"
 
 
-def where(layout: PoolLayout, buffer: str, byte: int) -> Place | None:
-    """What byte number `byte` of every item of a buffer is; None where it is padding.
+def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
+    """What byte `byte` of a buffer's items is; None for padding.
 
     Raises KeyError for an unknown buffer and IndexError for a byte outside its items.
     """
@@ -57,19 +57,19 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> Place | None:
     return _find([region for region in layout.regions if region.buffer == buffer], byte)
 
 
-def _find(regions: Sequence[Region], byte: int) -> Place | None:
+def _find(regions: Sequence[Region], byte: int) -> ByteLocation | None:
     for region in regions:
         axes = sorted(enumerate(region.axes), key=lambda pair: -pair[1].stride)
         found = _steps(byte - region.offset, [axis for _, axis in axes], region.width)
         if found is not None:
             *steps, inside = found
             at = {index: step for (index, _), step in zip(axes, steps)}
-            return Place(region, tuple(at[index] for index in range(len(axes))), inside)
+            return ByteLocation(region, tuple(at[index] for index in range(len(axes))), inside)
     return None
 
 
 def _steps(at: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
-    """Steps of axes, largest stride first, and the byte of the cell; None where no cell is."""
+    """Steps of axes, largest stride first, and the byte of the cell; None outside all cells."""
     if not axes:
         return (at,) if 0 <= at < width else None
     axis, *finer = axes
@@ -86,23 +86,23 @@ def _steps(at: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
 
 
 def extent(axes: Sequence[Axis], width: int) -> int:
-    """Bytes from the first to the last of a grid of cells."""
+    """Bytes from the first to the last byte of a grid of cells."""
     return sum((axis.size - 1) * axis.stride for axis in axes) + width
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes `start` to `end` of an item that are drawn as one: of a region, or padding (None)."""
+class ByteRange:
+    """Bytes `start` to `end` of an item, drawn as one box: of a region, or padding (None)."""
 
     start: int
     end: int
-    first: Place | None
-    last: Place | None
+    first: ByteLocation | None
+    last: ByteLocation | None
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """`count` rows of a map that show the same regions in the same places, from byte `start` on."""
+class RowGroup:
+    """`count` rows of a map, from byte `start`, that show the same regions at the same offsets."""
 
     start: int
     count: int
@@ -110,7 +110,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ItemMap:
-    """One item, and all buffers whose items look like it; `regions` are those of the first."""
+    """One item and all buffers that have such items; `regions` are those of the first buffer."""
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
@@ -128,11 +128,12 @@ class ItemMap:
         return self.item_bytes - sum(region.nbytes for region in self.regions)
 
     def name(self, region: Region) -> str:
-        """Its role, and which of the item's layers it is of where there are several."""
-        return f"{region.role} (layer +{region.layer - self._first})" if self._many else region.role
+        """The role, and the layer where the item has several."""
+        low, high = self._layers
+        return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
-    def find(self, byte: int) -> Place | None:
-        """What a byte of the item is; None where it is padding."""
+    def find(self, byte: int) -> ByteLocation | None:
+        """What a byte of the item is; None for padding."""
         starts, ends, whose = self._runs
         run = int(np.searchsorted(starts, byte, side="right")) - 1
         if run < 0 or byte >= ends[run]:
@@ -140,55 +141,52 @@ class ItemMap:
         return _find([self.regions[whose[run]]], byte)
 
     @cached_property
-    def _first(self) -> int:
-        return min(region.layer for region in self.regions)
-
-    @cached_property
-    def _many(self) -> bool:
-        return any(region.layer != self._first for region in self.regions)
+    def _layers(self) -> tuple[int, int]:
+        layers = [region.layer for region in self.regions]
+        return min(layers), max(layers)
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes that one row of a picture shows: the largest step of an axis that is not too full,
-        several of them where they are short.
+        """Bytes of one row of a picture: the largest stride whose rows have few enough runs, or a
+        multiple of it where it is short.
         """
         runs = sum(run_count(region) for region in self.regions)
         axes = (axis for region in self.regions for axis in region.axes)
         strides = sorted({axis.stride for axis in axes if axis.size > 1}, reverse=True)
-        fits = (s for s in strides if runs * s <= MOST_IN_A_ROW * self.item_bytes)
+        fits = (s for s in strides if runs * s <= MAX_RUNS_IN_A_ROW * self.item_bytes)
         row = next(fits, strides[-1] if strides else self.item_bytes)
-        while row < SHORTEST_ROW:
+        while row < MIN_ROW_BYTES:
             row *= 2
         return min(row, self.item_bytes)
 
-    def rows(self) -> Iterator[Rows]:
-        """All rows, those in a line that look alike together."""
-        found, shape = Rows(0, 0), None
+    def rows(self) -> Iterator[RowGroup]:
+        """All rows, equal neighbours grouped."""
+        found, shape = RowGroup(0, 0), None
         for start, count, seen in self._shapes():
             if shape is not None and seen != shape:
                 yield found
-                found = Rows(start, 0)
+                found = RowGroup(start, 0)
             found, shape = replace(found, count=found.count + count), seen
         yield found
 
-    def pieces(self, start: int, end: int, smallest: float) -> Iterator[Piece]:
-        """What bytes `start` to `end` are drawn as: runs, cut at the steps of the finest axis whose
-        steps are `smallest` bytes or more.
+    def pieces(self, start: int, end: int, smallest: float) -> Iterator[ByteRange]:
+        """Boxes of bytes `start` to `end`: runs, cut at the steps of the finest axis with a stride
+        of `smallest` bytes or more.
         """
         starts, ends, _ = self._runs
         while start < end:
             place, run = self.find(start), int(np.searchsorted(starts, start, side="right"))
             if place is None:
                 stop = min(end, int(starts[run]) if run < len(starts) else end)
-                yield Piece(start, stop, None, None)
+                yield ByteRange(start, stop, None, None)
             else:
                 stop = min(end, int(ends[run - 1]), start + _rest(place, smallest))
-                yield Piece(start, stop, place, self.find(stop - 1))
+                yield ByteRange(start, stop, place, self.find(stop - 1))
             start = stop
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Starts, ends and regions' numbers of all runs, by start."""
+        """Starts, ends and region numbers of all runs, by start."""
         parts = [region_runs(region) for region in self.regions]
         if not parts:
             return (np.zeros(0, dtype=np.int64),) * 3
@@ -199,7 +197,7 @@ class ItemMap:
         return starts[order], ends[order], whose[order]
 
     def _shapes(self) -> Iterator[tuple[int, int, tuple[object, ...]]]:
-        """(start, count, what they look like) of rows, in order."""
+        """(start, count, contents) of rows, in order."""
         starts, ends, whose = self._runs
         row, start = self.row_bytes, 0
         while start < self.item_bytes:
@@ -208,7 +206,7 @@ class ItemMap:
             high = int(np.searchsorted(starts, end, side="left"))
             cut = (np.clip(b[low:high] - start, 0, end - start).tolist() for b in (starts, ends))
             seen = (end - start, *zip(*cut, whose[low:high].tolist()))
-            until = end  # where a single run, or none, goes on for more than this row
+            until = end  # a single run, or padding, may continue beyond this row
             if high - low == 1 and starts[low] <= start and ends[low] >= end:
                 until = int(ends[low])
             elif high == low:
@@ -218,8 +216,8 @@ class ItemMap:
             start += count * row
 
 
-def _rest(place: Place, smallest: float) -> int:
-    """Bytes from a place to the end of its step of the finest axis that is not too small."""
+def _rest(place: ByteLocation, smallest: float) -> int:
+    """Bytes to the end of the step of the finest axis that is not too small."""
     axes = sorted(zip(place.region.axes, place.steps), key=lambda pair: pair[0].stride)
     inside, finer = place.byte, place.region.width
     for axis, step in axes:
@@ -231,7 +229,7 @@ def _rest(place: Place, smallest: float) -> int:
 
 
 def item_maps(layout: PoolLayout) -> list[ItemMap]:
-    """A map for each way in which items look, buffers that look alike gathered, in their order."""
+    """A map for each distinct kind of item, with all buffers that have it, in their order."""
     inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
     for region in layout.regions:
         inside[region.buffer].append(region)
@@ -253,8 +251,8 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
     ]
 
 
-def span(first: Place | None, last: Place | None) -> str:
-    """Steps from one place to another in words: `entry 3, head 0-7`; empty where none is common."""
+def span(first: ByteLocation | None, last: ByteLocation | None) -> str:
+    """Steps from one byte to another as text: `entry 3, head 0-7`; empty if none is common."""
     if first is None or last is None:
         return ""
     words = []

@@ -1,6 +1,6 @@
-"""Layouts as pictures: the memory map of one item of each kind, to scale, as SVG.
+"""Layouts as SVG: a memory map, to scale, of one item of each kind.
 
-A map is read like a hex dump: rows of equal length, each byte as wide as any other of its map.
+A map is read like a hex dump: rows of equal length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpool.render.text import space_words
 
 
 def svg(layout: PoolLayout, title: str = "layout") -> str:
-    """One self-contained SVG: for each way in which items look their map and their regions."""
+    """One self-contained SVG: for each kind of item its map and a legend of its regions."""
     width = LEFT + WIDTH + RIGHT
     root = Element("svg", xmlns="http://www.w3.org/2000/svg", width=f"{width}")
     add(root, "title", title)
@@ -40,7 +40,7 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
 
 
 def hatch() -> Element:
-    """What padding is filled with."""
+    """The fill pattern of padding."""
     defs = Element("defs")
     pattern = add(
         defs,
@@ -67,7 +67,7 @@ def heading(item: ItemMap) -> str:
 
 
 def facts(item: ItemMap) -> str:
-    """Sizes of a map's items, and how they are addressed."""
+    """Sizes of a map's items, and how ids address them."""
     buffer, words = item.buffers[0], []
     words.append(f"an item: {item.item_bytes:,} bytes, every {buffer.item_stride:,}")
     if item.padding:
@@ -78,13 +78,12 @@ def facts(item: ItemMap) -> str:
 
 
 def axes_words(region: Region) -> list[str]:
-    """`head 4-7 of 8, every 256` for each axis, the largest stride first."""
-    axes = sorted(region.axes, key=lambda axis: -axis.stride)
-    return [f"{axis_steps(axis)}, every {axis.stride:,}" for axis in axes]
+    """`head 4-7 of 8, every 256` for each axis, largest stride first."""
+    return [f"{axis_steps(axis)}, every {axis.stride:,}" for axis in region.axes_by_stride]
 
 
 def palettes(maps: Sequence[ItemMap]) -> list[dict[Region, str]]:
-    """A colour for each region of each map: the same role has the same one where that can be."""
+    """A colour for each region of each map, the same for equal roles where possible."""
     roots = dict.fromkeys(_root(region) for item in maps for region in item.regions)
     hue = {root: HUES[number % len(HUES)] for number, root in enumerate(roots)}
     found = []

@@ -1,4 +1,4 @@
-"""Layouts as tables for people."""
+"""Layouts as tables in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
-    """One row per (owner, role) and shape, layers gathered; sizes in bytes."""
+    """A row for each (owner, role) and shape, with its layers; sizes in bytes."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -42,7 +42,7 @@ def human(nbytes: float) -> str:
 
 
 def space_words(space: Space) -> str:
-    """How ids of a space address positions: `space kv: pages of 64 entries`."""
+    """How ids of a space address positions, as text: `space kv: pages of 64 entries`."""
     entries = "entry" if space.entries_per_item == 1 else "entries"
     words = [
         {
@@ -63,7 +63,6 @@ def space_words(space: Space) -> str:
 
 def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
     buffer = layout.buffer_of(region)
-    axes = sorted(region.axes, key=lambda axis: -axis.stride)
     item = f"{buffer.item_bytes:,}"
     if buffer.item_stride != buffer.item_bytes:
         item += f"\nevery {buffer.item_stride:,}"
@@ -74,6 +73,6 @@ def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
         region.dtype,
         f"{buffer.items:,}",
         item,
-        "\n".join(f"{axis_steps(a)} x {a.stride:,}" for a in axes),
+        "\n".join(f"{axis_steps(a)} x {a.stride:,}" for a in region.axes_by_stride),
         f"{region.width:,}",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.lazy import loader
+from kvpool.lazy import exports
 
 if TYPE_CHECKING:
     from kvpool.testing.case import Build as Build
@@ -20,17 +20,12 @@ if TYPE_CHECKING:
     from kvpool.testing.run import check_device as check_device
     from kvpool.testing.run import check_pool as check_pool
 
-# pytest loads the plugin in every run, which must not import torch
-_HOME = {
-    "Build": "case",
-    "Case": "case",
-    "ConformanceError": "case",
-    "Inapplicable": "case",
-    "POOLS": "pools",
-    "check_device": "run",
-    "check_pool": "run",
-}
-
-__all__ = [*_HOME]
-
-__getattr__ = loader(__name__, _HOME)
+# pytest loads the plugin beside this in every run, and that may not cost torch
+__all__, __dir__, __getattr__ = exports(
+    __name__,
+    {
+        "case": "Build Case ConformanceError Inapplicable",
+        "pools": "POOLS",
+        "run": "check_device check_pool",
+    },
+)

@@ -72,7 +72,7 @@ def groups(pool: KVPool) -> list[Group]:
 
 def shape(region: Region, count: int) -> tuple[int, ...]:
     """`[N, axes..., byte]` of `count` entries."""
-    return count, *(a.size for a in region.axes if a.name != "entry"), region.width
+    return count, *(a.size for a in region.inner_axes), region.width
 
 
 def blocks(scales: Region) -> int:

@@ -15,7 +15,7 @@ from kvpool.pools.kinds import MHA, MLA, IndexKey, gated_delta_net, kda, mamba2
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
 from kvpool.pools.nsa import NSAPool
-from kvpool.pools.placement import COUNTS, Shard
+from kvpool.pools.placement import ITEM_COUNTS, Shard
 from kvpool.pools.swa import SWAPool
 
 
@@ -40,7 +40,7 @@ class Example:
 
     def from_budget(self, nbytes: int, **more: Any) -> KVPool:
         """A pool of as many pages as fit into `nbytes` bytes."""
-        sizes = {name: value for name, value in self.arguments.items() if name not in COUNTS}
+        sizes = {name: value for name, value in self.arguments.items() if name not in ITEM_COUNTS}
         return self.kind.from_budget(nbytes, **{**sizes, **more})
 
     @property

@@ -35,7 +35,7 @@ def _cells(
             view = view[:, None]
         span, size = address.spans[space.id_list], space.entries_per_item
         number = entries // size - span.first_item if space.kind == "paged" else entries * 0
-        inner = tuple((axis.start, axis.stop) for axis in region.axes if axis.name != "entry")
+        inner = tuple((axis.start, axis.stop) for axis in region.inner_axes)
         what = _values(region.key, inner, region.width, salt)[entries]
         yield view, (span.ids[number], entries % size), what
 

@@ -277,7 +277,7 @@ def test_int8_index_keys_are_taken_with_their_scales_and_refused_without():
         pool.set_index_key(1, [4], keys)
     with pytest.raises(ValueError, match=r"index_key: values \(1, 8\)"):
         pool.set_index_key(1, [4], torch.zeros(1, 8, dtype=torch.bfloat16))
-    with pytest.raises(KeyError, match="layer 0: no IndexKey here"):
+    with pytest.raises(KeyError, match="layer 0: no IndexKey"):
         pool.set_index_key(0, [4], keys)
 
 

@@ -11,6 +11,7 @@ import torch
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.work import LAYERS, PAGE, Work, need_equal, noise, plain_copy
 from kvpool import MLAPool
+from kvpool.pools.placement import Placement
 
 MLA_PAGE_BYTES = PAGE * (512 + 64) * 2
 RUN_WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
@@ -26,7 +27,7 @@ def move_cases(sizes: Sizes) -> Iterator[BenchCase]:
             yield BenchCase("move", name, nbytes, opened)
 
 
-def open_move(pages: int, placement: str, ids: str, context: BenchContext) -> Work:
+def open_move(pages: int, placement: Placement, ids: str, context: BenchContext) -> Work:
     """See move_cases. Ids on the host go through the pool, which checks and copies them."""
     pool = MLAPool(
         layers=range(LAYERS),

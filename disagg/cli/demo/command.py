@@ -26,6 +26,7 @@ from disagg.cli.demo.models import MODELS, Settings
 from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
+from kvpool.layout.dtypes import PACKINGS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-QUANTISED_PACKINGS = ("fp8", "mxfp8")
 PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 
 
@@ -73,7 +73,7 @@ def demo(
         ("--model", model, MODELS),
         ("--engine", engine, engine_names()),
         ("--dtype", dtype, MODEL_DTYPES),
-        ("--packing", packing or dtype, (dtype, *QUANTISED_PACKINGS)),
+        ("--packing", packing or dtype, (dtype, *PACKINGS)),
     ):
         if value not in known:
             names = ", ".join(known)

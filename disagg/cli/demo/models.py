@@ -144,13 +144,13 @@ class Settings:
         """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
         from kvpool.pools.budget import fixed_items
-        from kvpool.pools.placement import COUNTS
+        from kvpool.pools.placement import ITEM_COUNTS
 
         common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
         if page:
             common["page_size"] = page
-        few = dict.fromkeys(COUNTS, 2)
+        few = dict.fromkeys(ITEM_COUNTS, 2)
         probe = pool_for(model.config, **common, **few, device="meta")
-        fixed = fixed_items(probe.layout, requests=2, chunk_tokens=self.chunk_tokens)
+        fixed = fixed_items([probe], requests=2, chunk_tokens=self.chunk_tokens)
         pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
         return pool_for(model.config, **common, num_pages=pages, **fixed, device=self.device)

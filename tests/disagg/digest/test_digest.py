@@ -301,7 +301,7 @@ def by_hand(holder, address, piece):
     """One digest per entry: sums over grid points, cut every 4096 bytes."""
     weights = [mix(n) | 1 for n in range(1, 1027)]
     region = holder.layout.region_by_key[piece.key]
-    axes = [axis for axis in region.axes if axis.name != "entry"]
+    axes = region.inner_axes
     seed = int(disagg.digest.cell_hash._seed(piece.key)[0])
     found = []
     for entry in piece.entries:

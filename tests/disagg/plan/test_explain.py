@@ -108,10 +108,10 @@ def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "neither a JSON nor a msgpack layout"),
-        (b"hello", "neither a JSON nor a msgpack layout"),
-        (b"{}", "malformed layout"),
-        (b'{"version": 9}', "layout version 9"),
+        (b"", "neither JSON nor a msgpack layout"),
+        (b"hello", "neither JSON nor a msgpack layout"),
+        (b"{}", "neither a JSON nor a msgpack layout"),
+        (b'{"buffers": [], "version": 9}', "layout version 9"),
     ],
 )
 def test_a_file_that_is_no_layout_is_refused(tmp_path, content, sentence):

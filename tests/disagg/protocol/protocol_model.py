@@ -479,7 +479,7 @@ def check_bytes(pool, address, positions: range, sources) -> None:
         span, size = address.spans[space.id_list], space.entries_per_item
         found = held.views[region.key][span.ids[entries // size - span.first_item], entries % size]
         right = np.zeros(found.shape, dtype=bool)
-        axes = [axis for axis in region.axes if axis.name != "entry"]
+        axes = region.inner_axes
         for layout, salt in sources:
             given = layout.region_by_key[region.key]
             common = [_common(axis, given.axis(axis.name)) for axis in axes]

@@ -58,7 +58,7 @@ def test_deepseek_v32_in_fp8_takes_656_and_132_bytes_a_layer_and_token():
     assert (found.tightest_for_tokens, found.tightest_for_requests) == (0, 0)
 
 
-def test_roles_share_a_token_as_hand_arithmetic_says():
+def test_roles_have_the_bytes_computed_by_hand():
     assert by_role(of("deepseek_v32"), "token") == {
         ("target", "latent"): 61 * 512,
         ("target", "latent.scale"): 61 * 4 * 4,
@@ -140,7 +140,7 @@ def test_a_target_and_its_draft_fill_the_memory_together(name):
 
 
 @every_shipped
-def test_so_many_requests_fit_and_not_one_more(name):
+def test_one_more_request_does_not_fit(name):
     stage = of(name, 64 * GIB, tokens=5000).stages[0]
     declared = declare(name)
     pages = -(-5000 // declared.page_size)
@@ -195,7 +195,7 @@ def test_no_pool_takes_memory(monkeypatch):
 
 def test_memory_that_holds_no_page_is_refused_with_what_would():
     page = 61 * 64 * 656
-    with pytest.raises(DoesNotFit, match=f"layers 0-60.*1 request; {2 * page:,} would"):
+    with pytest.raises(DoesNotFit, match=f"layers 0-60.*1 request; {2 * page:,} bytes are enough"):
         of("deepseek_v3", 2 * page - 1)
     assert of("deepseek_v3", 2 * page).stages[0].tokens == 64
 
@@ -260,15 +260,15 @@ def test_the_installed_command_prints_tables_of_roles_and_stages():
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["gpt2"], 2, "no shipped config"),
+        (["gpt2"], 2, "nor a shipped config"),
         (["llama_3_1_70b", "--tp", "3"], 2, "8 heads cannot be split over 3"),
         (["llama_3_1_70b", "--pp", "81"], 2, "81 stages for 80 layers"),
         (["llama_3_1_70b", "--memory", "141G"], 2, "such as 141GiB"),
         (["llama_3_1_70b", "--dtype", "int4"], 2, "one of bf16"),
         (["llama_3_1_70b", "--draft"], 2, "no draft layers"),
         (["deepseek_v3", "--dtype", "mxfp8"], 2, "MLA takes fp8"),
-        (["deepseek_v4", "--page-size", "64"], 2, "no whole entries of 128"),
-        (["llama_3_1_70b", "--memory", "1MB"], 1, "hold no page of tokens"),
+        (["deepseek_v4", "--page-size", "64"], 2, "not a multiple of 128"),
+        (["llama_3_1_70b", "--memory", "1MB"], 1, "are too few for a page of 64 tokens"),
         (["llama_3_1_70b", "--tp", "0"], 2, "--tp"),
     ],
 )

@@ -184,15 +184,15 @@ def test_layers_that_go_on_as_they_begin_are_cut_short(numbers, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "config 'nowhere': no file that can be read"),
-        (["a\0b"], "no file that can be read (embedded null byte)"),
+        (["nowhere"], "config 'nowhere': neither a readable file"),
+        (["a\0b"], "neither a readable file (embedded null byte)"),
         (["deepseek_v3", "--tp", "4", "--rank", "4"], "shard: rank 4 of 4"),
         (["deepseek_v3", "--rank", "1"], "shard: rank 1 of 1"),
         (["deepseek_v3", "--dtype", "bf17"], "dtype 'bf17': one of bf16"),
         (["deepseek_v3", "--dtype", "mxfp8"], "packing: MLA takes fp8"),
-        (["deepseek_v4", "--page-size", "64"], "pages of 64 tokens are no whole entries of 128"),
+        (["deepseek_v4", "--page-size", "64"], "pages of 64 tokens are not a multiple of 128"),
         (["llama_3_1_70b", "--tp", "3"], "8 heads cannot be split over 3 ranks"),
-        (["llama_3_1_70b", "--draft"], "names no draft layers"),
+        (["llama_3_1_70b", "--draft"], "has no draft layers"),
         (["llama_3_1_70b", "--svg", "/nowhere/a.svg"], "--svg /nowhere/a.svg: No such file"),
     ],
 )
@@ -204,12 +204,12 @@ def test_what_cannot_be_described_is_refused_with_a_sentence(arguments, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "neither a layout (JSON or msgpack) nor a model config"),
-        (b"[1]", "neither a layout"),
+        (b"", "neither JSON nor a msgpack layout"),
+        (b"[1]", "neither JSON nor a msgpack layout"),
         (b"\xff\xfe", "malformed layout"),
         (b'{"buffers": [], "version": 9}', "layout version 9"),
         (b'{"regions": 1}', "malformed layout"),
-        (b"{" * 100_000, "neither a layout"),
+        (b"{" * 100_000, "neither JSON nor a msgpack layout"),
         (b'{"model_type": "nothing"}', "model_type 'nothing': known are"),
     ],
 )
@@ -221,4 +221,4 @@ def test_a_file_that_is_neither_layout_nor_config_is_refused(tmp_path, content, 
 
 def test_options_of_models_do_not_change_a_layout_file(file):
     said = " ".join(run(file, "--tp", 2, "--dtype", "bf16", fails=True).stderr.split())
-    assert "is a layout: --dtype, --tp cannot change it. Leave them out" in said
+    assert "--dtype, --tp cannot change a layout file. Leave them out" in said

@@ -283,7 +283,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(family):
 
 
 @pytest.mark.parametrize("family", PAGED)
-def test_a_pool_filled_by_others_goes_on_where_it_was(family):
+def test_a_cache_continues_on_tokens_that_were_transferred(family):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
     theirs = transformers.DynamicCache(config=model.config)
     expected = run(model, theirs, ids)
@@ -404,7 +404,7 @@ def test_other_dims_other_rows_and_gradients_are_refused():
     pool = pool_of(model)
     with pytest.raises(ValueError, match=r"\[1, 1, 29, 32\].*\[2, 1, 29, 32\]"):
         run(model, PoolCache.new(pool, Allocator(pool), 2), ids, chunks=(PROMPT,), steps=0)
-    with pytest.raises(ValueError, match="no gradients are kept"):
+    with pytest.raises(ValueError, match="gradients are not supported"):
         model(ids, past_key_values=PoolCache.new(pool, Allocator(pool)))
     assert not pool._slab.any()
 
@@ -420,7 +420,7 @@ def test_requests_that_make_no_batch_are_refused():
         PoolCache(pool, allocator, [first, first])
     with pytest.raises(ValueError, match="one or more, each once, got 0"):
         PoolCache(pool, allocator, [])
-    with pytest.raises(ValueError, match=r"other pools' items\. Use Allocator\(pool\)"):
+    with pytest.raises(ValueError, match=r"another pool's items\. Use Allocator\(pool\)"):
         PoolCache(pool_of(model_of("llama")), allocator, [first])
     allocator.free(first)
     with pytest.raises(ValueError, match="freed"):
@@ -433,7 +433,7 @@ def test_requests_changed_behind_the_cache_are_noticed():
     ours = PoolCache.new(pool, allocator, 2)
     states = torch.zeros(2, 2, 4, 16)
     allocator.extend(ours.requests[1], 4)
-    with pytest.raises(ValueError, match="row 1: 4 tokens, not the 0 that this cache was given"):
+    with pytest.raises(ValueError, match="row 1: the request has 4 tokens, this cache wrote 0"):
         ours.update(states, states, 0)
     assert ours.requests[0].num_tokens == 0
     ours = PoolCache.new(pool, allocator, 2)
@@ -448,7 +448,7 @@ def test_layers_of_one_forward_that_disagree_are_noticed():
     ours = PoolCache.new(pool, Allocator(pool))
     states = torch.zeros(1, 2, 4, 16)
     ours.update(states, states, 0)
-    with pytest.raises(ValueError, match="layer 1 attention: 3 new tokens, others got 4"):
+    with pytest.raises(ValueError, match="layer 1 attention: 3 new tokens, other states 4"):
         ours.update(states[:, :, :3], states[:, :, :3], 1)
     ours.update(states, states, 1)
     with pytest.raises(RuntimeError, match=r"layer 2 attention: 0 tokens, others 4"):
@@ -500,8 +500,8 @@ def test_pool_for_takes_the_pool_that_the_model_needs():
 
 
 NEEDS = {
-    ("deepseek_v32", MLAPool): "layer 0: the model keeps index keys, the pool holds",
-    ("qwen3_next", MHAPool): "layer 0: the model keeps linear-attention state 0, the pool holds",
+    ("deepseek_v32", MLAPool): "layer 0: the model has index keys, the pool holds",
+    ("qwen3_next", MHAPool): "layer 0: the model has linear-attention state 0, the pool holds",
     ("deepseek_v4", MHAPool): r"layer 0 k: the model gives",
 }
 
@@ -519,11 +519,11 @@ def test_a_model_that_keeps_state_the_pool_does_not_hold_is_refused(family, kind
 def test_compressors_of_which_the_pool_holds_nothing_are_refused():
     model = model_of("deepseek_v4")
     pool = pool_of(model, compress_ratios=(0, 0, 0, 0))
-    with pytest.raises(ValueError, match="layer 1: the model keeps compressor states"):
+    with pytest.raises(ValueError, match="layer 1: the model has compressor states"):
         run(model, PoolCache.new(pool, Allocator(pool)), prompt(1), chunks=(PROMPT,), steps=0)
 
 
-def test_states_that_the_model_does_not_give_are_noticed():
+def test_states_that_the_model_does_not_write_are_noticed():
     model = model_of("deepseek_v3")
     pool = pool_of(model_of("deepseek_v32"))
     ours = PoolCache.new(pool, Allocator(pool))
@@ -532,7 +532,7 @@ def test_states_that_the_model_does_not_give_are_noticed():
         run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
 
 
-def test_a_draft_is_given_what_its_target_was_given():
+def test_a_draft_writes_the_tokens_of_its_target():
     model, small = model_of("llama"), model_of("gpt_oss")
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
@@ -546,9 +546,9 @@ def test_a_draft_is_given_what_its_target_was_given():
     again = PoolCache(draft, allocator, [request])
     theirs = transformers.DynamicCache(config=small.config)
     expected = run(small, theirs, ids, steps=2)
-    with pytest.raises(ValueError, match="row 0: 29 tokens, not the 28"):
+    with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
         ours[1].tokens = 28
-        ours[1].given = dict.fromkeys(ours[1].given, 28)
+        ours[1].written = dict.fromkeys(ours[1].written, 28)
         run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
     last = expected[-3][:, -1:].argmax(-1)
     for step in (-2, -1):
@@ -557,7 +557,7 @@ def test_a_draft_is_given_what_its_target_was_given():
         last = logits.argmax(-1)
 
 
-def test_what_a_draft_was_not_given_does_not_count_as_cached():
+def test_tokens_that_a_draft_did_not_write_are_not_cached():
     model, small = model_of("llama"), model_of("qwen3_moe")
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
@@ -578,7 +578,7 @@ def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
     ours = PoolCache.new(target, allocator)
     run(model, ours, prompt(1), steps=0)
     late = PoolCache(draft, allocator, ours.requests)
-    with pytest.raises(ValueError, match="space swa: tokens left the window before draft was"):
+    with pytest.raises(ValueError, match="space swa: tokens left the window before draft wrote"):
         run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
 
 
@@ -601,7 +601,7 @@ def test_tokens_received_after_some_were_computed_count_as_cached():
     assert torch.equal(*again)
 
 
-def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
+def test_a_forward_that_did_not_finish_cannot_be_continued():
     model, ids = model_of("qwen3_next"), prompt(1)
     pool = pool_of(model)
     allocator = Allocator(pool)
@@ -614,12 +614,12 @@ def test_a_forward_that_ended_half_way_leaves_nothing_to_go_on_from():
     with pytest.raises(KeyboardInterrupt):
         run(model, ours, ids, chunks=(PROMPT,), steps=0)
     hook.remove()
-    with pytest.raises(RuntimeError, match="a forward failed half-way"):
+    with pytest.raises(RuntimeError, match="a forward did not finish"):
         run(model, ours, ids, chunks=(PROMPT,), steps=0)
-    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
+    with pytest.raises(ValueError, match=r"did not finish. Free it"):
         PoolCache(pool, allocator, ours.requests)
-    with pytest.raises(ValueError, match=r"ended half-way. Free it"):
-        allocator.fork(ours.requests[0], 8)
+    with pytest.raises(ValueError, match=r"did not finish. Free it"):
+        allocator.fork(ours.requests[0], PROMPT)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "deepseek_v4", "deepseek_v32"])
@@ -650,7 +650,7 @@ def test_a_pool_without_kinds_is_refused():
 
     pool = MHAPool(num_kv_heads=2, head_dim=4, layers=[0], num_pages=4, page_size=2, dtype="f32")
     keys = Keys(layers=[0], num_pages=4, page_size=2, dtype="f32")
-    with pytest.raises(ValueError, match="Keys: PoolCache reads the kinds of state of a UnionPool"):
+    with pytest.raises(ValueError, match="Keys: PoolCache needs a CompositePool"):
         PoolCache.new(keys, Allocator(keys))
 
 

@@ -301,7 +301,7 @@ def test_parts_that_are_no_list_are_refused(write, read, encode, where):
 
 
 @both
-def test_an_untrue_layout_is_refused_with_the_sentence_of_the_constructor(write, read, encode):
+def test_an_inconsistent_layout_is_refused_as_by_the_constructor(write, read, encode):
     spoilt = raw()
     spoilt["regions"][0]["offset"] = 2
     with pytest.raises(LayoutError, match=r"target layer 0 latent: overlaps target layer 0 rope"):

@@ -274,7 +274,7 @@ THREE = ("item", "entry", "dim")
         ),
         (("page", "entry", "dim"), {}, r"dims .*: each name once, and one of them 'item'"),
         (("item", "item", "dim"), {}, r"dims .*: each name once"),
-        (("item", "dim", "entry"), {}, r"elements of 'dim' lie 32 bytes apart, .* 4 apart"),
+        (("item", "dim", "entry"), {}, r"elements of 'dim' are 32 bytes apart, .* 4 apart"),
         (THREE, {"layer": (0, 1)}, r"2 of layer named, but the tensor has no such dim"),
         (THREE, {"role": ("k", "v")}, r"2 of role named, but the tensor has no such dim"),
         (THREE, {"layer": ()}, r"0 of layer named, but the tensor has no such dim"),
@@ -283,9 +283,9 @@ THREE = ("item", "entry", "dim")
         (("role", "item", "dim"), {"role": ("k", "v")}, r"2 of role named, .* holds 5"),
         (THREE, {"shards": {"head": (0, 8)}}, r"shards names \['head'\], the axes are \['entry'\]"),
         (THREE, {"shards": {"dim": (0, 8)}}, r"shards names \['dim'\]"),
-        (THREE, {"shards": {"entry": (1, 16)}}, r"axis entry: steps 1 to 17 do not fit in .* 16"),
+        (THREE, {"shards": {"entry": (1, 16)}}, r"axis entry: steps 1 to 17 exceed .* 16"),
         (THREE, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
-        (THREE, {"dtype": "f64", "cell": None}, r"a cell of 4 bytes is no whole float64"),
+        (THREE, {"dtype": "f64", "cell": None}, r"a cell of 4 bytes is no multiple of float64"),
         (THREE, {"layer": -1}, r"target k layer: 0 to 2\*\*63-1, got -1"),
         (("entry", "item", "dim"), {}, r"items of \d+ bytes overlap at a stride of 32"),
     ],
@@ -297,9 +297,9 @@ def test_names_that_do_not_fit_a_tensor_are_refused(dims, more, says):
 
 @pytest.mark.parametrize("shape", [(0, 16, 8), (5, 0, 8), (5, 16, 0)])
 def test_an_empty_tensor_is_refused(shape):
-    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) holds nothing"):
+    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) is empty"):
         describe(torch.zeros(shape), THREE, role="k", layer=0)
-    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) holds nothing"):
+    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) is empty"):
         describe_buffer(torch.zeros(shape), THREE, name="b")
 
 

@@ -60,9 +60,9 @@ def test_a_shard_of_an_axis_stops_where_the_next_starts():
         ({"stride": -1}, r"axis head stride: 0 to 2\*\*63-1, got -1"),
         ({"stride": TOO_BIG}, r"axis head stride: .* got 9223372036854775808"),
         ({"start": -1, "total": 8}, r"axis head start: 0 to 2\*\*63-1, got -1"),
-        ({"start": 1}, r"axis head: steps 1 to 3 do not fit in a total of 2"),
-        ({"start": 7, "total": 8}, r"axis head: steps 7 to 9 do not fit in a total of 8"),
-        ({"total": 1}, r"axis head: steps 0 to 2 do not fit in a total of 1"),
+        ({"start": 1}, r"axis head: steps 1 to 3 exceed the total of 2"),
+        ({"start": 7, "total": 8}, r"axis head: steps 7 to 9 exceed the total of 8"),
+        ({"total": 1}, r"axis head: steps 0 to 2 exceed the total of 1"),
     ],
 )
 def test_an_axis_that_cannot_be_is_refused(wrong, says):
@@ -100,7 +100,7 @@ def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
         ({"home": ""}, r"draft layer 7 rope buffer: a name .* got ''"),
         ({"offset": -1}, r"draft layer 7 rope offset: 0 to 2\*\*63-1, got -1"),
         ({"width": 0}, r"draft layer 7 rope width: 1 to 2\*\*63-1, got 0"),
-        ({"width": 3}, r"draft layer 7 rope width: 3 bytes are no whole bfloat16 \(2\)"),
+        ({"width": 3}, r"draft layer 7 rope width: 3 bytes are not a multiple of bfloat16 \(2\)"),
         ({"dtype": "bf17"}, r"draft layer 7 rope: dtype 'bf17' is not known"),
         (
             {"axes": [Axis(f"a{n}", 1, 0) for n in range(9)]},
@@ -108,7 +108,7 @@ def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
         ),
         (
             {"axes": [Axis("head", 1, 0), Axis("head", 2, 4)]},
-            r"draft layer 7 rope: an axis is named twice in \['head', 'head'\]",
+            r"draft layer 7 rope: \['head', 'head'\] names an axis twice",
         ),
     ],
 )
@@ -171,18 +171,18 @@ def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
         ({"kind": "slot", "window": 1}, r"space s: a slot has no entries"),
         (
             {"kind": "ring", "entries_per_item": 8},
-            r"space s: a ring of 8 entries cannot keep a window of None alive",
+            r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got None",
         ),
         (
             {"kind": "ring", "entries_per_item": 8, "window": 6, "window_step": 4},
-            r"space s: a ring of 8 entries cannot keep a window of 6 alive in steps of 4",
+            r"space s: window: at most 5 in a ring of 8 entries and steps of 4, got 6",
         ),
         ({"window_step": 0}, r"space s window_step: 1 to 2\*\*63-1, got 0"),
         ({"window_step": 4}, r"space s: a window_step of 4 needs a window"),
         ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
         (
             {"kind": "ring", "entries_per_item": 8, "window": 9},
-            r"space s: a ring of 8 entries cannot keep a window of 9 alive",
+            r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got 9",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_regions_that_overlap_are_refused_with_both_ranges():
         layout(region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3))
 
 
-def test_the_order_of_declaration_does_not_hide_an_overlap():
+def test_an_overlap_is_found_in_any_order():
     with pytest.raises(LayoutError, match=r"target layer 0 k: overlaps target layer 0 v"):
         layout(region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33))
 
@@ -369,7 +369,7 @@ def test_an_item_of_too_many_separate_runs_is_refused_unlisted():
 
 
 def byte_list(held: Region) -> list[int]:
-    """Every byte of a region in its item, from the formula of DESIGN section 3."""
+    """Every byte of a region in its item, from the formula of kvpool.layout."""
     steps = product(*(range(axis.size) for axis in held.axes))
     starts = [
         held.offset + sum(a * axis.stride for a, axis in zip(step, held.axes)) for step in steps
@@ -490,15 +490,15 @@ def test_compressed_pages_share_the_ids_of_their_tokens_pages():
     [
         (
             (Space("kv"), Space("c4", ids="swa")),
-            r"space c4: shares the ids of 'swa', which has no id list of its own",
+            r"space c4: shares the ids of 'swa', which has no id list itself",
         ),
         (
             (Space("kv"), Space("c4", ids="kv"), Space("c128", ids="c4")),
-            r"space c128: shares the ids of 'c4', which has no id list of its own",
+            r"space c128: shares the ids of 'c4', which has no id list itself",
         ),
         (
             (Space("kv", entries_per_item=256), Space("c4", "paged", 32, 4, ids="kv")),
-            r"space c4: an item holds 128 tokens, an item of kv, whose ids it shares, 256",
+            r"space c4: an item holds 128 tokens, but an item of kv, whose ids it shares, 256",
         ),
     ],
 )
@@ -740,7 +740,7 @@ def test_every_field_of_a_layout_is_ignored_or_told_apart_above():
 # request addresses
 
 
-def test_a_span_keeps_a_copy_of_its_ids_that_nobody_can_change():
+def test_a_span_keeps_a_read_only_copy_of_its_ids():
     ids = [7, 3, 5]
     span = Span(ids, first_item=2)
     ids[0] = 0

@@ -28,9 +28,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
-# Each format: its template, the bytes of an item (DESIGN section 3), and its roles as typed views
-# `[item, axes in a region's order, element]` of a uint8 tensor `[item, byte]`, sliced by hand from
-# the words of FACTS section 1.
+# Each format: its template, the bytes of an item, and its roles as typed views `[item, axes in a
+# region's order, element]` of a uint8 tensor `[item, byte]`, sliced by hand.
 
 
 def mha_nhd(page=16, heads=4, dim=32):
@@ -137,18 +136,6 @@ def gdn_conv(dim=8, taps=3):
     return template, 64 * dim * taps * 2, {role: section(role) for role in HEADS}
 
 
-def gdn_conv_coarse(dim=8, taps=3):
-    """The same bytes, a head's `(dim, kernel-1)` in one cell."""
-    template = Seq(
-        *(Repeat("head", heads, Cell(role, dim * taps, "bf16")) for role, heads in HEADS.items())
-    )
-
-    def section(role):
-        return lambda raw: rows(raw, BF16, 64, dim * taps)[:, SECTION[role]]
-
-    return template, 64 * dim * taps * 2, {role: section(role) for role in HEADS}
-
-
 def kda_conv(dim=8, taps=3):
     """Conv `(kernel-1, channels)`: each tap holds a row of the same three sections."""
     template = Repeat(
@@ -197,7 +184,6 @@ FORMATS = {
         index_key,
         dsv4_fp8,
         gdn_conv,
-        gdn_conv_coarse,
         kda_conv,
         temporal,
         ring,
@@ -216,18 +202,6 @@ def regions_of(template) -> dict[str, Region]:
     found = item_regions(template, owner="target", layer=5, buffer="b")
     assert len({region.role for region in found}) == len(found)
     return {region.role: region for region in found}
-
-
-@formats
-def test_an_item_has_the_bytes_of_its_format(name):
-    template, size, _ = FORMATS[name]
-    assert item_bytes(template) == size
-
-
-def test_bytes_per_entry_are_those_of_the_facts():
-    sizes = {name: FORMATS[name][1] // 64 for name in ("mla", "mla_fp8", "index_key")}
-    assert sizes == {"mla": 1152, "mla_fp8": 656, "index_key": 132}
-    assert sum(region.nbytes for region in regions_of(FORMATS["dsv4_fp8"][0]).values()) == 583 * 64
 
 
 @formats
@@ -260,6 +234,7 @@ def test_every_element_lies_where_the_hand_sliced_view_has_it(name, role):
 @formats
 def test_the_regions_of_a_format_claim_all_bytes_but_padding_once(name):
     template, size, _ = FORMATS[name]
+    assert item_bytes(template) == size
     padding = {"dsv4_fp8": 64 + 64}  # a byte a scale row, and the round-up: 37,440 - 584 * 64
     claimed = torch.zeros(size, dtype=torch.int64)
     for region in regions_of(template).values():
@@ -406,11 +381,11 @@ def test_short_names_of_dtypes_are_spelled_out():
         (lambda: Repeat("", 1, Skip(1)), r"axis: a name .* got ''"),
         (
             lambda: Repeat("head", 2, Skip(1), start=7, total=8),
-            r"axis head: steps 7 to 9 do not fit in a total of 8",
+            r"axis head: steps 7 to 9 exceed the total of 8",
         ),
         (
             lambda: regions_of(Repeat("head", 2, Repeat("head", 2, Cell("k", 1, "uint8")))),
-            r"target layer 5 k: an axis is named twice",
+            r"target layer 5 k: \['head', 'head'\] names an axis twice",
         ),
     ],
 )

@@ -42,12 +42,12 @@ def layers_with(pool, role):
     return tuple(r.layer for r in pool.layout.regions if r.role == role)
 
 
-def test_the_models_of_the_facts_are_shipped():
+def test_the_shipped_configs():
     assert shipped() == tuple(SHIPPED)
 
 
 @every_shipped
-def test_a_token_takes_the_bytes_of_hand_arithmetic(name):
+def test_a_token_takes_the_bytes_computed_by_hand(name):
     pool_class, layers, bf16, fp8 = SHIPPED[name]
     declared = declare(name)
     assert (declared.pool, declared.layers) == (pool_class, tuple(range(layers)))
@@ -57,14 +57,14 @@ def test_a_token_takes_the_bytes_of_hand_arithmetic(name):
 
 
 @every_shipped
-def test_what_is_declared_has_the_layout_that_it_says(name):
+def test_a_declared_pool_has_its_own_layout(name):
     pool = small(declare(name))
     pool.check_integrity()
     assert pool.layout.model == config_of(name)["model_type"]
     assert {region.owner for region in pool.layout.regions} == {"target"}
 
 
-def test_only_every_fourth_layer_of_qwen3_next_keeps_tokens():
+def test_every_fourth_layer_of_qwen3_next_has_full_attention():
     pool = small(declare("qwen3_next_80b"))
     assert layers_with(pool, "k") == tuple(range(3, 48, 4))
     slot = [b.item_bytes for b in pool.layout.buffers if b.space == "state"]
@@ -79,7 +79,7 @@ def test_kimi_counts_its_layers_from_one():
     assert sum(slot) == 20 * (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4)
 
 
-def test_every_other_layer_of_gpt_oss_keeps_a_window_only():
+def test_every_other_layer_of_gpt_oss_has_a_window():
     pool = small(declare("gpt_oss_120b"))
     assert layers_with(pool, "swa.k") == tuple(range(0, 36, 2))
     assert layers_with(pool, "k") == tuple(range(1, 36, 2))
@@ -125,7 +125,7 @@ def test_qwen3_next_has_a_full_attention_draft_if_its_config_says_so():
 
 
 def test_a_draft_whose_attention_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="llama config: it names 1 draft layers"):
+    with pytest.raises(ValueError, match="llama config: 1 draft layers"):
         declare_draft(config_of("llama_3_1_70b", num_nextn_predict_layers=1))
 
 
@@ -149,13 +149,6 @@ def test_a_stage_a_shard_and_a_page_size_are_given_when_building():
     assert (pool.start_layer, pool.end_layer, pool.total_kv_layers) == (40, 80, 80)
     assert pool.bytes_per_token == 40 * 2 * 2 * (128 + 4)
     assert (pool.page_size, declared.page_size, declare("deepseek_v4").page_size) == (16, 64, 256)
-
-
-def test_a_declaration_fills_a_budget_as_its_pool_class_does():
-    common = {"dtype": "bf16", "device": "meta", "layers": range(2)}
-    pool = declare("deepseek_v3").from_budget(1 << 20, **common)
-    alike = MLAPool.from_budget(1 << 20, page_size=64, total_kv_layers=61, **common)
-    assert pool.num_pages == alike.num_pages == (1 << 20) // (2 * 64 * 1152)
 
 
 # windows
@@ -218,7 +211,7 @@ def test_index_keys_lie_on_the_layers_whose_indexer_is_full():
 
 def test_a_window_that_engines_read_differently_is_refused():
     config = config_of("qwen3_235b", use_sliding_window=True, sliding_window=32)
-    with pytest.raises(ValueError, match=r"qwen3_moe config: max_window_layers.*Give layer_types"):
+    with pytest.raises(ValueError, match=r"qwen3_moe config: .*max_window.*Give layer_types"):
         declare({**config, "max_window_layers": 47})
     types = ["full_attention"] * 47 + ["sliding_attention"] * 47
     pool = declare({**config, "max_window_layers": 47, "layer_types": types})

@@ -58,9 +58,9 @@ def test_a_field_that_is_missing_or_wrong_is_named_with_what_is_expected(name, f
     [
         ("gpt_oss_120b", {"layer_types": ["chunked_attention"] * 36}, "'sliding_attention'"),
         ("gpt_oss_120b", {"layer_types": ["full_attention"] * 35}, "a list of 36 values"),
-        ("llama_3_1_70b", {"num_attention_heads": 60}, "60 heads do not share 8192"),
+        ("llama_3_1_70b", {"num_attention_heads": 60}, "60 heads do not divide 8192"),
         ("deepseek_v32", {"index_topk_freq": 4}, "indexer_types must be"),
-        ("deepseek_v4", {"compress_ratios": [8] * 43}, "values out of 0, 4, 128, got 8"),
+        ("deepseek_v4", {"compress_ratios": [8] * 43}, "values of 0, 4, 128, got 8"),
         ("deepseek_v4", {"compress_ratios": [0] * 42}, "43 numbers or more"),
         ("deepseek_v4", {"qk_rope_head_dim": 512}, "from 1 to 511"),
         ("deepseek_v4", {"qk_rope_head_dim": ..., "partial_rotary_factor": 0.3}, "whole part"),
@@ -76,7 +76,8 @@ def test_a_config_that_contradicts_itself_is_refused(name, changes, told):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [(b"[1]", "must hold a JSON object"), (b"{", "no JSON"), (b"\xff", "no JSON")]
+    ("text", "told"),
+    [(b"[1]", "must hold a JSON object"), (b"{", "not JSON"), (b"\xff", "not JSON")],
 )
 def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, told):
     path = tmp_path / "some.json"
@@ -84,7 +85,7 @@ def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, told):
     with pytest.raises(ValueError, match=f"some.json: {told}"):
         declare(path)
     for missing in (tmp_path / "none", "no_such_name", "\0", "x" * 5000):
-        with pytest.raises(ValueError, match="no shipped config"):
+        with pytest.raises(ValueError, match="nor a shipped config"):
             declare(missing)
     with pytest.raises(ValueError, match="to_dict"):
         declare(object())

@@ -162,20 +162,20 @@ def refused(pool, address, saved, says):
         (mla, {"layers": [0, 1, 2]}, r"buffer target.kv.3: .* when saved, absent here"),
         (mla, {"layers": range(5)}, r"buffer target.kv.4: absent when saved, "),
         (mla, {"packing": "f32"}, r"dtype='bfloat16'.* when saved, .*dtype='float32'.* here"),
-        (mha, {"order": "hnd"}, r"buffer target.k.0: .* Load into a pool of the same declaration"),
+        (mha, {"order": "hnd"}, r"buffer target.k.0: .* Load into a pool of the same layout"),
         (swa, {"window": 4}, r"buffer target.swa.kv.0: .*window=6.* when saved, .*window=4"),
         (hybrid, {"conv_dtype": "float16"}, r"buffer target.conv.0: "),
         (dsv4, {"speculation": True}, r"buffer target.c2.index_state.1: "),
     ],
 )
-def test_a_pool_of_another_declaration_is_refused(build, other, says):
+def test_a_pool_of_another_layout_is_refused(build, other, says):
     source = build(**MANY)
     saved = source.save(place(source, 9))
     pool = build(**{**MANY, **other})
     refused(pool, place(pool, 9), saved, says)
 
 
-def test_another_placement_and_other_numbers_of_items_are_the_same_declaration():
+def test_placement_and_numbers_of_items_may_differ():
     source, dest = dsv4(**MANY), dsv4(num_pages=12, num_window_pages=15, placement="page")
     there, here = place(source, 29, 1), place(dest, 29, 2)
     fill(source, there)
@@ -192,16 +192,16 @@ def test_another_placement_and_other_numbers_of_items_are_the_same_declaration()
 def test_another_number_of_tokens_is_refused():
     pool = mla(**MANY)
     saved = pool.save(place(pool, 9))
-    refused(pool, place(pool, 10), saved, "saved were 9 tokens, the address has 10")
+    refused(pool, place(pool, 10), saved, "9 tokens were saved, the block table has 10")
 
 
 @pytest.mark.parametrize("do", ["save", "load"])
 @pytest.mark.parametrize(
     ("spans", "says"),
     [
-        ({}, "no ids for space 'kv', in which buffer target.kv.0 is"),
-        ({"kv": Span([1, 2])}, "space kv: items 0 to 2 of the request are alive, its ids cover 0"),
-        ({"kv": Span([1, 2, 3], 1)}, "items 0 to 2 of the request are alive, its ids cover 1 to 3"),
+        ({}, "no ids for space 'kv' of buffer target.kv.0"),
+        ({"kv": Span([1, 2])}, "space kv: items 0 to 2 of the request are live, its ids cover 0"),
+        ({"kv": Span([1, 2, 3], 1)}, "items 0 to 2 of the request are live, its ids cover 1 to 3"),
         ({"kv": Span([1, 20, 3])}, "space kv: ids from 1 to 20, items are 1 to 19"),
         ({"kv": Span([1, 0, 3])}, "space kv: ids from 0 to 3, items are 1 to 19"),
     ],
@@ -270,7 +270,7 @@ def test_copying_no_items_copies_none(ids):
         ("kv", [9], [1], IndexError, "target item of kv 9 of 9"),
         ("kv", [1], [-1], IndexError, "target item of kv -1 of 9"),
         ("ring", [1, 2], [4, 5], IndexError, "target item of ring 5 of 5"),
-        ("swa", [1, 2], [3], ValueError, "space swa: 2 items to 1 items"),
+        ("swa", [1, 2], [3], ValueError, "space swa: 2 source items, 1 targets"),
         (
             "c2",
             [1],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpool import DSv4Pool, MHAPool, NSAPool, Shard
 from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
 from kvpool.layout import Axis, Buffer, LayoutError, PoolLayout, Region, Space
-from kvpool.render.memory_map import Place, item_maps, span, where
+from kvpool.render.memory_map import ByteLocation, item_maps, span, where
 from tests.kvpool.layout.test_template import paint, templates
 
 COMMON = {"num_pages": 3, "page_size": 64, "device": "meta"}
@@ -57,7 +57,7 @@ def test_where_inverts_the_formula_also_for_axes_that_interlock(grid, width, off
     expected = {}
     for steps in product(*(range(axis.size) for axis in axes)):
         at = offset + sum(step * axis.stride for step, axis in zip(steps, axes))
-        expected |= {at + byte: Place(region, steps, byte) for byte in range(width)}
+        expected |= {at + byte: ByteLocation(region, steps, byte) for byte in range(width)}
     assert {byte: place for byte in range(300) if (place := where(layout, "b", byte))} == expected
 
 
@@ -77,7 +77,7 @@ def test_where_inverts_the_formula_also_for_axes_that_interlock(grid, width, off
         ),
     ],
 )
-def test_a_place_reads_as_a_sentence_with_the_models_numbers(pool, buffer, byte, says):
+def test_a_byte_location_reads_with_the_steps_of_the_model(pool, buffer, byte, says):
     assert says in str(where(pool().layout, f"target.{buffer}.0", byte))
 
 

@@ -1,0 +1,5 @@
+"""`python -m kvpool`: the `kvpool` command."""
+
+from kvpool.cli import main
+
+main()
