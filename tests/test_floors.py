@@ -11,14 +11,14 @@ ROOT = Path(__file__).parent.parent
 MOST_MODULES = 14
 FLOORS = {  # lowest first; folders and modules of one floor do not import one another
     "kvpool": (
-        {"layout", "lazy"},
+        {"layout", "version"},
         {"device"},
         {"pools"},
         {"block_table"},
         {"allocator"},
         {"models", "render"},
-        {"integrations", "testing", "cli", "item", "describe", "__main__"},
-        {"kvpool"},
+        {"integrations", "testing", "cli", "item", "describe"},
+        {"__main__", "kvpool"},
     ),
     "disagg": (
         {"errors"},

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.models.config import Fields, read_config
-from kvpool.models.config import shipped as shipped
+from kvpool.models.config import Fields, read_config, shipped as shipped
 from kvpool.models.families import DRAFTS, TARGETS, Need
 from kvpool.pools.base import KVPool
 

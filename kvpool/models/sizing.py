@@ -15,8 +15,14 @@ from typing import Any
 from kvpool.layout import PoolLayout, Region, Space
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
-from kvpool.pools.budget import DoesNotFit as DoesNotFit
-from kvpool.pools.budget import fit, fixed_items, items_per_request, largest, size
+from kvpool.pools.budget import (
+    DoesNotFit as DoesNotFit,
+    fit,
+    fixed_items,
+    items_per_request,
+    largest,
+    size,
+)
 from kvpool.pools.placement import ITEM_COUNTS, Shard
 
 MEMORY_UNITS = {"b": 1} | {

@@ -5,27 +5,7 @@ the same checks without pytest. Expected bytes are computed in numpy from the la
 the definitions of the formats, never by the device under test or `kvpool.device.quant`.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from typing import TYPE_CHECKING
-
-from kvpool.lazy import exports
-
-if TYPE_CHECKING:
-    from kvpool.testing.case import Build as Build
-    from kvpool.testing.case import Case as Case
-    from kvpool.testing.case import ConformanceError as ConformanceError
-    from kvpool.testing.case import Inapplicable as Inapplicable
-    from kvpool.testing.pools import POOLS as POOLS
-    from kvpool.testing.run import check_device as check_device
-    from kvpool.testing.run import check_pool as check_pool
-
-# pytest loads the plugin beside this in every run, and that may not cost torch
-__all__, __dir__, __getattr__ = exports(
-    __name__,
-    {
-        "case": "Build Case ConformanceError Inapplicable",
-        "pools": "POOLS",
-        "run": "check_device check_pool",
-    },
-)
+# pytest loads the plugin in every run, which must not import torch
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

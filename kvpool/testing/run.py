@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import filter as matching
-from fnmatch import fnmatchcase
+from fnmatch import filter as matching, fnmatchcase
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 

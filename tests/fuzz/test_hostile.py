@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mooncake import ascend
-from disagg.engines.mooncake import engine as mooncake
+from disagg.engines.mooncake import ascend, engine as mooncake
 from disagg.engines.mooncake.ascend import ALIGNMENT, AscendEngine
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab

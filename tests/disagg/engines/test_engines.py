@@ -9,8 +9,7 @@ import os
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from disagg.engines.base import (
     EngineUnavailable,

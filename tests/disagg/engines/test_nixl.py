@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.nixl import memory as nixl_memory

@@ -6,8 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.plan.cache import PlanCache

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.exporter import export

@@ -14,8 +14,7 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from disagg.engines.base import TransferError

@@ -7,8 +7,7 @@ from dataclasses import MISSING, fields
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_bytes, item_regions
 from kvpool.layout import VERSION, Axis, Buffer, LayoutError, PoolLayout, Region, Space

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
+from hypothesis import event, given, settings, strategies as st
 
 from kvpool.layout import (
     VERSION,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvpool import DSv4Pool, MHAPool, NSAPool, Shard
 from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions

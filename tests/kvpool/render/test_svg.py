@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions

@@ -1,0 +1,36 @@
+from .engines.base import (
+    Engine as Engine,
+    EngineUnavailable as EngineUnavailable,
+    TransferError as TransferError,
+    create_engine as create_engine,
+)
+from .errors import (
+    EndpointClosed as EndpointClosed,
+    HandshakeRefused as HandshakeRefused,
+    PeerError as PeerError,
+    RoomError as RoomError,
+    UnknownRoom as UnknownRoom,
+    UsageError as UsageError,
+    WireError as WireError,
+)
+from .plan import (
+    ExplainRow as ExplainRow,
+    Explanation as Explanation,
+    IncompatibleLayouts as IncompatibleLayouts,
+    Reason as Reason,
+    TransferPlan as TransferPlan,
+)
+from .plan.bind import CopyBatch as CopyBatch
+from .plan.positions import IncompleteTransfer as IncompleteTransfer
+from .protocol.decode_state import Link as Link
+from .protocol.liveness import Leases as Leases
+from .protocol.metrics import RoomMetrics as RoomMetrics, Snapshot as Snapshot
+from .protocol.status import Failure as Failure, KVPoll as KVPoll, Phase as Phase
+from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
+from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
+from .runtime.transport import (
+    MemoryNetwork as MemoryNetwork,
+    MemoryTransport as MemoryTransport,
+    Transport as Transport,
+)
+from .runtime.zmq_transport import ZmqTransport as ZmqTransport

@@ -1,0 +1,53 @@
+from .allocator import Allocator as Allocator, OutOfPages as OutOfPages, Request as Request
+from .device import Device as Device, DeviceUnavailable as DeviceUnavailable
+from .device.quant import scaled as scaled
+from .layout import (
+    Axis as Axis,
+    Buffer as Buffer,
+    LayoutError as LayoutError,
+    PoolLayout as PoolLayout,
+    Region as Region,
+    RequestAddress as RequestAddress,
+    Slab as Slab,
+    Space as Space,
+    Span as Span,
+)
+from .layout.describe import Described as Described
+from .layout.template import (
+    Cell as Cell,
+    Pad as Pad,
+    Repeat as Repeat,
+    Seq as Seq,
+    Skip as Skip,
+    Template as Template,
+)
+from .models import Declaration as Declaration
+from .pools.base import KVPool as KVPool
+from .pools.buf_infos import (
+    BufInfos as BufInfos,
+    StateBufInfos as StateBufInfos,
+    StateType as StateType,
+)
+from .pools.composite import CompositePool as CompositePool
+from .pools.dsv4 import DSv4Pool as DSv4Pool
+from .pools.hybrid_linear import HybridLinearPool as HybridLinearPool
+from .pools.kinds import (
+    MHA as MHA,
+    MLA as MLA,
+    At as At,
+    IndexKey as IndexKey,
+    Kind as Kind,
+    LinearState as LinearState,
+    Ring as Ring,
+    V4Latent as V4Latent,
+    gated_delta_net as gated_delta_net,
+    kda as kda,
+    mamba2 as mamba2,
+)
+from .pools.mha import MHAPool as MHAPool
+from .pools.mla import MLAPool as MLAPool
+from .pools.nsa import NSAPool as NSAPool
+from .pools.offload import Saved as Saved
+from .pools.placement import BufferSpec as BufferSpec, Declared as Declared, Shard as Shard
+from .pools.swa import SWAPool as SWAPool
+from .version import __version__ as __version__
