@@ -59,11 +59,6 @@ class Phase(Enum):
         """What callers see."""
         return POLL[self]
 
-    @property
-    def ended(self) -> bool:
-        """Whether the phase is final."""
-        return not TRANSITIONS[self]
-
     def to(self, phase: Phase) -> Phase:
         """The phase that follows; raises RuntimeError if it may not."""
         if phase not in TRANSITIONS[self]:

@@ -14,15 +14,16 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
 from typing_extensions import Self
 
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
+from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import (
     CancelReads,
     ComputeDigest,
@@ -55,6 +56,7 @@ from disagg.protocol.messages import (
     room_name,
 )
 from disagg.protocol.metrics import Snapshot
+from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.reader import Reader
@@ -69,28 +71,6 @@ PEER_TIMEOUT = 10.0
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
 TELEMETRY_SECONDS = 0.5
-
-
-class Machine(Protocol):
-    """What the loop needs of either side's machine."""
-
-    def handle(self, event: Any, now: float) -> list[Effect]:
-        """What is to be done now."""
-
-    def poll(self, name: Room) -> KVPoll:
-        """The room's state."""
-
-    def failure(self, name: Room) -> Failure | None:
-        """Why the room failed."""
-
-    def open_rooms(self) -> set[Room]:
-        """Rooms that have not ended."""
-
-    def leases(self) -> Leases:
-        """Items that must not be reused."""
-
-    def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
-        """Numbers now, and since the machine was made."""
 
 
 class Options(TypedDict, total=False):
@@ -112,7 +92,7 @@ class Options(TypedDict, total=False):
     """Without a thread (False), the caller calls `step()`; rooms move only then, and in `wait`."""
 
 
-M = TypeVar("M", bound=Machine)
+M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
 
 class Endpoint(Generic[M]):
@@ -166,7 +146,7 @@ class Endpoint(Generic[M]):
             engine.metadata() if serves else b"",
             float(peer_timeout),
         )
-        self.machine = machine(hello, clock())
+        self.machine: M = machine(hello, clock())
         self._clock = clock
         self._reader = Reader(engine, read_timeout, clock, stage)
         self._digester = Digester()
@@ -260,7 +240,7 @@ class Endpoint(Generic[M]):
         self._close_transport()
         self.engine.close()
 
-    def _call(self, *events: object) -> None:
+    def _call(self, *events: Any) -> None:
         """Events of the caller: handled at once, while the endpoint is open; the loop does what
         follows.
         """
@@ -271,7 +251,7 @@ class Endpoint(Generic[M]):
             if self._thread is not None:
                 self._thread.wake_up()
 
-    def _handle(self, event: object) -> None:
+    def _handle(self, event: Any) -> None:
         self._pending.extend(self.machine.handle(event, self._clock()))
 
     def _check_open(self) -> None:
@@ -342,7 +322,7 @@ class Endpoint(Generic[M]):
         now = self._clock()
         if now - self._asked > TELEMETRY_SECONDS:  # by the one thread that uses the engine
             self._asked, self._telemetry = now, dict(self.engine.telemetry())
-        events: list[object] = [*self._reader.step()]
+        events: list[Any] = [*self._reader.step()]
         if digests := self._digester.step():
             events.append(DigestComputed(*digests))
         with self._lock:
