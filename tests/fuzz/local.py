@@ -92,12 +92,8 @@ def seeds() -> Iterator[bytes]:
     whole = [1 << 42, SHARED, FILE, 0, 0, 0]
     later = [1 << 42, 4096, FILE, SHARED - 4096, 0, 0]
     for segments in ([], [private], [shared], [private, shared], [whole], [later], [shared, later]):
-        for host, pid, start in (
-            (HOST, PROCESS, START),
-            (HOST, PROCESS, START),
-            (HOST, 1 << 40, ""),
-            ("elsewhere", 1, "5"),
-        ):
+        places = (HOST, PROCESS, START), (HOST, 1 << 40, ""), ("elsewhere", 1, "5")
+        for host, pid, start in places:
             fields = {"host": host, "pid": pid, "started": start, "segments": segments}
             yield build.packed(fields)
             yield build.packed({**fields, "devices": [[1 << 43, 4096, "cuda:0", b"handle"]]})

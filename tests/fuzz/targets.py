@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -98,17 +99,8 @@ def auxes() -> Iterator[bytes]:
     yield build.packed({})
 
 
-def run_layout(data: bytes) -> str:
+def run_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> str:
     """A layout or a LayoutError; what was read is equal after a round trip."""
-    return _layout(data, PoolLayout.from_msgpack)
-
-
-def run_json(data: bytes) -> str:
-    """The same, of JSON."""
-    return _layout(data, PoolLayout.from_json)
-
-
-def _layout(data: bytes, read: Callable[[bytes], PoolLayout]) -> str:
     try:
         layout = read(data)
     except LayoutError:
@@ -167,8 +159,8 @@ def _allow(error: type[Exception], call: Callable[[], object]) -> None:
 TARGETS = {
     "wire": Target(run_wire, every_message, 32),
     "aux": Target(run_aux, auxes, 8),
-    "layout": Target(run_layout, layouts, 13, mutate_layout),
-    "json": Target(run_json, texts, 5, mutate_json),
+    "layout": Target(partial(run_layout, PoolLayout.from_msgpack), layouts, 13, mutate_layout),
+    "json": Target(partial(run_layout, PoolLayout.from_json), texts, 5, mutate_json),
     "plan": Target(planning.run, planning.seeds, 8, planning.mutate),
     "local": Target(local.run, local.seeds, 10),
     "digest": Target(digesting.run, digesting.seeds, 8, mutate_behind),
