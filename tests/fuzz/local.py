@@ -92,8 +92,8 @@ def seeds() -> Iterator[bytes]:
     whole = [1 << 42, SHARED, FILE, 0, 0, 0]
     later = [1 << 42, 4096, FILE, SHARED - 4096, 0, 0]
     for segments in ([], [private], [shared], [private, shared], [whole], [later], [shared, later]):
-        places = (HOST, PROCESS, START), (HOST, 1 << 40, ""), ("elsewhere", 1, "5")
-        for host, pid, start in places:
+        own = HOST, PROCESS, START  # twice, so that half of the seeds can be read
+        for host, pid, start in (own, own, (HOST, 1 << 40, ""), ("elsewhere", 1, "5")):
             fields = {"host": host, "pid": pid, "started": start, "segments": segments}
             yield build.packed(fields)
             yield build.packed({**fields, "devices": [[1 << 43, 4096, "cuda:0", b"handle"]]})
