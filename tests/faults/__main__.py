@@ -1,4 +1,4 @@
-"""`python -m tests.faults --runs 500`: seeded runs with one fault each, and what they came to."""
+"""`python -m tests.faults --runs 500`: seeded runs with one fault each, and a table of results."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.faults.worlds import Worlds
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes the runs; returns how many have broken a promise."""
+    """Makes the runs; returns how many failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--verbose", action="store_true", help="a line for each run")
     given = parser.parse_args(arguments)
-    began, broken = time.monotonic(), 0
+    began, failed = time.monotonic(), 0
     outcomes: list[Outcome] = []
     with Worlds() as worlds:
         for seed in range(given.seed, given.seed + given.runs):
@@ -28,19 +28,19 @@ def main(arguments: Sequence[str]) -> int:
                 if given.verbose:
                     print(outcomes[-1], flush=True)
             except Violation as violation:
-                broken += 1
+                failed += 1
                 print(f"{type(violation).__name__}: {violation}", flush=True)
         worlds.close()
-    print(f"{given.runs} runs in {time.monotonic() - began:.0f} s, {broken} broken promises\n")
+    print(f"{given.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations\n")
     _table("fault", outcomes, lambda outcome: outcome.kind)
     _table("pools and engine", outcomes, lambda outcome: outcome.shape)
-    return broken
+    return failed
 
 
 HEAD = (
     *("runs", "repeated", "rooms that succeeded", "failed", "of these given up"),
-    "noticed after, s: median, 95 %, most",
-    "pages back after, s: median, most",
+    "noticed after, s: median, 95 %, max",
+    "pages back after, s: median, max",
 )
 
 

@@ -1,7 +1,7 @@
-"""One endpoint in a process of its own, and a small scheduler that keeps the rules of pages.
+"""One endpoint in a process of its own, and a small scheduler that follows the rules for pages.
 
-It is told what to do over a pipe, and says there what happened. Prefill's pages are given back once
-`poll` says that a room has ended; decode's once `reading` is false as well.
+Orders come over a pipe, events go back over it. Prefill's pages are freed once `poll` says that a
+room has ended, decode's once `reading` is false as well.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.processes import stands_still
 
 PR_SET_PDEATHSIG = 1
 PREFIX_SALT = 500
-"""Is added to a request's salt for the positions that decode holds already."""
+"""Added to a request's salt for the positions that decode already holds."""
 
 
 class Child:
-    """See the module."""
+    """The endpoint, its pool and its orders."""
 
     def __init__(self, pipe: Any, setup: Setup) -> None:
         self._pipe, self._speaking = pipe, threading.Lock()
@@ -57,7 +57,7 @@ class Child:
         logging.getLogger("disagg").addHandler(Errors(self.say))
 
     def run(self) -> None:
-        """Until it is told to close."""
+        """Until the order to close."""
         self.say("up", self.endpoint.layout.generation)
         while not self._closed:
             self._step()
@@ -68,12 +68,12 @@ class Child:
                 getattr(self, f"do_{name}")(*given)
 
     def say(self, *event: Any) -> None:
-        """Tells the world something, with the time; complete once this has returned."""
+        """Sends an event to the world, with the time; it is complete when this returns."""
         with self._speaking:
             self._pipe.send((time.monotonic(), *event))
 
     def do_order(self, order: Order) -> None:
-        """Takes an order; it begins when there is room, and no other room of that name."""
+        """Takes an order; it begins when there are pages, and no other room of that name."""
         course = order.course
         order.due = time.monotonic() + (course.wanted if self._receives else course.offered)
         self.orders[order.number] = order
@@ -89,7 +89,7 @@ class Child:
             self.endpoint.abort(order.room, reason)
 
     def do_again(self, number: int) -> None:
-        """Wants a room that is wanted: that must be refused, and change nothing."""
+        """Requests a room a second time: that must be refused, and change nothing."""
         order = self.orders.get(number)
         if order is None or not order.asked:
             return
@@ -103,12 +103,12 @@ class Child:
             self.say("problem", f"room {order.room} was received twice, the answer was: {answer}")
 
     def do_double(self, part: float) -> None:
-        """From now on this part of all messages is sent twice."""
+        """From now on sends this share of all messages twice."""
         self.transport.doubled = part
 
     def do_trip(self, point: str, count: int, pid: int, number: int) -> None:
-        """When `point` is met for the `count`-th time, process `pid` (0: this one) is signalled to
-        stop or to die, and has done so before anything else happens here.
+        """When `point` is reached for the `count`-th time, stops or kills process `pid` (0: this
+        one), and waits until that has happened.
         """
 
         def signalled() -> None:
@@ -124,7 +124,7 @@ class Child:
         self.transport.trip = Trip(point, count, signalled)
 
     def do_trip_order(self, point: str, count: int, *order: Any) -> None:
-        """When `point` is met for the `count`-th time, this is done."""
+        """When `point` is reached for the `count`-th time, executes an order."""
 
         def ordered() -> None:
             self.say("tripped")
@@ -133,7 +133,7 @@ class Child:
         self.transport.trip = Trip(point, count, ordered)
 
     def do_trip_abort(self, count: int, number: int, reason: str) -> None:
-        """Once the `count`-th read was posted, an order is aborted, before there is another."""
+        """Aborts an order after the `count`-th read was posted and before the next."""
 
         def aborted() -> None:
             self.say("tripped")
@@ -142,21 +142,21 @@ class Child:
         self.transport.trip = Trip("read after", count, aborted)
 
     def do_untrip(self) -> None:
-        """Forgets what was to happen; tells whether it still was."""
+        """Removes the trip; tells whether it was still pending."""
         pending, self.transport.trip, self.transport.doubled = self.transport.trip, None, 0.0
         self.say("untrip", pending is not None)
 
     def do_settled(self) -> None:
-        """Tells the lives of all links that are ready."""
+        """Tells the generations of all links that are ready."""
         ready = {name: link.hellos for name, link in self.links.items() if link.plan is not None}
         self.say("settled", {n: [h and h.generation for h in hs] for n, hs in ready.items()})
 
     def do_audit(self) -> None:
-        """Tells what is held, once every bystander was looked at."""
+        """Checks every filler request, and tells what is held."""
         self.say("audit", self._end())
 
     def do_close(self) -> None:
-        """Closes the endpoint, and tells what is held then."""
+        """Closes the endpoint, and tells what is held after that."""
         self.endpoint.close()
         self.transport.close()
         self.say("closed", self._end())
@@ -224,7 +224,7 @@ class Child:
             start, salt = order.course.start, order.course.salt + PREFIX_SALT
             put(self.stock.pool, order.address, range(start), salt)
             link = self.links[order.link]
-            order.asked = True  # `_sending` looks for it
+            order.asked = True  # before the request is sent: see `_sending`
             self.endpoint.receive(order.room, order.address, start=start, link=link)
             self.say("begun", order.number)
         state = self.endpoint.poll(order.room)
@@ -251,7 +251,7 @@ class Child:
         return count + wrong(pool, address, range(course.start), course.salt + PREFIX_SALT)
 
     def _sending(self, message: Any) -> None:
-        """Before decode says done, all bytes must be there: prefill may believe it."""
+        """Before decode sends ReadDone, all bytes must be there."""
         if isinstance(message, ReadRequest):
             asked = [each for each in [*self.orders.values()] if each.asked and not each.ended]
             for order in asked:
@@ -260,19 +260,19 @@ class Child:
         elif isinstance(message, ReadDone):
             order = self._attempts[message.attempt]
             room = self.endpoint.machine.rooms().get(message.room)
-            # if it has failed since it was done with, its pages may be others' by now
+            # a room that has failed meanwhile may have lost its pages to another request
             alive = room and room.attempt == message.attempt and room.failure is None
             self.say("done", order.number, self._wrong(order) if alive else 0)
 
     def _balance(self) -> None:
-        """What endpoint and scheduler think is leased must be the same."""
+        """Endpoint and scheduler must agree on what is leased."""
         before = self._held()
         leases = self.endpoint.leases()
         if before == self._held() and before != (leases.leased, leases.quarantined):
-            self.say("problem", f"held are {before}, leased {leases}.")
+            self.say("problem", f"the scheduler holds {before}, the endpoint {leases}.")
 
     def _held(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Items of open rooms, and of ended ones that are still read, by id list."""
+        """Items of open rooms, and of ended rooms that are still being read, by id list."""
         found: tuple[dict[str, int], dict[str, int]] = {}, {}
         for order in self.orders.values():
             if order.asked and order.address is not None:
@@ -285,7 +285,7 @@ class Child:
 
 
 class Errors(logging.Handler):
-    """An endpoint that logs an error has met what it should never meet."""
+    """Reports every error that the endpoint logs: there should be none."""
 
     def __init__(self, say: Callable[..., None]) -> None:
         super().__init__(logging.ERROR)
@@ -296,7 +296,7 @@ class Errors(logging.Handler):
 
 
 def main(pipe: Any, setup: Setup) -> None:
-    """The process. It dies with whoever started it."""
+    """The process. It dies with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(setup.environment)
     log = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -305,7 +305,7 @@ def main(pipe: Any, setup: Setup) -> None:
     try:
         Child(pipe, setup).run()
     except (EOFError, BrokenPipeError):
-        os._exit(1)  # the world is gone
+        os._exit(1)  # the parent is gone
     except BaseException:
         pipe.send((time.monotonic(), "problem", traceback.format_exc()))
         raise

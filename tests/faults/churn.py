@@ -1,6 +1,6 @@
 """Thousands of requests through one pair of endpoints, each in a process of its own.
 
-`python -m tests.faults.churn --requests 10000` prints what both processes hold as they go on.
+`python -m tests.faults.churn --requests 10000` prints memory, files and threads of both.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from tests.faults.values import put, wrong
 
 AT_ONCE = 8
 PREFIX, PREFIX_SALT = 40, 99
-"""Tokens that both sides hold from the beginning, and of which requests share the first ones."""
-# as many pages as requests at once have in the mean, so that some must wait
+"""Tokens of a prefix that both sides hold from the beginning, and that requests share in part."""
+# about as many pages as concurrent requests need on average, so that some must wait
 pool = pools.mla.but(kv_lora_rank=64, qk_rope_head_dim=16, page_size=8, num_pages=90)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request, as both sides draw it."""
+    """One request; both sides draw the same."""
 
     number: int
     tokens: int
     shared: int
-    """Tokens of the prefix that it begins with."""
+    """Tokens of the shared prefix."""
     edges: tuple[int, ...]
     aborted_by: str
 
     @property
     def salt(self) -> int:
-        """Of the values behind the prefix."""
+        """Salt of the values after the prefix."""
         return self.number % 32
 
 
@@ -67,7 +67,7 @@ def turns(count: int) -> Iterator[Turn]:
 
 @dataclass
 class Sample:
-    """What a process holds after so many requests. Memory in bytes."""
+    """What a process holds after a number of requests. Memory in bytes."""
 
     requests: int
     seconds: float
@@ -83,7 +83,7 @@ class Report:
     samples: list[Sample] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     waited: int = 0
-    """How often there was no room for the next request."""
+    """How often there were no pages for the next request."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -126,7 +126,7 @@ class Side:
             self._look(done + every, time.monotonic() - began)
 
     def _begin(self, turn: Turn) -> bool:
-        """Makes room, if there is some."""
+        """Allocates, and begins the request; False if there are no pages."""
         request = None
         try:
             if turn.shared:
@@ -154,7 +154,7 @@ class Side:
         state = self.endpoint.poll(name)
         mine = turn.aborted_by == ("decode" if self._received else "prefill")
         if mine and state is KVPoll.Transferring:
-            self.endpoint.abort(name, "nobody needs it")
+            self.endpoint.abort(name, "no longer needed")
             state = self.endpoint.poll(name)
         if state.ended and not each.ended:
             each.ended = True
@@ -214,11 +214,11 @@ def _main(pipe: Any, engine: str, side: str, count: int, every: int) -> None:
         this = Side(endpoint, held, side == "decode")
         this.run(count, every)
         pipe.send(this.report)
-        pipe.recv()  # the other side has ended too
+        pipe.recv()  # until the other side has ended too
 
 
 def churn(engine: str, count: int, every: int) -> dict[str, Report]:
-    """Makes `count` requests; both sides look at themselves after each `every`."""
+    """Makes `count` requests; both sides take a sample after each `every`."""
     pipes, processes, found = {}, [], {}
     for side in ("prefill", "decode"):
         pipes[side], there = FORKS.Pipe()
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str]) -> int:
     problems = 0
     for side, report in churn(given.engine, given.requests, given.requests // 10).items():
         ends = ", ".join(f"{end} {count:,}" for end, count in sorted(report.ends.items()))
-        print(f"{side}: {ends}; had to wait for pages {report.waited:,} times\n")
+        print(f"{side}: {ends}; waited for pages {report.waited:,} times\n")
         print("| requests | seconds | memory, MiB | files | threads |\n|--:|--:|--:|--:|--:|")
         for at in report.samples:
             memory = at.memory / (1 << 20)

@@ -1,4 +1,4 @@
-"""The faults: what is done to a victim, and who must not notice."""
+"""The faults: what is done to a victim, and which rooms must not be affected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.world import PEER_TIMEOUT, Violation
 
 
 def _kill(run: Run, restarted: bool) -> None:
-    """Who is restarted may have been closed, and have said so."""
+    """Kills the victim. One that is restarted may have been closed properly instead."""
     if restarted and run.random.random() < 0.4:
         run.strike("close")
     else:
@@ -48,21 +48,21 @@ def _stop_briefly(run: Run) -> None:
 
 def _abort(run: Run) -> None:
     room = run.ask_for(*_touched(run))
-    run.strike("abort", room.number, "so it was decided")
+    run.strike("abort", room.number, "aborted by the test")
     run.settle()
-    # who forgets a room before it is wanted there answers nothing: then it is given up, unless
-    # another rank's lease runs out before
-    reasons = "so it was decided", GIVEN_UP, *["its lease ended"] * (run.world.shape.ranks > 1)
+    # a side that forgets a room before the other asks for it does not answer: then it is given
+    # up, unless another rank's lease ends first
+    reasons = "aborted by the test", GIVEN_UP, *["its lease ended"] * (run.world.shape.ranks > 1)
     for who, (_, state, reason) in room.ended.items():
         if state is KVPoll.Failed and not any(each in reason for each in reasons):
-            raise Violation(f"{who} does not know why: {room}")
+            raise Violation(f"{who} fails for another reason: {room}")
     run.must_succeed([each for each in run.rooms if each is not room])
 
 
 def _retry(run: Run) -> None:
-    """The room fails, and is asked for under the same name on another prefill if there is one."""
+    """The room fails, and is requested again by its name, from another prefill if there is one."""
     room = run.ask_for(*_touched(run))
-    run.strike("abort", room.number, "so it was decided")
+    run.strike("abort", room.number, "aborted by the test")
     links = [link for link in run.world.shape.links() if link != room.link]
     if not links:
         run.settle()
@@ -71,9 +71,9 @@ def _retry(run: Run) -> None:
     run.must_succeed([each for each in run.rooms if each is not room])
 
 
-def _wanted_twice(run: Run) -> None:
-    """By the decode that wants it, which refuses, or by another one: one of them gets it, or none
-    where one rank heard the one first and another rank the other.
+def _requested_twice(run: Run) -> None:
+    """By the same decode, which refuses, or by another one: one of both gets it, or none if two
+    ranks heard them in different order.
     """
     room = run.ask_for(*_touched(run))
     if run.world.shape.readers == 2 or run.random.random() < 0.5:
@@ -88,15 +88,15 @@ def _wanted_twice(run: Run) -> None:
     run.must_succeed([each for each in run.rooms if each not in (room, rival)])
     wins = [each for each in (room, rival) if each.ended[each.sinks[0]][1] is KVPoll.Success]
     if len(wins) > 1 or (not wins and len(room.sources) == 1):
-        raise Violation(f"one of two must get it: {room}, {rival}")
+        raise Violation(f"exactly one must succeed: {room}, {rival}")
     if wins:
         room.done = dict.fromkeys(room.sinks, wins[0].done[wins[0].sinks[0]])
 
 
-def _messages_twice(run: Run) -> None:
+def _duplicated_messages(run: Run) -> None:
     for name in run.world.peers:
         run.world.tell(name, "double", 0.6)
-    run.outcome.point = "all the time"
+    run.outcome.point = "every message"
     run.wave()
     run.must_succeed(run.rooms)
     for name in run.world.peers:
@@ -104,7 +104,7 @@ def _messages_twice(run: Run) -> None:
 
 
 def _touched(run: Run) -> tuple[str, str]:
-    """A link and a decode, the victim among them."""
+    """A link and a decode, one of them the victim's."""
     links = [name for name, who in run.world.shape.links().items() if run.victim in who]
     sink = run.victim if run.victim[0] == "d" else run.random.choice(("d0", "d1"))
     return run.random.choice(links or [*run.world.shape.links()]), sink
@@ -117,12 +117,12 @@ KINDS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "restart decode": ("d", lambda run: _kill(run, True)),
     "retry": ("d", _retry),
     "stop decode": ("d", _stop),
-    "messages twice": ("d", _messages_twice),
+    "duplicated messages": ("d", _duplicated_messages),
     "kill decode": ("d", lambda run: _kill(run, False)),
     "abort by prefill": ("p", _abort),
     "stop decode briefly": ("d", _stop_briefly),
     "restart prefill": ("p", lambda run: _kill(run, True)),
-    "wanted twice": ("d", _wanted_twice),
+    "requested twice": ("d", _requested_twice),
     "stop prefill": ("p", _stop),
 }
-"""Which side the victim is on, and what is done to it."""
+"""By name: the victim's side, and what is done to it."""

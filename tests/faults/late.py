@@ -1,4 +1,4 @@
-"""A real engine of which one read fails, and whose bytes land all the same, later."""
+"""A real engine, one read of which fails although its bytes land later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
 
 WHICH = 5
-"""The read that fails."""
+"""Number of the read that fails."""
 
 
 class LateEngine(LocalEngine):
-    """`fence` is what a fence says before these bytes have landed: False, True (which is a lie), or
-    None (it cannot be known, then or ever).
+    """`fence` is the answer of a fence before these bytes have landed: False, True (wrongly),
+    or None (TransferError, then and later).
     """
 
     def __init__(self, fence: bool | None, seconds: float) -> None:
         super().__init__()
-        self._says, self._seconds = fence, seconds
+        self._answer, self._seconds = fence, seconds
         self._reads = 0
         self._broken: object = None
         self._landed = threading.Event()
@@ -36,10 +36,10 @@ class LateEngine(LocalEngine):
 
     def fence(self, peer, timeout=None):
         if peer is self._broken:
-            if self._says is None:
-                raise TransferError("nobody can know")
+            if self._answer is None:
+                raise TransferError("the engine cannot tell")
             if not self._landed.is_set():
-                return self._says
+                return self._answer
         return super().fence(peer, timeout)
 
     def close(self):

@@ -1,4 +1,4 @@
-"""What a process is made of, and what it is asked for."""
+"""How a process is set up, and the requests that it serves."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvpool.layout import RequestAddress
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is made of. `pool` builds it, `options` go to the endpoint."""
+    """One process. `pool` builds its pool, `options` go to the endpoint."""
 
     engine: str
     pool: Any
     salts: range
     options: dict[str, Any]
     bind: str | None = None
-    """Prefill's address; None for decode."""
+    """Prefill's endpoint address; None for decode."""
     max_bytes: int = 1 << 20
     environment: dict[str, str] = field(default_factory=dict)
     log: str = os.devnull
-    """Where what is printed goes."""
+    """File for what the process prints."""
     make: Callable[[], Engine] | None = None
-    """What makes its engine, where that is not an engine by name."""
+    """Makes the engine, if it is not one by name."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a request goes. Times in seconds."""
+    """The course of a request. Times in seconds."""
 
     tokens: int
     salt: int

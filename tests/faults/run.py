@@ -1,4 +1,4 @@
-"""One run: requests, a fault at a random point of them, and what must hold afterwards."""
+"""One run: requests, a fault at a random point, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -13,40 +13,25 @@ from tests.faults.values import MOST_TOKENS
 from tests.faults.world import BOUND, PATIENCE, Late, Room, Violation, World, parts
 
 ENOUGH = 0.4
-"""Seconds after which a fault comes, whether its point was met or not."""
+"""Seconds after which the fault is injected even if its point was not reached."""
 SLOW = ("was silent", "has not answered", "lease ended", "nothing has arrived")
-"""Words of failures that a starving process brings about."""
-GIVEN_UP = "nobody offers it any more"
+"""Parts of failures that a starved process causes."""
+GIVEN_UP = "it is no longer offered"
 DECODE_POINTS = (
-    *(
-        "read",
-        "read",
-        "read",
-        "read after",
-        "send ReadRequest",
-        "take ChunkReady",
-        "send ReadDone",
-        "sent ReadDone",
-    ),
-    "take ReleaseAck",
+    *["read"] * 3,
+    "read after",
+    *("send ReadRequest", "take ChunkReady", "send ReadDone", "sent ReadDone", "take ReleaseAck"),
 )
-CHECKING_POINTS = ("send DigestRequest", "take Digests")
+DIGEST_POINTS = ("send DigestRequest", "take Digests")
 PREFILL_POINTS = (
-    *(
-        "take ReadRequest",
-        "send ChunkReady",
-        "sent ChunkReady",
-        "take DigestRequest",
-        "send Digests",
-        "take ReadDone",
-    ),
-    *("send ReleaseAck", "sent ReleaseAck"),
+    *("take ReadRequest", "send ChunkReady", "sent ChunkReady", "take DigestRequest"),
+    *("send Digests", "take ReadDone", "send ReleaseAck", "sent ReleaseAck"),
 )
 
 
 @dataclass
 class Outcome:
-    """What one run came to. Times in seconds."""
+    """The result of one run. Times in seconds."""
 
     seed: int
     kind: str
@@ -56,18 +41,18 @@ class Outcome:
     succeeded: int = 0
     failed: int = 0
     given_up: int = 0
-    """Rooms that one side waited for in vain, because the other had lost them."""
+    """Rooms that one side waited for although the other had lost them."""
     noticed: list[float] = field(default_factory=list)
-    """From a death, or the beginning of a stop, to the end of each room on the other side."""
+    """From a death or stop to the end of each room on the other side."""
     quarantine: list[float] = field(default_factory=list)
     """From the end of a failed room on decode until its pages came back."""
     repeated: int = 0
-    """How often the run was made again, because something was late."""
+    """How often the run was made again because something was late."""
 
 
 @dataclass
 class Run:
-    """One run in a world whose processes are all there."""
+    """One run in a world whose processes are all up."""
 
     world: World
     outcome: Outcome
@@ -106,7 +91,7 @@ class Run:
             self.ask_for()
 
     def others(self) -> None:
-        """Whoever is not the victim goes on at once."""
+        """All but the victim serve new requests at once."""
         shape = self.world.shape
         links = [name for name, who in shape.links().items() if self.victim not in who]
         sinks = [sink for sink in ("d0", "d1") if sink != self.victim]
@@ -115,11 +100,9 @@ class Run:
             self.must_succeed(rooms)
 
     def strike(self, *order: object, signalled: int = 0) -> None:
-        """The wave, and a fault at a random point of it: an order to the victim, or a signal."""
+        """Makes a wave and injects the fault, an order or a signal, at a random point."""
         world, pick, victim = self.world, self.random, self.victim
-        own = {"d0": DECODE_POINTS + CHECKING_POINTS, "d1": DECODE_POINTS}.get(
-            victim, PREFILL_POINTS
-        )
+        own = {"d0": DECODE_POINTS + DIGEST_POINTS, "d1": DECODE_POINTS}.get(victim, PREFILL_POINTS)
         holder, point = victim, pick.choice(own)
         if signalled and victim[0] == "p" and pick.random() < 0.5:
             holder, point = pick.choice(("d0", "d1")), "read"
@@ -140,7 +123,7 @@ class Run:
             world.until(lambda: False, pick.uniform(0, 0.06))
         else:
             self.outcome.point = f"{holder} {point}"
-            self._met(holder)
+            self._await_trip(holder)
             if world.tripped is None:
                 self.wave()
                 world.until(lambda: False, pick.uniform(0, 0.04))
@@ -153,8 +136,8 @@ class Run:
         if signalled or order == ("close",):
             self.at = world.tripped or time.monotonic()
 
-    def _met(self, holder: str) -> None:
-        """Waits until the point is met, or will not be any more."""
+    def _await_trip(self, holder: str) -> None:
+        """Waits until the point is reached, or cannot be reached any more."""
         world, rooms, answer = self.world, self.rooms, (holder, "untrip")
 
         def met() -> bool:
@@ -168,21 +151,21 @@ class Run:
                 world.until(met, PATIENCE)
 
     def noticed(self, rooms: Sequence[Room]) -> None:
-        """The other side of the victim's rooms has failed them within the bound; all have ended."""
+        """Every room of the victim has failed on the other side within the bound."""
         for room in rooms:
             for who, since in room.begun.items():
                 since = max(self.at, since)
                 at, state, reason = room.ended.get(who, (0.0, None, ""))
                 ended = state is KVPoll.Failed and "not every reader was done" not in reason
                 if who == self.victim or at < since or not (ended or len(room.sinks) == 1):
-                    continue  # the victim may be the one of two readers that had not asked yet
+                    continue  # of two readers the victim may not have asked yet
                 if at - since > BOUND:
-                    raise Late(f"{who} has noticed after {at - since:.1f} s: {room}")
+                    raise Late(f"{who} noticed after {at - since:.1f} s: {room}")
                 if state is KVPoll.Failed:
                     self.outcome.noticed.append(at - since)
 
     def settle(self) -> None:
-        """All rooms end; those that one side has lost are given up by the other."""
+        """Waits until all rooms end; those that one side has lost are aborted on the other."""
         world, until = self.world, time.monotonic() + PATIENCE
         while not world.until(lambda: all(room.over() for room in self.rooms), 0.3):
             if time.monotonic() > until:
@@ -196,18 +179,18 @@ class Run:
                     for who in room.ended.keys() - {*room.sinks}
                 )
                 if waiting and lost and known and not self.at and len(room.sinks) == 1:
-                    raise Violation(f"decode was not told the end of {room}")
+                    raise Violation(f"decode did not learn that it has failed: {room}")
                 if waiting and lost and time.monotonic() > self.at + BOUND:
                     self.outcome.given_up += 1
                     for who in waiting:
                         world.tell(who, "abort", room.number, GIVEN_UP)
 
     def must_succeed(self, rooms: Sequence[Room]) -> None:
-        """Rooms that the fault does not touch."""
+        """Checks rooms that the fault does not affect."""
         self.world.until(lambda: all(room.over() for room in rooms), 10)
         for room in rooms:
             if not room.succeeded():
-                raise _unfair(room)
+                raise _unexpected(room)
 
     def rejoin(self) -> None:
         """Every prefill serves every decode again."""
@@ -223,21 +206,21 @@ class Run:
                     if room.succeeded():
                         break
                     if not touched or time.monotonic() > until:
-                        raise _unfair(room)
+                        raise _unexpected(room)
 
     def check(self) -> None:
-        """What must hold of every room, and of all pages."""
+        """Checks every room, and all pages."""
         for room in self.rooms:
             states = {who: state for who, (_, state, _) in room.ended.items()}
             won = [who for who in room.sinks if states.get(who) is KVPoll.Success]
             for who in room.sources:
                 if states.get(who) is KVPoll.Success:
                     if any(room.done.get(sink) != 0 for sink in room.sinks):
-                        raise Violation(f"{who} was told done, {room.done} wrong bytes: {room}")
+                        raise Violation(f"{who} got ReadDone, {room.done} wrong bytes: {room}")
                 elif won and who in states and len(room.sinks) == 1:
                     raise Violation(f"success on decode alone: {room}")
             if any(room.done.get(who) != 0 for who in won):
-                raise Violation(f"success without done: {room}")
+                raise Violation(f"success without ReadDone: {room}")
             for who in room.sinks:
                 if states.get(who) is KVPoll.Failed:
                     self.outcome.quarantine.append(room.back[who] - room.ended[who][0])
@@ -252,7 +235,7 @@ class Run:
                 raise Violation(f"{name} has lost pages: {held['items']}")
 
 
-def _unfair(room: Room) -> Violation:
-    """A room has failed that nobody has harmed; maybe it was only slow."""
+def _unexpected(room: Room) -> Violation:
+    """An unaffected room has failed: Late if it was only slow."""
     slow = not room.over() or any(word in str(room) for word in SLOW)
-    return (Late if slow else Violation)(f"nothing was wrong with {room}")
+    return (Late if slow else Violation)(f"the fault does not affect {room}")

@@ -1,4 +1,4 @@
-"""Between which pools requests go, and over which engine."""
+"""Which pools the processes hold, and which engine moves bytes between them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from tests.disagg.engines.peers import ENGINES
 
 @dataclass(frozen=True)
 class Shape:
-    """Which pools the processes hold, and how they are linked.
-
-    `ranks` prefills are connected to as one; `readers` decodes read each room.
+    """Pools by process, and how they are linked: `ranks` prefills are one link, `readers` decodes
+    read each room.
     """
 
     name: str

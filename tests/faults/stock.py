@@ -1,4 +1,4 @@
-"""A pool in which nothing is free for long: what one request gives back is another's at once."""
+"""A pool that is always full: pages that one request frees belong to another at once."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from tests.faults.values import MOST_TOKENS, put, wrong
 
 
 class Stock:
-    """Hands out the items of a pool. All others are held by bystanders, whose bytes are looked at
-    before they are let go: what else wrote there, wrote to pages that were given back too early.
+    """Allocates from a pool whose other items belong to filler requests. Their bytes are checked
+    before they are freed: a change means that a page was freed too early.
     """
 
     def __init__(self, pool: KVPool, salts: range) -> None:
         self.pool, self.allocator = pool, Allocator(pool)
         self.problems: list[str] = []
         self._salts = cycle(salts)
-        self._bystanders: deque[tuple[Request, int]] = deque()
+        self._fillers: deque[tuple[Request, int]] = deque()
         self._fill()
 
     def take(self, tokens: int, received: bool = False) -> Request | None:
-        """Room for one request, for which bystanders go; None if too much is held by others."""
+        """Allocates a request by freeing fillers; None if other requests hold too much."""
         request = self.allocator.new_request()
         while True:
             try:
                 self.allocator.extend(request, tokens, received=received)
                 break
             except OutOfPages:
-                if not self._bystanders:
+                if not self._fillers:
                     self.allocator.free(request)
                     return None
-                self._let_go(*self._bystanders.popleft())
+                self._drop_filler(*self._fillers.popleft())
         self._fill()
         return request
 
     def give_back(self, request: Request) -> None:
-        """Frees a request; its pages are written over at once."""
+        """Frees a request; its pages are overwritten at once."""
         self.allocator.free(request)
         self._fill()
 
     def audit(self) -> dict[str, tuple[int, int]]:
-        """Looks at every bystander; by id list, items in all and those not held by requests."""
+        """Checks every filler; returns by id list all items, and those not held by requests."""
         self.allocator.check_integrity()
-        for request, salt in self._bystanders:
-            self._look_at(request, salt)
+        for request, salt in self._fillers:
+            self._check_filler(request, salt)
         found = {}
         for name, each in self.allocator.lists.items():
-            held = sum(request.address().spans[name].ids.size for request, _ in self._bystanders)
+            held = sum(request.address().spans[name].ids.size for request, _ in self._fillers)
             found[name] = each.items - each.space.reserved, each.num_free + held
         return found
 
@@ -62,18 +62,18 @@ class Stock:
             tokens = min(pages * size, MOST_TOKENS)
             self.allocator.extend(request, tokens)
             put(self.pool, request.address(), range(tokens), salt)
-            self._bystanders.append((request, salt))
+            self._fillers.append((request, salt))
 
-    def _let_go(self, request: Request, salt: int) -> None:
-        self._look_at(request, salt)
+    def _drop_filler(self, request: Request, salt: int) -> None:
+        self._check_filler(request, salt)
         self.allocator.free(request)
 
-    def _look_at(self, request: Request, salt: int) -> None:
+    def _check_filler(self, request: Request, salt: int) -> None:
         address = request.address()
         count = wrong(self.pool, address, range(address.num_tokens), salt)
         if count:
             self.problems.append(
-                f"{count} bytes of a bystander were written by somebody else, in "
+                f"{count} bytes of freed pages were overwritten by another request, in "
                 f"{ {name: span.ids.tolist() for name, span in address.spans.items()} }."
             )
             put(self.pool, address, range(address.num_tokens), salt)

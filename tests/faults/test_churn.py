@@ -1,4 +1,4 @@
-"""Requests by the thousand through one pair of processes: nothing grows, no page is lost."""
+"""Thousands of requests through one pair of processes: nothing grows, no page is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.disagg.engines.peers import ENGINES
 from tests.faults.churn import churn
 
 GROWTH = 2 << 20
-"""Bytes that a process may grow by after the warm-up: twice what Python's own heap was seen to."""
+"""Bytes by which a process may grow after warm-up: twice what Python's own heap did."""
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ GROWTH = 2 << 20
         *(pytest.param(engine, 10_000, marks=pytest.mark.long) for engine in ENGINES),
     ],
 )
-def test_requests_by_the_thousand_leave_nothing_behind(engine, requests):
-    """Every fifth of them all requests have ended, and both processes look at themselves."""
+def test_thousands_of_requests_leave_nothing_behind(engine, requests):
+    """After each fifth all requests have ended, and both processes take a sample."""
     for side, report in churn(engine, requests, requests // 5).items():
         assert not report.problems, (side, report.problems[:5])
         assert report.ends["Success"] > 0.8 * requests

@@ -1,4 +1,4 @@
-"""Real processes that are killed, stopped, restarted and told to abort in the middle of transfers.
+"""Real processes are killed, stopped, restarted and told to abort during transfers.
 
 One seeded run is repeated by `pytest tests/faults -k seed-17` (with `--long` from 50 on) or
 `python -m tests.faults --seed 17 --runs 1`.
@@ -41,13 +41,13 @@ def worlds():
         for seed in range(LONG)
     ],
 )
-def test_a_fault_harms_nobody_but_the_rooms_that_it_strikes(worlds, seed):
+def test_a_fault_affects_only_its_own_rooms(worlds, seed):
     worlds.run(seed)
 
 
 @contextmanager
 def world(engine, **options):
-    """A world of two prefills and two decodes, all alike."""
+    """Two prefills and two decodes with equal pools."""
     found = World(SHAPES[f"{engine} pair"], **options)
     try:
         found.ensure()
@@ -64,7 +64,7 @@ def end(world, room):
 
 
 def assert_good(world, course=BESIDE):
-    """Everybody serves everybody, and no byte that is another's was touched."""
+    """Every prefill serves every decode, and no freed page was written to."""
     rooms = [world.order(p, [d], course) for p in ("p0", "p1") for d in ("d0", "d1")]
     for room in rooms:
         end(world, room)
@@ -78,13 +78,13 @@ def assert_good(world, course=BESIDE):
 
 @pytest.mark.parametrize("why", ["the lease ran out", "it was given up for dead"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_decode_that_was_stopped_while_its_source_pages_became_others_fails(engine, why):
+def test_a_decode_that_was_stopped_until_its_source_pages_were_reused_fails(engine, why):
     limits = {"peer_timeout": 30.0, "lease": 1.0} if "lease" in why else {"lease": 2.0}
     with world(engine, **limits) as these:
         these.trip("d1", "read", 5, "d1", signal.SIGSTOP)
         room = these.order("p0", ["d1"], WHOLE)
         assert these.until(lambda: these.tripped is not None and "p0" in room.back, PATIENCE)
-        # its pages are a bystander's now, and written over
+        # its source pages belong to a filler request now, and are overwritten
         assert "d1" not in room.ended
         these.signal("d1", signal.SIGCONT)
         ends = end(these, room)
@@ -100,14 +100,14 @@ def test_a_decode_that_was_stopped_while_its_source_pages_became_others_fails(en
 
 
 def _linked(world):
-    """Whether the decodes are known to their prefills again: a room says so."""
+    """Whether p0 serves d1 again: a room shows it."""
     room = world.order("p0", ["d1"], BESIDE)
     end(world, room)
     return room.succeeded()
 
 
-def stricken(these):
-    """A room whose read fails and lands later, once it has failed: and where its items are."""
+def room_of_failed_read(these):
+    """A room whose read has failed and lands later."""
     room = these.order("p0", ["d1"], WHOLE)
     assert these.until(lambda: "d1" in room.ended, PATIENCE)
     _, state, reason = room.ended["d1"]
@@ -118,7 +118,7 @@ def stricken(these):
 
 def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_landed():
     with world("local", engines={"d1": partial(LateEngine, False, 1.0)}) as these:
-        room = stricken(these)
+        room = room_of_failed_read(these)
         held = these.ask("d1", "audit")
         items = -(-WHOLE.tokens // 8)
         assert held["leases"].quarantined == {"kv": items}
@@ -126,16 +126,16 @@ def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_
         assert free == every - items
         beside = these.order("p1", ["d1"], BESIDE)
         assert {state for state, _ in end(these, beside).values()} == {KVPoll.Success}
-        assert "d1" not in room.back, "the other room was to be over while the bytes are away"
+        assert "d1" not in room.back, "the other room must end before the bytes land"
         end(these, room)
         assert room.back["d1"] - room.ended["d1"][0] > 0.9
         assert_good(these)
 
 
-def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_the_end():
+def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close():
     made = {"d1": partial(LateEngine, None, 0.2)}
     with world("local", engines=made, expected="cannot be fenced") as these:
-        room = stricken(these)
+        room = room_of_failed_read(these)
         for link in ("p0", "p1"):
             end(these, beside := these.order(link, ["d1"], BESIDE))
             assert beside.succeeded(), beside
@@ -152,16 +152,16 @@ def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_the_end(
         these.bury("d1")
 
 
-def test_a_fence_that_lies_is_seen_by_these_tests():
+def test_a_fence_that_answers_wrongly_is_detected():
     made = {"d1": partial(LateEngine, True, 0.3)}
-    with world("local", engines=made, expected="somebody else") as these:
-        room = stricken(these)
+    with world("local", engines=made, expected="by another request") as these:
+        room = room_of_failed_read(these)
         end(these, room)
         these.until(lambda: False, 0.6)
-        assert "written by somebody else" in these.ask("d1", "audit")["problems"][0]
+        assert "overwritten by another request" in these.ask("d1", "audit")["problems"][0]
 
 
-def test_bytes_of_another_request_are_seen_by_these_tests():
+def test_bytes_of_another_request_are_detected():
     with world("local") as these:
         these.order("p0", [], WHOLE, "r")
         room = these.order("p0", ["d1"], replace(WHOLE, salt=9), "r", offered=False)

@@ -1,8 +1,8 @@
 """Faults at a chosen point: hooks on an endpoint's messages and on its engine's reads.
 
 A point is `read` or `read after` (an engine call), `send X`, `sent X` or `take X` (a message of
-type X). All are met on the endpoint's own thread, so that a process which signals itself there
-stops in the middle of what it does.
+type X). Hooks run on the endpoint's own thread, so a process that signals itself there stops right
+at that point.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from disagg.protocol import messages
 
 @dataclass(slots=True)
 class Trip:
-    """What happens when `point` is met for the `count`-th time from now on."""
+    """What happens when `point` is reached for the `count`-th time from now on."""
 
     point: str
     count: int
@@ -32,14 +32,14 @@ class TrippedTransport(ZmqTransport):
         super().__init__()
         self.trip: Trip | None = None
         self.doubled = 0.0
-        """Which part of all messages is sent twice."""
+        """Share of messages that are sent twice."""
         self._sending, self._random = sending, random.Random(seed)
         read = engine.read
 
         def tripped_read(peer, batch):
-            self._met("read")
+            self._reached("read")
             transfer = read(peer, batch)
-            self._met("read after")
+            self._reached("read after")
             return transfer
 
         engine.read = tripped_read
@@ -48,19 +48,19 @@ class TrippedTransport(ZmqTransport):
         message = messages.decode(data)
         kind = type(message).__name__
         self._sending(message)
-        self._met(f"send {kind}")
+        self._reached(f"send {kind}")
         problem = super().send(peer, data)
         if problem is None and self._random.random() < self.doubled:
             problem = super().send(peer, data)
-        self._met(f"sent {kind}")
+        self._reached(f"sent {kind}")
         return problem
 
     def poll(self, timeout, wake=None):
         for peer, data in super().poll(timeout, wake):
-            self._met(f"take {type(messages.decode(data)).__name__}")
+            self._reached(f"take {type(messages.decode(data)).__name__}")
             yield peer, data
 
-    def _met(self, point: str) -> None:
+    def _reached(self, point: str) -> None:
         trip = self.trip
         if trip is not None and trip.point == point:
             trip.count -= 1

@@ -1,4 +1,4 @@
-"""The oracle's values of many requests that share one pool: each request has a salt of its own."""
+"""The oracle's values for many requests in one pool: each request has its own salt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_TOKENS = 256  # of one request, so that values can be kept
 
 @lru_cache(maxsize=4096)
 def _values(key, inner, width, salt):
-    """Bytes of all entries that a request may have, `[MOST_TOKENS, inner axes, byte]`."""
+    """Bytes of all entries of a request, `[MOST_TOKENS, inner axes, byte]`."""
     axes = [np.arange(start, stop) for start, stop in inner]
     return oracle.values(key, [np.arange(MOST_TOKENS), *axes, np.arange(width)], salt)
 
@@ -24,7 +24,7 @@ def _values(key, inner, width, salt):
 def _cells(
     pool: KVPool, address: RequestAddress, positions: range, salt: int
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """By region: memory, where in it the live entries of `positions` lie, and what they are."""
+    """By region: memory, indices of the live entries of `positions` in it, and their values."""
     held = oracle.state(pool)
     for region in held.layout.regions:
         space, view = held.layout.space_of(region), held.views[region.key]
@@ -47,5 +47,5 @@ def put(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> N
 
 
 def wrong(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> int:
-    """How many bytes of the live entries of `positions` are not what was written."""
+    """How many bytes of the live entries of `positions` differ from what was written."""
     return sum(int((v[at] != what).sum()) for v, at, what in _cells(pool, address, positions, salt))

@@ -1,4 +1,4 @@
-"""Two prefill and two decode processes, what they are told and what they say."""
+"""Two prefill and two decode processes: orders to them, and events from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults.shapes import Shape
 from tests.processes import FORKS, stands_still
 
 PATIENCE = 60.0
-"""Seconds after which a process that does not answer is stuck."""
+"""Seconds after which a process that does not answer counts as stuck."""
 PEER_TIMEOUT, LEASE, READ_TIMEOUT = 0.6, 2.2, 1.2
 BOUND = 3 * PEER_TIMEOUT
 """Seconds within which a death must be noticed."""
@@ -30,11 +30,11 @@ PREFILL_SALTS, DECODE_SALTS = range(100, 116), range(200, 216)
 
 
 class Violation(AssertionError):
-    """A promise was broken."""
+    """Something happened that must never happen."""
 
 
 class Late(Violation):
-    """Something did not happen in time: where processes starve that may be nobody's fault."""
+    """Something did not happen in time, which a starved machine can also cause."""
 
 
 @dataclass(eq=False)
@@ -44,17 +44,17 @@ class Peer:
     process: Any
     pipe: Any
     generation: str = ""
-    """Of its endpoint, once that is up."""
+    """The endpoint's, once it is up."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process's."""
         return int(self.process.pid)
 
 
 @dataclass(eq=False)
 class Room:
-    """One request, and what became of it on each side: by process name."""
+    """One request, and its state on each side by process name."""
 
     number: int
     name: str
@@ -63,20 +63,20 @@ class Room:
     sinks: list[str]
     course: Course
     begun: dict[str, float] = field(default_factory=dict)
-    """When decode asked for it, and when prefill knew that somebody did."""
+    """When decode asked for it, and when prefill learned of that."""
     ended: dict[str, tuple[float, KVPoll, str]] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
-    """Decodes that said done, and how many bytes were wrong then."""
+    """Decodes that sent ReadDone, and how many bytes were wrong then."""
     back: dict[str, float] = field(default_factory=dict)
-    """Who has ended it and given its pages back, or died, and when."""
+    """When each process ended it and freed its pages, or died."""
 
     @property
     def who(self) -> list[str]:
-        """All that take part."""
+        """All processes of the room."""
         return [*self.sources, *self.sinks]
 
     def over(self) -> bool:
-        """Whether it has ended, and given its pages back, wherever it was ordered."""
+        """Whether it has ended and its pages are freed everywhere."""
         return self.back.keys() >= {*self.who}
 
     def succeeded(self) -> bool:
@@ -90,11 +90,11 @@ class Room:
 
 
 class World:
-    """See the module. Whoever dies is replaced by `ensure`.
+    """The processes p0, p1, d0 and d1. `ensure` replaces those that have died.
 
-    `engines` makes those of some processes, `expected` is a part of problems that are to come.
-    `mortal` are those that may die; the death of any other is a violation.
-    `logs` is where all that they print lies; it stays unless all of them close well.
+    `engines` makes the engines of some processes; `expected` is a part of the problems that are
+    allowed. `mortal` are processes that may die; the death of any other is a violation. `logs` is
+    the folder of their output; it is kept unless all of them close properly.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class World:
         self._ports: dict[str, str] = {}
 
     def ensure(self, stopped: Sequence[str] = ()) -> None:
-        """Starts whoever is not there; returns when all links are ready but those of `stopped`."""
+        """Starts missing processes; returns when all links are ready except those of `stopped`."""
         fresh = [name for name in ("p0", "p1", "d0", "d1") if name not in self.peers]
         for name in fresh:
             self._start(name)
         if not self.until(lambda: all(p.generation for p in self.peers.values()), PATIENCE):
-            raise Violation("a process does not come up")
+            raise Violation("a process does not start")
         for name, prefills in self.shape.links().items():
             for decode in ("d0", "d1"):
                 if decode in fresh:
@@ -131,11 +131,11 @@ class World:
         until = time.monotonic() + PATIENCE
         while not all(self._settled(d) for d in ("d0", "d1") if d not in stopped):
             if time.monotonic() > until:
-                raise Violation("a peer that is there does not rejoin")
+                raise Violation("a link does not become ready")
             self.pump(0.01)
 
     def tell(self, name: str, *order: Any) -> None:
-        """An order for one process; lost if it has died meanwhile."""
+        """Sends an order to one process; it is lost if the process has died."""
         peer = self.peers.get(name)
         if peer is not None:
             try:
@@ -144,7 +144,7 @@ class World:
                 self._gone(name)
 
     def trip(self, holder: str, point: str, count: int, victim: str, number: int) -> None:
-        """When `holder` meets a point for the `count`-th time, the victim is signalled."""
+        """When `holder` reaches a point for the `count`-th time, the victim is signalled."""
         if number == signal.SIGKILL:
             self.mortal.add(victim)
         self.tripped = None
@@ -152,7 +152,7 @@ class World:
         self.tell(holder, "trip", point, count, pid, number)
 
     def ask(self, name: str, question: str) -> Any:
-        """What a process answers to a question without arguments."""
+        """The answer of a process to an order without arguments."""
         self.answers.pop((name, question), None)
         self.tell(name, question)
         self.until(lambda: (name, question) in self.answers or name not in self.peers, PATIENCE)
@@ -166,7 +166,7 @@ class World:
         name: str | None = None,
         offered: bool = True,
     ) -> Room:
-        """One request over a link; unless `offered`, prefill is not asked for it."""
+        """One request over a link; unless `offered`, only decode gets the order."""
         self._numbers += 1
         number = self._numbers
         sources = self.shape.links()[link] if offered else []
@@ -179,7 +179,7 @@ class World:
         return room
 
     def signal(self, name: str, number: int) -> None:
-        """Signals a process; one that is to go on, once it has stopped."""
+        """Signals a process; SIGCONT waits until it has stopped."""
         pid = self.peers[name].pid
         if number == signal.SIGKILL:
             self.mortal.add(name)
@@ -188,7 +188,7 @@ class World:
         os.kill(pid, number)
 
     def bury(self, name: str) -> None:
-        """Takes note that a process was killed, once it is dead and has said its last."""
+        """Waits until a process that was killed is dead, and reads its last events."""
         until = time.monotonic() + PATIENCE
         while name in self.peers:
             if time.monotonic() > until:
@@ -196,18 +196,18 @@ class World:
             self.pump(0.01)
 
     def pump(self, seconds: float) -> None:
-        """Hears what is said, for `seconds` at most."""
+        """Reads events, for at most `seconds`."""
         pipes = {peer.pipe: name for name, peer in self.peers.items()}
         for pipe in wait(list(pipes), seconds):
             name = pipes[pipe]
             try:
                 while pipe.poll():
-                    self._hear(name, *pipe.recv())
+                    self._event(name, *pipe.recv())
             except (EOFError, OSError):
                 self._gone(name)
 
     def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Hears what is said until a condition holds; whether it does."""
+        """Reads events until a condition holds; whether it does."""
         end = time.monotonic() + seconds
         while not condition():
             left = end - time.monotonic()
@@ -217,21 +217,21 @@ class World:
         return True
 
     def close(self) -> None:
-        """All are told to close, and must do so well."""
+        """Closes all processes, which must succeed."""
         self.mortal.update(self.peers)
         for name, peer in list(self.peers.items()):
-            said = self.ask(name, "close")
-            if said is None:
+            closed = self.ask(name, "close")
+            if closed is None:
                 raise Violation(f"{name} does not close")
-            if said["problems"] and self._expected is None:
-                raise Violation(f"{name}: {said['problems']}")
+            if closed["problems"] and self._expected is None:
+                raise Violation(f"{name}: {closed['problems']}")
             peer.process.join(PATIENCE)
             if peer.process.exitcode != 0:
                 raise Violation(f"{name} ended with {peer.process.exitcode}")
         shutil.rmtree(self.logs)
 
     def kill(self) -> None:
-        """Ends whoever is left."""
+        """Kills all processes that are left."""
         for peer in self.peers.values():
             peer.process.kill()
             peer.process.join()
@@ -264,8 +264,10 @@ class World:
         self.peers[name] = Peer(process, here)
 
     def _settled(self, decode: str) -> bool:
-        lives = {n: [self.peers[p].generation for p in ps] for n, ps in self.shape.links().items()}
-        return bool(self.ask(decode, "settled") == lives)
+        generations = {
+            n: [self.peers[p].generation for p in ps] for n, ps in self.shape.links().items()
+        }
+        return bool(self.ask(decode, "settled") == generations)
 
     def _gone(self, name: str) -> None:
         for room in self.rooms.values():
@@ -275,10 +277,10 @@ class World:
         peer.process.join(PATIENCE)
         peer.pipe.close()
         if name not in self.mortal:
-            raise Violation(f"{name} has died of itself, exit code {peer.process.exitcode}")
+            raise Violation(f"{name} has died by itself, exit code {peer.process.exitcode}")
         self.mortal.remove(name)
 
-    def _hear(self, name: str, at: float, event: str, *given: Any) -> None:
+    def _event(self, name: str, at: float, event: str, *given: Any) -> None:
         if event == "up":
             self.peers[name].generation = given[0]
         elif event == "tripped":
@@ -289,9 +291,9 @@ class World:
         elif event in ("settled", "audit", "untrip", "closed"):
             self.answers[name, "close" if event == "closed" else event] = given[0]
         elif (room := self.rooms.get(given[0])) is not None:
-            self._hear_of(room, name, at, event, *given[1:])
+            self._room_event(room, name, at, event, *given[1:])
 
-    def _hear_of(self, room: Room, name: str, at: float, event: str, *given: Any) -> None:
+    def _room_event(self, room: Room, name: str, at: float, event: str, *given: Any) -> None:
         if event == "begun":
             room.begun[name] = at
         elif event == "back":
@@ -308,12 +310,12 @@ class World:
 
 
 def parts(engine: str) -> tuple[int, int]:
-    """Most bytes of one part of a read on either decode: few, so that reads take long."""
+    """Most bytes of one part of a read, on d0 and d1: few, so that reads take long."""
     return (8192, 16384) if engine == "mooncake" else (512, 1024)
 
 
 def _port() -> int:
-    """A free port below those that the kernel gives to whoever asks for any."""
+    """A free port below the range from which the kernel assigns ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as trial:

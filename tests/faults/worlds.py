@@ -1,4 +1,4 @@
-"""Seeded runs, one after another, in processes that are used again."""
+"""Seeded runs, one after another, in processes that are reused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.faults.shapes import SHAPES
 from tests.faults.world import Late, Violation, World
 
 IN_A_ROW = 5
-"""Runs of one shape that follow one another."""
+"""Consecutive runs of one shape."""
 REPEATS = 2
-"""How often a run is made again in which something was late."""
+"""How often a run is repeated in which something was late."""
 
 
 class Worlds:
-    """Makes runs, in processes that live as long as the shape stays the same."""
+    """Makes runs; processes live as long as the shape stays the same."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -30,7 +30,7 @@ class Worlds:
         self._drop()
 
     def run(self, seed: int) -> Outcome:
-        """Makes one run; raises Violation. What was late is tried again, twice."""
+        """Makes one run; raises Violation. A run that was late is repeated, twice at most."""
         shape = list(SHAPES.values())[seed // IN_A_ROW % len(SHAPES)]
         for repeated in range(REPEATS + 1):
             try:
@@ -49,7 +49,7 @@ class Worlds:
         raise AssertionError
 
     def close(self) -> None:
-        """All processes close, and do so well."""
+        """Closes all processes, which must succeed."""
         if self._world is not None:
             self._world.close()
             self._drop()
@@ -62,7 +62,7 @@ class Worlds:
 
 def _run(world: World, seed: int) -> Outcome:
     began, pick = time.monotonic(), random.Random(seed)
-    # each time round the shapes, they get other kinds
+    # in each round over the shapes, they get other kinds
     round_ = seed // (IN_A_ROW * len(SHAPES))
     kind = list(KINDS)[(seed + IN_A_ROW * round_) % len(KINDS)]
     side, fault = KINDS[kind]

@@ -1,7 +1,7 @@
 """`python -m tests.fuzz --runs 1000000`: coverage-guided fuzzing of every target.
 
 Each target runs in a process of its own, on Atheris (libFuzzer), with its address space limited.
-Nothing is kept but an input that was a finding.
+Only inputs that are findings are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 MAX_INPUT = 1 << 16
 ROOM = 1 << 30
-"""Bytes of address space beyond what a process has when it begins."""
+"""Bytes of address space that a process may use beyond what it has when it begins."""
 HANG_SECONDS = 60
 
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if find_spec("atheris") is None and given.replay is None:
-        print("Atheris is not there: pip install atheris (Linux, CPython 3.11 to 3.13).")
+        print("Atheris is missing: pip install atheris (Linux, CPython 3.11 to 3.13).")
         return 1
     if given.child is not None:
         _child(given.target[0], given.runs, given.seed, given.child)
@@ -49,13 +49,13 @@ def main(arguments: Sequence[str]) -> int:
     names = given.target or [name for name, target in TARGETS.items() if target.share]
     unknown = set(names) - set(TARGETS)
     if unknown:
-        parser.error(f"no target {', '.join(unknown)}: known are {', '.join(TARGETS)}.")
+        parser.error(f"no target {', '.join(unknown)}: there are {', '.join(TARGETS)}.")
     if given.replay is not None:
         print(TARGETS[names[0]].run(given.replay.read_bytes()))
         return 0
     packages = ("atheris", "msgspec", "numpy")
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{p} {_version(p)}' for p in packages)}")
-    print("| target | inputs | seconds | most memory, MiB | slowest, s | came to |")
+    print("| target | inputs | seconds | peak memory, MiB | slowest, s | outcomes |")
     print("|---|--:|--:|--:|--:|---|")
     shares = {name: max(1, TARGETS[name].share) for name in names}
     runs = {name: given.runs * share // sum(shares.values()) for name, share in shares.items()}
@@ -72,9 +72,9 @@ def _fuzz(name: str, runs: int, seed: int) -> int:
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.fuzz", "--child", str(place), "--target", name]
     command += ["--runs", str(runs), "--seed", str(seed)]
-    few = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # an arena a thread would be address space too
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # arenas of threads take address space
     with (place / "log").open("w") as log:
-        code = subprocess.run(command, env=few, stdout=log, stderr=log).returncode
+        code = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
     tally = json.loads((place / "tally").read_text())
     common = sorted(tally["outcomes"].items(), key=lambda pair: -pair[1])
     print(
@@ -122,12 +122,12 @@ def _child(name: str, runs: int, seed: int, place: Path) -> None:
         source = random.Random(number)
         if target.mutate is None or source.random() < 0.2:
             return bytes(atheris.Mutate(data, most))
-        # half of them from a seed: coverage does not see what msgspec, which is C, tells apart
+        # half of them from a seed: coverage sees no branches inside msgspec, which is C
         return target.mutate(source.choice([data, source.choice(seeds)]), source, most)
 
     note()
     logging.disable()
-    tracemalloc.start()  # once: each start and stop leaves some kilobytes behind
+    tracemalloc.start()  # once: each start and stop leaks some kilobytes
     flags = [f"-runs={runs}", f"-seed={seed}", f"-max_len={MAX_INPUT}", "-len_control=0"]
     flags += ["-mutate_depth=1", "-reduce_inputs=0", f"-timeout={HANG_SECONDS}"]
     flags += [f"-artifact_prefix={place}/", "-print_final_stats=1"]

@@ -1,4 +1,4 @@
-"""Values of any type that msgspec can describe: a new message joins the fuzzing by itself."""
+"""Values of any type that msgspec can describe, so that a new message is fuzzed by itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from disagg.protocol import messages
 
 TOP = (1 << 63) - 1
 BLOBS = (b"", bytes(8), b"\x01" + bytes(15), b"\x80", b"\x81\xa1x\x07")
-"""Ids, numbers and aux values, as they travel."""
+"""Encoded ids, numbers and aux values."""
 
 
 class Choices(Protocol):
-    """Where numbers and bytes come from: a seed, a fuzzer's input, a search that shrinks."""
+    """Where numbers and bytes come from: a seed, or a fuzzer's input."""
 
     def number(self, low: int, high: int) -> int:
         """One of `low` to `high`."""
@@ -51,7 +51,7 @@ def message_types() -> dict[str, type]:
 
 
 def message(kind: type, choices: Choices, /, **fixed: object) -> dict[str, Any]:
-    """A message as plain values, valid by its types; of its fields, those in `fixed` as given."""
+    """A message as plain values, valid by its types; fields in `fixed` as given."""
     fields: dict[str, Any] = _build(_described(kind), choices)
     return fields | {name: value for name, value in fixed.items() if name in fields}
 
@@ -67,7 +67,7 @@ def pick(choices: Choices, options: Sequence[Any]) -> Any:
 def _build(kind: inspect.Type, choices: Choices) -> Any:
     maker = _MAKERS.get(type(kind))
     if maker is None:
-        raise TypeError(f"{kind}: say in tests/fuzz/build.py how such a value is made.")
+        raise TypeError(f"{kind}: add a maker for this type to tests/fuzz/build.py.")
     return maker(kind, choices)
 
 

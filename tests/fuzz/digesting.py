@@ -1,4 +1,4 @@
-"""What a decode asks digests of: pieces of one's own memory, between pages that none may touch."""
+"""Digest requests of a peer: pieces of one's own memory, which lies between unreadable pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROT_NONE = 0
 
 @lru_cache
 def layouts() -> tuple[PoolLayout, ...]:
-    """Layouts of every case, over memory that ends where one may not read on."""
+    """Layouts of every case, over memory between unreadable pages."""
     return tuple(_fenced(case.own) for case in samples.CASES)
 
 
@@ -28,7 +28,7 @@ def _fenced(layout: PoolLayout) -> PoolLayout:
     size = max(buffer.end for buffer in layout.buffers) - low
     pages = -(-size // PAGE) * PAGE
     memory = mmap.mmap(-1, pages + 2 * PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # which also keeps it mapped
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # keeps it mapped too
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for at in (start, start + PAGE + pages):
@@ -62,7 +62,7 @@ def run(data: bytes) -> str:
 
 
 def seeds() -> Iterator[bytes]:
-    """What decode asks for, of every case."""
+    """What decode asks for in every case."""
     for number, case in enumerate(samples.CASES):
         made = plan([case.own], case.own)
         for tokens in (range(samples.TOKENS), range(5, samples.TOKENS), range(9)):

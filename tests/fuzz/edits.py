@@ -1,7 +1,6 @@
-"""Edits of msgpack that know where its values begin: a mutated document keeps most of its form.
+"""Mutations of msgpack that know where its values begin, so that a document keeps most of its form.
 
-Every edit is a pure function of the data and three numbers, so that a seed or a shrinking search
-can choose it.
+Every edit is a pure function of the data and three numbers, which a seed can choose.
 """
 
 from __future__ import annotations
@@ -24,50 +23,31 @@ EDGES = sorted(
 )
 NUMBERS = [msgspec.msgpack.encode(n) for n in EDGES if -(1 << 63) <= n < 1 << 64]
 OTHERS = [
-    b"\xc0",
-    b"\xc1",  # a byte that means nothing
-    b"\xc2",
-    b"\xc3",
-    b"\x80",
-    b"\x90",
-    b"\xa0",
-    b"\xc4\x00",
-    b"\xa2\xff\xfe",  # text that is no unicode
+    *(b"\xc0", b"\xc2", b"\xc3", b"\x80", b"\x90", b"\xa0", b"\xc4\x00"),
+    b"\xc1",  # not a type
+    b"\xa2\xff\xfe",  # text that is not UTF-8
     b"\xa4\xed\xb3\xa9x",  # half a surrogate pair
     b"\xa3a\nb",
-    b"\xcb" + struct.pack(">d", float("nan")),
-    b"\xcb" + struct.pack(">d", float("inf")),
-    b"\xcb" + struct.pack(">d", 1.5),
+    *(b"\xcb" + struct.pack(">d", number) for number in (float("nan"), float("inf"), 1.5)),
     b"\xd4\x05\x00",  # an extension
-    b"\xd7\xff" + b"\xff" * 8,  # a timestamp that is none
+    b"\xd7\xff" + b"\xff" * 8,  # an invalid timestamp
     b"\xd6\xff\x00\x00\x00\x01",
     b"\x81\x90\xc0",  # a map whose key is a list
     b"\x81\x80\xc0",
 ]
-LIES = [
-    head + b"\xff" * size
-    for head, size in (
-        (b"\xd9", 1),
-        (b"\xc4", 1),
-        (b"\xda", 2),
-        (b"\xc5", 2),
-        (b"\xdc", 2),
-        (b"\xde", 2),
-        (b"\xdb", 4),
-        (b"\xc6", 4),
-        (b"\xdd", 4),
-        (b"\xdf", 4),
-        (b"\xc9", 4),
-    )
+WRONG_LENGTHS = [
+    bytes([head]) + b"\xff" * size
+    for size, heads in ((1, b"\xd9\xc4"), (2, b"\xda\xc5\xdc\xde"), (4, b"\xdb\xc6\xdd\xdf\xc9"))
+    for head in heads
 ]
 SIZES = (1, 2, 3, 9, 40, 200, 3000)
 DEPTHS = (1, 2, 5, 50, 900, 1100, 30_000)
 TOKENS = 800
-"""Values that are looked at, of a document that may have many more."""
+"""Values of a document that are found at most."""
 
 
 class Token(NamedTuple):
-    """One value: where it begins, where its own bytes end, and where its children do."""
+    """One value: where it begins, where its own bytes end, and where its children end."""
 
     start: int
     head: int
@@ -78,9 +58,9 @@ class Token(NamedTuple):
 
 
 def tokens(data: bytes) -> list[Token]:
-    """The first values of a document; what is cut short or means nothing ends the list."""
+    """The first values of a document; a truncated or invalid value ends the list."""
     found: list[Token] = []
-    open_: list[list[int]] = []  # token and children that are still to come
+    open_: list[list[int]] = []  # token, and its remaining children
     at = 0
     while at < len(data) and len(found) < TOKENS:
         head, children, kind = _header(data, at)
@@ -106,7 +86,7 @@ def tokens(data: bytes) -> list[Token]:
 
 
 def _header(data: bytes, at: int) -> tuple[int, int, str]:
-    """Where the value's own bytes end, how many children follow, and its kind."""
+    """Where the value's own bytes end, its number of children, and its kind."""
     first = data[at]
     if first < 0x80 or first >= 0xE0:
         return at + 1, 0, "int"
@@ -140,7 +120,7 @@ _SIZED |= {0xDC: (2, 0, "array"), 0xDD: (4, 0, "array"), 0xDE: (2, 0, "map"), 0x
 
 
 def edit(data: bytes, kind: int, place: int, value: int) -> bytes:
-    """`data` with one edit, chosen by any three numbers from 0 on."""
+    """`data` with one edit, chosen by three numbers of 0 or more."""
     if not data:
         return OTHERS[value % len(OTHERS)]
     return _EDITS[kind % len(_EDITS)](data, place, value)
@@ -175,7 +155,7 @@ def _truncate(data: bytes, place: int, value: int) -> bytes:
 
 
 def _put(data: bytes, place: int, new: bytes) -> bytes:
-    """One value in place of another."""
+    """Replaces a value."""
     held = tokens(data)
     if not held:
         return data + new
@@ -184,7 +164,7 @@ def _put(data: bytes, place: int, new: bytes) -> bytes:
 
 
 def _number(data: bytes, place: int, value: int) -> bytes:
-    """An integer at a border in place of one."""
+    """Replaces an integer by one at a bound."""
     ints = [token for token in tokens(data) if token.kind == "int"]
     if not ints:
         return _put(data, place, NUMBERS[value % len(NUMBERS)])
@@ -193,7 +173,7 @@ def _number(data: bytes, place: int, value: int) -> bytes:
 
 
 def _nudge(data: bytes, place: int, value: int) -> bytes:
-    """An integer a little larger or smaller, so that others may still fit it."""
+    """Makes an integer slightly larger or smaller, so that others may still fit it."""
     ints = [token for token in tokens(data) if token.kind == "int"]
     if not ints:
         return _flip(data, place, value)
@@ -202,7 +182,7 @@ def _nudge(data: bytes, place: int, value: int) -> bytes:
 
 
 def _everywhere(data: bytes, place: int, value: int) -> bytes:
-    """All integers of one value changed alike: a page size, a width, a number of items."""
+    """Changes all integers of one value alike: a page size, a width, a number of items."""
     ints = [token for token in tokens(data) if token.kind == "int"]
     if not ints:
         return _flip(data, place, value)
@@ -225,7 +205,7 @@ def _changed(data: bytes, token: Token, value: int) -> bytes:
 
 
 def _copy(data: bytes, place: int, value: int) -> bytes:
-    """One of the document's values in place of another."""
+    """Replaces a value by another one of the document."""
     held = tokens(data)
     if not held:
         return data
@@ -237,19 +217,19 @@ def _swap_type(data: bytes, place: int, value: int) -> bytes:
     return _put(data, place, OTHERS[value % len(OTHERS)])
 
 
-def _lie(data: bytes, place: int, value: int) -> bytes:
-    """A length of which nothing is there: in place of a value's, or at the end."""
+def _wrong_length(data: bytes, place: int, value: int) -> bytes:
+    """Replaces a value by a length without content."""
     held = tokens(data)
-    lie = LIES[value % len(LIES)]
+    wrong = WRONG_LENGTHS[value % len(WRONG_LENGTHS)]
     if not held:
-        return data + lie
+        return data + wrong
     token = held[place % len(held)]
-    rest = data[token.stop :] if value // len(LIES) % 2 else b""
-    return data[: token.start] + lie + rest
+    rest = data[token.stop :] if value // len(WRONG_LENGTHS) % 2 else b""
+    return data[: token.start] + wrong + rest
 
 
 def _nest(data: bytes, place: int, value: int) -> bytes:
-    """A value at some depth of lists or maps."""
+    """Nests a value in lists or maps."""
     held = tokens(data)
     if not held:
         return data
@@ -260,7 +240,7 @@ def _nest(data: bytes, place: int, value: int) -> bytes:
 
 
 def _repeat(data: bytes, place: int, value: int) -> bytes:
-    """A child of a list or map (with its key) many times, or gone, and the count told truly."""
+    """Repeats or removes a child of a list or map (with its key), with a correct count."""
     held = tokens(data)
     lists = [n for n, token in enumerate(held) if token.kind in ("array", "map")]
     if not lists:
@@ -283,14 +263,14 @@ def _repeat(data: bytes, place: int, value: int) -> bytes:
 
 
 def _text(data: bytes, place: int, value: int) -> bytes:
-    """A long text or a long stretch of bytes in place of a value."""
+    """Replaces a value by long text or bytes."""
     size = SIZES[value % len(SIZES)]
     filled = "x" * size if value // len(SIZES) % 2 else b"\x07" * size
     return _put(data, place, msgspec.msgpack.encode(filled))
 
 
 def _inner(data: bytes, place: int, value: int) -> bytes:
-    """An edit of the document that lies in a stretch of bytes, its length told truly."""
+    """Edits a document inside bytes, with a correct length."""
     held = [token for token in tokens(data) if token.kind == "bin" and token.stop - token.start > 3]
     if not held:
         return _number(data, place, value)
@@ -311,7 +291,7 @@ _EDITS: tuple[Callable[[bytes, int, int], bytes], ...] = (
     *[_everywhere] * 5,
     *[_copy] * 3,
     _swap_type,
-    _lie,
+    _wrong_length,
     _nest,
     *[_repeat] * 2,
     _text,

@@ -1,4 +1,4 @@
-"""What one hostile input may cost and do: bounded memory, bounded time, no undocumented error."""
+"""Bounds of one hostile input: memory, time, and documented errors only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BASE_SECONDS, SECONDS_A_BYTE = 1.0, 1.0 / (1 << 16)
 
 
 class Finding(AssertionError):
-    """An input that did what none may do."""
+    """An input did something that no input may do."""
 
 
 @dataclass
 class Tally:
-    """What a target's inputs came to, and the most that one of them cost."""
+    """Outcomes of a target's inputs, and the highest cost of one."""
 
     inputs: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ def guarded(run: Callable[[], str], size: int, tally: Tally | None = None) -> st
     """Runs one input of `size` bytes; returns its outcome in a word.
 
     Raises Finding where it allocates more than `BASE_BYTES` and `BYTES_A_BYTE` times its size, or
-    takes more of the processor's time than is due to its size. What `run` raises goes through.
+    takes more processor time than its size allows. Errors of `run` are passed on.
     """
     tracing = tracemalloc.is_tracing()
     if not tracing:

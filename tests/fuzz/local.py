@@ -1,7 +1,7 @@
-"""Metadata of engine `local`: a peer that cannot be read, or a refusal, and nothing left behind.
+"""Metadata of engine `local`: a peer that can be read, or a refusal; no open file is left.
 
-In an input, host "here", process 0 and start "now" stand for one's own, and file -2 for a file of
-shared memory that one's own process holds.
+In an input, host "here", process 0 and start "now" stand for this process, and file -2 for a shared
+memory file of this process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _dest = np.zeros(64, dtype=np.uint8)
 
 
 def run(data: bytes) -> str:
-    """Connects, reads a little of what is offered, and lets go."""
-    engine, metadata = LocalEngine(), _meant(data)
+    """Connects, reads at the edges of what is offered, and closes."""
+    engine, metadata = LocalEngine(), with_own_process(data)
     files = len(os.listdir("/proc/self/fd"))
     try:
         peer = engine.connect(metadata)
@@ -50,14 +50,14 @@ def run(data: bytes) -> str:
         del peer
     engine.close()
     if len(os.listdir("/proc/self/fd")) != files:
-        raise Finding("a file is left open.")
+        raise Finding("a file was left open.")
     return outcome
 
 
 @lru_cache
 def _own() -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.msgpack.decode(LocalEngine().metadata())
-    return told
+    fields: dict[str, Any] = msgspec.msgpack.decode(LocalEngine().metadata())
+    return fields
 
 
 @lru_cache
@@ -69,35 +69,31 @@ def _file() -> tuple[int, int, int]:
     return handle, status.st_dev, status.st_ino
 
 
-def _meant(data: bytes) -> bytes:
-    """The input with one's own process put in."""
+def with_own_process(data: bytes) -> bytes:
+    """The input with the placeholders replaced by this process."""
     try:
-        told = msgspec.msgpack.decode(data)
-        if not isinstance(told, dict):
+        fields = msgspec.msgpack.decode(data)
+        if not isinstance(fields, dict):
             return data
-        for key, stands in (("host", HOST), ("pid", PROCESS), ("started", START)):
-            if told.get(key) == stands:
-                told[key] = _own()[key]
-        for segment in told.get("segments", ()):
+        for key, placeholder in (("host", HOST), ("pid", PROCESS), ("started", START)):
+            if fields.get(key) == placeholder:
+                fields[key] = _own()[key]
+        for segment in fields.get("segments", ()):
             if isinstance(segment, list) and len(segment) == 6 and segment[2] == FILE:
                 segment[2], *segment[4:] = _file()
-        return msgspec.msgpack.encode(told)
+        return msgspec.msgpack.encode(fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, OverflowError):
         return data
 
 
 def seeds() -> Iterator[bytes]:
-    """Private and shared memory, of one's own process, of none, and of another host."""
+    """Private and shared memory: of this process, of none that exists, of another host."""
     private, shared = [1 << 40, 4096, -1, 0, 0, 0], [1 << 41, 4096, FILE, 0, 0, 0]
     whole = [1 << 42, SHARED, FILE, 0, 0, 0]
     later = [1 << 42, 4096, FILE, SHARED - 4096, 0, 0]
     for segments in ([], [private], [shared], [private, shared], [whole], [later], [shared, later]):
-        for host, pid, start in (
-            (HOST, PROCESS, START),
-            (HOST, PROCESS, START),
-            (HOST, 1 << 40, ""),
-            ("elsewhere", 1, "5"),
-        ):
-            told = {"host": host, "pid": pid, "started": start, "segments": segments}
-            yield build.packed(told)
-            yield build.packed({**told, "devices": [[1 << 43, 4096, "cuda:0", b"handle"]]})
+        own = HOST, PROCESS, START  # twice, so that half of the seeds can be read
+        for host, pid, start in (own, own, (HOST, 1 << 40, ""), ("elsewhere", 1, "5")):
+            fields = {"host": host, "pid": pid, "started": start, "segments": segments}
+            yield build.packed(fields)
+            yield build.packed({**fields, "devices": [[1 << 43, 4096, "cuda:0", b"handle"]]})

@@ -1,8 +1,7 @@
-"""Both endpoints against peers that say what they like, while their own side goes on.
+"""Both endpoints, in their own loop, against peers that send anything at any time.
 
-What an endpoint says must be readable, what has ended must stay so, reads must stay in memory, and
-no message may raise. Nothing but the memory is left out of the loop: reads and digests come to what
-the choices say.
+What an endpoint sends must decode, an ended room must stay ended, reads must stay in memory, and no
+message may raise. Only memory is replaced: results of reads and digests are chosen.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ MOST_STEPS = 40
 ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM_NAME)
 PEERS = (b"a", b"b", b"\x00" * 255)
 KINDS = build.message_types()
+AUXES = b"\x81\xa1x\x07", b"\x81\xa1x\x08", b"\x81\xa2ab\x91\x07", b"\xc1"
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,29 +48,30 @@ class Clock:
 
 @lru_cache
 def hello(layout: PoolLayout, generation: str) -> messages.Hello:
-    """What a side says first."""
+    """A side's hello."""
     common: dict[str, Any] = {"timeout": 1.0, "protocol": messages.PROTOCOL, "engine": "local"}
     more = {"generation": generation, "layout": layout.to_msgpack(), "metadata": b""}
-    said: messages.Hello = sent(
-        build.message(messages.Hello, build.Seeded(0), **common, **more), messages.Hello
-    )
-    return said
+    fields = build.message(messages.Hello, build.Seeded(0), **common, **more)
+    found: messages.Hello = sent(fields, messages.Hello)
+    return found
 
 
 def sent(fields: dict[str, Any], kind: type[Any]) -> Any:
-    """A message as it arrives; raises Finding if it does not."""
+    """A message, encoded and decoded; raises Finding if it is refused."""
     message = messages.decode(build.packed(fields))
     if not isinstance(message, kind):
         raise Finding(f"{fields} are read as {type(message).__name__}.")
     return message
 
 
-def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], life: str) -> Any:
-    """Any message: often about a room that there is, in the attempt and of the life that it has."""
+def hostile(
+    choices: Choices, rooms: Iterable[object], attempts: Iterable[str], generation: str
+) -> Any:
+    """Any message: often about an existing room, of its attempt and its prefill's generation."""
     kind = pick(choices, list(KINDS.values()))
     fields = build.message(kind, choices)
     given = {
-        "generation": (life, life, life, "other"),
+        "generation": (*[generation] * 3, "other"),
         "room": tuple(rooms),
         "attempt": (*attempts, "other"),
         "readers": (1, 1, 2, 1 << 16),
@@ -78,14 +79,7 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
         "engine": ("local",) * 5 + ("nixl",),
         "protocol": (messages.PROTOCOL,) * 5 + (99,),
         "leased": (True, False),
-        "aux": (
-            b"\x80",
-            b"\x80",
-            b"\x81\xa1x\x07",
-            b"\x81\xa1x\x08",
-            b"\x81\xa2ab\x91\x07",
-            b"\xc1",
-        ),
+        "aux": (*[b"\x80"] * 2, *AUXES),
         "values": (b"", bytes(8), bytes(7), bytes(800)),
         "problem": ("", "", "no"),
     }
@@ -101,11 +95,11 @@ def hostile(choices: Choices, rooms: Iterable[object], attempts: Iterable[str], 
 
 
 class Wire:
-    """A transport between an endpoint and the choices: what it is to hear, and what it has said."""
+    """A transport whose incoming messages the test makes, and whose outgoing ones it reads."""
 
     def __init__(self) -> None:
         self.inbox: list[tuple[Any, bytes]] = []
-        self.said: list[tuple[Any, bytes]] = []
+        self.sent: list[tuple[Any, bytes]] = []
 
     def bind(self, address: str) -> str:
         return address
@@ -114,7 +108,7 @@ class Wire:
         return
 
     def send(self, peer: Any, data: bytes) -> str | None:
-        self.said.append((peer, data))
+        self.sent.append((peer, data))
         return None
 
     def poll(self, timeout: float, wake: int | None = None) -> list[tuple[Any, bytes]]:
@@ -122,8 +116,8 @@ class Wire:
         return arrived
 
 
-class Imagined(Engine):
-    """An engine without memory, whose reads end as they are chosen to."""
+class ChosenEngine(Engine):
+    """An engine without memory, whose reads end as chosen."""
 
     name = "local"
 
@@ -159,8 +153,8 @@ class Imagined(Engine):
         return
 
 
-class Digests:
-    """Digests that are what they are chosen to be."""
+class ChosenDigests:
+    """A digester whose digests are chosen."""
 
     def __init__(self, choices: Choices) -> None:
         self._choices, self._jobs = choices, list[Any]()
@@ -180,7 +174,7 @@ class Digests:
 
 
 class CountedReader(Reader):
-    """A reader whose batches are checked, and which counts the reads of each room."""
+    """A reader that checks its batches and counts the reads of each room."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -199,7 +193,7 @@ class CountedReader(Reader):
 
 
 class Unexpected(logging.Handler):
-    """An endpoint logs an exception that it did not expect: no message may raise."""
+    """Raises if an endpoint logs an exception that it did not expect."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1]:
@@ -208,7 +202,7 @@ class Unexpected(logging.Handler):
 
 @contextmanager
 def no_message_raises() -> Iterator[None]:
-    """While the loop runs, what it catches and did not expect is a finding."""
+    """Makes a finding of every exception that the loop catches and did not expect."""
     handler = Unexpected()
     logging.getLogger("disagg").addHandler(handler)
     try:
@@ -218,21 +212,21 @@ def no_message_raises() -> Iterator[None]:
 
 
 def made(kind: Any, layout: PoolLayout, wire: Wire, clock: Clock, choices: Choices, **more: Any):
-    """An endpoint in whose loop only memory is imagined."""
-    digests = Digests(choices)
+    """An endpoint in whose loop only memory is replaced."""
+    digests = ChosenDigests(choices)
     with (
         patch("disagg.runtime.endpoint.Digester", lambda: digests),
         patch("disagg.runtime.endpoint.Reader", CountedReader),
         patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_: StagingBuffers()),
     ):
         options = {"transport": wire, "clock": clock, "threaded": False, "peer_timeout": 1.0}
-        return kind(layout, Imagined(choices), **options, **more)
+        return kind(layout, ChosenEngine(choices), **options, **more)
 
 
-def check_said(said: list[tuple[Any, bytes]]) -> list[tuple[Any, Any]]:
-    """Reads and empties what an endpoint has said; raises WireError if no peer could."""
-    found = [(to, messages.decode(data)) for to, data in said]
-    said.clear()
+def decode_sent(wire: Wire) -> list[tuple[Any, Any]]:
+    """Takes what an endpoint has sent; raises WireError if no peer could decode it."""
+    found = [(to, messages.decode(data)) for to, data in wire.sent]
+    wire.sent.clear()
     return found
 
 
@@ -259,13 +253,13 @@ def prefill(choices: Choices) -> str:
                 ended.pop(name, None)
         elif step in (5, 6):
             kind = pick(choices, (messages.ReadRequest, messages.ReadDone))
-            about = {"generation": "life", "room": name, "attempt": "a", "readers": 1}
+            about = {"generation": "g1", "room": name, "attempt": "a", "readers": 1}
             wire.inbox.append((PEERS[0], build.packed(build.message(kind, choices, **about))))
         else:
-            _, fields = hostile(choices, ROOMS, ("a", "b"), "life")
+            _, fields = hostile(choices, ROOMS, ("a", "b"), "g1")
             wire.inbox.append((pick(choices, PEERS), build.packed(fields)))
         endpoint.step()
-        check_said(wire.said)
+        decode_sent(wire)
         _check_ended(endpoint, ended, ROOMS)
     return "Success" if KVPoll.Success in ended.values() else "went on"
 
@@ -279,18 +273,18 @@ def _offer(endpoint: Any, name: Any, choices: Choices, address: RequestAddress) 
 
 @no_message_raises()
 def decode(choices: Choices) -> str:
-    """Decode's endpoint against two ranks of a prefill, which learn of attempts as real ones do."""
+    """Decode's endpoint against the ranks of a prefill, which learn attempts from its messages."""
     case, clock, wire = pick(choices, samples.CASES), Clock(), Wire()
     peers = pick(choices, case.peers)
     verify = pick(choices, (None, "checksum"))
     endpoint = made(DecodeEndpoint, case.own, wire, clock, choices, verify=verify)
     link = endpoint.connect([f"rank{number}" for number in range(len(peers))])
-    said: dict[tuple[object, int], Any] = {}
+    requests: dict[tuple[object, int], Any] = {}
     attempts: dict[messages.Room, str] = {}
     known: set[messages.Room] = set()
     ended: dict[messages.Room, KVPoll] = {}
     for rank in range(len(peers) if choices.number(0, 3) else 0):
-        wire.inbox.append((rank, messages.encode(hello(peers[rank], "life"))))
+        wire.inbox.append((rank, messages.encode(hello(peers[rank], "g1"))))
     for _ in range(choices.number(1, MOST_STEPS)):
         step, name = choices.number(0, 19), pick(choices, ROOMS[:2])
         rank = choices.number(0, len(peers) - 1)
@@ -308,19 +302,19 @@ def decode(choices: Choices) -> str:
                 known.remove(name)
                 ended.pop(name, None)
         elif step in (5, 6):
-            wire.inbox.append((rank, messages.encode(hello(peers[rank], "life"))))
-        elif step < 16 and (name, rank) in said:
-            answer = _honest(choices, peers[rank], said[name, rank])
+            wire.inbox.append((rank, messages.encode(hello(peers[rank], "g1"))))
+        elif step < 16 and (name, rank) in requests:
+            answer = _honest(choices, peers[rank], requests[name, rank])
             wire.inbox.append((rank, messages.encode(answer)))
         elif step > 16:
-            _, fields = hostile(choices, ROOMS, attempts.values(), "life")
+            _, fields = hostile(choices, ROOMS, attempts.values(), "g1")
             wire.inbox.append((rank, build.packed(fields)))
         endpoint.step()
-        for to, message in check_said(wire.said):
+        for to, message in decode_sent(wire):
             if isinstance(
                 message, (messages.ReadRequest, messages.DigestRequest, messages.ReadDone)
             ):
-                said[message.room, to] = message
+                requests[message.room, to] = message
                 attempts[message.room] = message.attempt
         _check_ended(endpoint, ended, known)
         counts = endpoint._reader.open
@@ -330,7 +324,7 @@ def decode(choices: Choices) -> str:
 
 
 def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
-    """What a prefill answers; of chunks, one that may not be next."""
+    """What a prefill answers; a chunk may not be the next one."""
     about = {"room": asked.room, "attempt": asked.attempt, "generation": asked.generation}
     if isinstance(asked, messages.ReadRequest):
         start, stop = pick(choices, ((0, samples.TOKENS), (0, samples.TOKENS), (0, 9), (9, 21)))
@@ -345,7 +339,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
 
 
 def _bind(read: Read) -> None:
-    """What a reader does first."""
+    """Binds a read as the reader does, and checks the batch."""
     try:
         batch = read.plan.bind(
             read.source, read.source_address, read.dest_address, tokens=read.tokens
@@ -357,7 +351,7 @@ def _bind(read: Read) -> None:
 
 
 def _own(call: Any, *arguments: Any) -> None:
-    """A call of one's own side, which may be one that makes no sense."""
+    """A call of one's own side, which may be refused."""
     try:
         call(*arguments)
     except ValueError:
@@ -367,7 +361,7 @@ def _own(call: Any, *arguments: Any) -> None:
 def _check_ended(
     rooms: Any, ended: dict[messages.Room, KVPoll], names: Iterable[messages.Room]
 ) -> None:
-    """What has ended stays as it is."""
+    """Raises if an ended room has changed."""
     for name in names:
         state = rooms.poll(name)
         if ended.get(name, state) is not state:
@@ -379,7 +373,7 @@ def _check_ended(
 
 
 def seeds() -> Iterator[bytes]:
-    """Choices at random: no document."""
+    """Random choices."""
     random = np.random.default_rng(0)
     for size in (0, 16, 100, 400, 1500):
         yield random.bytes(size)

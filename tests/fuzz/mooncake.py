@@ -25,7 +25,7 @@ class NoThread:
 
 
 def run(data: bytes) -> str:
-    """Connects, and cuts runs at the peer's ranges."""
+    """Connects, and splits runs at the peer's ranges."""
     engine = MooncakeEngine()
     try:
         with patch("disagg.engines.mooncake.engine.PeerThread", NoThread):
@@ -45,18 +45,18 @@ def run(data: bytes) -> str:
 
 
 def _check(cut: CopyBatch, start: int, stop: int, ranges: list[tuple[int, int]]) -> None:
-    """The parts are the run, and each lies in one range."""
+    """The parts make up the run, and each lies in one range."""
     at = start
     for src, size in zip(cut.src.tolist(), cut.nbytes.tolist()):
         if src != at or not any(low <= src and src + size <= high for low, high in ranges):
             raise Finding(f"{size} bytes at {src:#x} of a run from {start:#x} to {stop:#x}.")
         at += size
     if at != stop:
-        raise Finding(f"a run to {stop:#x} is cut off at {at:#x}.")
+        raise Finding(f"a run to {stop:#x} ends at {at:#x}.")
 
 
 def seeds() -> Iterator[bytes]:
-    """Peers of one range and of several, apart and touching."""
+    """Peers of one range and of several, separate and adjacent."""
     common = {"protocol": "tcp", "hostname": "127.0.0.1", "port": 15000, "token_at": 1 << 40}
     for ranges in (
         [(1 << 40, 4096)],

@@ -1,6 +1,6 @@
-"""Metadata of engine `nixl`, which NIXL and UCX read: a peer, a refusal, or the end of the process.
+"""Metadata of engine `nixl`, which NIXL and UCX read: a peer, a refusal, or a crash of the process.
 
-Hence this target runs only where it is asked for by name.
+Therefore this target runs only when it is named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _engine(number: int) -> Any:
 
 
 def run(data: bytes) -> str:
-    """Connects, and lets go."""
+    """Connects and fences."""
     try:
         peer = _engine(0).connect(data)
     except (TransferError, ValueError):
@@ -36,12 +36,12 @@ def run(data: bytes) -> str:
 
 
 def seeds() -> Iterator[bytes]:
-    """What a real agent tells."""
+    """Metadata of a real agent."""
     yield _engine(1).metadata()
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:
-    """Bits turned, and lengths of eight bytes that are none: NIXL has a format of its own."""
+    """Flips bits and inserts wrong 8-byte lengths: NIXL has a format of its own."""
     made = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 4))):
         at = source.randrange(max(1, len(made)))

@@ -1,4 +1,4 @@
-"""A peer's layouts and address against one's own: no run of a batch leaves either's memory."""
+"""A peer's layouts and block table against one's own: no run of a batch leaves either's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _cache = PlanCache(capacity=8)
 
 
 class Offer(msgspec.Struct, array_like=True):
-    """An input: which layout is one's own, and what the peers send."""
+    """An input: the number of one's own layout, and what the peers send."""
 
     own: int
     layouts: list[bytes]
@@ -61,7 +61,7 @@ def run(data: bytes) -> str:
         if fresh is not made:
             again = fresh.bind(source, address, dest, tokens=range(ready.start, ready.stop))
             if sorted(zip(*batch)) != sorted(zip(*again)):
-                raise Finding("a plan from the cache moves other bytes than a new one.")
+                raise Finding("a cached plan moves other bytes than a new one.")
     return outcome
 
 
@@ -72,7 +72,7 @@ def check(
     own: PoolLayout,
     dest: RequestAddress,
 ) -> None:
-    """Raises Finding where a run leaves the request's items on either side, or two runs meet."""
+    """Raises Finding if a run leaves the request's items on either side, or two runs overlap."""
     runs = list(zip(*(column.tolist() for column in batch)))
     _inside([(src, src + size) for src, _, size in runs], items(theirs, source), "the source's")
     _inside([(dst, dst + size) for _, dst, size in runs], items(own, dest), "the destination's")
@@ -82,7 +82,7 @@ def check(
 
 
 def items(layout: PoolLayout, address: RequestAddress) -> list[tuple[int, int]]:
-    """The request's items in every buffer, from and to which address, joined where they touch."""
+    """The request's items in every buffer, as ranges of pointers, joined where adjacent."""
     spans: Mapping[str, list[int]] = {n: span.ids.tolist() for n, span in address.spans.items()}
     found = sorted(
         (buffer.base + item * buffer.item_stride, item, buffer.item_bytes)
@@ -125,7 +125,7 @@ def seeds() -> Iterator[bytes]:
 def ready(
     peer: PoolLayout, start: int, stop: int, about: Mapping[str, object] = MappingProxyType({})
 ) -> bytes:
-    """What a peer sends with positions `start` to `stop`; `about` says of which room."""
+    """A peer's ChunkReady of positions `start` to `stop`; `about` names the room."""
     address = samples.address(peer)
     last = stop == samples.TOKENS
     fields = {
@@ -140,7 +140,7 @@ def ready(
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:
-    """Edits of what the peers send, the frame around it left whole."""
+    """Edits what the peers send and leaves the frame around it intact."""
     try:
         offer = msgspec.msgpack.decode(data, type=Offer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

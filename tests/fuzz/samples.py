@@ -1,6 +1,6 @@
-"""Layouts of one's own, and of peers that fit them: what hostile layouts are mutations of.
+"""Layouts of one's own, and of peers that fit them, from which hostile layouts are made.
 
-Nothing is allocated: bases are numbers.
+Nothing is allocated: base pointers are numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Part = tuple[int, str, int, Template]
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of one's own, and lists of peers' layouts from which it can be filled."""
+    """A layout of one's own, and lists of peers' layouts that can fill it."""
 
     own: PoolLayout
     peers: Sequence[Sequence[PoolLayout]]
@@ -26,7 +26,7 @@ class Case:
 def laid_out(
     parts: Sequence[Part], spaces: Sequence[Space], base: int, *, side_by_side: bool = False
 ) -> PoolLayout:
-    """A buffer for each (layer, space, items, template): one after another, or item by item."""
+    """A buffer for each (layer, space, items, template): one after another, or interleaved."""
     buffers, regions = [], []
     total = sum(item_bytes(template) for *_, template in parts)
     for number, (layer, space, items, template) in enumerate(parts):
@@ -35,7 +35,7 @@ def laid_out(
         buffers.append(Buffer(f"b{number}", space, base, stride, size, items))
         regions.extend(item_regions(template, owner="target", layer=layer, buffer=f"b{number}"))
         base += size if side_by_side else stride * items + 64
-    return PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "life")
+    return PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "g1")
 
 
 def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:
@@ -46,7 +46,7 @@ def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:
 
 
 def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> PoolLayout:
-    """Keys and values of a shard of 8 heads: in one row, or each for itself."""
+    """Keys and values of a shard of 8 heads: in one row, or in separate buffers."""
     cells = [Cell("k", 4, "bf16"), Cell("v", 4, "bf16")]
     each = [Repeat("head", size, cell, start, 8) for cell in cells]
     spaces = [Space("kv", "paged", page)]
@@ -60,7 +60,7 @@ def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> Po
 
 
 def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
-    """A window, compressed entries that share the pages' ids, a ring, and a slot with a grid."""
+    """A window, compressed entries that share the pages' ids, a ring, and a slot."""
     spaces = [
         Space("kv", "paged", page),
         Space("c4", "paged", page // 4, 4, ids="kv"),
@@ -80,7 +80,7 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
 
 
 def padded(page: int, base: int, multiple: int = 64) -> PoolLayout:
-    """Rows with scales behind them, pages rounded up."""
+    """Rows followed by scales, pages padded."""
     row = Repeat("entry", page, Seq(Cell("latent", 7, "e4m3"), Cell("rope", 2, "bf16"), Skip(1)))
     scales = Repeat("entry", page, Seq(Cell("latent.scale", 3, "ue8m0"), Skip(1)))
     item = Pad(multiple, Seq(row, scales))
@@ -111,13 +111,13 @@ LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for l
 
 
 def moved(layout: PoolLayout, by: int) -> PoolLayout:
-    """The same layout at other addresses."""
+    """The same layout at other base pointers."""
     buffers = tuple(replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
     return replace(layout, buffers=buffers)
 
 
 def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
-    """Where `tokens` tokens lie: every other item, from the last one down."""
+    """A block table of `tokens` tokens: every other item, from the last one down."""
     spans = {}
     for space in layout.spaces:
         if space.ids is None:

@@ -1,4 +1,4 @@
-"""Layouts that are true and of no sensible size: what edits of single numbers seldom reach."""
+"""Valid layouts of extreme sizes, which edits of single numbers seldom reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOP = (1 << 63) - 1
 
 
 def stretched(layout: PoolLayout, choices: Choices) -> bytes:
-    """The layout with other numbers of entries, steps or items, and bytes enough for them."""
+    """The layout with other numbers of entries, steps or items, and enough bytes for them."""
     raw: dict[str, Any] = msgspec.msgpack.decode(layout.to_msgpack())
     for _ in range(choices.number(1, 3)):
         pick(choices, (_entries, _entries, _axis, _items, _apart, _far))(raw, choices)
@@ -69,7 +69,7 @@ def _end(region: dict[str, Any]) -> int:
 
 
 def _clipped(value: Any) -> Any:
-    """The same with no number above what msgpack has."""
+    """The same with every integer within msgpack's range."""
     if isinstance(value, dict):
         return {key: _clipped(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Everything that decodes bytes of a peer, and what must hold whatever they are."""
+"""Everything that decodes a peer's bytes, and what must hold for any bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -21,7 +22,7 @@ Mutator = Callable[[bytes, random.Random, int], bytes]
 
 
 class Provided:
-    """Choices of Atheris' data provider."""
+    """Choices from Atheris' data provider."""
 
     def __init__(self, data: bytes) -> None:
         import atheris
@@ -39,11 +40,10 @@ class Provided:
 
 @dataclass(frozen=True)
 class Target:
-    """`run` takes an input and says in a word what it came to; it raises on what may never be.
+    """`run` takes an input and returns its outcome in a word; it raises if the input is a finding.
 
-    `seeds` are inputs to begin with, `mutate` makes others of them; without one the input is no
-    document, but a stretch of choices. `share` is its part of all inputs; without one it is run
-    where it is asked for by name.
+    `seeds` are the first inputs, `mutate` makes others of them; without `mutate` the input is a
+    sequence of choices. `share` is the target's part of all inputs; with 0 it runs only when named.
     """
 
     run: Callable[[bytes], str]
@@ -53,14 +53,14 @@ class Target:
 
 
 def run_wire(data: bytes) -> str:
-    """A message or a WireError; what was read can be sent on, and says of itself what it means."""
+    """A message or a WireError; what was read can be encoded again, and its methods work."""
     try:
         message = messages.decode(data)
     except messages.WireError:
         return "refused"
     again = messages.encode(message)
     if messages.encode(messages.decode(again)) != again:
-        raise Finding(f"{message} does not survive a round trip.")
+        raise Finding(f"{message} changes in a round trip.")
     for name, part in vars(type(message)).items():
         if callable(part) and not name.startswith("_"):
             _allow(ValueError, getattr(message, name))
@@ -72,7 +72,7 @@ def run_wire(data: bytes) -> str:
 
 
 def every_message() -> Iterator[bytes]:
-    """Several messages of every type; of hellos, most with a layout."""
+    """Several messages of every type; most hellos with a layout."""
     for kind in build.message_types().values():
         yield build.packed(build.message(kind, build.Seeded(0)))
         for seed, layout in zip(range(1, 8), samples.LAYOUTS):
@@ -81,43 +81,34 @@ def every_message() -> Iterator[bytes]:
 
 
 def run_aux(data: bytes) -> str:
-    """A map of names or a WireError; what came in can be sent on."""
+    """A map of names or a WireError; what was read can be sent again."""
     try:
         values = messages.unpack_aux(data)
     except messages.WireError:
         return "refused"
     again = messages.pack_aux(values)
     if messages.pack_aux(messages.unpack_aux(again)) != again:
-        raise Finding(f"{values} do not survive a round trip.")
+        raise Finding(f"{values} change in a round trip.")
     return "read"
 
 
 def auxes() -> Iterator[bytes]:
-    """Maps of all that msgpack has."""
+    """Maps with every type of msgpack."""
     yield build.packed({"token": 7, "logprob": -0.5, "text": "x", "hidden": b"\0" * 32})
     yield build.packed({"nested": [[1, [2]], {"a": {"b": None}}], "yes": True})
     yield build.packed({})
 
 
-def run_layout(data: bytes) -> str:
-    """A layout or a LayoutError; what was read survives a round trip and a fingerprint."""
-    return _layout(data, PoolLayout.from_msgpack)
-
-
-def run_json(data: bytes) -> str:
-    """The same, of JSON."""
-    return _layout(data, PoolLayout.from_json)
-
-
-def _layout(data: bytes, read: Callable[[bytes], PoolLayout]) -> str:
+def run_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> str:
+    """A layout or a LayoutError; what was read is equal after a round trip."""
     try:
         layout = read(data)
     except LayoutError:
         return "refused"
     if PoolLayout.from_msgpack(layout.to_msgpack()) != layout:
-        raise Finding(f"{layout} does not survive a round trip.")
+        raise Finding(f"{layout} changes in a round trip.")
     if PoolLayout.from_json(layout.to_json()) != layout:
-        raise Finding(f"{layout} does not survive a round trip as JSON.")
+        raise Finding(f"{layout} changes in a round trip as JSON.")
     layout.fingerprint()
     layout.slabs()
     layout.live_bytes(1 << 40)
@@ -137,14 +128,14 @@ def texts() -> Iterator[bytes]:
 
 
 def mutate_layout(data: bytes, source: random.Random, most: int) -> bytes:
-    """An edit, or a layout of no sensible size."""
+    """An edit, or a layout of extreme size."""
     if source.random() < 0.7:
         return edits.mutate(data, source, most)
     return stretched(source.choice(samples.LAYOUTS), build.Seeded(source.getrandbits(32)))[:most]
 
 
 def mutate_json(data: bytes, source: random.Random, most: int) -> bytes:
-    """An edit of the document, where it is one that JSON can say."""
+    """An edit of the document, if JSON can express it."""
     try:
         edited = edits.mutate(build.packed(json.loads(data)), source, most)
         return msgspec.json.encode(msgspec.msgpack.decode(edited))[:most]
@@ -154,7 +145,7 @@ def mutate_json(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 def mutate_behind(data: bytes, source: random.Random, most: int) -> bytes:
-    """An edit of the document behind the first byte."""
+    """An edit of the document after the first byte."""
     return data[:1] + edits.mutate(data[1:], source, most - 1)
 
 
@@ -168,8 +159,8 @@ def _allow(error: type[Exception], call: Callable[[], object]) -> None:
 TARGETS = {
     "wire": Target(run_wire, every_message, 32),
     "aux": Target(run_aux, auxes, 8),
-    "layout": Target(run_layout, layouts, 13, mutate_layout),
-    "json": Target(run_json, texts, 5, mutate_json),
+    "layout": Target(partial(run_layout, PoolLayout.from_msgpack), layouts, 13, mutate_layout),
+    "json": Target(partial(run_layout, PoolLayout.from_json), texts, 5, mutate_json),
     "plan": Target(planning.run, planning.seeds, 8, planning.mutate),
     "local": Target(local.run, local.seeds, 10),
     "digest": Target(digesting.run, digesting.seeds, 8, mutate_behind),

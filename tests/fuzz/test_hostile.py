@@ -1,6 +1,6 @@
-"""Hostile bytes and hostile peers, a few at a time; `python -m tests.fuzz` takes a million.
+"""Hostile bytes and hostile peers, a few hundred inputs a target, and inputs that once did harm.
 
-Here are also the inputs that once did harm.
+`python -m tests.fuzz` runs the same targets with millions.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def test_hostile_bytes_are_read_or_refused_at_little_cost(name, which, source):
 @pytest.mark.parametrize("machine", [machines.prefill, machines.decode], ids=["prefill", "decode"])
 @settings(max_examples=100)
 @given(seed=st.integers(0, 1 << 32))
-def test_whatever_a_peer_says_a_state_machine_goes_on(machine, seed):
+def test_an_endpoint_survives_whatever_a_peer_sends(machine, seed):
     guarded(lambda: machine(build.Seeded(seed)), MOST)
 
 
 SEEDS = {name: list(TARGETS[name].seeds()) for name in DOCUMENTS}
 
 
-# what is kept of hostile peers is bounded
+# memory kept of hostile peers is bounded
 
 
 def flood(pairs):
     """Prefill's machine after messages by peer, during which it never kept more than `KEPT`."""
-    machine = PrefillMachine(machines.hello(samples.LAYOUTS[0], "life"), now=0.0)
+    machine = PrefillMachine(machines.hello(samples.LAYOUTS[0], "g1"), now=0.0)
     tracemalloc.start()
     try:
         for peer, message in pairs:
@@ -68,30 +68,29 @@ def flood(pairs):
     return machine
 
 
-def test_a_hundred_thousand_strangers_leave_as_many_peers_as_are_allowed():
+def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     rooms = flood((b"%d" % number, hello) for number in range(100_000))
     assert len(rooms.peers.alive) == MAX_PEERS
 
 
-def test_a_peer_that_wants_ever_more_rooms_gets_as_many_as_are_allowed():
+def test_a_peer_opens_no_more_rooms_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
-    wants = (
-        messages.ReadRequest("life", number, "a", 0, 5, 1) for number in range(MAX_REQUESTED + 5000)
-    )
-    rooms = flood([(b"a", hello), *((b"a", want) for want in wants)])
+    numbers = range(MAX_REQUESTED + 5000)
+    requests = [(b"a", messages.ReadRequest("g1", n, "a", 0, 5, 1)) for n in numbers]
+    rooms = flood([(b"a", hello), *requests])
     assert len(rooms.open_rooms()) == MAX_REQUESTED
 
 
-def test_rooms_that_were_wanted_and_given_up_are_forgotten(monkeypatch):
+def test_rooms_that_were_requested_and_aborted_are_forgotten(monkeypatch):
     monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 2000)
     hello = machines.hello(samples.LAYOUTS[0], "d")
 
     def flooding():
         yield b"a", hello
         for number in range(5000):
-            yield b"a", messages.ReadRequest("life", number, f"{number}", 0, 5, 1)
-            yield b"a", messages.Abort("life", number, f"{number}", "never mind")
+            yield b"a", messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
+            yield b"a", messages.Abort("g1", number, f"{number}", "aborted")
 
     rooms = flood(flooding())
     assert not rooms.open_rooms()
@@ -103,9 +102,7 @@ def test_rooms_that_were_wanted_and_given_up_are_forgotten(monkeypatch):
 
 
 def layout(buffers, regions):
-    """A layout of one space, as it travels: item bytes by buffer; buffer, offset, axes and width by
-    region.
-    """
+    """An encoded layout: item bytes by buffer; buffer, offset, axes and width by region."""
     return build.packed(
         {
             "version": 1,
@@ -141,7 +138,7 @@ def layout(buffers, regions):
 
 
 @pytest.mark.parametrize("runs", [(1 << 18) + 1, 1 << 22, 1 << 40])
-def test_a_few_bytes_of_layout_cannot_ask_for_many_runs(runs):
+def test_a_small_layout_of_many_runs_is_refused(runs):
     data = layout([2 * runs], [(0, 0, [(runs, 2)], 1)])
     with pytest.raises(LayoutError, match=f"an item of {runs} separate runs, at most 262144"):
         PoolLayout.from_msgpack(data)
@@ -162,7 +159,7 @@ def test_the_most_runs_that_a_layout_may_have_fit_the_bounds():
     assert guarded(lambda: TARGETS["layout"].run(halves), len(halves)) == "read"
 
 
-def test_item_shapes_made_to_have_one_hash_take_no_longer_than_others():
+def test_item_shapes_with_colliding_hashes_take_no_longer_than_others():
     pairs = colliding(6000)
     assert len({hash((*pair, ())) for pair in pairs}) == 1
     seconds = []
@@ -176,7 +173,7 @@ def test_item_shapes_made_to_have_one_hash_take_no_longer_than_others():
 
 
 def colliding(count):
-    """Pairs of numbers such that `(*pair, ())` has one hash for all: CPython's is invertible."""
+    """Pairs for which `(*pair, ())` always has the same hash: CPython's hash is invertible."""
     first, second, start = 11400714785074694791, 14029467366897019727, 2870177450012600261
     inverse = pow(second, -1, 1 << 64)
     found: list[tuple[int, int]] = []
@@ -191,19 +188,19 @@ def colliding(count):
     return found
 
 
-def test_a_refusal_is_short_however_long_the_name_that_it_quotes():
-    spoilt = msgspec.msgpack.decode(samples.LAYOUTS[0].to_msgpack())
+def test_a_refusal_of_a_long_name_is_short():
+    changed = msgspec.msgpack.decode(samples.LAYOUTS[0].to_msgpack())
     for name in ("x" * (1 << 20), "\n" * (1 << 20)):
-        spoilt["model"] = name
+        changed["model"] = name
         with pytest.raises(LayoutError, match="model: at most 128") as refused:
-            PoolLayout.from_msgpack(build.packed(spoilt))
+            PoolLayout.from_msgpack(build.packed(changed))
         assert len(str(refused.value)) < 5000
 
 
 # messages, plans and metadata that did harm
 
 
-def test_a_page_of_any_size_costs_no_more_than_its_padding():
+def test_planning_with_huge_pages_costs_no_more_than_their_padding():
     own = samples.CASES[2].own  # keys and values in one row of 64 bytes
     peer = msgspec.msgpack.decode(samples.heads(4, 1 << 40, 0, 8).to_msgpack())
     for space in peer["spaces"]:
@@ -224,15 +221,15 @@ def test_a_page_of_any_size_costs_no_more_than_its_padding():
     "value",
     [
         b"\x81\x91\x01\xc0",  # a map whose key is a list
-        b"\x91" * 12 + b"\xc0",  # deeper than values are read
+        b"\x91" * 12 + b"\xc0",  # nested too deep
     ],
 )
-def test_an_aux_value_that_none_sends_is_refused(value):
+def test_an_invalid_aux_value_is_refused(value):
     with pytest.raises(messages.WireError, match="malformed aux"):
         messages.unpack_aux(b"\x81\xa1x" + value)
 
 
-def test_aux_keys_made_to_have_one_hash_are_refused_at_once():
+def test_aux_keys_with_colliding_hashes_are_refused_at_once():
     pairs = colliding(20_000)
     values = b"".join(build.packed([*pair, []]) + b"\xc0" for pair in pairs)
     data = b"\x81\xa1x\xdf" + len(pairs).to_bytes(4, "big") + values
@@ -243,7 +240,7 @@ def test_aux_keys_made_to_have_one_hash_are_refused_at_once():
 
 
 @pytest.mark.parametrize("size", [1, 7, 9])
-def test_digests_that_are_no_whole_numbers_fail_the_room(size):
+def test_digests_of_a_wrong_size_fail_the_room(size):
     held = samples.LAYOUTS[0]
     whole = Verification("r", "a", 0, held, samples.address(held), [], 0.0)
     finer, sentence = differences(replace(whole, own=bytes(8), theirs=bytes(size)), "rank 0")
@@ -254,33 +251,31 @@ def test_digests_that_are_no_whole_numbers_fail_the_room(size):
 @pytest.mark.parametrize(
     "change", [{"host": b"\xa2\xff\xfe"}, {"started": b"\xa0", "pid": b"\xcf" + b"\x7f" * 8}]
 )
-def test_metadata_that_is_no_text_or_names_no_process_is_a_transfer_error(change):
-    told = {"host": "here", "pid": 0, "started": "now", "segments": []}
-    told = msgspec.msgpack.decode(local._meant(build.packed(told)))
-    fields = {key: change.get(key, build.packed(value)) for key, value in told.items()}
+def test_metadata_that_is_not_text_or_names_no_process_is_a_transfer_error(change):
+    own = {"host": "here", "pid": 0, "started": "now", "segments": []}
+    own = msgspec.msgpack.decode(local.with_own_process(build.packed(own)))
+    fields = {key: change.get(key, build.packed(value)) for key, value in own.items()}
     data = b"\x84" + b"".join(build.packed(key) + value for key, value in fields.items())
     with pytest.raises(TransferError):
         LocalEngine().connect(data)
 
 
-def test_reasons_that_a_peer_gives_are_kept_in_short():
+def test_reasons_of_a_peer_are_kept_shortened():
     hello = machines.hello(samples.LAYOUTS[0], "d")
 
     def flooding():
         for number in range(200):
             yield b"a", hello
-            yield b"a", messages.ReadRequest("life", number, f"{number}", 0, 5, 1)
-            yield (
-                b"a",
-                messages.Abort("life", number, "a", "y" * (messages.MAX_TEXT - 3) + str(number)),
-            )
-            yield b"a", messages.Refuse(["z" * (messages.MAX_TEXT - 3) + str(number)] * 4)
+            yield b"a", messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
+            long = "y" * (messages.MAX_TEXT - 3) + str(number)
+            yield b"a", messages.Abort("g1", number, "a", long)
+            yield b"a", messages.Refuse([long] * 4)
 
     rooms = flood(flooding())
     assert len(str(rooms.failure(199))) < 5000
 
 
-def test_many_peers_together_open_no_more_rooms_than_are_allowed(monkeypatch):
+def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
     monkeypatch.setattr("disagg.protocol.prefill.MAX_UNSENT", 5000)
     hello = machines.hello(samples.LAYOUTS[0], "d")
 
@@ -288,7 +283,7 @@ def test_many_peers_together_open_no_more_rooms_than_are_allowed(monkeypatch):
         for peer in range(4):
             yield b"%d" % peer, hello
             for number in range(2000):
-                yield b"%d" % peer, messages.ReadRequest("life", f"{peer}.{number}", "a", 0, 5, 1)
+                yield b"%d" % peer, messages.ReadRequest("g1", f"{peer}.{number}", "a", 0, 5, 1)
 
     assert len(flood(flooding()).open_rooms()) == 5000
 
@@ -297,10 +292,10 @@ def test_aux_values_before_the_last_chunk_fail_the_room():
     own, peer = samples.CASES[0].own, samples.CASES[0].peers[0][0]
     machine = DecodeMachine(machines.hello(own, "d"), own, 1, now=0.0)
     machine.handle(ConnectLink(link := Link(("x",))), 0.0)
-    machine.handle(Received(0, machines.hello(peer, "life")), 0.0)
+    machine.handle(Received(0, machines.hello(peer, "g1")), 0.0)
     machine.handle(RequestRoom("r", samples.address(own), 0, link), 0.0)
     attempt = machine.rooms()["r"].attempt
-    about = {"room": "r", "attempt": attempt, "generation": "life"}
+    about = {"room": "r", "attempt": attempt, "generation": "g1"}
     for start, stop, aux in ((0, 5, b"\x80"), (5, 9, b"\x81\xa1x\x07")):
         assert machine.failure("r") is None
         ready = planning.ready(peer, start, stop, {**about, "aux": aux})

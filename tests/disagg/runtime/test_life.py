@@ -181,7 +181,7 @@ def test_a_killed_prefill_is_noticed_and_a_new_life_at_its_address_is_greeted():
 
 
 def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(transport):
-    """Museum 27: what carries another generation is refused, and the next hello works."""
+    """nixl#2051, vllm#49238: messages of another generation are refused, the next hello works."""
     with decode_side(peer_timeout=5) as (decode, dest, address):
         with prefill_side(transport=transport) as (prefill, _):
             link = decode.connect([prefill.address], timeout=20)
@@ -344,7 +344,7 @@ def test_one_rank_that_is_stuck_does_not_hold_up_another():
 
 
 def test_values_that_must_come_are_missed_by_name_and_others_are_kept():
-    """sglang's positional aux buffers (museum 31): values have names, and are asked for by them."""
+    """sglang's positional aux buffers: values have names, and are asked for by them."""
     with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
         decode.connect([prefill.address], timeout=20)
         decode.receive("r", address, aux=("first_token", "hidden"))
@@ -421,7 +421,7 @@ def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(w
 
 
 def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
-    """sglang's worker thread dies of one request's exception (museum 30)."""
+    """sglang's worker thread dies of one request's exception."""
     with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
         decode.connect([prefill.address], timeout=20)
         read = decode.engine.read

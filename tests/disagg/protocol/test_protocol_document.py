@@ -1,0 +1,58 @@
+"""docs/protocol.md lists every message as its type has it; docs/architecture.md every phase."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from msgspec import inspect
+
+from disagg.protocol import messages
+from disagg.protocol.status import TRANSITIONS
+
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = (DOCS / "protocol.md").read_text()
+SECTION = re.compile(r"^### (\w+) \(`(\w+)`, ([^)]+)\)\n(.*?)(?=^##|\Z)", re.S | re.M)
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \|", re.M)
+KINDS = inspect.type_info(messages.Message).types
+SENT = {
+    who: {kind.cls for kind in inspect.type_info(to).types}
+    for who, to in (("decode", messages.ToPrefill), ("prefill", messages.ToDecode))
+}
+
+
+def words(kind):
+    """A field's type and bounds, as the document gives them."""
+    name = type(kind).__name__.removesuffix("Type").lower()
+    match kind:
+        case inspect.IntType(ge=int(low), le=high) | inspect.FloatType(ge=float(low), le=high):
+            return f"{name} from {low:,} to {high:,}"
+        case inspect.StrType(max_length=int(most)):
+            return f"text of at most {most:,} characters"
+        case inspect.ListType(item_type=item):
+            return f"list of {words(item)}"
+        case inspect.DictType(key_type=key, value_type=inspect.StructType(cls=value)):
+            return f"map of {words(key)} to {value.__name__}"
+        case inspect.UnionType(types=types):
+            return " or ".join(map(words, types))
+    return name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.cls.__name__)
+def test_a_message_is_documented_field_by_field(kind):
+    by_name = {name: rest for name, *rest in SECTION.findall(TEXT)}
+    tag, sender, body = by_name[kind.cls.__name__]
+    senders = [who for who, classes in SENT.items() if kind.cls in classes]
+    assert (tag, sender) == (kind.tag, f"from {' and '.join(senders)}")
+    assert ROW.findall(body) == [(field.name, words(field.type)) for field in kind.fields]
+
+
+def test_the_document_has_no_other_message_and_this_protocol_number():
+    assert {name for name, *_ in SECTION.findall(TEXT)} == {kind.cls.__name__ for kind in KINDS}
+    assert f"`protocol` is {messages.PROTOCOL}." in TEXT
+
+
+def test_the_diagram_of_phases_is_the_transition_table():
+    drawn = re.findall(r"^  ([A-Z]+) --> ([A-Z]+)$", (DOCS / "architecture.md").read_text(), re.M)
+    assert sorted(drawn) == sorted((a.name, b.name) for a in TRANSITIONS for b in TRANSITIONS[a])
