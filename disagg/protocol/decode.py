@@ -11,27 +11,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from disagg.digest.digester import Verification
 from disagg.errors import RoomError, UnknownRoom
-from disagg.protocol import events
+from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkReady
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
 from disagg.protocol.liveness import Leases, count_items
-from disagg.protocol.messages import (
-    Abort,
-    Aux,
-    ChunkReady,
-    Digests,
-    Hello,
-    Message,
-    Pong,
-    ReadDone,
-    ReadRequest,
-    Refuse,
-    ReleaseAck,
-    Room,
-    UnknownPeer,
-    reason_text,
-)
+from disagg.protocol.messages import Aux, Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import Comparisons
@@ -191,10 +176,10 @@ class DecodeMachine:
             return
         link, source = at
         self.peers.liveness.heard(rank, self._now)
-        if isinstance(message, (Hello, Refuse, UnknownPeer, Pong)):
+        if isinstance(message, (Hello, messages.Refuse, messages.UnknownPeer, messages.Pong)):
             self._link_changed(self.peers.receive(link, source, message, self._now))
             return
-        if not isinstance(message, (ChunkReady, Digests, ReleaseAck, Abort)):
+        if not isinstance(message, messages.ToDecode):
             reason = f"{type(message).__name__} is not decode's."
             self._link_changed(self.peers.refuse(link, source, reason))
             return
@@ -203,19 +188,22 @@ class DecodeMachine:
             return  # of an earlier generation: nothing here waits for it
         room = self._current(message.room, message.attempt)
         if room is None or room.link is not link:
-            if isinstance(message, ChunkReady):  # prefill still holds pages for this decode
+            if isinstance(message, messages.ChunkReady):  # prefill still holds pages for it
                 about = message.generation, message.room, message.attempt
-                self.peers.send(link, source, Abort(*about, "decode no longer asks for this room."))
-        elif isinstance(message, ChunkReady):
-            self._chunk_ready(room, source, message)
-        elif isinstance(message, Digests):
-            failure = self._comparisons.answered(room, source, message, self._now)
-            self._compared(message.room, room, failure)
-        elif isinstance(message, ReleaseAck):
-            self._released(message.room, room, source, message)
-        else:
-            failure = Failure("prefill", reason_text(message.reason), "abort")
-            self._fail(message.room, failure, except_rank=source)
+                abort = messages.Abort(*about, "decode no longer asks for this room.")
+                self.peers.send(link, source, abort)
+            return
+        match message:
+            case messages.ChunkReady():
+                self._chunk_ready(room, source, message)
+            case messages.Digests():
+                failure = self._comparisons.answered(room, source, message, self._now)
+                self._compared(message.room, room, failure)
+            case messages.ReleaseAck():
+                self._released(message.room, room, source, message)
+            case messages.Abort():
+                aborted = Failure("prefill", reason_text(message.reason), "abort")
+                self._fail(message.room, aborted, except_rank=source)
 
     def _current(self, name: Room, attempt: str) -> DecodeRoom | None:
         """The open room of that name, if this is its attempt."""
@@ -249,9 +237,11 @@ class DecodeMachine:
         room.phase = room.phase.to(Phase.REQUESTED)
         room.metrics.plan_seconds = room.link.plan_seconds
         start, end = room.start, room.address.num_tokens
-        self._tell(room, lambda g: ReadRequest(g, name, room.attempt, start, end, self.readers))
+        self._tell(
+            room, lambda g: messages.ReadRequest(g, name, room.attempt, start, end, self.readers)
+        )
 
-    def _chunk_ready(self, room: DecodeRoom, source: int, ready: ChunkReady) -> None:
+    def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         link = room.link
         try:
             address = room.take(source, ready)
@@ -300,9 +290,11 @@ class DecodeMachine:
 
     def _release(self, name: Room, room: DecodeRoom) -> None:
         room.phase = room.phase.to(Phase.RELEASING)
-        self._tell(room, lambda generation: ReadDone(generation, name, room.attempt))
+        self._tell(room, lambda generation: messages.ReadDone(generation, name, room.attempt))
 
-    def _released(self, name: Room, room: DecodeRoom, source: int, message: ReleaseAck) -> None:
+    def _released(
+        self, name: Room, room: DecodeRoom, source: int, message: messages.ReleaseAck
+    ) -> None:
         if source in room.released:
             return  # the answer to a duplicate
         if not message.leased or room.phase is not Phase.RELEASING:
@@ -327,7 +319,7 @@ class DecodeMachine:
             self._effects.append(CancelReads(room.attempt))
         if asked and tell:
             reason = reason_text(failure.reason)
-            self._tell(room, lambda g: Abort(g, name, room.attempt, reason), except_rank)
+            self._tell(room, lambda g: messages.Abort(g, name, room.attempt, reason), except_rank)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
         self._open.discard(name)

@@ -10,20 +10,11 @@ from typing import NamedTuple
 
 from disagg.plan import IncompatibleLayouts
 from disagg.plan.cache import PlanCache
+from disagg.protocol import messages
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, DropPeer, Effects, HangUp
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
-from disagg.protocol.messages import (
-    MAX_TEXT,
-    Hello,
-    Message,
-    Ping,
-    Refuse,
-    UnknownPeer,
-    handshake_problems,
-    join_reasons,
-    reason_text,
-)
+from disagg.protocol.messages import Hello, Message, reason_text
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 
@@ -100,10 +91,14 @@ class DecodePeers:
         """Handles a hello, or one of the messages that concern no room."""
         if isinstance(message, Hello):
             return self._handshake(link, source, message)
-        if isinstance(message, Refuse):
-            return self._refuse(link, [join_reasons(message.reasons)], "prefill", source)
+        if isinstance(message, messages.Refuse):
+            return self._refuse(link, [messages.join_reasons(message.reasons)], "prefill", source)
         hello = link.hellos[source]
-        if isinstance(message, UnknownPeer) and hello and hello.generation == message.generation:
+        if (
+            isinstance(message, messages.UnknownPeer)
+            and hello
+            and hello.generation == message.generation
+        ):
             reason = "it no longer knows this decode: it has restarted, or has dropped it."
             return self.mark_dead(link, source, reason, now, logging.INFO)  # it has said so itself
         return None
@@ -127,7 +122,7 @@ class DecodePeers:
                 pause = min(self.hello.timeout, hello.timeout) / PINGS_PER_TIMEOUT
                 if now - link.pinged[source] >= pause:
                     link.pinged[source] = now
-                    self.send(link, source, Ping(hello.generation))
+                    self.send(link, source, messages.Ping(hello.generation))
         return failed
 
     def mark_dead(
@@ -163,7 +158,7 @@ class DecodePeers:
     def _handshake(self, link: Link, source: int, hello: Hello) -> LinkChange | None:
         if link.hellos[source] is not None:
             return None  # a duplicate
-        problems = handshake_problems(self.hello, hello)
+        problems = messages.handshake_problems(self.hello, hello)
         if problems:
             return self._refuse(link, problems, "decode")
         link.hellos[source] = hello
@@ -189,7 +184,7 @@ class DecodePeers:
     ) -> LinkFailed:
         link.refusal = "\n".join(reasons)
         link.plan = None
-        refusal = Refuse([reason_text(reason, MAX_TEXT) for reason in reasons])
+        refusal = messages.Refuse([reason_text(reason, messages.MAX_TEXT) for reason in reasons])
         for source in range(len(link.addresses)):
             if source != except_rank:
                 self.send(link, source, refusal)

@@ -39,6 +39,15 @@ numbers), `AUX_DEPTH` deep.
 AUX_DEPTH = 8
 
 
+class _Message(Struct, frozen=True, forbid_unknown_fields=True):
+    generation: Name
+
+
+class _RoomMessage(_Message, frozen=True):
+    room: Room
+    attempt: Name
+
+
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """Either side's first message: which endpoint it is, its layout, and how to read its memory."""
 
@@ -52,22 +61,16 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """Seconds of silence after which it takes the other side for dead."""
 
 
-class Ping(Struct, frozen=True, tag="ping", forbid_unknown_fields=True):
+class Ping(_Message, frozen=True, tag="ping"):
     """Decode is alive, and asks whether prefill is."""
 
-    generation: Name
 
-
-class Pong(Struct, frozen=True, tag="pong", forbid_unknown_fields=True):
+class Pong(_Message, frozen=True, tag="pong"):
     """Prefill is alive."""
 
-    generation: Name
 
-
-class UnknownPeer(Struct, frozen=True, tag="unknown_peer", forbid_unknown_fields=True):
+class UnknownPeer(_Message, frozen=True, tag="unknown_peer"):
     """Prefill does not know the sender, or has another generation: decode must say hello again."""
-
-    generation: Name
 
 
 class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
@@ -76,14 +79,11 @@ class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
     reasons: list[Text]
 
 
-class ReadRequest(Struct, frozen=True, tag="read_request", forbid_unknown_fields=True):
+class ReadRequest(_RoomMessage, frozen=True, tag="read_request"):
     """Decode asks for positions `start` to `num_tokens`; `readers` decode ranks will ask for the
     room.
     """
 
-    generation: Name
-    room: Room
-    attempt: Name
     start: Count
     num_tokens: Count
     readers: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -96,14 +96,11 @@ class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
     first_item: Count
 
 
-class ChunkReady(Struct, frozen=True, tag="chunk_ready", forbid_unknown_fields=True):
+class ChunkReady(_RoomMessage, frozen=True, tag="chunk_ready"):
     """Prefill has computed positions `start` to `stop`; `spans` is its block table, `last` ends the
     room.
     """
 
-    generation: Name
-    room: Room
-    attempt: Name
     start: Count
     stop: Count
     last: bool
@@ -122,51 +119,35 @@ class ChunkReady(Struct, frozen=True, tag="chunk_ready", forbid_unknown_fields=T
         return RequestAddress(self.num_tokens, spans)
 
 
-class ReadDone(Struct, frozen=True, tag="read_done", forbid_unknown_fields=True):
+class ReadDone(_RoomMessage, frozen=True, tag="read_done"):
     """Decode has read everything that it asked for."""
 
-    generation: Name
-    room: Room
-    attempt: Name
 
-
-class DigestRequest(Struct, frozen=True, tag="digest_request", forbid_unknown_fields=True):
+class DigestRequest(_RoomMessage, frozen=True, tag="digest_request"):
     """Decode asks for digests of what it has read: of each piece, or of each entry of each."""
 
-    generation: Name
-    room: Room
-    attempt: Name
     each: bool
     pieces: bytes
     """See disagg.digest.digest."""
 
 
-class Digests(Struct, frozen=True, tag="digests", forbid_unknown_fields=True):
+class Digests(_RoomMessage, frozen=True, tag="digests"):
     """The answer to a DigestRequest, in order, as little-endian uint64; or why there is none."""
 
-    generation: Name
-    room: Room
-    attempt: Name
     each: bool
     values: bytes
     problem: Text
 
 
-class ReleaseAck(Struct, frozen=True, tag="release_ack", forbid_unknown_fields=True):
+class ReleaseAck(_RoomMessage, frozen=True, tag="release_ack"):
     """The answer to ReadDone: whether the pages stayed leased until then."""
 
-    generation: Name
-    room: Room
-    attempt: Name
     leased: bool
 
 
-class Abort(Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+class Abort(_RoomMessage, frozen=True, tag="abort"):
     """The room has failed on the sender's side."""
 
-    generation: Name
-    room: Room
-    attempt: Name
     reason: Text
 
 

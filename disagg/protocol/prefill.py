@@ -14,26 +14,10 @@ from msgspec.structs import replace
 
 from disagg.digest.digest import from_wire
 from disagg.errors import RoomError
-from disagg.protocol import events
+from disagg.protocol import events, messages
 from disagg.protocol.effects import ComputeDigest, Effect, Effects
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
-from disagg.protocol.messages import (
-    MAX_MESSAGE,
-    Abort,
-    ChunkReady,
-    DigestRequest,
-    Digests,
-    Hello,
-    Message,
-    ReadDone,
-    ReadRequest,
-    ReleaseAck,
-    Room,
-    encode,
-    pack_aux,
-    reason_text,
-    spans_of,
-)
+from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.prefill_state import Decode, PrefillRoom
@@ -84,7 +68,9 @@ class PrefillMachine:
                 self._lose(self.peers.mark_dead(peer, f"decode: {reason}"))
             case events.Tick():
                 self._tick()
-            case events.DigestComputed((bytes(peer), DigestRequest() as request), values, problem):
+            case events.DigestComputed(
+                (bytes(peer), messages.DigestRequest() as request), values, problem
+            ):
                 self._digested(peer, request, values, problem)
             case events.OfferChunk():
                 self._offer(event)
@@ -147,18 +133,10 @@ class PrefillMachine:
             problem = "aux values travel with the last chunk."
         if problem is not None:
             raise RoomError(f"room {name!r}: {problem}")
-        ready = ChunkReady(
-            self.hello.generation,
-            name,
-            "",
-            tokens.start,
-            tokens.stop,
-            chunk.last,
-            address.num_tokens,
-            spans_of(address),
-            pack_aux(chunk.aux),
-        )
-        encode(ready)  # what cannot be sent is refused before anything is kept
+        extent = tokens.start, tokens.stop, chunk.last, address.num_tokens
+        spans, aux = messages.spans_of(address), messages.pack_aux(chunk.aux)
+        ready = messages.ChunkReady(self.hello.generation, name, "", *extent, spans, aux)
+        messages.encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._room(name)
         self._unsent.discard(name)
         room.chunks.append(ready)
@@ -193,21 +171,21 @@ class PrefillMachine:
             self._lose(received)
             return
         decode, about = received
-        if isinstance(about, ReadRequest):
+        if isinstance(about, messages.ReadRequest):
             self._requested(peer, about, decode)
             return
         room = self._rooms.get(about.room)
         request = room.requests.get(peer) if room else None
         mine = room if request is not None and request.attempt == about.attempt else None
-        if isinstance(about, ReadDone):
+        if isinstance(about, messages.ReadDone):
             self._done(peer, about, mine)
-        elif isinstance(about, DigestRequest):
+        elif isinstance(about, messages.DigestRequest):
             self._digest(peer, about, mine)
         elif mine is not None and about.room in self._open:
             failure = Failure("decode", reason_text(about.reason), "abort")
             self._fail(about.room, mine, failure, except_peer=peer)
 
-    def _requested(self, peer: bytes, request: ReadRequest, decode: Decode) -> None:
+    def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
         known = self._rooms.get(request.room)
         if (peer, request.attempt) in self._ended_attempts or (
             known and known.requests.get(peer) == request
@@ -223,7 +201,7 @@ class PrefillMachine:
         if problem is not None:
             reason = reason_text(problem)
             self._effects.send(
-                peer, Abort(request.generation, request.room, request.attempt, reason)
+                peer, messages.Abort(request.generation, request.room, request.attempt, reason)
             )
             return
         room = self._room(request.room)
@@ -237,7 +215,9 @@ class PrefillMachine:
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
 
-    def _digest(self, peer: bytes, request: DigestRequest, room: PrefillRoom | None) -> None:
+    def _digest(
+        self, peer: bytes, request: messages.DigestRequest, room: PrefillRoom | None
+    ) -> None:
         if room is None or room.failure is not None or not room.whole or peer in room.done:
             self._answer_digest(peer, request, b"", "the room's pages are not leased.")
             return
@@ -248,12 +228,12 @@ class PrefillMachine:
         except ValueError as error:
             self._lose(self.peers.refuse(peer, str(error)))
             return
-        if request.each and 16 * sum(len(piece.entries) for piece in pieces) > MAX_MESSAGE:
+        if request.each and 16 * sum(len(piece.entries) for piece in pieces) > messages.MAX_MESSAGE:
             self._answer_digest(
                 peer,
                 request,
                 b"",
-                f"the digests are more than {MAX_MESSAGE} bytes, the most of one message.",
+                f"the digests are more than {messages.MAX_MESSAGE} bytes, the most of one message.",
             )
             return
         room.digesting.add(peer)
@@ -262,7 +242,7 @@ class PrefillMachine:
         )
 
     def _digested(
-        self, peer: bytes, request: DigestRequest, values: bytes | None, problem: str
+        self, peer: bytes, request: messages.DigestRequest, values: bytes | None, problem: str
     ) -> None:
         room = self._rooms.get(request.room)
         if room is not None:
@@ -270,19 +250,21 @@ class PrefillMachine:
         self._answer_digest(peer, request, values or b"", problem)
 
     def _answer_digest(
-        self, peer: bytes, request: DigestRequest, values: bytes, problem: str
+        self, peer: bytes, request: messages.DigestRequest, values: bytes, problem: str
     ) -> None:
         about = request.generation, request.room, request.attempt, request.each
-        self._effects.send(peer, Digests(*about, values, reason_text(problem)))
+        self._effects.send(peer, messages.Digests(*about, values, reason_text(problem)))
 
-    def _done(self, peer: bytes, done: ReadDone, room: PrefillRoom | None) -> None:
+    def _done(self, peer: bytes, done: messages.ReadDone, room: PrefillRoom | None) -> None:
         leased = room is not None and room.failure is None and room.whole
         if room is not None and leased:
             room.done.add(peer)
             if room.complete and done.room in self._open:
                 room.phase = room.phase.to(Phase.SUCCESS)
                 self._close(done.room, room)
-        self._effects.send(peer, ReleaseAck(done.generation, done.room, done.attempt, leased))
+        self._effects.send(
+            peer, messages.ReleaseAck(done.generation, done.room, done.attempt, leased)
+        )
 
     def _lose(self, lost: LostPeer | None) -> None:
         """The rooms fail that a lost peer has asked for and is not done with."""
@@ -302,7 +284,7 @@ class PrefillMachine:
         reason = reason_text(failure.reason)
         for peer, request in room.requests.items():
             if peer != except_peer:
-                abort = Abort(self.hello.generation, name, request.attempt, reason)
+                abort = messages.Abort(self.hello.generation, name, request.attempt, reason)
                 self._effects.send(peer, abort)
         if not room.chunks:
             self._failed_unsent.append((name, room))

@@ -7,25 +7,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from disagg.protocol import messages
 from disagg.protocol.effects import Effects
 from disagg.protocol.liveness import Liveness
-from disagg.protocol.messages import (
-    MAX_TEXT,
-    Abort,
-    DigestRequest,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    ReadDone,
-    ReadRequest,
-    Refuse,
-    Room,
-    UnknownPeer,
-    handshake_problems,
-    join_reasons,
-    reason_text,
-)
+from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.prefill_state import Decode
 from disagg.protocol.status import Failure, FailureKind
 
@@ -37,7 +22,7 @@ class RoomMessage(NamedTuple):
     """A message about a room, from a decode that is served."""
 
     decode: Decode
-    message: ReadRequest | DigestRequest | ReadDone | Abort
+    message: messages.ReadRequest | messages.DigestRequest | messages.ReadDone | messages.Abort
 
 
 class LostPeer(NamedTuple):
@@ -64,15 +49,15 @@ class PrefillPeers:
             self.liveness.heard(peer, now)
         if isinstance(message, Hello):
             self._handshake(peer, message, now)
-        elif isinstance(message, Refuse):
-            self.refusals.append(join_reasons(message.reasons))
+        elif isinstance(message, messages.Refuse):
+            self.refusals.append(messages.join_reasons(message.reasons))
             return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
-        elif not isinstance(message, (Ping, ReadRequest, DigestRequest, ReadDone, Abort)):
+        elif not isinstance(message, messages.ToPrefill):
             return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         elif decode is None or message.generation != self.hello.generation:
-            self._effects.send(peer, UnknownPeer(message.generation))
-        elif isinstance(message, Ping):
-            self._effects.send(peer, Pong(message.generation))
+            self._effects.send(peer, messages.UnknownPeer(message.generation))
+        elif isinstance(message, messages.Ping):
+            self._effects.send(peer, messages.Pong(message.generation))
         else:
             return RoomMessage(decode, message)
         return None
@@ -85,7 +70,7 @@ class PrefillPeers:
 
     def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
         """Drops a peer that breaks the protocol, and tells it why."""
-        self._effects.send(peer, Refuse([reason_text(reason, MAX_TEXT)]))
+        self._effects.send(peer, messages.Refuse([reason_text(reason, messages.MAX_TEXT)]))
         return self.mark_dead(peer, f"decode was refused: {reason}", "refused")
 
     def mark_dead(self, peer: bytes, reason: str, kind: FailureKind = "lost") -> LostPeer | None:
@@ -95,14 +80,14 @@ class PrefillPeers:
     def notify_shutdown(self) -> None:
         """Tells every decode that this generation is over, so that none waits for a timeout."""
         for peer in self.alive:
-            self._effects.send(peer, UnknownPeer(self.hello.generation))
+            self._effects.send(peer, messages.UnknownPeer(self.hello.generation))
 
     def _handshake(self, peer: bytes, hello: Hello, now: float) -> None:
-        reasons = handshake_problems(self.hello, hello)
+        reasons = messages.handshake_problems(self.hello, hello)
         if peer not in self.alive and len(self.alive) >= MAX_PEERS:
             reasons = [f"{MAX_PEERS} decodes are connected already."]
         if reasons:
-            self._effects.send(peer, Refuse(reasons))
+            self._effects.send(peer, messages.Refuse(reasons))
             return
         self.alive.setdefault(peer, Decode(hello.generation))
         self.liveness.heard(peer, now)

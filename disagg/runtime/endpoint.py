@@ -23,28 +23,9 @@ from typing_extensions import Self
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
+from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import (
-    CancelReads,
-    ComputeDigest,
-    Dial,
-    DropPeer,
-    Effect,
-    HangUp,
-    Peer,
-    Send,
-    StartRead,
-)
-from disagg.protocol.events import (
-    AbortAll,
-    AbortRoom,
-    DigestComputed,
-    ForgetRoom,
-    Malformed,
-    Received,
-    Tick,
-    Unreachable,
-)
+from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import (
     MAX_TIMEOUT,
@@ -183,12 +164,12 @@ class Endpoint(Generic[M]):
 
     def abort(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended; the other side is told the reason."""
-        self._call(AbortRoom(room_name(room), reason))
+        self._call(events.AbortRoom(room_name(room), reason))
 
     def forget(self, room: Room) -> None:
         """Drops what is kept of an ended room. Raises RoomError if it has not ended."""
         with self._lock:
-            self._handle(ForgetRoom(room_name(room)))
+            self._handle(events.ForgetRoom(room_name(room)))
 
     def leases(self) -> Leases:
         """Items that must not be reused now; of decode's also those in quarantine."""
@@ -215,7 +196,7 @@ class Endpoint(Generic[M]):
         with self._changed:
             if self._closing:
                 return
-            self._handle(AbortAll("the endpoint was closed.", closing=True))
+            self._handle(events.AbortAll("the endpoint was closed.", closing=True))
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
@@ -288,7 +269,7 @@ class Endpoint(Generic[M]):
             if self._thread is not None:
                 self._thread.clear()
             with self._lock:
-                self._handle(Tick())
+                self._handle(events.Tick())
             self._execute()
             self._work()
             self._execute()
@@ -297,7 +278,7 @@ class Endpoint(Generic[M]):
             log.exception("%s: a turn failed", type(self).__name__)
             self._busy = False
             with self._lock:
-                self._handle(AbortAll(f"the endpoint's loop failed: {error}"))
+                self._handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
         finally:
             self._turning.release()
             with self._changed:
@@ -308,13 +289,13 @@ class Endpoint(Generic[M]):
             message = decode(data)
             with self._lock:
                 if not self._closing:  # who has said goodbye answers no hello
-                    self._handle(Received(peer, message))
+                    self._handle(events.Received(peer, message))
         except Exception as error:  # one peer's fault must not end what serves all
             problem = f"it sent what cannot be served: {error}"
             unexpected = not isinstance(error, WireError)
             log.warning("%s: a peer: %s", type(self).__name__, problem, exc_info=unexpected)
             with self._lock:
-                self._handle(Malformed(peer, problem))
+                self._handle(events.Malformed(peer, problem))
 
     def _work(self) -> None:
         """One step of the engine, of every read and of the digests."""
@@ -322,31 +303,31 @@ class Endpoint(Generic[M]):
         now = self._clock()
         if now - self._asked > TELEMETRY_SECONDS:  # by the one thread that uses the engine
             self._asked, self._telemetry = now, dict(self.engine.telemetry())
-        events: list[Any] = [*self._reader.step()]
+        ended: list[Any] = [*self._reader.step()]
         if digests := self._digester.step():
-            events.append(DigestComputed(*digests))
+            ended.append(events.DigestComputed(*digests))
         with self._lock:
-            for event in events:
+            for event in ended:
                 self._handle(event)
 
     def _execute(self) -> None:
         """Does what is pending; what follows from that is for the next time."""
         for _ in range(len(self._pending)):
             match self._pending.popleft():
-                case Send(peer, data):
+                case effects.Send(peer, data):
                     problem = self._transport.send(peer, data)
                     if problem is not None:
                         with self._lock:
-                            self._handle(Unreachable(peer, problem))
-                case Dial(peer, address):
+                            self._handle(events.Unreachable(peer, problem))
+                case effects.Dial(peer, address):
                     self._transport.connect(peer, address)
-                case HangUp(peer):
+                case effects.HangUp(peer):
                     self._transport.connect(peer, None)
-                case StartRead(read):
+                case effects.StartRead(read):
                     self._reader.add(read)
-                case CancelReads(attempt):
+                case effects.CancelReads(attempt):
                     self._reader.cancel(attempt)
-                case DropPeer(link, source):
+                case effects.DropPeer(link, source):
                     self._reader.drop_peer(link, source)
-                case ComputeDigest(key, address, pieces, each):
+                case effects.ComputeDigest(key, address, pieces, each):
                     self._digester.add(key, self.layout, address, pieces, each)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import zmq
@@ -144,11 +145,9 @@ def _guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> ThreadAuthent
     """Lets only holders of the keys connect."""
     from zmq.auth.thread import ThreadAuthenticator
 
-    class Holders:
-        def callback(self, domain: str, key: bytes) -> bool:
-            return key == keys.public.encode()
-
+    held = keys.public.encode()
+    holders = SimpleNamespace(callback=lambda domain, key: key == held)
     guard = ThreadAuthenticator(context)
     guard.start()
-    guard.configure_curve_callback(domain="*", credentials_provider=Holders())
+    guard.configure_curve_callback(domain="*", credentials_provider=holders)
     return guard
