@@ -15,7 +15,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from disagg import DecodeEndpoint, Engine, KVPoll, PrefillEndpoint, TransferError
+from disagg import (
+    DecodeEndpoint,
+    Engine,
+    KVPoll,
+    MemoryNetwork,
+    MemoryTransport,
+    PrefillEndpoint,
+    TransferError,
+)
 from disagg.digest.digest import from_wire
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Read
@@ -94,26 +102,16 @@ def hostile(
     return kind, fields
 
 
-class Wire:
+class Wire(MemoryTransport):
     """A transport whose incoming messages the test makes, and whose outgoing ones it reads."""
 
     def __init__(self) -> None:
-        self.inbox: list[tuple[Any, bytes]] = []
+        super().__init__(MemoryNetwork())
         self.sent: list[tuple[Any, bytes]] = []
-
-    def bind(self, address: str) -> str:
-        return address
-
-    def connect(self, peer: int, address: str | None) -> None:
-        return
 
     def send(self, peer: Any, data: bytes) -> str | None:
         self.sent.append((peer, data))
         return None
-
-    def poll(self, timeout: float, wake: int | None = None) -> list[tuple[Any, bytes]]:
-        arrived, self.inbox = self.inbox, []
-        return arrived
 
 
 class ChosenEngine(Engine):
@@ -128,17 +126,13 @@ class ChosenEngine(Engine):
     def availability(cls) -> None:
         return None
 
-    def register(self, slabs: Any) -> None:
-        return
-
     def metadata(self) -> bytes:
         return b""
 
-    def connect(self, metadata: bytes) -> None:
+    def _nothing(self, *_: Any) -> None:
         return
 
-    def read(self, peer: Any, batch: Any) -> None:
-        return
+    register = connect = read = close = _nothing
 
     def poll(self, transfer: Any) -> bool:
         end = self._choices.number(0, 9)
@@ -148,9 +142,6 @@ class ChosenEngine(Engine):
 
     def fence(self, peer: Any, timeout: float | None = None) -> bool:
         return bool(self._choices.number(0, 1))
-
-    def close(self) -> None:
-        return
 
 
 class ChosenDigests:

@@ -58,6 +58,22 @@ def hand_off(sources, dest, tokens, **options):
     return made, sum(b.total for b in made.bind_all(addresses, into))
 
 
+def check_moved(engine, dest, arguments, stops):
+    """Another process with a pool of the same class hands a request over, in chunks to `stops`."""
+    into = place(dest, stops[-1])
+    blank(dest)
+    with (
+        prefills(engine, type(dest).__name__, [arguments], stops[-1]) as ranks,
+        DecodeEndpoint(dest.layout, create_engine(engine)) as endpoint,
+    ):
+        endpoint.connect([ranks[0].address], timeout=60)
+        endpoint.receive("r", into)
+        for start, stop in zip((0, *stops), stops):
+            ranks[0].send("r", start, stop, last=stop == stops[-1])
+        assert endpoint.wait("r", 60) is KVPoll.Success, endpoint.failure("r")
+    assert_holds(dest, into)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_moves_every_kind_of_state(engine):
     """sglang#24878, #23773: each transport had its own list of states."""
@@ -66,18 +82,7 @@ def test_every_engine_moves_every_kind_of_state(engine):
         **SIZES,
     }  # fmt: skip
     dest = DSv4Pool(**{**arguments, "speculation": True})
-    into = place(dest, 300)
-    blank(dest)
-    with (
-        prefills(engine, "DSv4Pool", [arguments], 300) as ranks,
-        DecodeEndpoint(dest.layout, create_engine(engine)) as endpoint,
-    ):
-        endpoint.connect([ranks[0].address], timeout=60)
-        endpoint.receive("r", into)
-        ranks[0].send("r", 0, 256, last=False)
-        ranks[0].send("r", 256, 300)
-        assert endpoint.wait("r", 60) is KVPoll.Success, endpoint.failure("r")
-    assert_holds(dest, into)
+    check_moved(engine, dest, arguments, (256, 300))
 
 
 def test_no_engine_names_a_role():
@@ -124,17 +129,7 @@ def test_a_dense_model_waits_for_no_state(engine):
     }  # fmt: skip
     dest = MHAPool(**arguments)
     assert dest.get_state_buf_infos() == []
-    into = place(dest, 50)
-    blank(dest)
-    with (
-        prefills(engine, "MHAPool", [arguments], 50) as ranks,
-        DecodeEndpoint(dest.layout, create_engine(engine)) as endpoint,
-    ):
-        endpoint.connect([ranks[0].address], timeout=60)
-        endpoint.receive("r", into)
-        ranks[0].send("r", 0, 50)
-        assert endpoint.wait("r", 60) is KVPoll.Success
-    assert_holds(dest, into)
+    check_moved(engine, dest, arguments, (50,))
 
 
 def windowed(address, *, drop=0):

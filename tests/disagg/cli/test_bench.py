@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,25 +211,17 @@ def test_a_case_with_a_wrong_result_fails(monkeypatch, tmp_path, group, owner, n
         assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
 
 
-def test_a_case_that_a_device_cannot_run_is_listed_with_its_reason(monkeypatch):
-    def missing(*_):
-        raise NotImplementedError("no such kernel.")
-
-    monkeypatch.setattr(CPUDevice, "copy_runs", missing)
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (NotImplementedError("no such kernel."), 0, "not run: gather 512 B and 2 more: no such"),
+        (OSError("the card fell out"), 1, "failed: gather 512 B and 2 more: OSError: the card"),
+    ],
+)
+def test_a_case_that_cannot_run_or_raises_is_listed(monkeypatch, error, code, line):
+    monkeypatch.setattr(CPUDevice, "copy_runs", mock.Mock(side_effect=error))
     done = run("--only", "gather", "--only", "allocator")
-    assert done.exit_code == 0
-    assert "not run: gather 512 B and 2 more: no such kernel." in told(done)
-    assert "256 requests" in done.output
-
-
-def test_a_case_that_raises_is_listed_and_fails(monkeypatch):
-    def broken(*_):
-        raise OSError("the card fell out")
-
-    monkeypatch.setattr(CPUDevice, "copy_runs", broken)
-    done = run("--only", "gather", "--only", "allocator")
-    assert done.exit_code == 1
-    assert "failed: gather 512 B and 2 more: OSError: the card fell out" in told(done)
+    assert done.exit_code == code and line in told(done)
     assert "256 requests" in done.output
 
 

@@ -239,23 +239,6 @@ def test_a_failed_read_that_cannot_be_fenced_keeps_the_rooms_pages_leased(pair, 
     works(pair, "next")
 
 
-def test_a_long_run_is_cut_and_parts_keep_both_bounds():
-    random = np.random.default_rng(0)
-    nbytes = random.integers(1, 100, 200) ** 2
-    src, dst = np.cumsum(nbytes) - nbytes + 7, np.cumsum(nbytes) * 3
-    whole = CopyBatch(src, dst, nbytes)
-    parts = list(whole.split(5000, 9))
-    assert all(part.total <= 5000 and part.runs <= 9 for part in parts)
-    moved = {}
-    for part in parts:
-        for a, b, n in zip(*(column.tolist() for column in part)):
-            moved.update(zip(range(b, b + n), range(a, a + n)))
-    expected = {}
-    for a, b, n in zip(src.tolist(), dst.tolist(), nbytes.tolist()):
-        expected.update(zip(range(b, b + n), range(a, a + n)))
-    assert moved == expected
-
-
 def told(engine):
     return msgspec.msgpack.decode(engine.metadata())
 

@@ -29,6 +29,7 @@ from kvpool import (  # noqa: E402
 )
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -125,15 +126,6 @@ PAGED = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32")
 # no choice among experts or tokens that a rounding could turn
 SMOOTH = {"num_experts_per_tok": 4, "topk_group": 2, "index_topk": 99, "initializer_range": 0.05}
 PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are tiny: on a busy machine, threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @lru_cache

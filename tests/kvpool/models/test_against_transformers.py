@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
 from kvpool.models import declare, declare_draft, known, shipped  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
 TOKENS, WINDOW = 9, 5
 COMMON = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
@@ -67,15 +68,6 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are tiny: on a busy machine, threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def cached(model: str) -> tuple[dict[str, Any], list[Any]]:

@@ -290,37 +290,21 @@ FAULTS = {
     Shifted: ("mla bf16", "work_waits_for_an_event", "store_rows after an event: byte"),
     Padder: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "rows of 7"),
     Partly: ("mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 rope"),
-    Dense: (
-        "mla bf16",
-        "entries_of_any_dtype_are_stored_and_loaded",
-        "load_rows of uint8 rows",
-    ),
+    Dense: ("mla bf16", "entries_of_any_dtype_are_stored_and_loaded", "load_rows of uint8 rows"),
     Halved: ("mla fp8", "rows_of_all_kinds_are_loaded_in_one_call", "other values for row 1"),
     Repeating: ("mla bf16", "rows_of_all_kinds_are_loaded_in_one_call", "values for row 3"),
     Straight: ("mla bf16", "values_may_have_any_strides", "target layer 0 latent"),
     Truncating: ("mla bf16", "floats_are_quantised_into_every_format", "as float8_e4m3fn with 1"),
     Blind: ("mla bf16", "floats_are_quantised_into_every_format", "expected 0x7f"),
-    Away: (
-        "mla bf16",
-        "floats_are_quantised_into_every_format",
-        "as int8 with",
-    ),
+    Away: ("mla bf16", "floats_are_quantised_into_every_format", "as int8 with"),
     Eager: ("mla bf16", "items_are_copied_in_all_views", "copy_items of 40 items: byte"),
     Short: ("mla bf16", "an_event_tells_when_work_has_ended", "copy_items, one item after another"),
     Runaway: ("mla bf16", "runs_are_copied_to_the_byte", "copy_runs of"),
     Dirty: ("mla bf16", "memory_is_zero_aligned_and_its_own", "byte 0 is 0x55"),
     Askew: ("mla bf16", "memory_is_zero_aligned_and_its_own", "past a multiple of"),
     Twice: ("mla bf16", "memory_is_zero_aligned_and_its_own", "overlaps memory in use"),
-    Nameless: (
-        "mla bf16",
-        "a_device_that_is_not_there_is_refused_by_name",
-        "RuntimeError (no",
-    ),
-    Hasty: (
-        "mla bf16",
-        "an_event_tells_when_work_has_ended",
-        "an event had ended before",
-    ),
+    Nameless: ("mla bf16", "a_device_that_is_not_there_is_refused_by_name", "RuntimeError (no"),
+    Hasty: ("mla bf16", "an_event_tells_when_work_has_ended", "an event had ended before"),
 }
 DEVICES = [*FAULTS, Late]
 
