@@ -270,9 +270,8 @@ class Endpoint(Generic[M]):
                 self._thread.clear()
             with self._lock:
                 self._handle(events.Tick())
-            self._execute()
+                self._execute()
             self._work()
-            self._execute()
             self._busy = self._reader.busy or self._digester.busy or bool(self._pending)
         except Exception as error:  # what a room waits for must not get lost silently
             log.exception("%s: a turn failed", type(self).__name__)
@@ -309,16 +308,18 @@ class Endpoint(Generic[M]):
         with self._lock:
             for event in ended:
                 self._handle(event)
+            self._execute()
 
     def _execute(self) -> None:
-        """Does what is pending; what follows from that is for the next time."""
+        """Does what is pending, under the lock: no call of another thread comes between the effects
+        of an event. What follows from them is for the next time.
+        """
         for _ in range(len(self._pending)):
             match self._pending.popleft():
                 case effects.Send(peer, data):
                     problem = self._transport.send(peer, data)
                     if problem is not None:
-                        with self._lock:
-                            self._handle(events.Unreachable(peer, problem))
+                        self._handle(events.Unreachable(peer, problem))
                 case effects.Dial(peer, address):
                     self._transport.connect(peer, address)
                 case effects.HangUp(peer):
