@@ -549,14 +549,19 @@ def test_a_draft_writes_the_tokens_of_its_target():
         last = logits.argmax(-1)
 
 
-def test_tokens_that_a_draft_did_not_write_are_not_cached():
-    model, small = model_of("llama"), model_of("qwen3_moe")
+def late_draft(name):
+    """A draft of another model, whose cache joins a target's requests once these have tokens."""
+    model, small = model_of("llama"), model_of(name)
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
     ours = PoolCache.new(target, allocator)
     run(model, ours, prompt(1), steps=0)
     assert PoolCache(target, allocator, ours.requests).get_seq_length() == PROMPT
-    late = PoolCache(draft, allocator, ours.requests)
+    return small, PoolCache(draft, allocator, ours.requests)
+
+
+def test_tokens_that_a_draft_did_not_write_are_not_cached():
+    small, late = late_draft("qwen3_moe")
     assert late.get_seq_length() == 0
     (logits,) = run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
     theirs = transformers.DynamicCache(config=small.config)
@@ -564,12 +569,7 @@ def test_tokens_that_a_draft_did_not_write_are_not_cached():
 
 
 def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
-    model, small = model_of("llama"), model_of("gpt_oss")
-    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
-    allocator = Allocator(target, draft)
-    ours = PoolCache.new(target, allocator)
-    run(model, ours, prompt(1), steps=0)
-    late = PoolCache(draft, allocator, ours.requests)
+    small, late = late_draft("gpt_oss")
     with pytest.raises(ValueError, match="space swa: tokens left the window before draft wrote"):
         run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
 
