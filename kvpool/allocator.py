@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, SupportsIndex
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.block_table import BlockTable, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
 __all__ = ["Allocator", "OutOfPages", "Request"]
+
+FREED = -1
+"""The row of a request that was freed."""
 
 
 class Request:
@@ -36,16 +38,16 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Tokens for which items are allocated; 0 once freed."""
-        return int(self._allocator._tokens[self._row]) if self._allocator._holds(self) else 0
+        return int(self._allocator._tokens[self._row]) if self._row != FREED else 0
 
     @property
     def received_tokens(self) -> int:
         """`num_tokens` after the last `extend(received=True)`; 0 without one, or once freed."""
-        return int(self._allocator._received[self._row]) if self._allocator._holds(self) else 0
+        return int(self._allocator._received[self._row]) if self._row != FREED else 0
 
     def address(self) -> RequestAddress:
         """The request's current block table, which plans read. Raises ValueError once freed."""
-        if not self._allocator._holds(self):
+        if self._row == FREED:
             raise ValueError("this request was freed: its items may belong to other requests.")
         lists = self._allocator.lists
         spans = {name: Span(*each.span(self._row)) for name, each in lists.items()}
@@ -80,8 +82,6 @@ class Allocator:
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
-        # weak: without a cycle, a dropped allocator lets go of its pools at once
-        self._live: WeakValueDictionary[int, Request] = WeakValueDictionary()
         self._rows: list[int] = []  # free rows
         for pool in pools:
             pool.allocator = ref(self)
@@ -111,9 +111,7 @@ class Allocator:
             self._rows.extend(range(rows + more - 1, rows - 1, -1))
             for each in self.lists.values():
                 each.add_rows(more)
-        request = Request(self, self._rows.pop())
-        self._live[request._row] = request
-        return request
+        return Request(self, self._rows.pop())
 
     def extend(self, request: Request, tokens: int, *, received: bool = False) -> dict[str, Ints]:
         """Allocates `tokens` more tokens; returns their flat locations by space.
@@ -213,8 +211,8 @@ class Allocator:
         for each in self.lists.values():
             each.release(rows)
         self._tokens[rows] = self._received[rows] = 0
-        del self._live[request._row]
         self._rows.append(request._row)
+        request._row = FREED
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every item is free or has as many holders as its reference
@@ -274,16 +272,13 @@ class Allocator:
         return found
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
-        live = self._live
-        if not all(live.get(request._row) is request for request in requests):
+        known = [r._row if r._allocator is self else FREED for r in requests]
+        if FREED in known:
             raise ValueError("this request was freed, or belongs to another allocator.")
-        rows: npt.NDArray[np.int64] = np.array([r._row for r in requests], dtype=np.int64)
+        rows: Ints = np.array(known, dtype=np.int64)
         if len(set(rows.tolist())) != rows.size:
             raise ValueError("a request is named twice in the batch.")
         return rows
-
-    def _holds(self, request: Request) -> bool:
-        return self._live.get(request._row) is request
 
     @property
     def _num_live(self) -> int:

@@ -185,5 +185,8 @@ class BlockTable:
 
 def _cells(rows: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """Rows and columns of the cells `first` to `stop` of every row."""
-    group, within = ragged(np.maximum(stop - first, 0))
+    count = np.maximum(stop - first, 0)
+    if not count.any():  # as for most lists of a decode step
+        return rows[:0], rows[:0]
+    group, within = ragged(count)
     return rows[group], first[group] + within

@@ -327,11 +327,6 @@ class Node:
         self.endpoint.step()
         self.observe()
 
-    def end(self) -> None:
-        """Without live requests, the allocator of the pool's memory holds nobody up."""
-        for request in list(self.alloc._live.values()):
-            self.alloc.free(request)
-
     def just_ended(self, name, held: Held) -> bool:
         """Notes a room's state, which is final once it has ended."""
         state = self.machine.poll(name)

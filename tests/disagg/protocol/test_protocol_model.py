@@ -103,11 +103,7 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
-            try:
-                settle(self.world)
-            finally:
-                for node in self.world.lives:
-                    node.end()
+            settle(self.world)
 
     @invariant()
     def all_is_kept(self) -> None:
