@@ -55,6 +55,8 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             router.close(linger=0)
             raise ValueError(f"bind {address!r}: {error}.") from None
+        if self._router is not None:
+            self._retire(self._router)
         self._router = router
         self._poller.register(router, zmq.POLLIN)
         return router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -88,9 +90,11 @@ class ZmqTransport:
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
         """See Transport."""
         self._plug()
-        if wake is not None and wake not in self._poller:
+        if wake is not None:  # for this turn only: it is another's to close
             self._poller.register(wake, zmq.POLLIN)
         ready = dict(self._poller.poll(int(timeout * 1000)))
+        if wake is not None:
+            self._poller.unregister(wake)
         if not ready and 0 < timeout < 0.001:
             time.sleep(timeout)  # zmq waits for whole milliseconds
         ready.pop(wake, None)
@@ -117,13 +121,17 @@ class ZmqTransport:
             old = self._dealers.pop(peer, None)
             if old is not None:
                 del self._peers[old]
-                self._poller.unregister(old)
-                self._leaving.append((time.monotonic() + CLOSE_LINGER_SECONDS, old))
+                self._retire(old)
             if dealer is not None:
                 self._dealers[peer], self._peers[dealer] = dealer, peer
                 self._poller.register(dealer, zmq.POLLIN)
         while self._leaving and self._leaving[0][0] < time.monotonic():
             self._leaving.popleft()[1].close(linger=0)
+
+    def _retire(self, socket: zmq.Socket[bytes]) -> None:
+        """Closes a socket once what was sent has had time to leave."""
+        self._poller.unregister(socket)
+        self._leaving.append((time.monotonic() + CLOSE_LINGER_SECONDS, socket))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         """A socket that takes no message above the bound, queues many, and has the keys."""

@@ -110,8 +110,11 @@ def test_who_made_a_transport_closes_it(pools):
     source, *_ = pools
     transport = ZmqTransport()
     for _ in range(2):
-        with PrefillEndpoint(source.layout, create_engine("local"), transport=transport) as prefill:
-            assert prefill.address.startswith("tcp://127.0.0.1:")
+        with (
+            PrefillEndpoint(source.layout, create_engine("local"), transport=transport) as prefill,
+            DecodeEndpoint(source.layout, create_engine("local")) as decode,
+        ):
+            decode.connect([prefill.address], timeout=20)
     transport.close()
 
 
