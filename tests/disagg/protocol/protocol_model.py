@@ -14,7 +14,15 @@ from unittest.mock import patch
 
 import numpy as np
 
-from disagg import DecodeEndpoint, KVPoll, Link, MemoryNetwork, MemoryTransport, PrefillEndpoint
+from disagg import (
+    DecodeEndpoint,
+    KVPoll,
+    Link,
+    MemoryNetwork,
+    MemoryTransport,
+    PrefillEndpoint,
+    TransferPlan,
+)
 from disagg.protocol.messages import ReleaseAck, WireError, decode
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import Connection
@@ -61,6 +69,7 @@ class Held:
     service: int = 0
     attempt: str = ""
     link: Link | None = field(default=None, repr=False)
+    plan: TransferPlan | None = field(default=None, repr=False)
     ended: KVPoll | None = None
     given_back: bool = False
 
@@ -448,6 +457,7 @@ class Decode(Node):
     def observe(self) -> None:
         """What has succeeded is right; pages of what has ended, and is not read, are given back."""
         for name, held in self.held.items():
+            held.plan = held.link.plan or held.plan  # its link may be lost in the turn that ends it
             if self.just_ended(name, held) and held.ended is KVPoll.Success:
                 self._check(name, held)
             if held.ended is not None and not held.given_back and not self.machine.reading(name):
@@ -457,7 +467,7 @@ class Decode(Node):
         salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]
         assert None not in salts, f"{name!r} succeeded and not every rank had said so"
         assert not self.machine.reading(name)
-        sources = list(zip(held.link.plan.sources, salts))
+        sources = list(zip(held.plan.sources, salts))
         positions = range(held.start, held.tokens)
         check_bytes(self.pool, held.request.address(), positions, sources)
         assert self.machine.aux(name) == {"first": salts[0]}
