@@ -1,5 +1,5 @@
 """Metrics of endpoints for Prometheus (`disagg.prometheus`)."""
 
-from disagg.prometheus import export
+from disagg.prometheus import Observed, Server, export
 
-__all__ = ["export"]
+__all__ = ["Observed", "Server", "export"]
