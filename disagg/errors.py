@@ -1,5 +1,5 @@
-"""Errors of the hand-off, with one base class for each side: `UsageError` for what the caller did
-wrong, `PeerError` for what the peer did wrong. Each is also the built-in error of its kind.
+"""Errors of the hand-off: of the caller (`UsageError`) and of the peer (`PeerError`). Each is also
+the built-in error of its kind.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .pools.buf_infos import (
     StateBufInfos as StateBufInfos,
     StateType as StateType,
 )
-from .pools.composite import CompositePool as CompositePool
+from .pools.composite import UnionPool as UnionPool
 from .pools.dsv4 import DSv4Pool as DSv4Pool
 from .pools.hybrid_linear import HybridLinearPool as HybridLinearPool
 from .pools.kinds import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MHA, At, Kind
 from kvpool_npu.kinds import NPUMLA, NPUIndexKey
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class NPUMHAPool(CompositePool):
+class NPUMHAPool(UnionPool):
     """`k` and `v` `[layer, item, entry, head, dim]`. `num_kv_heads` counts the model's heads; the
     pool holds this rank's shard.
     """
@@ -38,7 +38,7 @@ class NPUMHAPool(CompositePool):
         yield self.attention, self.at()
 
 
-class NPUMLAPool(CompositePool):
+class NPUMLAPool(UnionPool):
     """`latent` and `rope`, and with `index_head_dim` the keys of a sparse indexer on `index_layers`
     (default: all), each `[layer, item, entry, dim]`: 2 kinds of buffers, or 3, or 4 with scales.
 

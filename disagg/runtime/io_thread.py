@@ -9,15 +9,13 @@ from contextlib import suppress
 
 
 class IOThread:
-    """Calls `turn(wake)` until that returns False. `wake` is a file that can be read once somebody
-    has called `wake_up`.
-    """
+    """Calls `turn(wake)` until that is False. `wake` can be read once `wake_up` was called."""
 
     def __init__(self, turn: Callable[[int], bool], name: str) -> None:
         self._turn = turn
         self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:

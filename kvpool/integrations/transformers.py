@@ -19,7 +19,7 @@ from kvpool.allocator import Allocator, Request
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.pools.base import KVPool
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
@@ -65,15 +65,13 @@ class PoolCache(Cache):
     Raises ValueError if their numbers of tokens differ. The caller frees the requests.
     """
 
-    def __init__(
-        self, pool: CompositePool, allocator: Allocator, requests: Sequence[Request]
-    ) -> None:
+    def __init__(self, pool: UnionPool, allocator: Allocator, requests: Sequence[Request]) -> None:
         self.pool, self.allocator, self.requests = pool, allocator, tuple(requests)
         if len({id(request) for request in requests}) != len(requests) or not requests:
             raise ValueError(f"requests: one or more, each once, got {len(requests)}.")
-        if not isinstance(pool, CompositePool):
+        if not isinstance(pool, UnionPool):
             name = type(pool).__name__
-            raise ValueError(f"{name}: PoolCache needs a CompositePool, which has kinds of state.")
+            raise ValueError(f"{name}: PoolCache needs a UnionPool, which has kinds of state.")
         if pool not in allocator.pools:
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
@@ -104,7 +102,7 @@ class PoolCache(Cache):
         super().__init__(layers=list(self.pool_layers))
 
     @classmethod
-    def new(cls, pool: CompositePool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
+    def new(cls, pool: UnionPool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
         """Over fresh requests."""
         return cls(pool, allocator, [allocator.new_request() for _ in range(batch_size)])
 

@@ -17,7 +17,7 @@ from kvpool.pools.placement import BufferSpec
 ATTENTION = (MHA, MLA, V4Latent)
 
 
-class CompositePool(KVPool):
+class UnionPool(KVPool):
     """A pool whose buffers are those of its `parts()`."""
 
     def parts(self) -> Iterator[tuple[Kind, At]]:

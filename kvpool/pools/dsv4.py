@@ -13,11 +13,11 @@ from typing_extensions import Unpack
 from kvpool.layout import Space
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import At, IndexKey, Kind, Ring, V4Latent
 
 
-class DSv4Pool(CompositePool):
+class DSv4Pool(UnionPool):
     """`compress_ratios`: for every layer of the model, 0 or the tokens of a compressed entry: 4
     (`overlap_ratio`: windows overlap, entries have index keys) or 128.
 

@@ -11,11 +11,11 @@ from kvpool.layout import Space
 from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState
 
 
-class HybridLinearPool(CompositePool):
+class HybridLinearPool(UnionPool):
     """`linear_layers` hold a conv and a temporal state per request; other layers the attention
     `full`, and with `index` the keys of a sparse indexer (on `index_layers`, default: all of them).
     """

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MHA, At, Kind, Order
 
 
-class MHAPool(CompositePool):
+class MHAPool(UnionPool):
     """`num_kv_heads` is that of the model; this rank holds its shard of them.
 
     `order`: `nhd` stores the heads of a token together, `hnd` the tokens of a head. Packings: `fp8`

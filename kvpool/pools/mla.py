@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MLA, At, Kind
 
 
-class MLAPool(CompositePool):
+class MLAPool(UnionPool):
     """Rows of `kv_lora_rank` latent and `qk_rope_head_dim` rope elements (DeepSeek-V3: 512 + 64).
 
     Rows have no head axis: every rank of a tensor-parallel group holds them whole. Packing `fp8`:

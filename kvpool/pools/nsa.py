@@ -8,11 +8,11 @@ from typing_extensions import Unpack
 
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MLA, At, IndexKey, Kind
 
 
-class NSAPool(CompositePool):
+class NSAPool(UnionPool):
     """An MLA pool with keys of `index_head_dim` elements on `index_layers` (default: all).
 
     `index_packing`: `fp8` (132 bytes for a key of 128) or a float dtype, independent of `packing`.

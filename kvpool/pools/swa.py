@@ -9,11 +9,11 @@ from typing_extensions import Unpack
 from kvpool.layout import Space
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import CompositePool
+from kvpool.pools.composite import UnionPool
 from kvpool.pools.kinds import MHA, MLA, At, Kind
 
 
-class SWAPool(CompositePool):
+class SWAPool(UnionPool):
     """`window_layers` hold the last `window` tokens in a space of their own, other layers every
     token. `window_layers` are those of the whole model; this rank holds `layers` of them.
 

@@ -12,6 +12,7 @@ import msgspec
 from disagg.engines.base import TransferError
 from kvpool.layout import Slab
 from kvpool.layout.grid import Ints
+from kvpool.layout.types import HOST
 
 if TYPE_CHECKING:  # imports torch, which host memory does not need
     from kvpool.device import Event, MappedMemory, Sharing
@@ -110,7 +111,7 @@ def attach(shared: Sequence[DeviceSegment], memory: str) -> tuple[Attached, list
     """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
     each.
     """
-    here = memory or "cpu"
+    here = memory or HOST
     for part in shared:
         if not memory or part.memory.partition(":")[0] != here.partition(":")[0]:
             raise TransferError(

@@ -30,7 +30,7 @@ from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from kvpool.layout.types import MAX_INT
+from kvpool.layout.types import HOST, MAX_INT
 
 MAX_REGIONS = 1 << 16
 POLL_SECONDS = 0.0005
@@ -219,7 +219,7 @@ class MooncakeEngine(Engine):
         """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
         host's.
         """
-        moves = ("cpu", "cuda") if moves_cuda() else ("cpu",)
+        moves = (HOST, "cuda") if moves_cuda() else (HOST,)
         for slab in slabs:
             if slab.memory.partition(":")[0] not in moves:
                 raise TransferError(

@@ -18,6 +18,7 @@ from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_o
 from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from kvpool.layout.types import HOST
 
 MAX_KEPT_AGENTS = 8
 """Retired agents that are kept undestroyed; beyond, the oldest is destroyed."""
@@ -92,7 +93,7 @@ class NixlEngine(Engine):
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs of one memory: the host's, or one CUDA device's."""
         name = one_memory(slabs, self._memory)
-        memory = memory_of(name or "cpu")
+        memory = memory_of(name or HOST)
         rows = [(slab.base, slab.nbytes, memory.device, "") for slab in slabs]
         self._current().register(rows, memory)
         self._memory = name
@@ -100,7 +101,7 @@ class NixlEngine(Engine):
 
     def metadata(self) -> bytes:
         """The memory's name, and the agent's metadata."""
-        found = NixlMetadata(self._memory or "cpu", self._current().metadata())
+        found = NixlMetadata(self._memory or HOST, self._current().metadata())
         return msgspec.msgpack.encode(found)
 
     def connect(self, metadata: bytes) -> NixlPeer:
@@ -115,7 +116,7 @@ class NixlEngine(Engine):
         if not batch.runs:
             return None
         agent = self._connected(peer)
-        src, dst = memory_of(peer.metadata.memory), memory_of(self._memory or "cpu")
+        src, dst = memory_of(peer.metadata.memory), memory_of(self._memory or HOST)
         transfer = NixlTransfer(peer, agent, agent.make_read(peer.name, batch, src, dst))
         peer.open.append(transfer)
         _check(transfer, agent.post)

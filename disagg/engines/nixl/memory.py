@@ -9,8 +9,9 @@ import msgspec
 
 from disagg.engines.base import TransferError
 from kvpool.layout import Slab
+from kvpool.layout.types import HOST
 
-SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
+SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
 MAX_DEVICE = 1 << 16
 
 
@@ -33,7 +34,7 @@ def memory_of(name: str) -> NixlMemory:
     """The memory that layouts name `cpu` or `cuda:1`. Raises TransferError for others."""
     kind, _, number = name.partition(":")
     whole = number.isascii() and number.isdigit() and int(number[:9]) < MAX_DEVICE
-    if kind not in SEGMENTS or (number and (not whole or kind == "cpu")):
+    if kind not in SEGMENTS or (number and (not whole or kind == HOST)):
         raise TransferError(
             f"memory {name[:100]!r}: engine nixl moves {' and '.join(SEGMENTS)} memory. Use engine "
             "ascend for an NPU."

@@ -642,7 +642,7 @@ def test_a_pool_without_kinds_is_refused():
 
     pool = MHAPool(num_kv_heads=2, head_dim=4, layers=[0], num_pages=4, page_size=2, dtype="f32")
     keys = Keys(layers=[0], num_pages=4, page_size=2, dtype="f32")
-    with pytest.raises(ValueError, match="Keys: PoolCache needs a CompositePool"):
+    with pytest.raises(ValueError, match="Keys: PoolCache needs a UnionPool"):
         PoolCache.new(keys, Allocator(keys))
 
 
