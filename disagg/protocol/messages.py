@@ -39,11 +39,11 @@ numbers), `AUX_DEPTH` deep.
 AUX_DEPTH = 8
 
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True):
+class _OfGeneration(Struct, frozen=True, forbid_unknown_fields=True):
     generation: Name
 
 
-class _RoomMessage(_Message, frozen=True):
+class _OfRoom(_OfGeneration, frozen=True):
     room: Room
     attempt: Name
 
@@ -61,15 +61,15 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """Seconds of silence after which it takes the other side for dead."""
 
 
-class Ping(_Message, frozen=True, tag="ping"):
+class Ping(_OfGeneration, frozen=True, tag="ping"):
     """Decode is alive, and asks whether prefill is."""
 
 
-class Pong(_Message, frozen=True, tag="pong"):
+class Pong(_OfGeneration, frozen=True, tag="pong"):
     """Prefill is alive."""
 
 
-class UnknownPeer(_Message, frozen=True, tag="unknown_peer"):
+class UnknownPeer(_OfGeneration, frozen=True, tag="unknown_peer"):
     """Prefill does not know the sender, or has another generation: decode must say hello again."""
 
 
@@ -79,7 +79,7 @@ class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
     reasons: list[Text]
 
 
-class ReadRequest(_RoomMessage, frozen=True, tag="read_request"):
+class ReadRequest(_OfRoom, frozen=True, tag="read_request"):
     """Decode asks for positions `start` to `num_tokens`; `readers` decode ranks will ask for the
     room.
     """
@@ -96,7 +96,7 @@ class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
     first_item: Count
 
 
-class ChunkReady(_RoomMessage, frozen=True, tag="chunk_ready"):
+class ChunkReady(_OfRoom, frozen=True, tag="chunk_ready"):
     """Prefill has computed positions `start` to `stop`; `spans` is its block table, `last` ends the
     room.
     """
@@ -119,11 +119,11 @@ class ChunkReady(_RoomMessage, frozen=True, tag="chunk_ready"):
         return RequestAddress(self.num_tokens, spans)
 
 
-class ReadDone(_RoomMessage, frozen=True, tag="read_done"):
+class ReadDone(_OfRoom, frozen=True, tag="read_done"):
     """Decode has read everything that it asked for."""
 
 
-class DigestRequest(_RoomMessage, frozen=True, tag="digest_request"):
+class DigestRequest(_OfRoom, frozen=True, tag="digest_request"):
     """Decode asks for digests of what it has read: of each piece, or of each entry of each."""
 
     each: bool
@@ -131,7 +131,7 @@ class DigestRequest(_RoomMessage, frozen=True, tag="digest_request"):
     """See disagg.digest.digest."""
 
 
-class Digests(_RoomMessage, frozen=True, tag="digests"):
+class Digests(_OfRoom, frozen=True, tag="digests"):
     """The answer to a DigestRequest, in order, as little-endian uint64; or why there is none."""
 
     each: bool
@@ -139,13 +139,13 @@ class Digests(_RoomMessage, frozen=True, tag="digests"):
     problem: Text
 
 
-class ReleaseAck(_RoomMessage, frozen=True, tag="release_ack"):
+class ReleaseAck(_OfRoom, frozen=True, tag="release_ack"):
     """The answer to ReadDone: whether the pages stayed leased until then."""
 
     leased: bool
 
 
-class Abort(_RoomMessage, frozen=True, tag="abort"):
+class Abort(_OfRoom, frozen=True, tag="abort"):
     """The room has failed on the sender's side."""
 
     reason: Text
