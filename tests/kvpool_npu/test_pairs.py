@@ -7,13 +7,7 @@ import torch
 
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool import Shard
-from tests.kvpool_npu.pools import (
-    npu_hybrid,
-    npu_hybrid_nsa,
-    npu_mha,
-    npu_mla,
-    npu_nsa,
-)
+from tests.kvpool_npu.pools import npu_hybrid, npu_hybrid_nsa, npu_mha, npu_mla, npu_nsa
 from tests.oracle import assert_holds, blank, fill, move, place
 from tests.pools import COMMON, hybrid, hybrid_mla, mha, mla, nsa
 

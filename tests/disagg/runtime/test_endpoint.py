@@ -225,3 +225,13 @@ def test_silence_is_a_time_out_that_names_the_address():
         pytest.raises(TimeoutError, match=r"127\.0\.0\.1:9"),
     ):
         decode.connect(["tcp://127.0.0.1:9"], timeout=0.3)
+
+
+def test_a_decode_that_closes_fails_its_rooms_on_prefill(pair):
+    prefill, given, decode, _, address = pair
+    decode.receive("r", address)
+    prefill.send("r", RequestAddress(16, given.spans), last=False)
+    assert prefill._wait(lambda: prefill.poll("r") is KVPoll.Transferring, 10)
+    decode.close()
+    assert prefill.wait("r", 9) is KVPoll.Failed  # sooner than silence would tell
+    assert "closed" in str(prefill.failure("r"))

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
-from disagg.engines.base import create_engine
+from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.protocol import messages
 from disagg.protocol.events import AbortAll
@@ -71,10 +71,7 @@ def until(endpoint, condition, seconds=20):
 
 
 def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
-    with (
-        prefill_side(lease=0.3) as (prefill, given),
-        decode_side() as (decode, _, address),
-    ):
+    with prefill_side(lease=0.3) as (prefill, given), decode_side() as (decode, _, address):
         decode.connect([prefill.address], timeout=20)
         decode.receive("r", address)
         prefill.send("r", RequestAddress(32, given.spans), last=False)
@@ -107,10 +104,7 @@ def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out(
 
 def test_a_done_that_comes_after_the_lease_is_no_success():
     """What was read while pages had gone to another request is never called good."""
-    with (
-        prefill_side(lease=0.3) as (prefill, given),
-        decode_side() as (decode, _, address),
-    ):
+    with prefill_side(lease=0.3) as (prefill, given), decode_side() as (decode, _, address):
         decode.connect([prefill.address], timeout=20)
         read, released = decode.engine.read, threading.Event()
 
@@ -396,6 +390,25 @@ def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(w
         for each in prefill:
             assert each.wait("r", 20) is (KVPoll.Failed if wrong else KVPoll.Success)
             each.close()
+
+
+def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
+    """sglang's worker thread dies of one request's exception."""
+    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        read, errors = decode.engine.read, [TransferError("injected")]
+        decode.engine.read = lambda *batch: _raise(errors.pop()) if errors else read(*batch)
+        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        decode.receive("good", address)
+        for room in ("bad", "good"):
+            prefill.send(room, given)
+        assert decode.wait("bad", 20) is KVPoll.Failed
+        assert "injected" in str(decode.failure("bad"))
+        assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+
+
+def _raise(error):
+    raise error
 
 
 def test_what_real_endpoints_count_is_served():

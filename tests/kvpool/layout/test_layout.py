@@ -245,10 +245,7 @@ def test_parts_are_frozen():
         ({"total_kv_layers": -1}, r"total_kv_layers: 0 to 2\*\*63-1, got -1"),
         ({"buffers": (buffer(), buffer(base=4096))}, r"buffer b: declared twice"),
         ({"spaces": (Space("kv"), Space("kv"))}, r"space kv: declared twice"),
-        (
-            {"regions": (region(), region(offset=32))},
-            r"region target layer 0 k: declared twice",
-        ),
+        ({"regions": (region(), region(offset=32))}, r"region target layer 0 k: declared twice"),
         ({"spaces": ()}, r"buffer b: space 'kv' is not declared \(declared: none\)"),
         (
             {"spaces": (Space("swa"), Space("ring"))},
@@ -340,10 +337,7 @@ def test_regions_that_interleave_and_touch_are_refused():
 def test_a_clash_in_a_later_buffer_of_another_shape_is_found():
     homes = [buffer("one"), buffer("two", base=4096)]
     right = [region("k", 0, 32, home="one"), region("v", 32, 32, home="one")]
-    wrong = [
-        region("k", 0, 32, layer=1, home="two"),
-        region("v", 31, 32, layer=1, home="two"),
-    ]
+    wrong = [region("k", 0, 32, layer=1, home="two"), region("v", 31, 32, layer=1, home="two")]
     with pytest.raises(LayoutError, match="target layer 1 k: overlaps target layer 1 v"):
         layout(*right, *wrong, buffers=homes, total=2)
 

@@ -9,16 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvpool.item import (
-    Cell,
-    Pad,
-    Repeat,
-    Seq,
-    Skip,
-    alignment,
-    item_bytes,
-    item_regions,
-)
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip, alignment, item_bytes, item_regions
 from kvpool.layout import Axis, LayoutError, Region
 from kvpool.layout.dtypes import ITEMSIZE
 
@@ -156,11 +147,7 @@ def kda_conv(dim=8, taps=3):
 def temporal(heads=4, dk=8, dv=16):
     """Temporal `(v_heads, Dk, Dv)` fp32 per slot."""
     template = Repeat("head", heads, Repeat("dim", dk, Cell("temporal", dv, "f32")))
-    return (
-        template,
-        heads * dk * dv * 4,
-        {"temporal": lambda raw: rows(raw, F32, heads, dk, dv)},
-    )
+    return (template, heads * dk * dv * 4, {"temporal": lambda raw: rows(raw, F32, heads, dk, dv)})
 
 
 def ring(entries=8, dim=512):
