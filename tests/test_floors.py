@@ -21,7 +21,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"__main__", "kvpool"},
     ),
     "disagg": (
-        {"errors"},
+        {"errors", "unix_sockets"},
         {"plan"},
         {"digest", "engines"},
         {"protocol"},

@@ -1,0 +1,123 @@
+"""Unix sockets between processes of one host: their paths, and who is at the other end.
+
+Sockets lie in a folder that only this user can open. A process holds a lock file there while it
+lives, so that another one removes what a killed process has left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_PATH = 107
+"""Bytes of a socket's path that Linux takes."""
+_UCRED = struct.Struct("iII")
+
+
+class Credentials(NamedTuple):
+    """A process as the kernel names it. `pid` is 0 if it is in a process namespace out of sight."""
+
+    pid: int
+    uid: int
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it runs as this process's user, or as root."""
+        return self.uid in (os.geteuid(), 0)
+
+
+class _Folder(NamedTuple):
+    """This process's share of the folder: names that begin with `prefix`, while `lock` is open."""
+
+    pid: int
+    prefix: Path
+    lock: int
+
+
+_own: _Folder | None = None
+_guard = threading.Lock()
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Who made the other end: of a connection that was dialled, who listens."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(data)
+    return Credentials(pid, uid)
+
+
+def new_path() -> Path:
+    """A path for a socket of this process, which nobody uses. Raises OSError if there is no safe
+    folder for it.
+    """
+    global _own
+    with _guard:
+        if _own is None or _own.pid != os.getpid():
+            _own = _claim(private_folder())
+        path = Path(f"{_own.prefix}.{secrets.token_hex(4)}")
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise OSError(
+            f"{path}: longer than the {MAX_PATH} bytes of a socket's path. Set XDG_RUNTIME_DIR to "
+            "a folder with a shorter name."
+        )
+    return path
+
+
+def private_folder() -> Path:
+    """The folder of this user's sockets. Raises PermissionError if others may open it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and _is_private(Path(runtime)):
+        folder = Path(runtime) / "kvpool"
+    else:
+        folder = Path(tempfile.gettempdir()) / f"kvpool-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not _is_private(folder):
+        raise PermissionError(
+            f"{folder}: not a folder that only user {os.geteuid()} owns and may open. Remove it, "
+            "or set XDG_RUNTIME_DIR to one."
+        )
+    return folder
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    shared = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not shared
+
+
+def _claim(folder: Path) -> _Folder:
+    """Names of this process's own in the folder, from which what dead processes left is removed."""
+    for lock in folder.glob("*.lock"):
+        _remove_if_left(lock)
+    while True:
+        prefix = folder / secrets.token_hex(4)
+        path = prefix.with_suffix(".lock")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return _Folder(os.getpid(), prefix, handle)
+        os.close(handle)  # another process has taken it for one that was left
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Removes the files of a process that has ended: nobody holds its lock."""
+    with suppress(OSError):
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in lock.parent.glob(f"{lock.stem}.*"):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
