@@ -82,6 +82,11 @@ class Engine(ABC):
         certain.
         """
 
+    def abandon(self) -> None:
+        """In a forked child, where the engine is the parent's: gives up what can be given up
+        without touching it. The engine is never destroyed there.
+        """
+
     def telemetry(self) -> Mapping[str, float]:
         """The engine's own counters since it was created, by name."""
         return {}

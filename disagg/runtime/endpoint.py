@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -39,6 +39,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import Failure, KVPoll
+from disagg.runtime.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
@@ -137,11 +138,12 @@ class Endpoint(Generic[M]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turning = threading.Lock()
-        self._closing = False
+        self._closing, self._why_closed = False, "the endpoint was closed."
         self._asked, self._telemetry = clock(), dict(engine.telemetry())
         self._thread: IOThread | None = None
         if options.get("threaded", True):
             self._thread = IOThread(self._run_turn, type(self).__name__)
+        abandon_in_child(self)
 
     def poll(self, room: Room) -> KVPoll:
         """State of a room."""
@@ -185,9 +187,9 @@ class Endpoint(Generic[M]):
         """One turn of the loop, without waiting: messages, reads, digests, time. Returns whether
         the next turn has something to do at once. Only with `threaded=False`.
         """
+        self._check_open()
         if self._thread is not None:
             raise UsageError("this endpoint has its own thread. Make it with threaded=False.")
-        self._check_open()
         self._turn(0.0)
         return self._busy
 
@@ -207,6 +209,19 @@ class Endpoint(Generic[M]):
         with self._lock:
             for event in self._reader.close():
                 self._handle(event)
+
+    def abandon(self) -> None:
+        """In a forked child: closes this copy of the parent's endpoint, and touches nothing else of
+        the parent's. Every call then raises EndpointClosed.
+        """
+        self._lock = threading.RLock()  # a thread that is not there may hold the old one
+        self._changed = threading.Condition(self._lock)
+        self._closing, self._why_closed = True, FORKED
+        keep_for_ever(self)
+        self.machine = cast(M, ForkedMachine())
+        self.engine.abandon()
+        if isinstance(self._transport, Abandons):
+            self._transport.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -237,7 +252,7 @@ class Endpoint(Generic[M]):
 
     def _check_open(self) -> None:
         if self._closing:
-            raise EndpointClosed("the endpoint was closed.")
+            raise EndpointClosed(self._why_closed)
 
     def _wait(self, ended: Callable[[], bool], timeout: float | None) -> bool:
         """Waits until `ended()`; whether it is. Without a thread, turns the loop meanwhile."""
