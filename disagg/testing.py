@@ -77,14 +77,14 @@ class TransferSide:
         self.memory.check(self.bytes, self._padding())
 
     def _padding(self) -> npt.NDArray[np.bool_]:
-        """Padding in the request's items, which a transfer may copy or leave."""
+        """Declared padding in the request's items, which a transfer may copy or leave."""
         layout, free = self.pool.layout, np.zeros(self.bytes.shape, dtype=bool)
         ids = {
             b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
             for b in layout.buffers
         }
         for buffer in layout.buffers:
-            free[self.memory.items(buffer, ids[buffer.name])] = True
+            free[self.memory.items(buffer, ids[buffer.name])] = buffer.padding
         for region in layout.regions:
             mine, entries = ids[region.buffer], layout.space_of(region).entries_per_item
             index, entry = every(mine.size, entries)

@@ -63,8 +63,10 @@ def built(
     *,
     page: int = 1,
     owner: str = "target",
+    padding: bool = True,
 ) -> State:
     """State made by hand: one buffer for each (layer, space, items, template), guards in between.
+    `padding`: whether the buffers declare what is in no region padding.
 
     The `kv` space, of `page` entries an item, is there without being named in `spaces`.
     """
@@ -76,7 +78,8 @@ def built(
     buffers, regions, at = [], [], GUARD
     for number, (layer, space, items, template) in enumerate(parts):
         name, size = f"{owner}.{number}", item_bytes(template)
-        buffers.append(Buffer(name, space, slab.ctypes.data + at, size, size, items))
+        base = slab.ctypes.data + at
+        buffers.append(Buffer(name, space, base, size, size, items, padding=padding))
         regions.extend(item_regions(template, owner=owner, layer=layer, buffer=name))
         at = -(-(at + items * size + GUARD) // 64) * 64
     layers = max(layer for layer, _, _, _ in parts) + 1
@@ -178,8 +181,8 @@ def assert_holds(
     holder, address: RequestAddress, positions: range | None = None, *, kept: range = range(0)
 ) -> None:
     """Every live byte of `positions` has its value, those of `kept` are as `write(salt=1)` left
-    them, and every other byte of the memory is still blank. Padding of the request's own items
-    may be anything.
+    them, and every other byte of the memory is still blank. Declared padding of the request's own
+    items may be anything.
     """
     held = state(holder)
     positions = range(address.num_tokens) if positions is None else positions
@@ -200,16 +203,17 @@ def assert_holds(
 
 
 def _padding(held: State, address: RequestAddress) -> list[np.ndarray]:
-    """Bytes of the request's items that no region claims."""
+    """Bytes of the request's items that no region claims and a buffer declares padding."""
     layout = held.layout
     claimed = dict.fromkeys(layout.buffer_by_name, 0)
     for region in layout.regions:
         claimed[region.buffer] += region.nbytes
-    if all(claimed[b.name] == b.item_bytes for b in layout.buffers):
+    padded = [b for b in layout.buffers if b.padding and claimed[b.name] < b.item_bytes]
+    if not padded:
         return [np.zeros(1, dtype=bool)] * len(held.memory)
     for memory in held.memory:
         memory[...] = 0
-        for buffer in layout.buffers:
+        for buffer in padded:
             at = buffer.base - memory.ctypes.data
             if 0 <= at < memory.size:
                 for item in address.spans[layout.space_by_name[buffer.space].id_list].ids:

@@ -13,6 +13,7 @@ from disagg.errors import PeerError
 from disagg.plan.bind import Columns, CopyBatch, bind
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.match import Overlap, elect, mismatches, tile
+from disagg.plan.proof import prove
 from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
 from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
@@ -123,7 +124,8 @@ def plan(
     """Plans all copies that fill `dest` from `sources`, one layout per rank.
 
     `allow_missing` names owners or roles that no source has to hold. Raises IncompatibleLayouts
-    with all reasons at once.
+    with all reasons at once, and RuntimeError if a run would cover a byte that is neither moved
+    nor declared padding: a fault of the planner.
     """
     layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
     if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
@@ -154,6 +156,7 @@ def plan(
         raise IncompatibleLayouts(reasons)
     elected = tuple(elect(overlaps))
     routes = _routes(sources, dest, elected)
+    prove(sources, dest, elected, routes)
     return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing), elected)
 
 

@@ -66,7 +66,7 @@ class EntryRuns:
 class Record:
     """Buffers of one space whose items lie side by side within one stride, from `base` on.
 
-    `pad_starts` and `pad_ends` are the padding of an item.
+    `pad_starts` and `pad_ends` are the declared padding of an item.
     """
 
     first: str
@@ -78,7 +78,7 @@ class Record:
     pad_ends: Ints
 
     def is_padding(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-        """Whether the bytes `starts` to `ends` of an item are padding (or none)."""
+        """Whether the bytes `starts` to `ends` of an item are declared padding (or none)."""
         if not self.pad_starts.size:
             return starts >= ends
         at = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
@@ -125,6 +125,8 @@ def adjacent_buffers(layout: PoolLayout) -> list[list[Buffer]]:
             and (first.space, first.memory) == (buffer.space, buffer.memory)
             and (first.item_stride, first.items) == (buffer.item_stride, buffer.items)
             and buffer.base + buffer.item_bytes <= first.base + first.item_stride
+            # pools on the meta device all begin at 0: merged, they lie over one another
+            and buffer.base >= groups[-1][-1].base + groups[-1][-1].item_bytes
         ):
             groups[-1].append(buffer)
         else:
@@ -145,6 +147,7 @@ def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
             (
                 buffer.base - base,
                 buffer.item_bytes,
+                buffer.padding,
                 tuple((r.offset, r.width, r.axes) for r in regions.get(buffer.name, ())),
             )
             for buffer in group
@@ -158,12 +161,18 @@ def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
 
 
 def _padding(group: Sequence[Buffer], regions: Mapping[str, Sequence[Region]]) -> tuple[Ints, Ints]:
-    """Bytes of a record's item that lie in a buffer's item but in no region."""
-    gaps: list[tuple[Ints, Ints]] = []
+    """Bytes of a record's item that are in no region, in the items of buffers that declare them
+    padding. Without that declaration they are somebody else's.
+    """
+    none = np.empty(0, dtype=np.int64)
+    gaps: list[tuple[Ints, Ints]] = [(none, none)]
     for buffer in group:
+        inside = regions.get(buffer.name, ())
+        if not buffer.padding or sum(region.nbytes for region in inside) == buffer.item_bytes:
+            continue
         at = buffer.base - group[0].base
         edge = np.array([at], dtype=np.int64), np.array([at + buffer.item_bytes], dtype=np.int64)
-        runs = [region_runs(region) for region in regions.get(buffer.name, ())]
+        runs = [region_runs(region) for region in inside]
         starts = np.concatenate([edge[0][:0], *(offsets + at for offsets, _ in runs)])
         ends = np.concatenate([edge[0][:0], *(offsets + at + width for offsets, width in runs)])
         starts, ends = merge_intervals(starts, ends)

@@ -19,8 +19,8 @@ def verify(
     """Binds a request of up to three pages and compares what each byte means on both sides.
 
     Raises RuntimeError unless each byte that the destination requires is written exactly once, from
-    the byte of the same owner, layer, role, position, axis steps and offset, and nothing else but
-    padding is written.
+    the byte of the same owner, layer, role, position, axis steps and offset, and any other byte
+    that is read or written is declared padding of the request's own items.
     """
     tokens = _tokens([*sources, dest])
     there = [_address(layout, tokens) for layout in sources]
@@ -28,15 +28,18 @@ def verify(
     keys = {r.key: number for number, r in enumerate(dest.regions) if r.key not in missing}
     required = _meanings(dest, here, tokens, keys)
     written: list[tuple[Ints, Ints]] = []
-    for layout, address, batch in zip(sources, there, bind_all(there, here)):
+    for number, (layout, address, batch) in enumerate(zip(sources, there, bind_all(there, here))):
         offered = _meanings(layout, address, tokens, keys)
         src, dst = _bytes(batch.src, batch.nbytes), _bytes(batch.dst, batch.nbytes)
-        written.append((dst, _look_up(src, *offered)))
+        meaning = _look_up(src, *offered)
+        _check_padding(src[meaning < 0], layout, address, f"read from source {number}")
+        written.append((dst, meaning))
     where = np.concatenate([np.empty(0, dtype=np.int64), *(dst for dst, _ in written)])
     what = np.concatenate([np.empty(0, dtype=np.int64), *(meaning for _, meaning in written)])
     if np.unique(where).size != where.size:
         raise RuntimeError("a destination byte is written twice.")
     wanted = _look_up(where, *required)
+    _check_padding(where[wanted < 0], dest, here, "written on the destination")
     if (wanted != what).any():
         at = int(np.flatnonzero(wanted != what)[0])
         raise RuntimeError(f"destination byte {where[at]} is written from the wrong byte.")
@@ -104,13 +107,45 @@ def _region_bytes(
         yield base + cell, (number * (tokens + 1) + position) * inner + meaning
 
 
+def _check_padding(pointers: Ints, layout: PoolLayout, address: RequestAddress, what: str) -> None:
+    """Raises RuntimeError unless all bytes are declared padding of the request's items."""
+    foreign = np.setdiff1d(pointers, _padding(layout, address))
+    if foreign.size:
+        where = next(
+            f"byte {byte} of item {item} of buffer {buffer.name}"
+            for buffer in layout.buffers
+            for item, byte in [divmod(int(foreign[0]) - buffer.base, buffer.item_stride)]
+            if 0 <= item < buffer.items
+        )
+        raise RuntimeError(
+            f"{where} is {what}: it is neither of a region that moves nor declared padding "
+            f"({foreign.size} such bytes)."
+        )
+
+
+def _padding(layout: PoolLayout, address: RequestAddress) -> Ints:
+    """Pointers to all declared padding of a request's items."""
+    found = [np.empty(0, dtype=np.int64)]
+    for buffer in layout.buffers:
+        if buffer.padding:
+            free = np.ones(buffer.item_bytes, dtype=bool)
+            for region in layout.regions:
+                if region.buffer == buffer.name:
+                    axes = ((axis.size, axis.stride) for axis in region.axes)
+                    free[outer_sum(region.offset, [*axes, (region.width, 1)])] = False
+            ids = address.spans[layout.space_by_name[buffer.space].id_list].ids
+            items = buffer.base + ids * buffer.item_stride
+            found.append((items[:, None] + np.flatnonzero(free)).ravel())
+    return np.concatenate(found)
+
+
 def _bytes(starts: Ints, lengths: Ints) -> Ints:
     group, within = ragged(lengths)
     return starts[group] + within
 
 
 def _look_up(addresses: Ints, where: Ints, what: Ints) -> Ints:
-    """Meanings of pointers; -1 for padding."""
+    """Meanings of pointers; -1 for those that have none."""
     if not where.size:
         return np.full(addresses.size, -1, dtype=np.int64)
     at = np.minimum(np.searchsorted(where, addresses), where.size - 1)

@@ -1,5 +1,6 @@
 """Reads of small runs as long ones. Runs that lie close together at the source are read as one,
-with the bytes between them, into a staging buffer, and are scattered from there.
+with the bytes between them, into a staging buffer, and are scattered from there. Foreign bytes,
+which nobody has described, are never read.
 
 That costs one more copy here, and pays if an engine's cost is per run: other TP sizes, other orders
 of axes, other page sizes.
@@ -98,8 +99,9 @@ class StagingBuffers:
 def coalesce(
     batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int
 ) -> CoalescedBatch | None:
-    """Runs that lie close together at the source as one, with the bytes between them; None if that
-    takes more than half as long, where a run costs as much as `run_overhead_bytes` bytes.
+    """Runs that lie close together at the source as one, with the bytes between them where none of
+    those is foreign; None if that takes more than half as long, where a run costs as much as
+    `run_overhead_bytes` bytes.
     """
     total = batch.total
     if total >= batch.runs * run_overhead_bytes:
@@ -107,9 +109,8 @@ def coalesce(
     order = np.argsort(batch.src, kind="stable")
     src, dst, nbytes = (column[order] for column in batch)
     ends: Ints = src + nbytes
-    slabs = np.searchsorted(sorted(slab.base for slab in source.slabs()), src, "right")
     gaps: Ints = src[1:] - ends[:-1]
-    near = (gaps >= 0) & (slabs[1:] == slabs[:-1])  # what lies between slabs cannot be read
+    near = (gaps >= 0) & ~source.foreign_bytes.among(ends[:-1], src[1:])
     found = None
     least = (batch.runs * run_overhead_bytes + total) // 2
     for most in (0, run_overhead_bytes):

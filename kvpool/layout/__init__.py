@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvpool.layout.foreign import ForeignBytes
 from kvpool.layout.request_address import RequestAddress, Span
 from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab, Space
 from kvpool.layout.validate import VERSION, check_layout
@@ -80,6 +81,11 @@ class PoolLayout:
         for buffer in self.buffers:
             found[buffer.space] = min(found.get(buffer.space, buffer.items), buffer.items)
         return found
+
+    @cached_property
+    def foreign_bytes(self) -> ForeignBytes:
+        """Where the bytes are that no region claims and nobody has declared padding."""
+        return ForeignBytes(self)
 
     def buffer_of(self, region: Region) -> Buffer:
         """The buffer in which a region lies."""

@@ -84,10 +84,7 @@ def fingerprint(layout: PoolLayout) -> str:
     """SHA-256 of a layout without bases, device numbers, generation and the order of its parts."""
     parts = (
         layout.version,
-        sorted(
-            (b.name, b.space, b.item_stride, b.item_bytes, b.items, b.memory.partition(":")[0])
-            for b in layout.buffers
-        ),
+        sorted(map(_shape, layout.buffers)),
         sorted(layout.regions, key=lambda region: region.key),
         sorted(layout.spaces, key=lambda space: space.name),
         layout.total_kv_layers,
@@ -111,6 +108,12 @@ def read_file(path: str | Path) -> PoolLayout | None:
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor a msgpack layout: {error}.") from None
+
+
+def _shape(buffer: Buffer) -> tuple[object, ...]:
+    """All of a buffer but its base and the number of its device."""
+    sizes = buffer.item_stride, buffer.item_bytes, buffer.items
+    return buffer.name, buffer.space, *sizes, buffer.memory.partition(":")[0], buffer.padding
 
 
 def _bounded(data: bytes) -> bytes:

@@ -36,6 +36,7 @@ def describe(
     shards: Mapping[str, tuple[int, int]] = WHOLE,
     dtype: str | torch.dtype | None = None,
     buffer: Buffer | None = None,
+    padding: bool = False,
 ) -> Described:
     """Describes `tensor`, one name in `dims` for each of its dimensions.
 
@@ -47,8 +48,13 @@ def describe(
       axes
 
     `dtype` is that of the bytes of a uint8 tensor. With `buffer` (from `describe_buffer`) several
-    slices of one tensor become regions of one buffer. Raises LayoutError where names, strides and
-    buffer do not fit together.
+    slices of one tensor become regions of one buffer.
+
+    Bytes between the described ones belong to somebody else: transfers neither read nor write them.
+    `padding=True`, from who owns the whole tensor, says that nobody uses them: they may travel with
+    their neighbours, which makes runs longer.
+
+    Raises LayoutError where names, strides and buffer do not fit together.
     """
     sizes, strides = _read(tensor, dims)
     roles = [role] if isinstance(role, str) else list(role)
@@ -57,6 +63,11 @@ def describe(
         if named != sizes.get(dim, 1):
             held = f"holds {sizes[dim]}" if dim in sizes else "has no such dim"
             raise LayoutError(f"{owner} {roles}: {named} of {dim} named, but the tensor {held}.")
+    if buffer is not None and padding and not buffer.padding:
+        raise LayoutError(
+            f"{owner} {roles}: padding=True, but buffer {buffer.name} has padding=False. Give "
+            "describe_buffer padding=True."
+        )
     meaning = dtype_name(tensor.dtype if dtype is None else dtype)
     width, axes = _grid(sizes, strides, cell, shards, tensor.element_size(), f"{owner} {roles}")
     if width % ITEMSIZE[meaning]:
@@ -76,7 +87,7 @@ def describe(
             if home is None:
                 name = f"{owner}.{'+'.join(roles) if shared else meant}.{layer_id}"
                 first = at if shared else start
-                home = _buffer(name, space, first, reach, tensor, sizes, strides)
+                home = _buffer(name, space, first, reach, tensor, sizes, strides, padding)
                 buffers[name] = home
             _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
             regions.append(replace(region, buffer=home.name, offset=start - home.base))
@@ -84,14 +95,20 @@ def describe(
 
 
 def describe_buffer(
-    tensor: torch.Tensor, dims: Sequence[str], *, name: str, space: str = "kv"
+    tensor: torch.Tensor,
+    dims: Sequence[str],
+    *,
+    name: str,
+    space: str = "kv",
+    padding: bool = False,
 ) -> Buffer:
-    """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions."""
+    """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions.
+    `padding`: nobody uses what is in no region; see `describe`.
+    """
     sizes, strides = _read(tensor, dims)
-    inner = ((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
-    return _buffer(
-        name, space, _pointer(tensor), sum(inner) + tensor.element_size(), tensor, sizes, strides
-    )
+    inner = sum((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
+    nbytes = inner + tensor.element_size()
+    return _buffer(name, space, _pointer(tensor), nbytes, tensor, sizes, strides, padding)
 
 
 def _read(tensor: torch.Tensor, dims: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -158,10 +175,12 @@ def _buffer(
     tensor: torch.Tensor,
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
+    padding: bool,
 ) -> Buffer:
     # torch has no meaningful stride for a single item
     stride = strides["item"] if sizes["item"] > 1 else max(strides["item"], nbytes)
-    return Buffer(name, space, start, stride, nbytes, sizes["item"], str(tensor.device))
+    memory = str(tensor.device)
+    return Buffer(name, space, start, stride, nbytes, sizes["item"], memory, padding)
 
 
 def _check_home(

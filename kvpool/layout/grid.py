@@ -54,9 +54,19 @@ def run_count(region: Region) -> int:
     return count
 
 
+def bytes_below(starts: Ints, ends: Ints, at: Ints) -> Ints:
+    """Bytes of sorted, disjoint half-open intervals that lie below each of `at`."""
+    if not starts.size:
+        return np.zeros_like(at)
+    before = np.concatenate([[0], np.cumsum(ends - starts)])
+    last = np.searchsorted(starts, at, side="right") - 1
+    inside = np.minimum(at, ends[last]) - starts[last]
+    return np.where(last < 0, 0, before[last] + inside)
+
+
 def merge_intervals(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """Sorted union of half-open intervals; touching ones are merged."""
-    if not starts.size:
+    if starts.size < 2:
         return starts, ends
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(ends[order])

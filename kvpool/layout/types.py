@@ -157,7 +157,9 @@ class Buffer:
     """`items` items of `item_bytes` bytes, `item_stride` bytes apart, from pointer `base`.
 
     `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (no memory; `base` counts from 0). Bytes of an
-    item that are in no region are padding.
+    item that no region claims are foreign: a transfer neither reads nor writes them. With
+    `padding` the owner of the memory says that nobody else uses them: they may travel with their
+    neighbours.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Buffer:
     item_bytes: int
     items: int
     memory: str = HOST
+    padding: bool = False
 
     def __post_init__(self) -> None:
         _need_name(self.name, "buffer")

@@ -115,6 +115,7 @@ def place(
 
     `layer`: a stretch of memory per layer. `page`: all layers of a page side by side. `stack`: all
     layers of a specification one after the other. Stretches begin at multiples of `step` bytes.
+    What a template leaves free is padding: the pool owns all of an item.
     """
     buffers: list[Buffer] = []
     top = 0
@@ -123,7 +124,7 @@ def place(
         if placement != "page":
             for part, layer in rows:
                 name, size = part.buffer_name(owner, layer), part.item_bytes
-                buffers.append(Buffer(name, space, top, size, size, count))
+                buffers.append(Buffer(name, space, top, size, size, count, padding=True))
                 top += count * size
                 if placement == "layer" or layer == part.layers[-1]:
                     top = _up(top, step)
@@ -135,7 +136,7 @@ def place(
         at = top
         for part, layer in rows:
             name, size = part.buffer_name(owner, layer), part.item_bytes
-            buffers.append(Buffer(name, space, at, stride, size, count))
+            buffers.append(Buffer(name, space, at, stride, size, count, padding=True))
             at += size
         top = _up(top + count * stride, step)
     return buffers, top

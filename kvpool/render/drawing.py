@@ -36,7 +36,7 @@ svg .small { font-size: 10px; fill: #666; }
 svg .inside { font-size: 11px; stroke-width: 4; paint-order: stroke; }
 svg .light { fill: #fff; }
 svg rect { stroke: #fff; stroke-width: 0.75; }
-svg rect.padding { fill: url(#padding); stroke: #999; stroke-width: 0.5; }
+svg rect.gap { fill: url(#gap); stroke: #999; stroke-width: 0.5; }
 svg rect.found { stroke: #d00; stroke-width: 2; }
 svg .tick { stroke: #aaa; stroke-width: 0.75; }
 """
@@ -105,12 +105,12 @@ class _Line:
             box = {"x": self.x(piece.start), "y": self.y, "height": ROW}
             box["width"] = (piece.end - piece.start) * self.scale
             bytes_ = {"data_from": piece.start, "data_to": piece.end}
-            paint = {"class_": "padding"}
+            paint = {"class_": "gap"}
             if piece.first is not None:
                 paint = {"class_": "cell", "fill": self.colours[piece.first.region]}
             self.tooltip(add(self.group, "rect", **paint, **box, **bytes_), piece, piece)
         held = [piece for piece in self.pieces if piece.first]
-        words = span(held[0].first, held[-1].last) if held else "padding"
+        words = span(held[0].first, held[-1].last) if held else self.item.unclaimed_name
         right = self.x(self.pieces[-1].end) + 8
         add(self.group, "text", words, x=right, y=middle, class_="small")
 
@@ -167,8 +167,8 @@ class _Line:
         return [list(part) for _, part in groupby(self.pieces, self.name)]
 
     def name(self, piece: ByteRange) -> str:
-        """The region's name, or `padding`."""
-        return self.item.name(piece.first.region) if piece.first else "padding"
+        """The region's name, or what is between regions."""
+        return self.item.name(piece.first.region) if piece.first else self.item.unclaimed_name
 
 
 def _step(piece: ByteRange) -> str:
@@ -183,7 +183,7 @@ def _elided(group: Element, item: ItemMap, start: int, count: int, y: float) -> 
     held = next((piece for piece in pieces if piece.first), None)
     last = item.find(held.start + (count - 1) * row) if held else None
     words = f"… {count:,} more rows like these, every {row:,} bytes"
-    steps = span(held.first, last) if held else "padding"
+    steps = span(held.first, last) if held else item.unclaimed_name
     text = f"{words}: {steps}" if steps else words
     add(group, "text", text, x=LEFT, y=y + LINE - 5, class_="small")
     return y + LINE + 4

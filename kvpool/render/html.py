@@ -52,7 +52,7 @@ function what(map, byte) {
     return [region.name, ...named].join(", ") + ": byte " + number(inside) + " of "
       + number(region.width) + ", " + region.dtype + " number " + number(element);
   }
-  return "padding";
+  return map.unclaimed;
 }
 function show(section, byte) {
   for (const rect of section.querySelectorAll("rect[data-from]")) {
@@ -165,4 +165,4 @@ def _data(item: ItemMap) -> dict[str, object]:
         }
         for region in item.regions
     ]
-    return {"bytes": item.item_bytes, "regions": regions}
+    return {"bytes": item.item_bytes, "unclaimed": item.unclaimed_name, "regions": regions}

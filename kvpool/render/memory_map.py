@@ -44,7 +44,7 @@ class ByteLocation:
 
 
 def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
-    """What byte `byte` of a buffer's items is; None for padding.
+    """What byte `byte` of a buffer's items is; None where no region is.
 
     Raises KeyError for an unknown buffer and IndexError for a byte outside its items.
     """
@@ -92,7 +92,7 @@ def extent(axes: Sequence[Axis], width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes `start` to `end` of an item, drawn as one box: of a region, or padding (None)."""
+    """Bytes `start` to `end` of an item, drawn as one box: of a region, or of none."""
 
     start: int
     end: int
@@ -123,9 +123,14 @@ class ItemMap:
         return self.buffers[0].item_bytes
 
     @property
-    def padding(self) -> int:
+    def unclaimed(self) -> int:
         """Bytes of an item that no region claims."""
         return self.item_bytes - sum(region.nbytes for region in self.regions)
+
+    @property
+    def unclaimed_name(self) -> str:
+        """What those bytes are, as far as the layout says."""
+        return "padding" if self.buffers[0].padding else "not described"
 
     def name(self, region: Region) -> str:
         """The role, and the layer where the item has several."""
@@ -133,7 +138,7 @@ class ItemMap:
         return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
     def find(self, byte: int) -> ByteLocation | None:
-        """What a byte of the item is; None for padding."""
+        """What a byte of the item is; None where no region is."""
         starts, ends, whose = self._runs
         run = int(np.searchsorted(starts, byte, side="right")) - 1
         if run < 0 or byte >= ends[run]:
@@ -206,7 +211,7 @@ class ItemMap:
             high = int(np.searchsorted(starts, end, side="left"))
             cut = (np.clip(b[low:high] - start, 0, end - start).tolist() for b in (starts, ends))
             seen = (end - start, *zip(*cut, whose[low:high].tolist()))
-            until = end  # a single run, or padding, may continue beyond this row
+            until = end  # a single run, or a gap, may continue beyond this row
             if high - low == 1 and starts[low] <= start and ends[low] >= end:
                 until = int(ends[low])
             elif high == low:
@@ -239,7 +244,7 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
         lowest = min((region.layer for region in regions), default=0)
         looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
         sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space
-        alike.setdefault((*sizes, *looks), []).append(buffer)
+        alike.setdefault((*sizes, buffer.padding, *looks), []).append(buffer)
     return [
         ItemMap(
             tuple(buffers),

@@ -40,12 +40,12 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
 
 
 def hatch() -> Element:
-    """The fill pattern of padding."""
+    """The fill pattern of bytes that no region claims."""
     defs = Element("defs")
     pattern = add(
         defs,
         "pattern",
-        id="padding",
+        id="gap",
         width=6,
         height=6,
         patternUnits="userSpaceOnUse",
@@ -61,7 +61,7 @@ def heading(item: ItemMap) -> str:
     owners = ", ".join(dict.fromkeys(region.owner for region in item.regions))
     roles = ", ".join(dict.fromkeys(region.role for region in item.regions))
     if not roles:
-        return f"{item.buffers[0].name}: padding"
+        return f"{item.buffers[0].name}: {item.unclaimed_name}"
     word = "layer" if len(item.layers) == 1 else "layers"
     return f"{owners} {roles}: {word} {steps(item.layers)}"
 
@@ -70,8 +70,8 @@ def facts(item: ItemMap) -> str:
     """Sizes of a map's items, and how ids address them."""
     buffer, words = item.buffers[0], []
     words.append(f"an item: {item.item_bytes:,} bytes, every {buffer.item_stride:,}")
-    if item.padding:
-        words.append(f"padding: {item.padding:,}")
+    if item.unclaimed:
+        words.append(f"{item.unclaimed_name}: {item.unclaimed:,}")
     many = f" in each of {len(item.buffers):,} buffers" if len(item.buffers) > 1 else ""
     words.append(f"items: {buffer.items:,}{many}")
     return "; ".join([*words, space_words(item.space)])
@@ -116,8 +116,9 @@ def _legend(root: Element, item: ItemMap, colours: dict[Region, str], y: float) 
         row = (item.name(region), region.dtype, f"{region.offset:,}", cell, axes)
         for x, text in zip(columns, row):
             add(root, "text", text, x=x, y=y + LINE)
-    if item.padding:
+    if item.unclaimed:
         y += LINE + 4
-        add(root, "rect", class_="padding", x=LEFT, y=y + 4, width=14, height=14)
-        add(root, "text", f"padding: {item.padding:,} bytes in all", x=columns[0], y=y + LINE)
+        add(root, "rect", class_="gap", x=LEFT, y=y + 4, width=14, height=14)
+        words = f"{item.unclaimed_name}: {item.unclaimed:,} bytes in all"
+        add(root, "text", words, x=columns[0], y=y + LINE)
     return y + LINE + 4

@@ -1,4 +1,6 @@
-"""A peer's layouts and block table against one's own: no run of a batch leaves either's memory."""
+"""A peer's layouts and block table against one's own: no run of a batch leaves either's memory, or
+covers a byte of it that nobody described.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,15 @@ def check(
     own: PoolLayout,
     dest: RequestAddress,
 ) -> None:
-    """Raises Finding if a run leaves the request's items on either side, or two runs overlap."""
+    """Raises Finding if a run leaves the request's items on either side, covers bytes of them that
+    nobody described, or overlaps another.
+    """
     runs = list(zip(*(column.tolist() for column in batch)))
     _inside([(src, src + size) for src, _, size in runs], items(theirs, source), "the source's")
     _inside([(dst, dst + size) for _, dst, size in runs], items(own, dest), "the destination's")
+    for layout, first, whose in ((theirs, batch.src, "source"), (own, batch.dst, "destination")):
+        if layout.foreign_bytes.among(first, first + batch.nbytes).any():
+            raise Finding(f"a run covers bytes of the {whose} that nobody described.")
     ordered = sorted((dst, dst + size) for _, dst, size in runs)
     if any(one[1] > two[0] for one, two in pairwise(ordered)):
         raise Finding("a byte of the destination is written twice.")

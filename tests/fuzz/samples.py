@@ -24,7 +24,12 @@ class Case:
 
 
 def laid_out(
-    parts: Sequence[Part], spaces: Sequence[Space], base: int, *, side_by_side: bool = False
+    parts: Sequence[Part],
+    spaces: Sequence[Space],
+    base: int,
+    *,
+    side_by_side: bool = False,
+    padding: bool = True,
 ) -> PoolLayout:
     """A buffer for each (layer, space, items, template): one after another, or interleaved."""
     buffers, regions = [], []
@@ -32,7 +37,7 @@ def laid_out(
     for number, (layer, space, items, template) in enumerate(parts):
         size = item_bytes(template)
         stride = total if side_by_side else size
-        buffers.append(Buffer(f"b{number}", space, base, stride, size, items))
+        buffers.append(Buffer(f"b{number}", space, base, stride, size, items, padding=padding))
         regions.extend(item_regions(template, owner="target", layer=layer, buffer=f"b{number}"))
         base += size if side_by_side else stride * items + 64
     return PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "g1")
@@ -79,13 +84,14 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
     return laid_out(parts, spaces, base)
 
 
-def padded(page: int, base: int, multiple: int = 64) -> PoolLayout:
-    """Rows followed by scales, pages padded."""
+def padded(page: int, base: int, multiple: int = 64, padding: bool = True) -> PoolLayout:
+    """Rows followed by scales, pages padded; or what would be padding is somebody else's."""
     row = Repeat("entry", page, Seq(Cell("latent", 7, "e4m3"), Cell("rope", 2, "bf16"), Skip(1)))
     scales = Repeat("entry", page, Seq(Cell("latent.scale", 3, "ue8m0"), Skip(1)))
     item = Pad(multiple, Seq(row, scales))
     parts = [(layer, "kv", 12, item) for layer in range(2)]
-    return laid_out(parts, [Space("kv", "paged", page)], base, side_by_side=True)
+    spaces = [Space("kv", "paged", page)]
+    return laid_out(parts, spaces, base, side_by_side=True, padding=padding)
 
 
 HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
@@ -105,7 +111,14 @@ CASES = (
     ),
     Case(heads(8, HERE, 4, 4), [[heads(8, THERE, 4, 4)], [heads(2, THERE, 0, 8, "hnd")]]),
     Case(states(8, 8, 6, HERE), [[states(8, 8, 6, THERE)], [states(16, 16, 8, FAR)]]),
-    Case(padded(4, HERE), [[padded(4, THERE)], [padded(8, FAR, 128)]]),
+    Case(
+        padded(4, HERE),
+        [[padded(4, THERE)], [padded(8, FAR, 128)], [padded(4, THERE, padding=False)]],
+    ),
+    Case(
+        padded(4, HERE, padding=False),
+        [[padded(4, THERE, padding=False)], [padded(4, FAR)]],
+    ),
 )
 LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for layout in peers]
 

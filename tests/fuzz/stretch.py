@@ -17,7 +17,7 @@ def stretched(layout: PoolLayout, choices: Choices) -> bytes:
     """The layout with other numbers of entries, steps or items, and enough bytes for them."""
     raw: dict[str, Any] = msgspec.msgpack.decode(layout.to_msgpack())
     for _ in range(choices.number(1, 3)):
-        pick(choices, (_entries, _entries, _axis, _items, _apart, _far))(raw, choices)
+        pick(choices, (_entries, _entries, _axis, _items, _apart, _far, _padding))(raw, choices)
     reach = 64
     for buffer in raw["buffers"]:
         inside = [region for region in raw["regions"] if region["buffer"] == buffer["name"]]
@@ -57,6 +57,10 @@ def _items(raw: dict[str, Any], choices: Choices) -> None:
 
 def _apart(raw: dict[str, Any], choices: Choices) -> None:
     pick(choices, raw["regions"])["offset"] = pick(choices, (0, *SIZES))
+
+
+def _padding(raw: dict[str, Any], choices: Choices) -> None:
+    pick(choices, raw["buffers"])["padding"] = bool(choices.number(0, 1))
 
 
 def _far(raw: dict[str, Any], choices: Choices) -> None:

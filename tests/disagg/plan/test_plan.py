@@ -277,6 +277,18 @@ def test_equal_padding_is_part_of_a_run():
     hand_off(sides[:1], sides[1], 30)
 
 
+@pytest.mark.parametrize("declared", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("where", GAPS)
+def test_what_one_side_does_not_declare_padding_is_not_moved(where, declared):
+    template = with_gap(where, 4, NOTHING)
+    sides = [
+        built([(layer, "kv", 14, template) for layer in range(2)], page=4, padding=padding)
+        for padding in declared
+    ]
+    for shuffled in (True, False):
+        assert hand_off(sides[:1], sides[1], 11, shuffled=shuffled) == [2 * 11 * 24]
+
+
 def test_unequal_padding_is_not_moved():
     row = Cell("latent", 3, "bf16"), Cell("rope", 1, "f32")
     source = built([(0, "kv", 12, Repeat("entry", 4, Seq(row[0], Skip(2), row[1])))], page=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
 from disagg.runtime.staging import MIN_STAGING, NUM_BUFFERS, coalesce, cut, staging_buffers
 from kvpool import MHAPool, Shard
-from kvpool.layout import Slab
+from kvpool.layout import Buffer, PoolLayout, Space
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.engines.shared_device import installed, there
@@ -65,19 +64,25 @@ def batches(draw):
     return CopyBatch(*(np.array(column, dtype=np.int64) for column in columns))
 
 
-def slabs_of(*bases):
-    """What a layout says of slabs that begin there."""
-    return SimpleNamespace(slabs=lambda: [Slab(base, 1, "cpu") for base in bases])
+def memory_without(*foreign):
+    """A layout of the bytes from 0 on, but for a few that are somebody else's."""
+    edges = [-1, *sorted(foreign), 1 << 20]
+    buffers = [
+        Buffer(f"b{low}", "s", low + 1, high - low - 1, high - low - 1, 1, padding=True)
+        for low, high in pairwise(edges)
+        if high > low + 1
+    ]
+    return PoolLayout(tuple(buffers), (), (Space("s", "slot", reserved=0),), 0)
 
 
-def cheapest(runs, bases, run_overhead_bytes, total):
+def cheapest(runs, foreign, run_overhead_bytes, total):
     """The cost of the better of two ways to join sorted runs, counted one by one."""
     ways = []
     for most in (0, run_overhead_bytes):
         count, read = 1, runs[0][1]
         for (before, size), (src, nbytes) in pairwise(runs):
             gap = src - before - size
-            if 0 <= gap <= most and not any(before < base <= src for base in bases):
+            if 0 <= gap <= most and not any(before <= byte < src for byte in foreign):
                 read += gap
             else:
                 count += 1
@@ -89,7 +94,7 @@ def cheapest(runs, bases, run_overhead_bytes, total):
 @settings(max_examples=400)
 @given(
     batches(),
-    st.lists(st.integers(1, 60), max_size=2),
+    st.sets(st.integers(0, 60), max_size=3),
     st.integers(1, 60),
     st.integers(1, 40),
     st.integers(1, 5),
@@ -98,10 +103,10 @@ def test_parts_bring_every_byte_once_within_their_bounds(
     batch, more, run_overhead_bytes, max_bytes, max_runs
 ):
     runs = sorted(zip(batch.src.tolist(), batch.nbytes.tolist()), key=lambda run: run[0])
-    bases = [0, *(run[0] for run in runs if run[0] in more)]
-    found = coalesce(batch, slabs_of(*bases), run_overhead_bytes)
+    foreign = [byte for byte in more if not any(0 <= byte - src < size for src, size in runs)]
+    found = coalesce(batch, memory_without(*foreign), run_overhead_bytes)
     direct = batch.runs * run_overhead_bytes + batch.total
-    cost = cheapest(runs, bases, run_overhead_bytes, batch.total)
+    cost = cheapest(runs, foreign, run_overhead_bytes, batch.total)
     pays = batch.total < batch.runs * run_overhead_bytes and 2 * cost <= direct
     assert (found is not None) is pays
     if found is None:
@@ -117,7 +122,7 @@ def test_parts_bring_every_byte_once_within_their_bounds(
         assert part.payload == part.scatter.total <= part.read.total
         for src, dst, nbytes in zip(*part.read):
             assert dst >= 0 and dst + nbytes <= max_bytes
-            assert not any(src < base < src + nbytes for base in bases)
+            assert not any(src <= byte < src + nbytes for byte in foreign)
             buffer[dst : dst + nbytes] = memory[src : src + nbytes]
         for src, dst, nbytes in zip(*part.scatter):
             assert nbytes > 0 and src >= 0 and src + nbytes <= part.read.total
@@ -129,20 +134,21 @@ def test_parts_bring_every_byte_once_within_their_bounds(
 def test_runs_are_joined_by_where_the_source_has_them():
     src = np.arange(64, dtype=np.int64)[::-1] * 256
     batch = CopyBatch(src, np.arange(64) * 1000, np.broadcast_to(np.int64(256), 64))
-    found = coalesce(batch, slabs_of(0), 8192)
+    found = coalesce(batch, memory_without(), 8192)
     assert [column.tolist() for column in found.read] == [[0], [0], [64 * 256]]
     assert found.scatter.runs == 64 and found.scatter.dst[0] == 63_000
     apart = CopyBatch(src * 4, batch.dst, batch.nbytes)  # one head of four
-    assert [column.tolist() for column in coalesce(apart, slabs_of(0), 8192).read] == [
+    assert [column.tolist() for column in coalesce(apart, memory_without(), 8192).read] == [
         [0],
         [0],
         [63 * 1024 + 256],
     ]
-    assert coalesce(apart, slabs_of(0), 512) is None  # what lies between costs as much
-    assert coalesce(CopyBatch(src * 10, batch.dst, batch.nbytes), slabs_of(0), 8192) is None
-    assert coalesce(batch, slabs_of(*range(0, 1 << 14, 256)), 8192) is None
+    assert coalesce(apart, memory_without(), 512) is None  # what lies between costs as much
+    assert coalesce(CopyBatch(src * 10, batch.dst, batch.nbytes), memory_without(), 8192) is None
+    between = range(300, 1 << 16, 1024)
+    assert coalesce(apart, memory_without(*between), 8192) is None  # it is somebody else's
     none = np.zeros(0, dtype=np.int64)
-    assert coalesce(CopyBatch(none, none, none), slabs_of(0), 8192) is None
+    assert coalesce(CopyBatch(none, none, none), memory_without(), 8192) is None
 
 
 # rooms
@@ -264,10 +270,10 @@ def test_buffers_that_are_lost_are_not_waited_for():
     stage.give(taken.pop())
     stage.mark_lost(NUM_BUFFERS - 1)
     assert stage.take() is not None and stage.take() is None
-    (part,) = stage.parts(batch, slabs_of(0), Joining())
+    (part,) = stage.parts(batch, memory_without(), Joining())
     assert part.scatter is not None and part.read.runs == 1
     stage.mark_lost(1)
     with pytest.raises(TransferError, match="all staging memory is held by peers"):
         stage.take()
-    (part,) = stage.parts(batch, slabs_of(0), Joining())
+    (part,) = stage.parts(batch, memory_without(), Joining())
     assert part.scatter is None and part.read.runs == 64

@@ -105,7 +105,10 @@ def layouts(draw):
             item = Repeat("entry", space.entries_per_item, item)
         size = item_bytes(item)
         stride, items = size + draw(st.integers(0, 100)), draw(st.integers(3, 1000))
-        buffers.append(Buffer(f"{prefix}{n}", space.name, base, stride, size, items))
+        padding = draw(st.booleans())
+        buffers.append(
+            Buffer(f"{prefix}{n}", space.name, base, stride, size, items, padding=padding)
+        )
         owner, layer = draw(st.sampled_from(["target", "draft"])), draw(st.integers(0, 1 << 40))
         regions += item_regions(item, owner=owner, layer=layer, buffer=f"{prefix}{n}")
         base += stride * items
@@ -159,6 +162,14 @@ def test_fields_with_defaults_may_be_left_out(write, read, encode):
 
 
 # malformed
+
+
+@both
+def test_a_buffer_that_does_not_say_so_has_no_padding(write, read, encode):
+    buffer = {"name": "b", "space": "s", "base": 0, "item_stride": 8, "item_bytes": 8, "items": 2}
+    spare = {"version": VERSION, "regions": [], "spaces": [{"name": "s"}], "total_kv_layers": 0}
+    assert read(encode({**spare, "buffers": [buffer]})).buffers[0].padding is False
+    assert read(encode({**spare, "buffers": [{**buffer, "padding": True}]})).buffers[0].padding
 
 
 @both

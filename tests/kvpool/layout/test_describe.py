@@ -159,6 +159,28 @@ def test_slices_of_one_fused_row_are_regions_of_one_buffer(device):
     PoolLayout((home,), latent.regions + rope.regions, spaces, 1)
 
 
+def test_what_lies_between_is_padding_only_where_the_owner_says_so():
+    tensor = torch.zeros(5, 16, 24)
+    for part in (tensor[..., :8], tensor):
+        for padding in ({}, {"padding": False}, {"padding": True}):
+            seen = describe(part, THREE, role="k", layer=0, **padding)
+            home = describe_buffer(part, THREE, name="b", **padding)
+            assert seen.buffers[0].padding is home.padding is (padding == {"padding": True})
+            inside = describe(part, THREE, role="k", layer=0, buffer=home)
+            assert inside.buffers == (home,)
+
+
+def test_padding_is_said_of_the_buffer_that_several_slices_share():
+    tensor = torch.zeros(5, 16, 24)
+    home = describe_buffer(tensor, THREE, name="b")
+    says = r"\['k'\]: padding=True, but buffer b has padding=False. Give describe_buffer"
+    with pytest.raises(LayoutError, match=says):
+        describe(tensor[..., :8], THREE, role="k", layer=0, buffer=home, padding=True)
+    home = replace(home, padding=True)
+    part = tensor[..., :8]
+    assert describe(part, THREE, role="k", layer=0, buffer=home, padding=True).buffers == (home,)
+
+
 def test_a_buffer_of_a_padded_tensor_ends_with_its_last_element():
     flat = torch.zeros(4000, dtype=torch.float32)
     part = flat.as_strided((3, 4, 8), (1000, 100, 1), 5)

@@ -678,6 +678,7 @@ OTHER = {
     "Buffer.item_bytes": pool(b={"item_bytes": 96}),
     "Buffer.items": pool(b={"items": 5}),
     "Buffer.memory": pool(b={"memory": "npu:0"}),
+    "Buffer.padding": pool(b={"padding": True}),
     "Region.owner": pool(r={"owner": "draft"}),
     "Region.layer": pool(r={"layer": 4}),
     "Region.role": pool(r={"role": "latent"}),

@@ -12,7 +12,14 @@ from tests.pools import CLASSES
 
 DOCS = Path(__file__).parents[3] / "docs"
 WRITTEN = json.loads((DOCS / "layout.schema.json").read_text())
-TYPES = {"integer": int, "string": str, "array": list, "object": dict, "null": type(None)}
+TYPES = {
+    "integer": int,
+    "string": str,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
 
 
 def faults(value, rule, path="layout"):

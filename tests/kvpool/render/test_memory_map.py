@@ -80,7 +80,7 @@ def test_a_byte_location_reads_with_the_steps_of_the_model(pool, buffer, byte, s
     assert says in str(where(pool().layout, f"target.{buffer}.0", byte))
 
 
-def test_the_spare_bytes_of_a_deepseek_v4_page_are_padding():
+def test_the_spare_bytes_of_a_deepseek_v4_page_are_of_no_region():
     pool = DSv4Pool(
         layers=[0],
         compress_ratios=[4],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,12 +15,14 @@ from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions
 from kvpool.layout import Buffer, PoolLayout, Region, Space
 from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.render.html import html
 from kvpool.render.memory_map import item_maps
 from kvpool.render.svg import svg
 from tests.kvpool.layout.test_template import paint, templates
 from tests.kvpool.render.test_memory_map import COMMON, layout_of
 
 SVG = "{http://www.w3.org/2000/svg}"
+UNCLAIMED = ("padding", "not described")
 
 
 def drawing(layout, title="t"):
@@ -29,7 +32,7 @@ def drawing(layout, title="t"):
 
 
 def boxes(group):
-    """(first byte, end, x, y, width, title) of the cells and the padding of a map."""
+    """(first byte, end, x, y, width, title) of the cells and the gaps of a map."""
     found = []
     for rect in group.iter(f"{SVG}rect"):
         numbers = [float(rect.get(name)) for name in ("data-from", "data-to", "x", "y", "width")]
@@ -47,7 +50,7 @@ def hidden(group):
 
 
 def check_map(group, roles):
-    """A map against the role of every byte of its item (None: padding)."""
+    """A map against the role of every byte of its item (None: of no region)."""
     drawn = boxes(group)
     scales = {round(width / (to - from_), 3) for from_, to, _, _, width, _ in drawn}
     assert max(scales) - min(scales) <= 0.01 * min(scales), "each byte is as wide as any other"
@@ -64,7 +67,7 @@ def check_map(group, roles):
             assert from_ == start if row[0][0] == from_ else from_ == at
             assert x - left == pytest.approx((from_ - start) * scale, rel=0.01, abs=0.1)
             name = title.partition(":")[0].partition(",")[0]
-            assert set(roles[from_:to]) == {None if name == "padding" else name}
+            assert set(roles[from_:to]) == {None if name in UNCLAIMED else name}
             at = to
     assert at == len(roles)
     left_out = hidden(group)
@@ -170,6 +173,26 @@ def test_layers_that_look_alike_are_one_map():
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert "target conv.q, conv.k, conv.v: layers 0-2, 4-6" in texts
     assert "target k: layers 3, 7" in texts
+
+
+@pytest.mark.parametrize(("padding", "name"), [(True, "padding"), (False, "not described")])
+def test_bytes_of_no_region_are_called_what_the_layout_says_of_them(padding, name):
+    layout = layout_of(Seq(Cell("k", 64, "uint8"), Skip(64)))
+    layout = replace(layout, buffers=(replace(layout.buffers[0], padding=padding),))
+    root, (group,) = drawing(layout)
+    assert f"{name}: bytes 64 to 127 of the item" in {box[-1] for box in boxes(group)}
+    words = " ".join(root.itertext()) + html(layout)
+    assert f"{name}: 64 bytes in all" in words and f"; {name}: 64;" in words
+    assert f'"unclaimed": "{name}"' in words
+    (other,) = {*UNCLAIMED} - {name}
+    assert other not in words.replace(" padding: 0 16px", "").replace("padding: 3px", "")
+
+
+def test_buffers_of_which_one_declares_padding_are_two_maps():
+    buffers = [Buffer(f"b{n}", "s", 64 * n, 32, 32, 2, padding=n == 1) for n in range(2)]
+    regions = [Region("target", n, "k", f"b{n}", 0, "uint8", (), 16) for n in range(2)]
+    layout = PoolLayout(tuple(buffers), tuple(regions), (Space("s", "slot"),), 2)
+    assert [item.unclaimed_name for item in item_maps(layout)] == ["not described", "padding"]
 
 
 def test_items_at_another_stride_or_of_another_shard_are_maps_of_their_own():

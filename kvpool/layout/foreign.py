@@ -1,0 +1,157 @@
+"""Foreign bytes: those in and between the items of a layout that no region claims and nobody has
+declared padding. They belong to somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout.grid import Ints, bytes_below, merge_intervals, region_runs
+from kvpool.layout.types import Buffer, Region
+
+if TYPE_CHECKING:
+    from kvpool.layout import PoolLayout
+
+_Inside = Mapping[str, Sequence[Region]]
+
+
+class _Stretch(NamedTuple):
+    """Memory of buffers that interleave, and which of `_Gaps` its items have."""
+
+    start: int
+    end: int
+    memory: str
+    gaps: int
+
+
+class _Gaps(NamedTuple):
+    """The foreign bytes of each `stride` bytes: sorted half-open intervals, `[G]`."""
+
+    stride: int
+    starts: Ints
+    ends: Ints
+
+    def below(self, at: Ints) -> Ints:
+        """Foreign bytes below each of `at`, counted from the first item."""
+        item, byte = np.divmod(at, self.stride)
+        found: Ints = item * (self.ends - self.starts).sum()
+        return found + bytes_below(self.starts, self.ends, byte)
+
+
+class ForeignBytes:
+    """Where a layout's foreign bytes are. Made once for a layout: `layout.foreign_bytes`."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
+        for region in layout.regions:
+            inside[region.buffer].append(region)
+        known: dict[bytes, int] = {}
+        self._gaps: list[_Gaps] = []
+        found: list[_Stretch] = []
+        for group, before, items in _interleaved(layout.buffers):
+            first, last = group[0], group[-1]
+            reach = last.base + last.item_bytes - first.base
+            stride = first.item_stride if items > 1 else reach
+            claims = [(buffer.base - first.base, _claims(buffer, inside)) for buffer in group]
+            shape = msgspec.msgpack.encode((stride, claims))  # hashes of tuples can collide
+            if shape not in known:
+                known[shape] = len(self._gaps)
+                self._gaps.append(_Gaps(stride, *_between(group, inside, stride)))
+            start = first.base + before * first.item_stride
+            end = start + (items - 1) * stride + reach
+            found.append(_Stretch(start, end, first.memory, known[shape]))
+        found = _joined(found, [gaps.starts.size == 0 for gaps in self._gaps])
+        self._solid = not any(gaps.starts.size for gaps in self._gaps)
+        self._starts = np.array([stretch.start for stretch in found], dtype=np.int64)
+        self._ends = np.array([stretch.end for stretch in found], dtype=np.int64)
+        self._which = np.array([stretch.gaps for stretch in found], dtype=np.int64)
+
+    def among(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+        """For each range of pointers `starts` to `ends` `[N]`, whether a byte of it is foreign."""
+        if not self._starts.size:
+            return starts < ends
+        at = np.searchsorted(self._starts, starts, side="right") - 1
+        found: npt.NDArray[np.bool_] = (at < 0) | (ends > self._ends[at])
+        if not self._solid:
+            left = np.flatnonzero(~found)
+            which = self._which[at[left]]
+            for number in np.flatnonzero(np.bincount(which)).tolist():
+                gaps, some = self._gaps[number], left[which == number]
+                base = self._starts[at[some]]
+                found[some] = gaps.below(ends[some] - base) > gaps.below(starts[some] - base)
+        return found & (starts < ends)
+
+
+def _interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
+    """Buffers of which each has an item in every stride, in memory order: the number of their first
+    item, and how many follow until one of them ends.
+    """
+    groups: list[list[Buffer]] = []
+    for buffer in sorted(buffers, key=lambda b: (b.memory, b.base)):
+        first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
+        if (
+            first is not None
+            and last is not None
+            and (first.memory, first.item_stride) == (buffer.memory, buffer.item_stride)
+            and buffer.base >= last.base + last.item_bytes
+            and buffer.base + buffer.item_bytes <= first.base + first.item_stride
+        ):
+            groups[-1].append(buffer)
+        else:
+            groups.append([buffer])
+    for group in groups:
+        before = 0
+        while group:
+            items = min(buffer.items for buffer in group)
+            yield group, before, items - before
+            before, group = items, [buffer for buffer in group if buffer.items > items]
+
+
+def _whole(buffer: Buffer, inside: _Inside) -> bool:
+    """Whether no byte of a buffer's items is foreign."""
+    claimed = sum(region.nbytes for region in inside[buffer.name])
+    return buffer.padding or claimed == buffer.item_bytes
+
+
+def _claims(buffer: Buffer, inside: _Inside) -> tuple[object, ...]:
+    """What decides which bytes of a buffer's items are foreign."""
+    if _whole(buffer, inside):
+        return (buffer.item_bytes,)
+    return buffer.item_bytes, *((r.offset, r.width, r.axes) for r in inside[buffer.name])
+
+
+def _between(group: Sequence[Buffer], inside: _Inside, stride: int) -> tuple[Ints, Ints]:
+    """The bytes of a stride that nothing claims."""
+    starts, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for buffer in group:
+        at = buffer.base - group[0].base
+        runs = [region_runs(region) for region in inside[buffer.name]]
+        if _whole(buffer, inside):
+            runs = [(np.zeros(1, dtype=np.int64), buffer.item_bytes)]
+        starts.extend(offsets + at for offsets, _ in runs)
+        ends.extend(offsets + at + width for offsets, width in runs)
+    low, high = merge_intervals(np.concatenate(starts), np.concatenate(ends))
+    low, high = np.append(0, high), np.append(low, stride)
+    return low[low < high], high[low < high]
+
+
+def _joined(stretches: Sequence[_Stretch], whole: Sequence[bool]) -> list[_Stretch]:
+    """Stretches by pointer, joined where they touch and have no foreign bytes."""
+    found: list[_Stretch] = []
+    for each in sorted(stretches):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.end, last.memory) == (each.start, each.memory)
+            and whole[last.gaps]
+            and whole[each.gaps]
+        ):
+            found[-1] = last._replace(end=each.end)
+        else:
+            found.append(each)
+    return found
