@@ -21,7 +21,7 @@ from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
 from disagg.engines.local.host import this_host
 from disagg.plan.bind import CopyBatch
-from tests.disagg.engines.fake_peer import FakePeer, memory_file
+from tests.disagg.engines.local_peers import FakePeer, memory_file
 from tests.fuzz import build, edits
 from tests.fuzz.guard import Finding
 

@@ -23,7 +23,7 @@ from disagg.plan.bind import CopyBatch
 from kvpool.device.cpu import CPUDevice
 from kvpool.device.host_copy import LARGE, copy_runs
 from kvpool.layout import Slab
-from tests.disagg.engines.fake_peer import metadata
+from tests.disagg.engines.local_peers import metadata
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -14,10 +17,10 @@ from kvpool.device import get_device
 from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
 from tests import oracle
-from tests.disagg.engines.fake_peer import FakePeer, offer
+from tests.disagg.engines.local_peers import FakePeer, offer
 from tests.disagg.engines.shared_device import installed, there
 from tests.pools import CLASSES, mla
-from tests.processes import FORKS
+from tests.processes import FORKS, forked
 
 TOKENS = 21
 SIZE = 1 << 18
@@ -128,6 +131,27 @@ def test_a_fence_is_true_once_the_device_has_copied_and_unmaps(other, here):
     assert np.array_equal(memory[:64], ~pattern()[:64])
     with pytest.raises(TransferError, match="registered no memory"):
         engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
+
+
+def test_a_forked_child_that_gives_up_destroys_no_mapping(other):
+    with installed():
+        device, engine = get_device("shm:1"), create_engine("local")
+        memory = device.allocate(SIZE).numpy()
+        engine.register([Slab(memory.ctypes.data, SIZE, "shm:1")])
+        peer = engine.connect(other[0])
+        mapping = weakref.ref(device.attached.pop())
+
+        def give_up():
+            nonlocal engine, peer
+            engine.abandon()
+            engine = peer = None
+            gc.collect()
+            return mapping() is not None
+
+        with forked(give_up) as (_, kept):
+            assert kept == "True"
+        engine.close()
+        assert mapping() is None or mapping().closed
 
 
 def test_bytes_outside_the_shared_device_memory_are_refused(other, here):

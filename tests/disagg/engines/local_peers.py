@@ -1,4 +1,4 @@
-"""A socket of this process that says to engine local whatever a test wants."""
+"""Both sides of engine local: engines that offer and read, and a socket that says anything."""
 
 from __future__ import annotations
 
@@ -8,13 +8,52 @@ import os
 import socket
 import threading
 from collections.abc import Iterable
+from contextlib import contextmanager
 
 import msgspec
+import numpy as np
 
+from disagg.engines.local import LocalEngine
 from disagg.engines.local.host import this_host
+from disagg.plan.bind import CopyBatch
 from disagg.unix_sockets import new_path
+from kvpool.layout import Slab
 
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
+SIZE = 1 << 16
+
+
+def files():
+    """Number of files open in this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def batch_of(*runs):
+    """Of (source pointer, destination pointer, bytes)."""
+    return CopyBatch(*np.array(runs, dtype=np.int64).T)
+
+
+def blank(size=SIZE):
+    """Zeroed private memory."""
+    return np.zeros(size, dtype=np.uint8)
+
+
+@contextmanager
+def reading(memory):
+    """An engine that reads into an array."""
+    engine = LocalEngine()
+    engine.register([Slab(memory.ctypes.data, memory.nbytes)])
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def offering(memory):
+    """An engine of this process that offers an array, and its metadata."""
+    with reading(memory) as engine:
+        yield engine, engine.metadata()
 
 
 def framed(body: bytes) -> bytes:
