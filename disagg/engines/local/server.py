@@ -62,7 +62,7 @@ class OfferServer:
             )
         self._data, self._files = LENGTH.pack(len(body)) + body, list(files)
         self._closing = threading.Event()
-        self._denied = False
+        self._denied: set[str] = set()
         # no epoll: its state would be shared with forked children
         self._selector = selectors.PollSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -130,9 +130,13 @@ class OfferServer:
         try:
             connection.setblocking(False)
             who = peer_credentials(connection)
-            if not who.trusted or len(self._readers()) >= MAX_READERS:
-                self._deny(who.uid)
-                connection.close()
+            problem = None
+            if not who.trusted:
+                problem = f"user {who.uid} asked for memory of user {os.geteuid()}"
+            elif len(self._readers()) >= MAX_READERS:
+                problem = f"more than {MAX_READERS} peers at once asked for memory"
+            if problem is not None:
+                self._deny(connection, problem)
                 return
             reader = _Reader(
                 connection,
@@ -145,16 +149,11 @@ class OfferServer:
             connection.close()
             raise
 
-    def _deny(self, uid: int) -> None:
-        if not self._denied:
-            self._denied = True
-            log.warning(
-                "engine local: a process of user %d asked for memory of user %d, or more than %d "
-                "did. Its connection was closed; further ones are closed without a word.",
-                uid,
-                os.geteuid(),
-                MAX_READERS,
-            )
+    def _deny(self, connection: socket.socket, problem: str) -> None:
+        connection.close()
+        if problem not in self._denied:
+            self._denied.add(problem)
+            log.warning("engine local: %s, and was refused; this is said once.", problem)
 
     def _send(self, reader: _Reader) -> bool:
         """Sends what the reader takes now; whether it is still there."""

@@ -274,7 +274,7 @@ def test_another_user_is_offered_nothing_even_where_it_can_dial(monkeypatch, cap
         assert memory[:64].all()
         server.close()
     folder.rmdir()
-    assert len([line for line in caplog.messages if f"of user {NOBODY} asked" in line]) == 1
+    assert len([line for line in caplog.messages if f"user {NOBODY} asked for memory" in line]) == 1
     os.close(handle)
 
 
