@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -16,3 +19,25 @@ def stands_still(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False  # a thread has just ended
     return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+
+
+@contextmanager
+def forked(work, *given):
+    """A fork of this process that does `work` and then waits: its number, and what `work` returned,
+    as text.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(write, str(work(*given)).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        os.close(write)
+        yield pid, os.read(read, 4096).decode()
+    finally:
+        os.close(read)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -6,6 +6,7 @@ uses an engine.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -94,6 +95,20 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives up all peers and releases the memory."""
+
+    def abandon(self) -> None:
+        """In a forked child: gives up what the parent owns without touching it. Nothing is called
+        after it.
+        """
+        keep_for_ever(self)
+
+
+def keep_for_ever(thing: object) -> None:
+    """Keeps an object from being destroyed in this process, also while the interpreter ends, when
+    a list that holds it would be cleared. The destructor of a vendor's object may end, in a forked
+    child, what the parent still uses.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _entries() -> dict[str, EntryPoint]:

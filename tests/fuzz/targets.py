@@ -162,7 +162,7 @@ TARGETS = {
     "layout": Target(partial(run_layout, PoolLayout.from_msgpack), layouts, 13, mutate_layout),
     "json": Target(partial(run_layout, PoolLayout.from_json), texts, 5, mutate_json),
     "plan": Target(planning.run, planning.seeds, 8, planning.mutate),
-    "local": Target(local.run, local.seeds, 10),
+    "local": Target(local.run, local.seeds, 10, local.mutate),
     "digest": Target(digesting.run, digesting.seeds, 8, mutate_behind),
     "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, 8, None),
     "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, 4, None),

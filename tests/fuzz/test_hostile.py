@@ -24,7 +24,7 @@ from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
 from disagg.protocol.prefill_peers import MAX_PEERS
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, local, machines, planning, samples
-from tests.fuzz.guard import guarded
+from tests.fuzz.guard import Tally, guarded
 from tests.fuzz.targets import TARGETS
 
 MOST = 1 << 16
@@ -248,16 +248,20 @@ def test_digests_of_a_wrong_size_fail_the_room(size):
     assert f"{size} bytes of digests" in sentence
 
 
-@pytest.mark.parametrize(
-    "change", [{"host": b"\xa2\xff\xfe"}, {"started": b"\xa0", "pid": b"\xcf" + b"\x7f" * 8}]
-)
-def test_metadata_that_is_not_text_or_names_no_process_is_a_transfer_error(change):
-    own = {"host": "here", "pid": 0, "started": "now", "segments": []}
-    own = msgspec.msgpack.decode(local.with_own_process(build.packed(own)))
-    fields = {key: change.get(key, build.packed(value)) for key, value in own.items()}
-    data = b"\x84" + b"".join(build.packed(key) + value for key, value in fields.items())
+@pytest.mark.parametrize("host", [b"\xa2\xff\xfe", b"\xa0", b"\xc0"])
+def test_metadata_that_is_not_text_is_a_transfer_error(host):
+    data = b"\x82" + build.packed("host") + host + build.packed("socket") + build.packed(b"/s")
     with pytest.raises(TransferError):
         LocalEngine().connect(data)
+
+
+def test_an_offer_that_announces_more_than_it_sends_costs_no_more_than_it_sends():
+    metadata = build.packed({"host": local.HOST, "socket": local.SOCKET})
+    given = local.Input(metadata, b"\x92", [], length=16 << 20)
+    data = msgspec.msgpack.encode(given)
+    tally = Tally()
+    assert guarded(lambda: local.run(data), len(data), tally) == "refused"
+    assert tally.peak < 1 << 20
 
 
 def test_reasons_of_a_peer_are_kept_shortened():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -38,16 +37,14 @@ class OwnMapping:
         """Nothing was mapped."""
 
 
-offered: Counter[DeviceSegment] = Counter()
-"""Segments that engines of this process have shared."""
-
-
 @dataclass(eq=False)
 class Attached:
     """A peer's mapped device memory, and the event of the last copy from it."""
 
     memory: str
     device: Sharing
+    own: bool
+    """Whether the peer is this process."""
     mappings: list[MappedMemory] = field(default_factory=list)
     event: Event | None = None
 
@@ -57,7 +54,7 @@ class Attached:
 
         mapping: MappedMemory = OwnMapping(shared.base, shared.nbytes)
         # a driver may refuse to map memory of the same process
-        if not offered[shared] or shared.memory != self.memory:
+        if not self.own or shared.memory != self.memory:
             try:
                 mapping = self.device.attach(shared.handle)
             except DeviceUnavailable as reason:
@@ -66,7 +63,7 @@ class Attached:
         self.mappings.append(mapping)
         if mapping.nbytes != shared.nbytes:
             raise TransferError(
-                f"malformed metadata: a segment of {shared.nbytes} bytes, mapped {mapping.nbytes}."
+                f"malformed offer: a segment of {shared.nbytes} bytes, mapped {mapping.nbytes}."
             )
         return mapping.base - shared.base
 
@@ -94,22 +91,14 @@ def share(slab: Slab) -> DeviceSegment:
         handle = _sharing(slab.memory).share(slab.base, slab.nbytes)
     except DeviceUnavailable as reason:
         raise TransferError(f"slab of {slab.nbytes} bytes on {slab.memory}: {reason}") from None
-    shared = DeviceSegment(slab.base, slab.nbytes, slab.memory, handle)
-    offered[shared] += 1
-    return shared
+    return DeviceSegment(slab.base, slab.nbytes, slab.memory, handle)
 
 
-def withdraw(shared: Sequence[DeviceSegment]) -> None:
-    """Undoes `share`."""
-    for part in shared:
-        offered[part] -= 1
-        if not offered[part]:
-            del offered[part]
-
-
-def attach(shared: Sequence[DeviceSegment], memory: str) -> tuple[Attached, list[int]]:
+def attach(
+    shared: Sequence[DeviceSegment], memory: str, *, own: bool
+) -> tuple[Attached, list[int]]:
     """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
-    each.
+    each. `own`: they are of this process.
     """
     here = memory or HOST
     for part in shared:
@@ -118,7 +107,7 @@ def attach(shared: Sequence[DeviceSegment], memory: str) -> tuple[Attached, list
                 f"the peer's memory is on {part.memory[:100]}, this side's on {here}: engine local "
                 "moves between devices of one kind. Use nixl or mooncake, for an NPU ascend."
             )
-    attached = Attached(memory, _sharing(memory))
+    attached = Attached(memory, _sharing(memory), own)
     try:
         return attached, [attached.add(part) for part in shared]
     except TransferError:

@@ -1,8 +1,9 @@
 """Reads between processes of one host; needs no installation.
 
-Shared host memory (pools on the CPU device) is mapped read-only and copied. Other host memory is
-read by `process_vm_readv`, if the kernel permits it. Device memory is mapped and copied by its
-device. Anything else is refused.
+A peer offers its memory over a unix socket (`offer`). Shared host memory (pools on the CPU device)
+comes as open files, is mapped read-only and copied. Other host memory is read by
+`process_vm_readv`, if the kernel permits it, from the process that serves the socket. Device memory
+is mapped and copied by its device. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,49 +20,58 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
-from disagg.engines.local.device import Attached, DeviceSegment, attach, share, withdraw
-from disagg.engines.local.host import (
-    Files,
-    Segment,
-    map_segment,
-    read_process,
-    started,
-    this_host,
-)
+from disagg.engines.local.device import Attached, DeviceSegment, attach, share
+from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, read_process, this_host
+from disagg.engines.local.offer import Connection, Incoming, Offer, dial
+from disagg.engines.local.server import OfferServer
 from disagg.plan.bind import CopyBatch
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
-from kvpool.layout.types import MAX_INT, Slab
+from kvpool.layout.types import Slab
 
 if TYPE_CHECKING:
     from kvpool.device import Event
 
-MAX_SEGMENTS = 1 << 16
 BY_MAPPING, BY_KERNEL, BY_DEVICE = range(3)
 """How a segment is read."""
+CONNECT_SECONDS = 0.1
+"""How long `connect` waits for an offer. If it takes longer, reads wait, and other peers do not."""
+
+
+def _none() -> Ints:
+    return np.empty(0, dtype=np.int64)
 
 
 class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process, identified by host, number and start time, and its memory."""
+    """Where a process of this host offers its memory."""
 
     host: str
-    pid: int
-    started: str
-    segments: list[Segment]
-    devices: list[DeviceSegment] = []
+    socket: bytes
 
 
 @dataclass(eq=False)
 class LocalPeer:
-    """A peer's segments: `pointer here = pointer there + shift`, and how each is read."""
+    """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
+    none while its offer is `incoming`.
+    """
 
-    pid: int
-    bases: Ints
-    ends: Ints
-    shifts: Ints
-    ways: Ints
-    mappings: list[object]
-    attached: Attached | None
+    connection: Connection
+    incoming: Incoming | None
+    bases: Ints = field(default_factory=_none)
+    ends: Ints = field(default_factory=_none)
+    shifts: Ints = field(default_factory=_none)
+    ways: Ints = field(default_factory=_none)
+    mappings: list[object] = field(default_factory=list)
+    attached: Attached | None = None
+
+
+@dataclass(eq=False)
+class LateRead:
+    """A read that starts when its peer's offer is here; then without a batch."""
+
+    peer: LocalPeer
+    batch: CopyBatch | None
+    event: Event | None = None
 
 
 class LocalEngine(Engine):
@@ -74,17 +84,20 @@ class LocalEngine(Engine):
         self._shared: list[DeviceSegment] = []
         self._memory = ""
         self._files = Files()
+        self._server: OfferServer | None = None
         self._peers: list[LocalPeer] = []
 
     @classmethod
     def availability(cls) -> str | None:
-        """Needs Linux's /proc."""
+        """Needs Linux."""
         if sys.platform != "linux":
-            return f"needs Linux (/proc), this is {sys.platform}. Use engine nixl."
+            return f"needs Linux, this is {sys.platform}. Use engine nixl."
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Finds the shared mappings of host slabs; a device shares its own slabs."""
+        if self._server is not None:
+            raise TransferError("peers have been offered memory: register all of it before.")
         for slab in slabs:
             if slab.on_host:
                 self._segments.extend(self._files.find(slab))
@@ -98,49 +111,39 @@ class LocalEngine(Engine):
                 )
 
     def metadata(self) -> bytes:
-        """The process, its segments and its device segments."""
-        pid = os.getpid()
-        own = LocalMetadata(this_host(), pid, started(pid), self._segments, self._shared)
-        return msgspec.msgpack.encode(own)
+        """This host, and the socket where the registered memory is offered from now on."""
+        if self._server is None:
+            self._server = OfferServer(Offer(self._segments, self._shared), self._files.handles)
+        return msgspec.msgpack.encode(LocalMetadata(this_host(), self._server.path))
 
     def connect(self, metadata: bytes) -> LocalPeer:
-        """Maps the peer's segments."""
+        """Asks a peer for its memory, and maps it."""
         try:
             owner = msgspec.msgpack.decode(metadata, type=LocalMetadata)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"malformed metadata: {error}") from None
         if owner.host != this_host():
-            raise TransferError(
-                "the peer is on another host or in another process namespace. Use engine nixl."
-            )
-        if not owner.started or started(owner.pid) != owner.started:
-            raise TransferError(f"the peer's process {owner.pid} has ended.")
-        parts: list[Segment | DeviceSegment] = [*owner.segments, *owner.devices]
-        parts.sort(key=lambda part: part.base)
-        if len(parts) > MAX_SEGMENTS:
-            raise TransferError(f"{len(parts)} segments, at most {MAX_SEGMENTS} are supported.")
-        end = 0
-        for part in parts:
-            if part.base < end or part.nbytes < 1 or part.base + part.nbytes > MAX_INT:
-                raise TransferError(f"malformed metadata: {part} overlaps or overflows.")
-            end = part.base + part.nbytes
-        rows, mappings, attached = [], [], None
-        for segment in owner.segments:
-            shift, kernel, memory = map_segment(owner.pid, segment)
-            mappings.append(memory)
-            rows.append((segment.base, segment.nbytes, shift, BY_KERNEL if kernel else BY_MAPPING))
-        if owner.devices:
-            attached, shifts = attach(owner.devices, self._memory)
-            rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(owner.devices, shifts)]
-        bases, sizes, moved, ways = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4).T
-        peer = LocalPeer(owner.pid, bases, bases + sizes, moved, ways, mappings, attached)
+            raise TransferError("the peer is on another host. Use engine nixl.")
+        connection = dial(owner.socket)
+        peer = LocalPeer(connection, Incoming(connection))
         self._peers.append(peer)
+        try:
+            self._is_here(peer, CONNECT_SECONDS)
+        except BaseException:
+            self.fence(peer)
+            raise
         return peer
 
-    def read(self, peer: LocalPeer, batch: CopyBatch) -> Event | None:
+    def read(self, peer: LocalPeer, batch: CopyBatch) -> Event | LateRead | None:
         """Copies host memory, and starts copying device memory."""
         if not batch.runs:
             return None
+        if not self._is_here(peer):
+            columns = batch.src, batch.dst, batch.nbytes
+            return LateRead(peer, CopyBatch(*(column.copy() for column in columns)))
+        return self._copy(peer, batch)
+
+    def _copy(self, peer: LocalPeer, batch: CopyBatch) -> Event | None:
         if not peer.bases.size:
             raise TransferError("the peer has registered no memory.")
         at = np.maximum(np.searchsorted(peer.bases, batch.src, side="right") - 1, 0)
@@ -164,19 +167,29 @@ class LocalEngine(Engine):
             if way == BY_MAPPING:
                 copy_runs(*some)
             elif way == BY_KERNEL:
-                read_process(peer.pid, *some)
+                read_process(peer.connection.pid, peer.connection.check_alive, *some)
             elif peer.attached is not None:
                 event = peer.attached.copy(*some)
         return event
 
-    def poll(self, transfer: Event | None) -> bool:
-        """Whether the device has finished copying; host memory is complete when `read` returns."""
-        return transfer is None or transfer.query()
+    def poll(self, transfer: Event | LateRead | None) -> bool:
+        """Whether the device has finished copying; host memory is complete when `read` returns,
+        unless the peer's offer was not here.
+        """
+        if not isinstance(transfer, LateRead):
+            return transfer is None or transfer.query()
+        if transfer.batch is not None:
+            if not self._is_here(transfer.peer):
+                return False
+            batch, transfer.batch = transfer.batch, None
+            transfer.event = self._copy(transfer.peer, batch)
+        return transfer.event is None or transfer.event.query()
 
     def fence(self, peer: LocalPeer, timeout: float | None = None) -> bool:
-        """Waits for the device's copies, then unmaps the peer's memory."""
+        """Waits for the device's copies, then unmaps the peer's memory and hangs up."""
         stop = None if timeout is None else time.monotonic() + timeout
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
+        _hang_up(peer)
         while peer.attached is not None and not peer.attached.quiet():
             if stop is not None and time.monotonic() >= stop:
                 return False
@@ -189,13 +202,58 @@ class LocalEngine(Engine):
         return True
 
     def close(self) -> None:
-        """Fences all peers, and closes what `register` opened."""
+        """Fences all peers, and offers nothing any more."""
         for peer in list(self._peers):
             self.fence(peer)
-        withdraw(self._shared)
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         self._segments.clear()
         self._shared.clear()
         self._files.close()
+
+    def abandon(self) -> None:
+        """Closes the child's copies of descriptors, so that a peer sees when the parent ends."""
+        super().abandon()
+        if self._server is not None:
+            self._server.abandon()
+        self._files.close()
+        for peer in self._peers:
+            _hang_up(peer)
+
+    def _is_here(self, peer: LocalPeer, wait: float = 0.0) -> bool:
+        """Whether the peer's offer has come; then its memory is mapped. Waits `wait` seconds."""
+        if peer.incoming is None:
+            return True
+        offer = peer.incoming.receive(wait)
+        if offer is None:
+            return False
+        incoming, peer.incoming = peer.incoming, None
+        try:
+            self._map(peer, offer, incoming.files)
+        finally:
+            incoming.close()
+        return True
+
+    def _map(self, peer: LocalPeer, offer: Offer, files: Sequence[int]) -> None:
+        shifts, peer.mappings = map_files(offer.segments, files)
+        rows = [
+            (part.base, part.nbytes, shift, BY_KERNEL if part.file == PRIVATE else BY_MAPPING)
+            for part, shift in zip(offer.segments, shifts)
+        ]
+        if not peer.connection.pid and any(part.file == PRIVATE for part in offer.segments):
+            raise TransferError(
+                "the peer's private memory cannot be read: its process is in a process namespace "
+                "that is out of sight from here. Allocate its pool on kvpool's CPU device, which "
+                "shares its memory, or use engine nixl."
+            )
+        if offer.devices:
+            own = peer.connection.pid == os.getpid()  # what comes from here was registered here
+            peer.attached, moved = attach(offer.devices, self._memory, own=own)
+            rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
+        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
+        bases, sizes, peer.shifts, peer.ways = table.T
+        peer.bases, peer.ends = bases, bases + sizes
 
     def _on_device(self, pointers: Ints) -> npt.NDArray[np.bool_]:
         """Which of this side's pointers point into device memory."""
@@ -203,3 +261,10 @@ class LocalEngine(Engine):
         for shared in self._shared:
             found |= (pointers >= shared.base) & (pointers < shared.base + shared.nbytes)
         return found
+
+
+def _hang_up(peer: LocalPeer) -> None:
+    if peer.incoming is not None:
+        peer.incoming.close()
+        peer.incoming = None
+    peer.connection.close()

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,21 +28,22 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` at `base` of the owner: bytes from `offset` of its open file `fd`, or `PRIVATE`."""
+    """`nbytes` at `base` of the owner: bytes from `offset` of a file that is passed with it, by its
+    index, or `PRIVATE`.
+    """
 
     base: int
     nbytes: int
-    fd: int
+    file: int
     offset: int
-    device: int
-    inode: int
 
 
 class Files:
-    """The files behind this process's shared mappings, kept open for peers."""
+    """The files behind this process's shared mappings, open for peers, who may only read them."""
 
     def __init__(self) -> None:
-        self._handles: dict[tuple[int, int], int] = {}
+        self.handles: list[int] = []
+        self._indices: dict[tuple[int, int], int] = {}
 
     def find(self, slab: Slab) -> list[Segment]:
         """The segments of a slab, each in one mapping of this process."""
@@ -53,8 +55,9 @@ class Files:
             if low > reached:
                 break
             stop = min(high, slab.end)
-            handle = self._open(device, inode) if shared else PRIVATE
-            part = Segment(reached, stop - reached, handle, offset + reached - low, device, inode)
+            file = self._index(device, inode) if shared else PRIVATE
+            start = 0 if file == PRIVATE else offset + reached - low
+            part = Segment(reached, stop - reached, file, start)
             if found and _continues(found[-1], part):
                 whole = found[-1].nbytes + part.nbytes
                 found[-1] = msgspec.structs.replace(found[-1], nbytes=whole)
@@ -68,29 +71,55 @@ class Files:
             )
         return found
 
-    def _open(self, device: int, inode: int) -> int:
-        """A duplicate descriptor of a mapping's file, kept for peers; PRIVATE if there is none."""
-        if (device, inode) in self._handles:
-            return self._handles[device, inode]
-        for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed since it was listed
-                status = os.fstat(int(entry))
-                if (status.st_dev, status.st_ino) == (device, inode):
-                    return self._handles.setdefault((device, inode), os.dup(int(entry)))
-        return PRIVATE
+    def _index(self, device: int, inode: int) -> int:
+        """The index of a mapping's file. PRIVATE if this process has no descriptor of it, or if it
+        could shrink while a peer reads it.
+        """
+        if (device, inode) not in self._indices:
+            handle = _reopened(device, inode)
+            if handle is not None:
+                self.handles.append(handle)
+            self._indices[device, inode] = PRIVATE if handle is None else len(self.handles) - 1
+        return self._indices[device, inode]
 
     def close(self) -> None:
         """Closes all files."""
-        while self._handles:
-            os.close(self._handles.popitem()[1])
+        self._indices.clear()
+        while self.handles:
+            os.close(self.handles.pop())
+
+
+def _reopened(device: int, inode: int) -> int | None:
+    """A descriptor for reading of a file that can be mapped by others and that is open here."""
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since it was listed
+            if not _is_file(os.fstat(int(entry)), device, inode):
+                continue
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            handle = os.open(f"/proc/self/fd/{entry}", flags)
+            if _is_file(os.fstat(handle), device, inode) and _is_sealed(handle):
+                return handle
+            os.close(handle)
+    return None
+
+
+def _is_file(status: os.stat_result, device: int, inode: int) -> bool:
+    return (status.st_dev, status.st_ino) == (device, inode) and stat.S_ISREG(status.st_mode)
+
+
+def _is_sealed(handle: int) -> bool:
+    """Whether a file cannot shrink: to read a mapping beyond its end raises SIGBUS."""
+    try:
+        return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
+    except OSError:  # this kind of file has no seals
+        return False
 
 
 def _continues(one: Segment, other: Segment) -> bool:
     """Whether two segments are one mapping that the kernel split, so that a run may cross."""
-    if one.fd == other.fd == PRIVATE:
+    if one.file == other.file == PRIVATE:
         return True
-    same = (one.device, one.inode) == (other.device, other.inode)
-    return same and one.offset + one.nbytes == other.offset
+    return one.file == other.file and one.offset + one.nbytes == other.offset
 
 
 def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
@@ -107,50 +136,55 @@ def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
     return rows
 
 
-def map_segment(pid: int, segment: Segment) -> tuple[int, bool, object]:
-    """A segment's shift here, whether the kernel must read it, and its mapping."""
-    if segment.fd == PRIVATE:
-        return 0, True, None
-    path = f"/proc/{pid}/fd/{segment.fd}"
-    try:
-        # checked before it is opened: opening a pipe waits for its other end
-        status = os.stat(path)
-        if (status.st_dev, status.st_ino) != (segment.device, segment.inode):
-            raise TransferError(f"the peer's file {segment.fd} is not the registered one.")
-        if not stat.S_ISREG(status.st_mode):
-            raise TransferError(f"the peer's file {segment.fd} is not a regular file.")
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
+def map_files(segments: Sequence[Segment], files: Sequence[int]) -> tuple[list[int], list[object]]:
+    """Maps the files that came with a peer's segments (untrusted); they may be closed then.
+
+    Returns for each segment its `pointer here - pointer there` (0: PRIVATE), and the mappings.
+    """
+    of: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        of.setdefault(segment.file, []).append(number)
+    if of.keys() - {PRIVATE} != {*range(len(files))}:
         raise TransferError(
-            f"the peer's shared memory cannot be opened ({error.strerror}): both processes must "
-            "run as the same user. Use engine nixl otherwise."
-        ) from None
+            f"malformed offer: {len(files)} files came, and the segments name others."
+        )
+    shifts, mappings = [0] * len(segments), []
+    for file, handle in enumerate(files):
+        first, mapping = _map(handle, [segments[number] for number in of[file]])
+        mappings.append(mapping)
+        for number in of[file]:
+            shifts[number] = first + segments[number].offset - segments[number].base
+    return shifts, mappings
+
+
+def _map(handle: int, parts: Sequence[Segment]) -> tuple[int, object]:
+    """Maps what the segments need of a file: where the file's first byte would lie, and the
+    mapping.
+    """
+    low = min(part.offset for part in parts)
+    high = max(part.offset + part.nbytes for part in parts)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or not _is_sealed(handle):
+        raise TransferError(
+            "malformed offer: a file that is not a regular one, or is not sealed against shrinking."
+        )
+    if low < 0 or high > status.st_size:
+        raise TransferError(
+            f"malformed offer: bytes {low} to {high} of a file of {status.st_size} bytes."
+        )
+    start = low // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
-        if not _sealed(handle):
-            return 0, True, None  # it could shrink, and reading beyond its end raises SIGBUS
-        size = os.fstat(handle).st_size
-        if segment.offset < 0 or segment.offset + segment.nbytes > size:
-            raise TransferError(f"{segment} lies outside a file of {size} bytes.")
-        start = segment.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        length = segment.offset - start + segment.nbytes
-        mapping = mmap.mmap(handle, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
-    except OSError as error:
+        mapping = mmap.mmap(handle, high - start, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+    except (OSError, ValueError, OverflowError) as error:
         raise TransferError(f"the peer's shared memory cannot be mapped: {error}.") from None
-    finally:
-        os.close(handle)
     memory = np.frombuffer(mapping, dtype=np.uint8)
-    return memory.ctypes.data + segment.offset - start - segment.base, False, memory
+    return memory.ctypes.data - start, memory
 
 
-def _sealed(handle: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
-    except OSError:  # this kind of file has no seals
-        return False
-
-
-def read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """`process_vm_readv` in calls of at most IOV_MAX runs."""
+def read_process(pid: int, check: Callable[[], None], src: Ints, dst: Ints, nbytes: Ints) -> None:
+    """`process_vm_readv` in calls of at most IOV_MAX runs. Before and after each, `check` raises if
+    `pid` may be another process by now.
+    """
     readv = _libc.process_vm_readv
     readv.restype = ctypes.c_ssize_t
     readv.argtypes = (ctypes.c_int, *_VECTOR, *_VECTOR, ctypes.c_ulong)
@@ -159,7 +193,9 @@ def read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
     for start in range(0, src.size, IOV_MAX):
         count = min(IOV_MAX, src.size - start)
         wanted = int(nbytes[start : start + count].sum())
+        check()
         got = readv(pid, here[start:].ctypes.data, count, there[start:].ctypes.data, count, 0)
+        check()
         if got != wanted:
             reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
             raise TransferError(
@@ -169,14 +205,5 @@ def read_process(pid: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
 
 
 def this_host() -> str:
-    """An identifier of this boot of this host and its process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    """An identifier of this boot of this host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

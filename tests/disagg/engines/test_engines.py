@@ -23,6 +23,7 @@ from disagg.plan.bind import CopyBatch
 from kvpool.device.cpu import CPUDevice
 from kvpool.device.host_copy import LARGE, copy_runs
 from kvpool.layout import Slab
+from tests.disagg.engines.local_peers import metadata
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
 
@@ -142,48 +143,18 @@ def test_memory_of_a_missing_device_is_refused_by_name(name):
         create_engine(name).register([Slab(1 << 20, SIZE, "cuda:0")])
 
 
-@pytest.fixture
-def metadata():
-    """Metadata of an engine of this process with shared memory, as a dict."""
-    memory = pattern("shared")
-    engine = LocalEngine()
-    engine.register([Slab(memory.ctypes.data, SIZE)])
-    yield msgspec.msgpack.decode(engine.metadata())
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"host": "elsewhere"}, "another host"),
-        ({"pid": 1 << 30}, "has ended"),
-        ({"started": "1"}, "has ended"),
-        ({"segments": [[4096, -1, 3, 0, 0, 0]]}, "overlaps or overflows"),
-        ({"segments": [[4096, 1 << 63, 3, 0, 0, 0]]}, "malformed|overflows"),
-        ({"segments": [[4096, 99, 3, 0, 0, 0], [4100, 9, 3, 0, 0, 0]]}, "overlaps"),
+        ({"host": "elsewhere"}, "on another host"),
+        ({"socket": "/text"}, "malformed metadata"),
         ({"more": 1}, "malformed metadata"),
     ],
 )
-def test_wrong_metadata_is_refused(metadata, change, sentence):
+def test_wrong_metadata_is_refused(change, sentence):
+    told = msgspec.msgpack.decode(metadata("/s"))
     with pytest.raises(TransferError, match=sentence):
-        LocalEngine().connect(msgspec.msgpack.encode({**metadata, **change}))
-
-
-def test_a_file_other_than_the_registered_one_is_refused():
-    with Owner("local", "shared") as other:
-        told = msgspec.msgpack.decode(other.metadata)
-        for column, value, sentence in (
-            (5, 1, "not the registered one"),
-            (3, 1 << 40, "outside a file"),
-        ):
-            lie = {**told, "segments": [list(told["segments"][0])]}
-            lie["segments"][0][column] = value
-            with pytest.raises(TransferError, match=sentence):
-                LocalEngine().connect(msgspec.msgpack.encode(lie))
-        closed = {**told, "segments": [list(told["segments"][0])]}
-        closed["segments"][0][2] = 9999
-        with pytest.raises(TransferError, match="cannot be opened"):
-            LocalEngine().connect(msgspec.msgpack.encode(closed))
+        LocalEngine().connect(msgspec.msgpack.encode({**told, **change}))
 
 
 def test_unmapped_memory_cannot_be_registered():

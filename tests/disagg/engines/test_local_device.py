@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import msgspec
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.digest.digest import digests, pieces
 from disagg.engines.base import TransferError, create_engine
-from disagg.engines.local.device import offered
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from kvpool.device import get_device
 from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
 from tests import oracle
+from tests.disagg.engines.local_peers import FakePeer, offer
 from tests.disagg.engines.shared_device import installed, there
 from tests.pools import CLASSES, mla
-from tests.processes import FORKS
+from tests.processes import FORKS, forked
 
 TOKENS = 21
 SIZE = 1 << 18
@@ -101,10 +103,9 @@ def test_memory_of_the_same_process_is_not_mapped(here):
     while not engine.poll(transfer):
         pass
     assert np.array_equal(memory[:64], pattern()[3:67]) and not device.attached
-    other.close()  # it shares nothing any more, so its metadata counts as a peer's
-    engine.connect(metadata)
-    assert len(device.attached) == 1
-    assert [shared.base for shared in offered] == [memory.ctypes.data]
+    other.close()
+    with pytest.raises(TransferError, match="has ended"):
+        engine.connect(metadata)
 
 
 def test_runs_between_the_host_and_a_device_are_refused(other, here):
@@ -132,6 +133,27 @@ def test_a_fence_is_true_once_the_device_has_copied_and_unmaps(other, here):
         engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
 
 
+def test_a_forked_child_that_gives_up_destroys_no_mapping(other):
+    with installed():
+        device, engine = get_device("shm:1"), create_engine("local")
+        memory = device.allocate(SIZE).numpy()
+        engine.register([Slab(memory.ctypes.data, SIZE, "shm:1")])
+        peer = engine.connect(other[0])
+        mapping = weakref.ref(device.attached.pop())
+
+        def give_up():
+            nonlocal engine, peer
+            engine.abandon()
+            engine = peer = None
+            gc.collect()
+            return mapping() is not None
+
+        with forked(give_up) as (_, kept):
+            assert kept == "True"
+        engine.close()
+        assert mapping() is None or mapping().closed
+
+
 def test_bytes_outside_the_shared_device_memory_are_refused(other, here):
     (metadata, bases), (_, memory, engine) = other, here
     peer = engine.connect(metadata)
@@ -142,13 +164,15 @@ def test_bytes_outside_the_shared_device_memory_are_refused(other, here):
 
 
 @pytest.mark.parametrize("memory", ["shm:0", "cpu", ""])
-def test_an_engine_with_host_memory_reads_no_device(other, memory):
-    told = msgspec.msgpack.decode(other[0])
-    told["devices"][0][2] = memory
-    with pytest.raises(
-        TransferError, match=rf"memory is on {memory}, this side's on cpu: .* of one kind"
+def test_an_engine_with_host_memory_reads_no_device(memory):
+    devices = [[1 << 30, SIZE, memory, b"handle"]]
+    with (
+        FakePeer(offer([], devices)) as peer,
+        pytest.raises(
+            TransferError, match=rf"memory is on {memory}, this side's on cpu: .* of one kind"
+        ),
     ):
-        create_engine("local").connect(msgspec.msgpack.encode(told))
+        create_engine("local").connect(peer.metadata)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +181,22 @@ def test_an_engine_with_host_memory_reads_no_device(other, memory):
         ({"handle": b"rubbish"}, "peer's memory on shm:0: it cannot be mapped"),
         ({"nbytes": SIZE - 1}, f"{SIZE - 1} bytes, mapped {SIZE}"),
         ({"memory": "cuda:0"}, r"memory is on cuda:0, this side's on shm:1"),
-        ({"nbytes": 0}, "malformed metadata"),
-        ({"base": -1}, "malformed metadata"),
+        ({"nbytes": 0}, "malformed offer"),
+        ({"base": -1}, "malformed offer"),
     ],
     ids=lambda given: str(given)[:20],
 )
-def test_wrong_metadata_of_a_device_is_refused(other, here, change, said):
+def test_a_wrong_offer_of_device_memory_is_refused(here, change, said):
     device, _, engine = here
-    told = msgspec.msgpack.decode(other[0])
-    fields = dict(zip(("base", "nbytes", "memory", "handle"), told["devices"][0]))
-    told["devices"] = [list({**fields, **change}.values())]
-    with pytest.raises(TransferError, match=said):
-        engine.connect(msgspec.msgpack.encode(told))
+    source = get_device("shm:0").allocate(SIZE).numpy()
+    base = source.ctypes.data
+    handle = get_device("shm:0").share(base, SIZE)
+    fields = {"base": base, "nbytes": SIZE, "memory": "shm:0", "handle": handle, **change}
+    with (
+        FakePeer(offer([], [list(fields.values())])) as peer,
+        pytest.raises(TransferError, match=said),
+    ):
+        engine.connect(peer.metadata)
     assert all(mapping.closed for mapping in device.attached)
 
 

@@ -1,0 +1,135 @@
+"""Both sides of engine local: engines that offer and read, and a socket that says anything."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from disagg.engines.local import LocalEngine
+from disagg.engines.local.host import this_host
+from disagg.plan.bind import CopyBatch
+from disagg.unix_sockets import new_path
+from kvpool.layout import Slab
+
+F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
+SIZE = 1 << 16
+
+
+def files():
+    """Number of files open in this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def batch_of(*runs):
+    """Of (source pointer, destination pointer, bytes)."""
+    return CopyBatch(*np.array(runs, dtype=np.int64).T)
+
+
+def blank(size=SIZE):
+    """Zeroed private memory."""
+    return np.zeros(size, dtype=np.uint8)
+
+
+@contextmanager
+def reading(memory):
+    """An engine that reads into an array."""
+    engine = LocalEngine()
+    engine.register([Slab(memory.ctypes.data, memory.nbytes)])
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def offering(memory):
+    """An engine of this process that offers an array, and its metadata."""
+    with reading(memory) as engine:
+        yield engine, engine.metadata()
+
+
+def framed(body: bytes) -> bytes:
+    """With its length, as on the socket."""
+    return len(body).to_bytes(4, "big") + body
+
+
+def offer(segments: Iterable[Iterable[int]], devices: Iterable[list] = ()) -> bytes:
+    """An offer of host segments (base, nbytes, file or -1, offset) and device segments."""
+    return framed(msgspec.msgpack.encode([[list(each) for each in segments], list(devices)]))
+
+
+def metadata(path: bytes | str, **change: object) -> bytes:
+    """Metadata that leads to a path."""
+    told = {"host": this_host(), "socket": os.fsencode(path), **change}
+    return msgspec.msgpack.encode(told)
+
+
+def memory_file(nbytes: int, *, sealed: bool = True) -> int:
+    """A memory file of bytes 1."""
+    handle = os.memfd_create("offered", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(handle, b"\1" * nbytes)
+    if sealed:
+        fcntl.fcntl(handle, F_ADD_SEALS, F_SEAL_SHRINK)
+    return handle
+
+
+class FakePeer:
+    """Sends `data`, and `files` with its first byte, to whoever dials; the connections stay open,
+    until `hang_up`.
+    """
+
+    def __init__(self, data: bytes = b"", files: Iterable[int] = ()) -> None:
+        self.data, self.files = data, list(files)
+        self.hangs_up = False
+        self.path = new_path()
+        self.connections: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self.hang_up()
+        self._listener.close()
+        self.path.unlink()
+
+    @property
+    def metadata(self) -> bytes:
+        """Metadata that leads here."""
+        return metadata(str(self.path))
+
+    def hang_up(self) -> None:
+        """Closes all connections."""
+        while self.connections:
+            self.connections.pop().close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self.files)
+            try:
+                if self.data:
+                    connection.sendmsg([self.data[:1]], [rights] if self.files else [])
+                    connection.sendall(self.data[1:])
+            except OSError:
+                pass  # it was refused by then
+            if self.hangs_up:
+                self.hang_up()

@@ -1,0 +1,301 @@
+"""Peers of engine local that stall, stop, die, fork, or live in another process namespace."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.engines.base import TransferError
+from disagg.engines.local import offer as offers, server as servers
+from disagg.engines.local.host import Segment, read_process
+from disagg.engines.local.offer import Offer
+from disagg.engines.local.server import OfferServer
+from kvpool.device.cpu import CPUDevice
+from tests.disagg.engines.local_peers import (
+    SIZE,
+    FakePeer,
+    batch_of,
+    blank,
+    files,
+    memory_file,
+    metadata,
+    offer,
+    offering,
+    reading,
+)
+from tests.disagg.engines.owners import Owner, pattern, until
+from tests.processes import FORKS, forked
+
+
+def test_a_peer_that_stalls_holds_neither_connect_nor_other_peers_up(monkeypatch):
+    monkeypatch.setattr(offers, "OFFER_SECONDS", 1.0)
+    memory, whole = blank(), offer([(1 << 30, 8, 0, 0)])
+    to, handle = memory.ctypes.data, memory_file(64)
+    with FakePeer(whole[:-3], [handle]) as peer, reading(memory) as engine:
+        before = files()
+        began = time.monotonic()
+        stuck = engine.connect(peer.metadata)
+        assert time.monotonic() - began < 1
+        transfer = engine.read(stuck, batch_of((1 << 30, to, 8)))
+        assert not engine.poll(transfer)
+        source = pattern(64)
+        with offering(source) as (_, told):
+            other = engine.connect(told)
+            engine.read(other, batch_of((source.ctypes.data, to + 64, 64)))
+            engine.fence(other)
+        assert np.array_equal(memory[64:128], pattern(64))
+        with pytest.raises(TransferError, match="not offered its memory within 1 s"):
+            until(lambda: engine.poll(transfer))
+        assert engine.fence(stuck)
+        peer.hang_up()
+        assert files() == before
+    os.close(handle)
+    assert not memory[:64].any()
+
+
+def test_a_read_from_a_stopped_process_waits_until_it_goes_on():
+    memory = blank()
+    with Owner("local", SIZE) as other, reading(memory) as engine:
+        other.stop()
+        began = time.monotonic()
+        peer = engine.connect(other.metadata)
+        batch = batch_of((other.base, memory.ctypes.data, SIZE))
+        transfer = engine.read(peer, batch)
+        assert not engine.poll(transfer) and time.monotonic() - began < 2
+        batch.src[:] = 0  # the caller may use its arrays again
+        other.go_on()
+        until(lambda: engine.poll(transfer))
+        assert np.array_equal(memory, pattern(SIZE))
+        assert other.close() == 0
+
+
+def test_a_read_given_up_before_the_offer_came_copies_nothing():
+    memory = blank()
+    with Owner("local", SIZE) as other, reading(memory) as engine:
+        other.stop()
+        peer = engine.connect(other.metadata)
+        transfer = engine.read(peer, batch_of((other.base, memory.ctypes.data, SIZE)))
+        assert engine.fence(peer)
+        other.go_on()
+        with pytest.raises(TransferError, match="registered no memory"):
+            engine.poll(transfer)
+        assert other.close() == 0
+    assert not memory.any()
+
+
+def test_private_memory_of_a_process_that_has_ended_is_not_read():
+    memory = blank()
+    with Owner("local", SIZE) as other, reading(memory) as engine:
+        peer = engine.connect(other.metadata)
+        other.process.kill()
+        other.process.join()
+        with pytest.raises(TransferError, match="process has ended"):
+            engine.read(peer, batch_of((other.base, memory.ctypes.data, 8)))
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("sign", ["hangs up", "speaks"])
+def test_a_process_number_counts_only_while_its_connection_is_open_and_silent(sign):
+    memory, source = blank(), pattern(64)
+    with FakePeer(offer([(source.ctypes.data, 64, -1, 0)])) as peer, reading(memory) as engine:
+        other = engine.connect(peer.metadata)
+        batch = batch_of((source.ctypes.data, memory.ctypes.data, 64))
+        engine.read(other, batch)
+        assert np.array_equal(memory[:64], source)
+        memory[:] = 0
+        if sign == "hangs up":
+            peer.hang_up()
+        else:
+            peer.connections[0].send(b"x")
+        with pytest.raises(TransferError, match="process has ended"):
+            engine.read(other, batch)
+    assert not memory.any()
+
+
+def test_a_process_that_ends_during_a_read_is_noticed_after_it():
+    memory, source, calls = blank(64), pattern(64), []
+
+    def check():
+        calls.append(memory.any())
+        if len(calls) == 2:
+            raise TransferError("ended")
+
+    with pytest.raises(TransferError, match="ended"):
+        read_process(
+            os.getpid(), check, *np.array([[source.ctypes.data], [memory.ctypes.data], [64]])
+        )
+    assert calls == [False, True]
+
+
+def test_shared_memory_of_a_process_that_has_ended_stays_readable():
+    memory, source = blank(), CPUDevice().allocate(SIZE).numpy()
+    source[:] = pattern(SIZE)
+    with offering(source) as (other, told), reading(memory) as engine:
+        peer = engine.connect(told)
+        other.close()
+        engine.read(peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
+    assert np.array_equal(memory, pattern(SIZE))
+
+
+def test_a_reader_that_does_not_read_delays_no_other_and_is_given_up(monkeypatch):
+    monkeypatch.setattr(servers, "OFFER_SECONDS", 0.5)
+    segments = [Segment(4096 * (n + 1), 8, -1, 0) for n in range(60_000)]
+    server = OfferServer(Offer(segments, []), [])
+    with socket.socket(socket.AF_UNIX) as idle, reading(blank()) as engine:
+        idle.connect(server.path)
+        peer = engine.connect(metadata(server.path))
+        with pytest.raises(TransferError, match="cannot be read"):  # nothing lies at 4096
+            until(lambda: engine.poll(engine.read(peer, batch_of((4096, 0, 8)))))
+        hung_up = select.poll()
+        hung_up.register(idle, 0)
+        assert hung_up.poll(20_000)
+        got = 0
+        while part := idle.recv(1 << 16):
+            got += len(part)
+        assert 0 < got < len(msgspec.msgpack.encode(Offer(segments, [])))
+        peer.connection.check_alive()
+    server.close()
+
+
+def test_a_thousand_connects_leave_no_file_open():
+    memory, shared = blank(), CPUDevice().allocate(SIZE).numpy()
+    with offering(shared) as (_, told), reading(memory) as engine:
+        before = files()
+        for _ in range(1000):
+            engine.fence(engine.connect(told))
+        until(lambda: files() == before)
+
+
+# other process namespaces
+
+READ = """
+import sys
+import numpy as np
+from disagg.engines.base import TransferError
+from disagg.engines.local import LocalEngine
+from disagg.plan.bind import CopyBatch
+memory = np.zeros(64, dtype=np.uint8)
+try:
+    engine = LocalEngine()
+    peer = engine.connect(bytes.fromhex(sys.argv[1]))
+    engine.read(peer, CopyBatch(*np.array([[int(sys.argv[2])], [memory.ctypes.data], [64]])))
+    print(memory.tobytes().hex())
+except TransferError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs a namespace")
+@pytest.mark.parametrize("kind", ["shared", "private"])
+def test_a_reader_in_another_process_namespace_reads_shared_memory_only(kind):
+    memory = CPUDevice().allocate(SIZE).numpy() if kind == "shared" else blank()
+    memory[:] = pattern(SIZE)
+    with offering(memory) as (_, told):
+        command = ["unshare", "--pid", "--fork", sys.executable, "-c", READ, told.hex()]
+        said = subprocess.run(
+            [*command, str(memory.ctypes.data)], capture_output=True, text=True, check=True
+        )
+    if kind == "shared":
+        assert bytes.fromhex(said.stdout) == pattern(64).tobytes()
+    else:
+        assert "process namespace that is out of sight from here" in said.stdout
+
+
+# forked children
+
+
+def sockets():
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one of this listing
+            found.add(os.readlink(f"/proc/self/fd/{entry}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
+def test_a_forked_child_gives_up_and_its_parent_serves_on():
+    memory, source, before = blank(), pattern(SIZE), sockets()
+    with offering(source) as (other, told), reading(memory) as engine:
+        peer = engine.connect(told)
+        ours = sockets() - before
+        assert len(ours) == 3  # where peers dial, and both ends of the connection
+
+        def give_up():
+            other.abandon()
+            engine.abandon()
+            return ours & sockets()
+
+        with forked(give_up) as (_, left):
+            assert left == "set()"
+            engine.read(peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
+            assert np.array_equal(memory, source)
+            engine.fence(engine.connect(told))
+
+
+def leave_a_child(pipe):
+    """Offers memory, and leaves a child that has given it up."""
+    memory = pattern(SIZE)
+    with offering(memory) as (engine, told), forked(engine.abandon) as (pid, _):
+        pipe.send((told, memory.ctypes.data, pid))
+        pipe.recv()
+
+
+def test_a_process_that_was_killed_has_ended_although_its_child_lives():
+    pipe, there = FORKS.Pipe()
+    process = FORKS.Process(target=leave_a_child, args=(there,), daemon=True)
+    process.start()
+    told, base, pid = pipe.recv()
+    memory = blank()
+    try:
+        with reading(memory) as engine:
+            peer = engine.connect(told)
+            process.kill()
+            process.join()
+            with pytest.raises(TransferError, match="has ended"):
+                engine.read(peer, batch_of((base, memory.ctypes.data, SIZE)))
+            with pytest.raises(TransferError, match="has ended"):
+                engine.connect(told)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert not memory.any()
+
+
+KEEP = """
+import os
+from disagg.engines.base import Engine
+
+class Loud:
+    def __del__(self):
+        os.write(1, b"destroyed ")
+
+class Vendors(Engine):
+    name = "vendors"
+    def __init__(self):
+        self.agent = Loud()
+
+for method in Engine.__abstractmethods__:
+    setattr(Vendors, method, None)
+Vendors.__abstractmethods__ = frozenset()
+engine = Vendors()
+if os.fork():
+    os.wait()
+    os.write(1, b"parent ")
+else:
+    engine.abandon()
+del engine
+"""
+
+
+def test_nothing_of_an_abandoned_engine_is_destroyed_in_a_forked_child():
+    said = subprocess.run([sys.executable, "-c", KEEP], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["parent", "destroyed"]

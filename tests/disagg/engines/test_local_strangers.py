@@ -1,0 +1,404 @@
+"""Who may offer memory to engine local, and what of it is believed."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.engines.base import TransferError
+from disagg.engines.local import LocalEngine, offer as offers, server as servers
+from disagg.engines.local.host import Segment
+from disagg.engines.local.offer import Incoming, Offer, dial
+from disagg.engines.local.server import OfferServer
+from disagg.unix_sockets import Credentials, new_path
+from kvpool import MLAPool, RequestAddress, Span
+from kvpool.device.cpu import CPUDevice
+from kvpool.layout import Slab
+from tests import oracle
+from tests.disagg.engines.local_peers import (
+    SIZE,
+    FakePeer,
+    batch_of,
+    blank,
+    files,
+    framed,
+    memory_file,
+    metadata,
+    offer,
+    offering,
+    reading,
+)
+from tests.processes import FORKS, forked
+
+NOBODY = 65534
+PAGE = {"layers": [0], "kv_lora_rank": 192, "qk_rope_head_dim": 64, "dtype": "f32", "page_size": 1}
+ITEM = 1024
+SECRET = b"TOP SECRET " * 400
+
+
+# a prefill that lies
+
+
+class Liar(LocalEngine):
+    """Registers nothing and tells what it is given."""
+
+    def __init__(self, told):
+        super().__init__()
+        self._told = told
+
+    def register(self, slabs):
+        """Its layout names memory that is not its own."""
+
+    def metadata(self):
+        return self._told
+
+
+def page_after_a_room_with(told, wanted):
+    """Decode's page after a room with a prefill of that metadata, whose layout says that its page 1
+    lies at pointer `wanted`; the room must have failed.
+    """
+    pool, address = MLAPool(**PAGE, num_pages=4), RequestAddress(1, {"kv": Span([1])})
+    oracle.blank(pool)
+    before = oracle.state(pool).memory[0].copy()
+    (buffer,) = pool.layout.buffers
+    assert buffer.item_stride == ITEM
+    lie = replace(pool.layout, buffers=(replace(buffer, base=wanted - ITEM),), generation="")
+    with (
+        PrefillEndpoint(lie, Liar(told)) as prefill,
+        DecodeEndpoint(pool.layout, LocalEngine()) as decode,
+    ):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        prefill.send("r", address)
+        state, why = decode.wait("r", 20), decode.failure("r")
+    assert state is KVPoll.Failed
+    assert np.array_equal(oracle.state(pool).memory[0], before)
+    return str(why)
+
+
+HOLD = f"""
+import ctypes, sys
+secret = ctypes.create_string_buffer({SECRET!r})
+print(ctypes.addressof(secret), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(whose):
+    """A process number, and a pointer to memory there that nobody registered."""
+    if whose == "own":
+        secret = ctypes.create_string_buffer(SECRET)
+        yield os.getpid(), ctypes.addressof(secret)
+        return
+    command = [sys.executable, "-c", HOLD]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process.pid, int(process.stdout.readline())
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_a_prefill_that_names_a_process_and_a_pointer_gets_nothing_read(whose):
+    with holder(whose) as (pid, base), offering(blank()) as (_, told):
+        host = msgspec.msgpack.decode(told)["host"]
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        segments = [[base, ITEM, -1, 0, 0, 0]]
+        lie = {"host": host, "pid": pid, "started": began, "segments": segments, "devices": []}
+        page_after_a_room_with(msgspec.msgpack.encode(lie), base)
+
+
+def serve_offer(pipe):
+    """Says at a socket what the pipe says."""
+    with FakePeer() as peer:
+        peer.data = pipe.recv()
+        pipe.send(peer.metadata)
+        pipe.recv()
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_a_process_that_offers_a_pointer_of_others_is_read_itself(whose):
+    pipe, there = FORKS.Pipe()
+    process = FORKS.Process(target=serve_offer, args=(there,), daemon=True)
+    process.start()
+    with holder(whose) as (_, base):
+        pipe.send(offer([(base, ITEM, -1, 0)]))
+        why = page_after_a_room_with(pipe.recv(), base)
+    assert f"memory of process {process.pid} cannot be read" in why
+    pipe.send(None)
+    process.join(20)
+
+
+def test_metadata_tells_no_more_than_where_to_ask():
+    with offering(blank()) as (_, told):
+        assert msgspec.msgpack.decode(told).keys() == {"host", "socket"}
+
+
+# who serves the socket
+
+
+def listen(one):
+    os.setuid(NOBODY)
+    one.listen()
+
+
+def test_a_socket_that_another_user_serves_is_refused(monkeypatch):
+    with socket.socket(socket.AF_UNIX) as one, reading(memory := blank()) as engine:
+        path = new_path()
+        one.bind(str(path))
+        sentence = rf"is of user {NOBODY}, this process runs as user {os.geteuid()}: .* one user"
+        if os.geteuid() == 0:
+            with forked(listen, one), pytest.raises(TransferError, match=sentence):
+                engine.connect(metadata(str(path)))
+        else:
+            one.listen()
+            monkeypatch.setattr(offers, "peer_credentials", lambda _: Credentials(1, NOBODY))
+            with pytest.raises(TransferError, match=sentence):
+                engine.connect(metadata(str(path)))
+        path.unlink()
+    assert not memory.any()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_socket_in_a_folder_of_another_user_is_not_dialled(tmp_path):
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "s"))
+        one.listen()
+        with pytest.raises(TransferError, match=rf"of user {NOBODY}, this process runs as user 0"):
+            LocalEngine().connect(metadata(str(tmp_path / "s")))
+        one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            one.accept()
+
+
+def test_sockets_of_services_are_not_dialled(tmp_path):
+    tmp_path.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "s"))
+        one.listen()
+        with pytest.raises(TransferError, match="in a folder that other users may open"):
+            LocalEngine().connect(metadata(str(tmp_path / "s")))
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (b"", "no absolute path"),
+        (b"relative", "no absolute path"),
+        (b"\0abstract", "no absolute path"),
+        (b"/tmp/\0x", "no absolute path"),
+        (b"/" + b"x" * 107, "no absolute path"),
+        (b"/nowhere/to/be/found", r"cannot be reached \(No such file"),
+        (b"/proc/self/mem", "in a folder that other users may open|cannot be reached"),
+    ],
+)
+def test_a_path_where_nobody_offers_is_refused_at_once(path, sentence):
+    with pytest.raises(TransferError, match=sentence):
+        LocalEngine().connect(metadata(path))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "datagram", "nobody listens"])
+def test_what_is_no_listening_socket_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "s"
+    if kind == "file":
+        path.touch()
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    sort = socket.SOCK_DGRAM if kind == "datagram" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_UNIX, sort) as one:
+        if not path.exists():
+            one.bind(str(path))
+        before = files()
+        with pytest.raises(TransferError, match="cannot be reached"):
+            LocalEngine().connect(metadata(str(path)))
+        assert files() == before
+
+
+def test_memory_cannot_be_added_to_what_was_offered():
+    with offering(blank()) as (engine, told):
+        assert engine.metadata() == told
+        with pytest.raises(TransferError, match="register all of it before"):
+            engine.register([Slab(blank().ctypes.data, SIZE)])
+
+
+def test_a_closed_engine_offers_nothing_and_leaves_no_path():
+    memory = blank()
+    with offering(memory) as (engine, told):
+        path = os.fsdecode(msgspec.msgpack.decode(told)["socket"])
+        assert os.path.exists(path)
+        engine.close()
+        assert not os.path.exists(path)
+        with pytest.raises(TransferError, match="its process has ended"):
+            LocalEngine().connect(told)
+
+
+def ask(path):
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.connect(path)
+        return one.recv(1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_offered_nothing_even_where_it_can_dial(monkeypatch, caplog):
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "s"
+    monkeypatch.setattr(servers, "new_path", lambda: path)
+    handle, memory = memory_file(SIZE), blank()
+    with caplog.at_level(logging.WARNING):
+        server = OfferServer(Offer([Segment(4096, SIZE, 0, 0)], []), [handle])
+        folder.chmod(0o755)
+        path.chmod(0o777)
+        for _ in range(3):
+            with forked(ask, str(path)) as (_, answer):
+                assert answer == "b''"
+        folder.chmod(0o700)
+        with reading(memory) as engine:
+            peer = engine.connect(metadata(str(path)))
+            engine.read(peer, batch_of((4096, memory.ctypes.data, 64)))
+        assert memory[:64].all()
+        server.close()
+    folder.rmdir()
+    assert len([line for line in caplog.messages if f"user {NOBODY} asked for memory" in line]) == 1
+    os.close(handle)
+
+
+# what is offered
+
+
+def pipe_end():
+    read, write = os.pipe()
+    os.close(write)
+    return read
+
+
+SPOILT = {
+    "a pipe": ([(4096, 64, 0, 0)], [pipe_end], "not a regular one, or is not sealed"),
+    "a folder": (
+        [(4096, 64, 0, 0)],
+        [lambda: os.open("/tmp", os.O_RDONLY)],
+        "not a regular one, or is not sealed",
+    ),
+    "a device": (
+        [(4096, 64, 0, 0)],
+        [lambda: os.open("/dev/zero", os.O_RDONLY)],
+        "not a regular one, or is not sealed",
+    ),
+    "a file that may shrink": (
+        [(4096, 64, 0, 0)],
+        [lambda: memory_file(64, sealed=False)],
+        "not a regular one, or is not sealed",
+    ),
+    "fewer files": ([(4096, 64, 0, 0), (8192, 64, 1, 0)], [lambda: memory_file(64)], "1 files"),
+    "more files": ([(4096, 64, 0, 0)], [lambda: memory_file(64)] * 2, "2 files came"),
+    "files for none": ([(4096, 64, -1, 0)], [lambda: memory_file(64)], "1 files came"),
+    "no such index": ([(4096, 64, -2, 0)], [], "0 files came"),
+    "beyond the file": ([(4096, 65, 0, 0)], [lambda: memory_file(64)], "0 to 65 of a file of 64"),
+    "before the file": ([(4096, 8, 0, -8)], [lambda: memory_file(64)], "-8 to 0 of a file"),
+    "far away": ([(4096, 8, 0, 1 << 62)], [lambda: memory_file(64)], "of a file of 64 bytes"),
+    "no bytes": ([(4096, 0, -1, 0)], [], "0 bytes at 0x1000 overlap another segment or overflow"),
+    "fewer than none": ([(4096, -1, -1, 0)], [], "-1 bytes at 0x1000 overlap"),
+    "too many bytes": ([(4096, (1 << 63) - 1, -1, 0)], [], "or overflow"),
+    "a negative pointer": ([(-4096, 64, -1, 0)], [], "-0x1000 overlap"),
+    "twice the same": ([(4096, 64, -1, 0), (4159, 9, -1, 0)], [], "9 bytes at 0x103f overlap"),
+    "too many files": ([(4096, 64, -1, 0)], [lambda: memory_file(1)] * 3, "more than 2 files"),
+    "too many segments": ([(4096 * n, 1, -1, 0) for n in range(10)], [], "10 segments"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_offer_is_refused_and_leaves_no_file_open(name, monkeypatch):
+    segments, makers, sentence = SPOILT[name]
+    monkeypatch.setattr(offers, "MAX_SEGMENTS", 9)
+    if name == "too many files":
+        monkeypatch.setattr(offers, "MAX_FILES", 2)
+    passed = [make() for make in makers]
+    with FakePeer(offer(segments), passed) as peer, reading(blank()) as engine:
+        before = files()
+        with pytest.raises(TransferError, match=sentence):
+            engine.connect(peer.metadata)
+        peer.hang_up()
+        assert files() == before
+    for handle in passed:
+        os.close(handle)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (framed(b""), "malformed offer"),
+        (framed(b"\xc1"), "malformed offer"),
+        (framed(msgspec.msgpack.encode([[], [], []])), "malformed offer"),
+        (framed(msgspec.msgpack.encode([[[4096, 1 << 64 - 1, -1, 0]], []])), "malformed|overflow"),
+        (b"\xff\xff\xff\xff", f"{(1 << 32) - 1} bytes, at most"),
+        (framed(b"\x92\x90\x90")[:-1], "has ended"),
+        (b"\0\0", "has ended"),
+        (b"", "has ended"),
+    ],
+)
+def test_bytes_that_are_no_offer_are_refused(data, sentence):
+    with FakePeer(data, [handle := memory_file(8)]) as peer, reading(blank()) as engine:
+        peer.hangs_up = True
+        with pytest.raises(TransferError, match=sentence):
+            engine.connect(peer.metadata)
+    os.close(handle)
+
+
+def test_only_the_offered_part_of_a_file_can_be_read():
+    memory, handle = blank(), memory_file(3 * 4096)
+    here = memory.ctypes.data
+    segments = [(1 << 30, 100, 0, 4000), ((1 << 30) + 4096, 100, 0, 9000)]
+    with FakePeer(offer(segments), [handle]) as peer, reading(memory) as engine:
+        other = engine.connect(peer.metadata)
+        engine.read(other, batch_of((1 << 30, here, 100), ((1 << 30) + 4096, here + 200, 100)))
+        for start in ((1 << 30) - 1, (1 << 30) + 93, (1 << 30) + 4096 - 8, (1 << 30) + 4189):
+            with pytest.raises(TransferError, match="do not lie in memory that the peer has"):
+                engine.read(other, batch_of((start, here + 400, 8)))
+    os.close(handle)
+    assert memory[:100].all() and memory[200:300].all() and memory.sum() == 200
+
+
+def test_an_offer_of_more_files_than_one_message_carries_arrives():
+    handles = [memory_file(8) for _ in range(300)]
+    segments = [Segment(4096 * (n + 1), 8, n, 0) for n in range(300)]
+    server, memory = OfferServer(Offer(segments, []), handles), blank()
+    with reading(memory) as engine:
+        peer = engine.connect(metadata(server.path))
+        runs = [(4096 * (n + 1), memory.ctypes.data + 8 * n, 8) for n in range(300)]
+        engine.read(peer, batch_of(*runs))
+    assert memory[:2400].all() and not memory[2400:].any()
+    server.close()
+    for handle in handles:
+        os.close(handle)
+
+
+def test_peers_cannot_write_what_they_are_offered():
+    memory = CPUDevice().allocate(SIZE).numpy()
+    with offering(memory) as (_, told):
+        connection = dial(msgspec.msgpack.decode(told)["socket"])
+        incoming = Incoming(connection)
+        assert incoming.receive(20) == Offer([Segment(memory.ctypes.data, SIZE, 0, 0)], [])
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(incoming.files[0], b"x")
+        incoming.close()
+        connection.close()
+
+
+def test_more_files_than_a_peer_takes_are_refused_where_they_are_offered():
+    with pytest.raises(TransferError, match="memory in 1025 shared files"):
+        OfferServer(Offer([], []), [0] * 1025)
