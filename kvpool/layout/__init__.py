@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
 from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab, Space
 from kvpool.layout.validate import VERSION, check_layout
@@ -22,11 +23,14 @@ __all__ = [
     "VERSION",
     "Axis",
     "Buffer",
+    "Holder",
     "Key",
     "LayoutError",
+    "Pin",
     "PoolLayout",
     "Region",
     "RequestAddress",
+    "RequestPinned",
     "Slab",
     "Space",
     "Span",
