@@ -194,7 +194,7 @@ class Allocator:
         """
         tokens = _whole(tokens)
         (row,) = self._rows_of([request])
-        self._pins.check_fork(int(row))
+        self._pins.check_fork(request._row)
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
             raise ValueError(f"tokens: 0 to {held}, which the request has, got {tokens}.")
@@ -236,7 +236,7 @@ class Allocator:
         or receives it.
         """
         rows = self._rows_of([request])
-        self._pins.check_free(int(rows[0]))
+        self._pins.check_free(request._row)
         for each in self.lists.values():
             each.release(rows)
         self._tokens[rows] = self._received[rows] = 0

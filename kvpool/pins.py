@@ -23,6 +23,8 @@ class Pins:
 
     def held(self, row: int) -> list[Pin]:
         """The pins of a row that are held."""
+        if row not in self._by_row:
+            return []
         with self._lock:
             held = [pin for pin in self._by_row.pop(row, ()) if pin.held()]
             if held:
@@ -35,7 +37,7 @@ class Pins:
         if lost:
             raise ValueError(
                 f"this block table is of {pin.address.num_tokens} tokens, the request has {tokens} "
-                f"by now: {lost} was overwritten or freed. Take request.address() anew."
+                f"by now and has lost {lost}. Take request.address() anew."
             )
         for name, each in self._lists.items() if pin.side == "received" else ():
             shared = each.shared(row, pin.start // each.space.tokens_per_item)
@@ -66,11 +68,11 @@ class Pins:
         if not self._by_row:  # as for most batches
             return
         for index, row in enumerate(rows.tolist()):
-            first = {name: int(change.first[index]) for name, change in changes.items()}
-            for pin in self.held(row) if row in self._by_row else ():
+            for pin in [pin for pin in self.held(row) if pin.last]:
                 tokens = int(after[index])
-                if pin.last and (lost := pin.lost(tokens, first.__getitem__)):
-                    raise pin.refusal(f"extending it to {tokens} would overwrite or free {lost}")
+                first = {name: int(change.first[index]) for name, change in changes.items()}
+                if lost := pin.lost(tokens, first.__getitem__):
+                    raise pin.refusal(f"at {tokens} tokens it would lose {lost}")
 
     def check_fork(self, row: int) -> None:
         """Raises RequestPinned while a room receives the row."""

@@ -39,8 +39,8 @@ class Pin:
     start: int = 0
 
     def lost(self, tokens: int, first: Callable[[str], int]) -> str | None:
-        """What a request lacks of this block table once it has `tokens` tokens, and of an id list
-        the items from number `first(id_list)` on; None if it lacks nothing.
+        """What a request has lost of this block table once it has `tokens` tokens, and of an id
+        list the items from number `first(id_list)` on; None if nothing.
         """
         held = self.address.num_tokens
         for name in self.layout.items_by_space:
