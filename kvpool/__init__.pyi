@@ -8,6 +8,7 @@ from .layout import (
     PoolLayout as PoolLayout,
     Region as Region,
     RequestAddress as RequestAddress,
+    RequestPinned as RequestPinned,
     Slab as Slab,
     Space as Space,
     Span as Span,

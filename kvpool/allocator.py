@@ -14,9 +14,10 @@ from weakref import ref
 import numpy as np
 
 from kvpool.block_table import BlockTable, OutOfPages
-from kvpool.layout import PoolLayout, RequestAddress, Span
+from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
+from kvpool.pins import Pins
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -46,12 +47,29 @@ class Request:
         return int(self._allocator._received[self._row]) if self._row != FREED else 0
 
     def address(self) -> RequestAddress:
-        """The request's current block table, which plans read. Raises ValueError once freed."""
+        """The request's current block table, which plans read; endpoints that are given it pin the
+        request (kvpool.layout.pin). Raises ValueError once freed.
+        """
+        row = self._live_row()
+        spans = {name: Span(*each.span(row)) for name, each in self._allocator.lists.items()}
+        return RequestAddress(self.num_tokens, spans, self)
+
+    def pin(self, pin: Pin) -> None:
+        """See Holder.pin; endpoints call it."""
+        self._allocator._pins.add(self._live_row(), self.num_tokens, pin)
+
+    def unpin(self, pin: Pin) -> None:
+        """See Holder.unpin."""
+        self._allocator._pins.remove(self._row, pin)
+
+    def pins(self) -> list[Pin]:
+        """The pins that are held: while there are any, the request cannot be freed."""
+        return self._allocator._pins.held(self._row)
+
+    def _live_row(self) -> int:
         if self._row == FREED:
             raise ValueError("this request was freed: its items may belong to other requests.")
-        lists = self._allocator.lists
-        spans = {name: Span(*each.span(self._row)) for name, each in lists.items()}
-        return RequestAddress(self.num_tokens, spans)
+        return self._row
 
 
 class Allocator:
@@ -60,6 +78,10 @@ class Allocator:
     Pages are reference counted, so that requests can share a prefix. Pages that have left a window
     are freed when their request is extended. A slot or ring belongs to one request. `on_fork` are
     called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
+
+    A request that a room offers or receives is pinned: until the room has ended, `free` raises
+    RequestPinned, `extend` does where it would change what the room reads or writes, and `fork`
+    while it is received. Then nothing was changed.
     """
 
     def __init__(self, *pools: KVPool) -> None:
@@ -83,6 +105,7 @@ class Allocator:
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
         self._rows: list[int] = []  # free rows
+        self._pins = Pins(self.lists)
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -119,8 +142,9 @@ class Allocator:
         Locations are int64 `[tokens]`: the token's entry (a compressed entry has several tokens) or
         its slot; -1 where a later token of the same call overwrites it in a ring. Pages that have
         left a window are freed first. `received`: the tokens are computed elsewhere, so entries
-        that are dead at the end get no page, and -1. If too few items are free, raises OutOfPages
-        and changes nothing.
+        that are dead at the end get no page, and -1. If too few items are free, raises OutOfPages;
+        RequestPinned if a room needs a state that the tokens would overwrite, or a page of a window
+        that they would free. Both change nothing.
         """
         found = self.extend_batch([request], tokens, received=received)
         return {space: rows[0] for space, rows in found.items()}
@@ -142,6 +166,7 @@ class Allocator:
             name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
             for name, each in self.lists.items()
         }
+        self._pins.check_extend(rows, after, changes)
         positions = before[:, None] + np.arange(tokens, dtype=np.int64)
         for name, each in self.lists.items():
             each.apply(changes[name])
@@ -164,11 +189,12 @@ class Allocator:
         partial last page, slots and rings are copied.
 
         Raises ValueError if the state at that prefix is gone (slots and rings hold only the last
-        token's; window pages are freed, or were dead when received) and OutOfPages; both change
-        nothing.
+        token's; window pages are freed, or were dead when received), OutOfPages, and RequestPinned
+        while a room receives the request; all change nothing.
         """
         tokens = _whole(tokens)
         (row,) = self._rows_of([request])
+        self._pins.check_fork(request._row)
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
             raise ValueError(f"tokens: 0 to {held}, which the request has, got {tokens}.")
@@ -206,8 +232,11 @@ class Allocator:
         return child
 
     def free(self, request: Request) -> None:
-        """Frees every item that only this request holds."""
+        """Frees every item that only this request holds. Raises RequestPinned while a room offers
+        or receives it.
+        """
         rows = self._rows_of([request])
+        self._pins.check_free(request._row)
         for each in self.lists.values():
             each.release(rows)
         self._tokens[rows] = self._received[rows] = 0

@@ -65,6 +65,11 @@ class BlockTable:
         """Ids of the items `numbers` `[B, T]` of requests `[B]`; -1 where there is none."""
         return self._table[rows[:, None], numbers]
 
+    def shared(self, row: int, first: int) -> Ints:
+        """Ids of a request's items from number `first` on that other requests hold too."""
+        ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
+        return ids[self._counts[ids] > 1]
+
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
         """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
         had, end = self._first[rows], self._stop[rows]

@@ -15,6 +15,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"device"},
         {"pools"},
         {"block_table"},
+        {"pins"},
         {"allocator"},
         {"models", "render"},
         {"integrations", "testing", "cli", "item", "describe"},

@@ -151,7 +151,8 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
             f"needs that of {total}."
         )
     if space.window is not None:
-        alive = space.alive(held)
+        # of a chunk, what is alive at the end: until then, prefill may free the rest
+        alive = space.alive(max(held, total))
         if needed.start < alive.start:
             raise IncompleteTransfer(
                 f"source: space {space.name} keeps entries from {alive.start} on alive, the "

@@ -24,6 +24,7 @@ from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.runtime.endpoint import Endpoint, Options
+from disagg.runtime.pinned import pinned
 from disagg.runtime.staging import MIN_STAGING, staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -131,9 +132,14 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         the pages of the block table `address`.
 
         `link` names the prefill, if several are connected. `aux` are names of values without which
-        the room fails. The pages are leased until the room has ended and `reading(room)` is false.
-        Slots and rings come whole, whatever `start` is. Allocate with `Allocator.extend(...,
-        received=True)`, which knows what is dead and will not come.
+        the room fails. The pages are leased until the room has ended and `reading(room)` is false:
+        `request.address()` pins its request as long, the pages of any other block table are yours
+        to keep. Slots and rings come whole, whatever `start` is. Allocate with
+        `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
+
+        Raises RoomError for a room that is there already; ValueError if the request is not what its
+        block table says any more, or shares pages that would be written; RequestPinned while
+        another room offers or receives it.
         """
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")
@@ -144,7 +150,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
                 if len(links) != 1:
                     raise RoomError(f"room {room!r}: {len(links)} prefills, name one.")
                 link = links[0]
-            self._call(RequestRoom(name, address, index(start), link, aux))
+            start = index(start)
+            with pinned(self.machine, name, address, self.layout, start=start):
+                self._call(RequestRoom(name, address, start, link, aux))
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""

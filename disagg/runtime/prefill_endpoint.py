@@ -15,6 +15,7 @@ from disagg.protocol.events import OfferChunk
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.endpoint import Endpoint, Options
+from disagg.runtime.pinned import pinned
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
@@ -72,15 +73,19 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
 
         Chunks come in order, any number of them; `aux` travels with the last. Where a device
         computes them, `after=pool.device.record()` offers them once its work has ended; without,
-        it must have. From the first chunk on the pages are leased: reuse none before `poll(room)`
-        says Success or Failed.
-        Raises RoomError for a chunk that does not follow the one before.
+        it must have. From the first chunk on the pages are leased until `poll(room)` says Success
+        or Failed: `request.address()` pins its request as long (docs/connectors.md says what that
+        refuses), the pages of any other block table are yours to keep.
+
+        Raises RoomError for a chunk that does not follow the one before, ValueError if the request
+        is not what its block table says any more, RequestPinned while a room receives it.
         """
         name = room_name(room)
         with self._lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
-            self._call(OfferChunk(name, address, chunk, last, aux or {}, after))
+            with pinned(self.machine, name, address, self.layout, last=last):
+                self._call(OfferChunk(name, address, chunk, last, aux or {}, after))
 
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""

@@ -110,7 +110,8 @@ class PoolCache(Cache):
         """Counts `tokens` new tokens of a layer's state; returns the position of the first.
 
         The first state of a forward allocates for all. If too few items are free, raises
-        OutOfPages and changes nothing.
+        OutOfPages, and RequestPinned where a room needs a state that would be overwritten; both
+        change nothing.
         """
         start = self.written[layer, state]
         if start == self.tokens:

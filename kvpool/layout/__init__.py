@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvpool.layout.foreign import ForeignBytes
+from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
 from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab, Space
 from kvpool.layout.validate import VERSION, check_layout
@@ -23,11 +24,14 @@ __all__ = [
     "VERSION",
     "Axis",
     "Buffer",
+    "Holder",
     "Key",
     "LayoutError",
+    "Pin",
     "PoolLayout",
     "Region",
     "RequestAddress",
+    "RequestPinned",
     "Slab",
     "Space",
     "Span",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from types import MappingProxyType
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvpool.layout.pin import Holder
 
 MAX_TOKENS = 1 << 40
 
@@ -42,10 +45,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestAddress:
-    """The block table of a request's first `num_tokens` positions: spans by space name."""
+    """The block table of a request's first `num_tokens` positions: spans by space name.
+
+    `holder` is the request that `Request.address()` is of. Endpoints pin it; without one, whoever
+    made the block table sees to it that its items stay what they are.
+    """
 
     num_tokens: int
     spans: Mapping[str, Span]
+    holder: Holder | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", _count(self.num_tokens, "num_tokens"))

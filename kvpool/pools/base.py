@@ -228,13 +228,15 @@ class KVPool(TypedAccess):
         self.device.copy_items(views, from_, to, disjoint=disjoint(src, dst))
 
     def save(self, address: RequestAddress) -> Saved:
-        """Copies a request's live items of every space to host memory."""
+        """Copies a request's live items of every space to host memory. Raises RequestPinned while a
+        room receives the request.
+        """
         return save_items(self, address)
 
     def load(self, address: RequestAddress, saved: Saved) -> None:
         """Writes saved items to another block table with as many tokens: that of a request extended
-        with `received=True`. If pool, tokens or items do not fit, raises ValueError and writes
-        nothing.
+        with `received=True`. If pool, tokens or items do not fit, raises ValueError, and
+        RequestPinned while a room offers or receives that request; both write nothing.
         """
         load_items(self, address, saved)
 

@@ -32,6 +32,9 @@ class Saved:
 
 def save_items(pool: KVPool, address: RequestAddress) -> Saved:
     """See KVPool.save."""
+    for pin in address.holder.pins() if address.holder else ():
+        if pin.side == "received":
+            raise pin.refusal("save would copy what is not there yet")
     rows = {}
     for buffer, ids in list(_alive(pool.layout, address)):
         view = _bytes(pool, buffer)
@@ -42,6 +45,8 @@ def save_items(pool: KVPool, address: RequestAddress) -> Saved:
 
 def load_items(pool: KVPool, address: RequestAddress, saved: Saved) -> None:
     """See KVPool.load."""
+    for pin in address.holder.pins() if address.holder else ():
+        raise pin.refusal("load would write to its items")
     shape = _shape(pool.layout)
     if shape != saved.shape:
         other = sorted({*shape, *saved.shape})

@@ -2,7 +2,7 @@
 
 The model learns ids where items are handed out and then holds the allocator to them. Every entry
 is written with a mark of its own, so that an item that is shared, moved or handed out wrongly
-shows another request's mark where it is read.
+shows another request's mark where it is read. Rooms pin requests; what they were given stays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool import Allocator, OutOfPages
+from kvpool import Allocator, OutOfPages, RequestAddress, RequestPinned
 from kvpool.allocator import Request
+from kvpool.layout import Pin
 from tests.pools import dsv4, hybrid, mha, mla, swa
 
 SMALL = {"num_pages": 10, "num_window_pages": 8, "num_slots": 4}
@@ -36,6 +37,20 @@ def start(space, tokens: int) -> int:
 
 
 @dataclass
+class Room:
+    """A room that offers or receives a request: pools by number, and what must stay in them, by
+    space: (item, entry) and mark.
+    """
+
+    side: str
+    pools: range
+    last: bool
+    tokens: int
+    keeps: dict[str, dict[tuple[int, int], int]]
+    ended: bool = False
+
+
+@dataclass
 class Held:
     """What one request must reach: ids by item number, and marks by entry."""
 
@@ -46,6 +61,11 @@ class Held:
     first: Counter[str] = field(default_factory=Counter)  # items before it went back
     since: int = 0  # tokens at which all that was alive is in place
     received: int = 0  # tokens that had last been received
+    rooms: list[Room] = field(default_factory=list)
+    table: RequestAddress | None = None  # of some time before
+
+    def open_rooms(self) -> list[Room]:
+        return [room for room in self.rooms if not room.ended]
 
 
 class Lives(RuleBasedStateMachine):
@@ -128,6 +148,90 @@ class Lives(RuleBasedStateMachine):
         batch = [each for n, each in enumerate(self.live) if n in numbers]
         self.grow(batch[::-1], tokens, received)
 
+    def live_entries(self, name: str, tokens: int) -> range:
+        space = self.spaces[name]
+        if space.kind == "slot":
+            return range(min(tokens, 1))
+        return range(start(space, tokens), tokens // space.tokens_per_entry)
+
+    def spaces_of(self, pools: range) -> set[str]:
+        return {buffer.space for n in pools for buffer in self.pools[n].layout.buffers}
+
+    def lost(self, pools: range, held: int, tokens: int, first: dict[str, int]) -> bool:
+        """Whether a request of `tokens` tokens lacks what was alive of `held` in these pools."""
+        for name in self.spaces_of(pools):
+            space, alive = self.spaces[name], self.live_entries(name, held)
+            if space.kind != "paged":
+                if alive and tokens != held:
+                    return True
+            elif alive and alive[0] // space.entries_per_item < first[space.id_list]:
+                return True
+        return False
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK)
+    def remember(self, number: int) -> None:
+        held = self.pick(number)
+        held.table = held.request.address()
+
+    @precondition(lambda self: self.live)
+    @rule(
+        number=PICK,
+        pool=st.integers(-1, 2),
+        side=st.sampled_from(["offered", "offered", "received"]),
+        last=st.booleans(),
+        old=st.booleans(),
+        first=st.integers(0, 12),
+    )
+    def pin(self, number: int, pool: int, side: str, last: bool, old: bool, first: int) -> None:
+        """A room takes a request: whole or a chunk of it, maybe by a block table that is old."""
+        held, last = self.pick(number), last or side == "received"
+        table = (old and held.table) or held.request.address()
+        pools = range(len(self.pools)) if pool < 0 else range(pool % len(self.pools), 99)[:1]
+        layout = self.alloc.layout if pool < 0 else self.pools[pools[0]].layout
+        tokens, keeps = table.num_tokens, {}
+        room = Room(side, pools, last, tokens, keeps)
+        named = Pin(self.count, side, table, layout, last, lambda: not room.ended, first)
+        self.count += 1
+        shared = any(
+            item in each.ids[name].values()
+            for name, ids in held.ids.items()
+            for n, item in ids.items()
+            for each in self.live
+            if each is not held and n >= first // self.by_name[name].tokens_per_item
+        )
+        clash = any(
+            "received" in (side, other.side) and {*pools} & {*other.pools}
+            for other in held.open_rooms()
+        )
+        if last and self.lost(pools, tokens, held.tokens, held.first):
+            with pytest.raises(ValueError, match="anew"):
+                held.request.pin(named)
+        elif side == "received" and shared:
+            with pytest.raises(ValueError, match="other requests hold too"):
+                held.request.pin(named)
+        elif clash:
+            with pytest.raises(RequestPinned):
+                held.request.pin(named)
+        else:
+            held.request.pin(named)
+            held.rooms.append(room)
+            for name in self.spaces_of(pools) if last else ():
+                space, ids = self.spaces[name], held.ids[self.spaces[name].id_list]
+                keeps[name] = {
+                    (
+                        ids[n // space.entries_per_item if space.kind == "paged" else 0],
+                        n % space.entries_per_item,
+                    ): held.marks[name][n]
+                    for n in self.live_entries(name, tokens)
+                }
+
+    @precondition(lambda self: any(each.open_rooms() for each in self.live))
+    @rule(number=PICK)
+    def room_ends(self, number: int) -> None:
+        rooms = [room for each in self.live for room in each.open_rooms()]
+        rooms[number % len(rooms)].ended = True
+
     def grow(self, batch: list[Held], tokens: int, received: bool, alone: bool = False) -> None:
         wanted: dict[str, list[tuple[int, int]]] = {}
         fits = True
@@ -147,6 +251,15 @@ class Lives(RuleBasedStateMachine):
         requests = [each.request for each in batch]
         if not fits:
             with pytest.raises(OutOfPages, match="more items"):
+                self.alloc.extend_batch(requests, tokens, received=received)
+            return
+        firsts = [{name: ends[n][0] for name, ends in wanted.items()} for n in range(len(batch))]
+        if any(
+            room.last and self.lost(room.pools, room.tokens, each.tokens + tokens, first)
+            for each, first in zip(batch, firsts)
+            for room in each.open_rooms()
+        ):
+            with pytest.raises(RequestPinned, match="it would lose"):
                 self.alloc.extend_batch(requests, tokens, received=received)
             return
         if alone:
@@ -189,6 +302,10 @@ class Lives(RuleBasedStateMachine):
     def fork(self, number: int, back: int) -> None:
         parent = self.pick(number)
         tokens = max(0, parent.tokens - back)
+        if any(room.side == "received" for room in parent.open_rooms()):
+            with pytest.raises(RequestPinned, match="a fork would"):
+                self.alloc.fork(parent.request, tokens)
+            return
         gone = out = False
         copied = {}
         for name in self.lists:
@@ -223,6 +340,10 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(number=PICK)
     def end(self, number: int) -> None:
+        if self.pick(number).open_rooms():
+            with pytest.raises(RequestPinned, match="free would give up"):
+                self.alloc.free(self.pick(number).request)
+            return
         gone = self.live.pop(number % len(self.live))
         self.alloc.free(gone.request)
         assert gone.request.num_tokens == 0
@@ -264,6 +385,16 @@ class Lives(RuleBasedStateMachine):
                 for view in self.memory[name] if items else ():
                     read = view[items, [n % size for n in alive]].reshape(len(alive), -1)
                     assert (read == marks[:, None]).all(), f"{name}: {read[:, 0]} is not {marks}"
+
+    @invariant()
+    def what_rooms_were_given_is_neither_changed_nor_free(self) -> None:
+        rooms = [room for each in self.live for room in each.open_rooms()]
+        for name, keeps in [pair for room in rooms for pair in room.keeps.items()]:
+            id_list = self.spaces[name].id_list
+            assert not {item for item, _ in keeps} & self.free_ids(id_list)
+            for view in self.memory[name]:
+                for at, mark in keeps.items():
+                    assert (view[at] == mark).all(), f"{name}: {view[at]} is not {mark}"
 
 
 def machine(build) -> type:

@@ -472,6 +472,15 @@ def test_entries_that_have_left_the_source_window_are_refused(wanted):
         made.bind(0, place(source, 50), place(dest, 50))
 
 
+def test_a_chunk_vouches_only_for_entries_that_are_alive_at_the_end():
+    source, dest = window(8, 4), window(12, 4)
+    made = plan([source.layout], dest.layout)
+    there, here = place(source, 16, 1), place(dest, 20)
+    with pytest.raises(IncompleteTransfer, match="from 12 on alive, the destination needs 8 to 15"):
+        made.bind(0, there, here, tokens=range(8, 16))
+    plan([source.layout], source.layout).bind(0, there, place(source, 20), tokens=range(8, 16))
+
+
 def ring(size):
     template = Repeat("entry", size, Cell("c4.state", 4, "f32"))
     space = Space("ring", "ring", entries_per_item=size, window=8)

@@ -24,10 +24,12 @@ from kvpool import (  # noqa: E402
     MLAPool,
     NSAPool,
     OutOfPages,
+    RequestPinned,
     Shard,
     SWAPool,
 )
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from kvpool.layout import Pin  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = {
@@ -364,6 +366,27 @@ def test_out_of_pages_leaves_all_rows_as_they_were():
     theirs = transformers.DynamicCache(config=model.config)
     expected = run(model, theirs, ids[:, :24], chunks=(20, 4), steps=0)
     logits = run(model, ours, ids[:, 20:24], chunks=(4,), steps=0)
+    assert_same(model, ours, theirs, logits, expected[1:])
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_forward_over_a_state_that_a_room_offers_is_refused_and_changes_nothing(tokens):
+    model, ids = model_of("qwen3_next"), prompt(1)
+    pool, open_rooms = pool_of(model), {"r"}
+    ours = PoolCache.new(pool, Allocator(pool))
+    (request,) = ours.requests
+    run(model, ours, ids[:, :20], chunks=(20,), steps=0)
+    before = pool._slab.clone()
+    address = request.address()
+    request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
+    with pytest.raises(RequestPinned, match="it would lose the state in slot 1 of space state"):
+        run(model, ours, ids[:, 20:], chunks=(tokens,), steps=0)
+    assert request.num_tokens == ours.get_seq_length() == 20
+    assert torch.equal(pool._slab, before)
+    open_rooms.clear()
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids[:, : 20 + tokens], chunks=(20, tokens), steps=0)
+    logits = run(model, ours, ids[:, 20 : 20 + tokens], chunks=(tokens,), steps=0)
     assert_same(model, ours, theirs, logits, expected[1:])
 
 

@@ -1,0 +1,180 @@
+"""What pins refuse, word by word, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvpool import Allocator, PoolLayout, RequestAddress, RequestPinned
+from kvpool.layout import Pin
+from tests.kvpool.test_allocator import pages_of, snapshot, started
+from tests.pools import dsv4, hybrid, mla, swa
+
+NAMES = count()
+
+
+class Room:
+    """A room that has taken a request, until it is `ended`."""
+
+    def __init__(self, request, side="offered", *, layout=None, last=True, address=None):
+        self.name, self.ended = f"room {next(NAMES)}", False
+        address, layout = address or request.address(), layout or request._allocator.layout
+        self.pin = Pin(self.name, side, address, layout, last, lambda: not self.ended)
+        request.pin(self.pin)
+
+
+@pytest.mark.parametrize(
+    ("build", "item"), [(hybrid, "slot 1 of space state"), (dsv4, r"ring 1 of space c2\.ring")]
+)
+@pytest.mark.parametrize("side", ["offered", "received"])
+def test_the_next_token_of_a_pinned_state_is_refused_by_slot(build, item, side):
+    alloc, request = started(build(), 7)
+    room = Room(request, side)
+    with pytest.raises(RequestPinned, match=rf"at 8 tokens .* lose the state in {item}\. Wait"):
+        alloc.extend(request, 1)
+    alloc.extend(request, 0)
+    room.ended = True
+    alloc.extend(request, 1)
+
+
+def test_window_pages_may_go_until_one_is_alive_in_what_is_pinned():
+    alloc, request = started(swa(), 8)  # window 6 in pages of 2: positions 2 to 7
+    Room(request)
+    alloc.extend(request, 1)
+    alloc.extend(request, 1)
+    before = pages_of(alloc, request, "swa")
+    with pytest.raises(RequestPinned, match=r"it would lose items 2 of space swa\. Wait"):
+        alloc.extend(request, 1)
+    assert pages_of(alloc, request, "swa") == before and before[0] == 2
+
+
+def test_no_tokens_free_no_window_page_that_is_pinned():
+    alloc, request = started(swa(), 8)
+    old = request.address()
+    alloc.extend(request, 2)
+    Room(request, address=old)
+    with pytest.raises(RequestPinned, match="at 10 tokens it would lose"):
+        alloc.extend(request, 0)
+
+
+@pytest.mark.parametrize("build", [mla, swa, hybrid, dsv4])
+def test_between_chunks_a_request_grows(build):
+    alloc, request = started(build(), 1)
+    for tokens in range(1, 30):
+        Room(request, last=False)
+        alloc.extend(request, 1)
+        assert request.num_tokens == tokens + 1
+    with pytest.raises(RequestPinned, match="free would give up items"):
+        alloc.free(request)
+
+
+def test_pages_without_a_window_grow_while_they_are_pinned():
+    alloc, request = started(mla(), 5)
+    Room(request)
+    Room(request)
+    alloc.extend(request, 20)
+    assert request.num_tokens == 25
+
+
+def test_a_batch_with_a_pinned_request_is_refused_whole():
+    alloc, request = started(hybrid(), 5)
+    others = [alloc.new_request() for _ in range(3)]
+    alloc.extend_batch(others, 4)
+    room = Room(request)
+    before = snapshot(alloc)
+    with pytest.raises(RequestPinned, match="at 6 tokens it would lose"):
+        alloc.extend_batch([*others, request], 1)
+    assert snapshot(alloc) == before
+    alloc.extend_batch(others, 1)
+    room.ended = True
+    alloc.extend_batch([*others, request], 1)
+
+
+@pytest.mark.parametrize("side", ["offered", "received"])
+def test_a_pinned_request_is_not_freed_and_its_items_are_named(side):
+    alloc, request = started(hybrid(), 9)
+    room = Room(request, side)
+    before = snapshot(alloc)
+    with pytest.raises(
+        RequestPinned, match="free would give up items 1-3 of space kv, items 1 of space state"
+    ):
+        alloc.free(request)
+    assert snapshot(alloc) == before
+    room.ended = True
+    alloc.free(request)
+    alloc.check_integrity()
+
+
+def test_an_offered_request_is_forked_and_the_fork_is_free():
+    alloc, request = started(hybrid(), 9)
+    Room(request)
+    child = alloc.fork(request, 9)
+    assert child.pins() == [] and len(request.pins()) == 1
+    alloc.extend(child, 1)
+    alloc.free(child)
+
+
+def test_a_request_that_is_received_is_neither_forked_nor_saved_nor_loaded():
+    pool = hybrid()
+    alloc, request = started(pool, 9)
+    saved = pool.save(request.address())
+    room = Room(request, "received")
+    before = snapshot(alloc)
+    for call in (
+        lambda: alloc.fork(request, 9),
+        lambda: pool.save(request.address()),
+        lambda: pool.load(request.address(), saved),
+    ):
+        with pytest.raises(RequestPinned, match="receives the 9 tokens of this request"):
+            call()
+    assert snapshot(alloc) == before
+    room.ended = True
+    pool.load(request.address(), saved)
+
+
+def test_an_offered_request_is_saved_and_not_loaded():
+    pool = mla()
+    _, request = started(pool, 9)
+    Room(request)
+    saved = pool.save(request.address())
+    with pytest.raises(RequestPinned, match="load would write to its items"):
+        pool.load(request.address(), saved)
+    pool.load(RequestAddress(9, request.address().spans), saved)  # nobody's block table
+
+
+def test_a_pin_is_of_the_memory_that_its_endpoint_has():
+    target, draft = mla(), hybrid(owner="draft", layers=[0, 3], own_spaces=True)
+    alloc = Allocator(target, draft)
+    request = alloc.new_request()
+    alloc.extend(request, 9)
+    Room(request, "received", layout=target.layout)
+    alloc.extend(request, 1)
+    room = Room(request, "received", layout=draft.layout)
+    with pytest.raises(RequestPinned, match="would write to the same items"):
+        Room(request, "received", layout=PoolLayout.merge(target.layout, draft.layout))
+    with pytest.raises(RequestPinned, match=r"the state in slot 1 of space draft\.state"):
+        alloc.extend(request, 1)
+    room.ended = True
+    alloc.extend(request, 1)
+
+
+def test_a_pin_that_is_taken_back_holds_nothing():
+    alloc, request = started(mla(), 9)
+    rooms = [Room(request) for _ in range(2)]
+    for room in rooms:
+        with pytest.raises(RequestPinned, match=f"'{room.name}'"):
+            alloc.free(request)
+        request.unpin(room.pin)
+    alloc.free(request)
+    request.unpin(room.pin)
+    assert request.pins() == []
+
+
+def test_a_freed_request_is_not_pinned():
+    alloc, request = started(mla(), 9)
+    address = request.address()
+    alloc.free(request)
+    alloc.new_request()
+    with pytest.raises(ValueError, match="this request was freed"):
+        Room(request, address=address, layout=alloc.layout)
