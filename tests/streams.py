@@ -71,13 +71,15 @@ class Stream:
 
 def dial(address):
     """A stream to an endpoint address."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, place = address.partition("://")
     if scheme == "ipc":
         made = socket.socket(socket.AF_UNIX)
-        made.connect(rest)
-        return Stream(made)
-    host, _, port = rest.rpartition(":")
-    return Stream(socket.create_connection((host.strip("[]"), int(port))))
+        made.connect(place)
+    else:
+        host, _, port = place.rpartition(":")
+        made = socket.socket(socket.AF_INET6 if "[" in host else socket.AF_INET)
+        made.connect((host.strip("[]"), int(port)))
+    return Stream(made)
 
 
 class Server:
