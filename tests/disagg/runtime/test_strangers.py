@@ -324,9 +324,11 @@ def test_beyond_loopback_an_endpoint_without_keys_must_say_so(bind, caplog):
     with pytest.raises(ValueError, match=ways) as refused:
         PrefillEndpoint(pool.layout, create_engine("local"), bind)
     assert bind in str(refused.value)
-    with DecodeEndpoint(pool.layout, create_engine("local")) as decode:
-        with pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"):
-            decode.connect(["tcp://10.0.0.9:5"])
+    with (
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+        pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"),
+    ):
+        decode.connect(["tcp://10.0.0.9:5"])
     assert not caplog.records
     with prefill_of(bind, insecure=True) as prefill:
         assert prefill.address.startswith("tcp://0.0.0.0:")
