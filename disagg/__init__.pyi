@@ -28,7 +28,9 @@ from .protocol.metrics import RoomMetrics as RoomMetrics, Snapshot as Snapshot
 from .protocol.status import Failure as Failure, KVPoll as KVPoll, Phase as Phase
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
+from .runtime.socket_transport import SocketTransport as SocketTransport
 from .runtime.transport import (
+    Lost as Lost,
     MemoryNetwork as MemoryNetwork,
     MemoryTransport as MemoryTransport,
     Transport as Transport,

@@ -22,7 +22,8 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"__main__", "kvpool"},
     ),
     "disagg": (
-        {"errors", "unix_sockets"},
+        {"errors", "loopback", "trusted_files", "unix_sockets"},
+        {"forks"},
         {"plan"},
         {"digest", "engines"},
         {"protocol"},

@@ -1,4 +1,4 @@
-"""`kvpool keys`: writes the key file of a deployment."""
+"""`kvpool keys`: writes the key files of a deployment."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from disagg.runtime.keys import write_keys
 
 
 def keys(
-    path: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
+    path: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
 ) -> None:
-    """Write the keys that encrypt control messages: one file for all endpoints."""
+    """Write the keys that encrypt control messages: a file for each side, in a new folder."""
     try:
         made = write_keys(path)
     except OSError as error:
         typer.echo(f"{path}: {error.strerror}.", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"{path}: public key {made.public}. Copy it to every host, readable by you only,")
-    typer.echo(f'and pass it to every endpoint: keys="{path}".')
+    for each in made:
+        typer.echo(f"{path / each.side}.key: public key {each.public}")
+    typer.echo("Copy each file to the hosts of its side only, readable by you only, and pass the")
+    typer.echo(f'folder (or the file) to every endpoint: keys="{path}".')

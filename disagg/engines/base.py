@@ -6,13 +6,13 @@ uses an engine.
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
 from disagg.errors import PeerError
+from disagg.forks import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 
@@ -83,11 +83,6 @@ class Engine(ABC):
         certain.
         """
 
-    def abandon(self) -> None:
-        """In a forked child, where the engine is the parent's: gives up what can be given up
-        without touching it. The engine is never destroyed there.
-        """
-
     def telemetry(self) -> Mapping[str, float]:
         """The engine's own counters since it was created, by name."""
         return {}
@@ -101,14 +96,6 @@ class Engine(ABC):
         after it.
         """
         keep_for_ever(self)
-
-
-def keep_for_ever(thing: object) -> None:
-    """Keeps an object from being destroyed in this process, also while the interpreter ends, when
-    a list that holds it would be cleared. The destructor of a vendor's object may end, in a forked
-    child, what the parent still uses.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _entries() -> dict[str, EntryPoint]:

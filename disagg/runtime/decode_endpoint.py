@@ -23,7 +23,8 @@ from disagg.protocol.effects import Dial
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
-from disagg.runtime.endpoint import Endpoint, Options
+from disagg.runtime.endpoint import Endpoint
+from disagg.runtime.options import Options
 from disagg.runtime.pinned import pinned
 from disagg.runtime.staging import MIN_STAGING, staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress

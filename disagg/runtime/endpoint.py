@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypedDict, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from typing_extensions import Self
 
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
+from disagg.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import (
-    MAX_TIMEOUT,
-    MIN_TIMEOUT,
     PROTOCOL,
     Hello,
     Room,
@@ -39,39 +37,18 @@ from disagg.protocol.messages import (
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import Failure, KVPoll
-from disagg.runtime.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.runtime.io_thread import IOThread
+from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Transport
-from disagg.runtime.zmq_transport import ZmqTransport
+from disagg.runtime.transport import Lost
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
 
-PEER_TIMEOUT = 10.0
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
 TELEMETRY_SECONDS = 0.5
-
-
-class Options(TypedDict, total=False):
-    """What every endpoint takes by keyword."""
-
-    peer_timeout: float
-    """Seconds (10): a peer that is silent for longer is dead. Its rooms fail by name, and decode
-    dials it until it is back.
-    """
-    keys: str | os.PathLike[str] | None
-    """A file of `kvpool keys`, the same on both sides: messages are encrypted, and only its holders
-    may connect.
-    """
-    transport: Transport | None
-    """Another one than ZeroMQ. Who made it closes it."""
-    clock: Callable[[], float]
-    """Seconds, monotonic."""
-    threaded: bool
-    """Without a thread (False), the caller calls `step()`; rooms move only then, and in `wait`."""
 
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
@@ -95,23 +72,10 @@ class Endpoint(Generic[M]):
         stage: StagingBuffers | None = None,
         read_timeout: float = math.inf,
     ) -> None:
-        unknown = options.keys() - Options.__annotations__.keys()
-        if unknown:
-            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(unknown))}.")
-        peer_timeout = options.get("peer_timeout", PEER_TIMEOUT)
-        keys, transport = options.get("keys"), options.get("transport")
+        peer_timeout = check_options(type(self).__name__, options)
         clock = options.get("clock", time.monotonic)
-        if not MIN_TIMEOUT <= peer_timeout <= MAX_TIMEOUT:
-            raise ValueError(
-                f"peer_timeout={peer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s."
-            )
-        if keys is not None and transport is not None:
-            raise ValueError("keys are for ZeroMQ: give keys or a transport, not both.")
-        self._close_transport: Callable[[], None] = lambda: None  # it is the caller's
-        if transport is None:
-            transport = zmq = ZmqTransport(keys)
-            self._close_transport = zmq.close
-        self._transport = transport
+        side: Literal["prefill", "decode"] = "prefill" if serves else "decode"
+        self._transport, self._close_transport = open_transport(options, side)
         stage = stage or StagingBuffers()
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
@@ -126,7 +90,7 @@ class Endpoint(Generic[M]):
             engine.name,
             self.layout.to_msgpack(),
             engine.metadata() if serves else b"",
-            float(peer_timeout),
+            peer_timeout,
         )
         self.machine: M = machine(hello, clock())
         self._clock = clock
@@ -280,7 +244,10 @@ class Endpoint(Generic[M]):
             )
         try:
             for peer, data in self._transport.poll(pause, wake):
-                self._receive(peer, data)
+                if isinstance(data, Lost):
+                    self._lost(peer, data.reason)
+                else:
+                    self._receive(peer, data)
             if self._thread is not None:
                 self._thread.clear()
             with self._lock:
@@ -310,6 +277,11 @@ class Endpoint(Generic[M]):
             log.warning("%s: a peer: %s", type(self).__name__, problem, exc_info=unexpected)
             with self._lock:
                 self._handle(events.Malformed(peer, problem))
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            if not self._closing:
+                self._handle(events.Unreachable(peer, reason))
 
     def _work(self) -> None:
         """One step of the engine, of every read and of the digests."""

@@ -1,6 +1,6 @@
 """Prefill's endpoint.
 
-prefill = PrefillEndpoint(pool.layout, create_engine("local"), bind="tcp://127.0.0.1:*")
+prefill = PrefillEndpoint(pool.layout, create_engine("local"))
 prefill.send(room, block_table, tokens=range(0, n), last=True, aux={"first_token": 7})
 """
 
@@ -14,7 +14,8 @@ from disagg.engines.base import Engine
 from disagg.protocol.events import OfferChunk
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
-from disagg.runtime.endpoint import Endpoint, Options
+from disagg.runtime.endpoint import Endpoint
+from disagg.runtime.options import Options, default_address
 from disagg.runtime.pinned import pinned
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -25,7 +26,8 @@ LEASE_SECONDS = 300.0
 
 
 class PrefillEndpoint(Endpoint[PrefillMachine]):
-    """Offers what one prefill rank computes. `address` is the endpoint address to dial.
+    """Offers what one prefill rank computes. `address` is the endpoint address to dial: `bind`, or
+    a new unix socket of this host (with keys: a new port of loopback).
 
     A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. A lease
     ends `lease` seconds after the room's last chunk or request (None: never): the room fails, its
@@ -36,7 +38,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         self,
         layout: PoolLayout,
         engine: Engine,
-        bind: str = "tcp://127.0.0.1:*",
+        bind: str | None = None,
         *,
         lease: float | None = LEASE_SECONDS,
         **options: Unpack[Options],
@@ -51,7 +53,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             serves=True,
         )
         try:
-            self.address = self._transport.bind(bind)
+            self.address = self._transport.bind(bind or default_address(options))
         except ValueError:
             self._release()
             raise

@@ -9,9 +9,15 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from disagg.protocol.effects import Peer
+
+
+class Lost(NamedTuple):
+    """Instead of a message: the peer's connection has ended, or was refused."""
+
+    reason: str
 
 
 class Transport(Protocol):
@@ -30,9 +36,10 @@ class Transport(Protocol):
     def send(self, peer: Peer, data: bytes) -> str | None:
         """Sends without blocking; returns what is wrong with the peer, if anything."""
 
-    def poll(self, timeout: float, wake: int | None = None) -> Iterable[tuple[Peer, bytes]]:
+    def poll(self, timeout: float, wake: int | None = None) -> Iterable[tuple[Peer, bytes | Lost]]:
         """Messages that have arrived, each with its peer. Waits for one at most `timeout` seconds,
-        or until the file `wake` can be read.
+        or until the file `wake` can be read. A transport that notices the end of a connection
+        yields Lost after its last message, unless `connect` has replaced it.
         """
 
 

@@ -1,8 +1,12 @@
-"""Messages over ZeroMQ: a ROUTER for who dials in, a DEALER for each peer that is dialled."""
+"""Messages over ZeroMQ with CURVE keys: a ROUTER for who dials in, a DEALER for each peer that is
+dialled.
+
+Never without keys. A ROUTER takes names that strangers claim, and one that claims the next free
+name ends the process; it bounds a frame, and not a message of many frames.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from disagg.forks import keep_for_ever
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
-from disagg.runtime.keys import Keys, read_keys
+from disagg.runtime.keys import Keys
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -30,25 +35,29 @@ MESSAGES_A_TURN = 1000
 
 
 class ZmqTransport:
-    """See disagg.runtime.transport.Transport. With `keys`, the path of a file of `kvpool keys`,
-    messages are encrypted and only its holders may connect.
+    """See disagg.runtime.transport.Transport. Prefill's `keys` bind and admit decode's, decode's
+    dial and take answers of prefill's.
     """
 
-    def __init__(self, keys: str | os.PathLike[str] | None = None) -> None:
-        self._keys = None if keys is None else read_keys(keys)
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS)
-        self._guard = None if self._keys is None else _guard(self._context, self._keys)
+        self._guard = _guard(self._context, keys.other) if keys.side == "prefill" else None
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._peers: dict[zmq.Socket[bytes], int] = {}
         self._dialled: deque[tuple[int, zmq.Socket[bytes] | None]] = deque()
         self._leaving: deque[tuple[float, zmq.Socket[bytes]]] = deque()
+        self._abandoned = False
 
     def bind(self, address: str) -> str:
         """See Transport."""
+        if self._keys.side != "prefill":
+            raise ValueError(f"bind {address!r}: these are {self._keys.side}'s keys.")
         router = self._socket(zmq.ROUTER)
+        router.curve_server = True
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             router.bind(address)
@@ -65,7 +74,10 @@ class ZmqTransport:
         """See Transport."""
         dealer = None
         if address is not None:
+            if self._keys.side != "decode":
+                raise ValueError(f"connect: address {address!r}: these are prefill's keys.")
             dealer = self._socket(zmq.DEALER)
+            dealer.curve_serverkey = self._keys.other.encode()
             try:
                 dealer.connect(address)
             except zmq.ZMQError as error:
@@ -82,7 +94,10 @@ class ZmqTransport:
             elif self._router is not None:
                 self._router.send_multipart([peer, data], zmq.NOBLOCK)
         except zmq.Again:
-            return f"{QUEUED} messages to it are unread."
+            return (
+                f"it takes no message: it does not read, and {QUEUED:,} wait for it, or its "
+                "connection is being made again."
+            )
         except zmq.ZMQError as error:
             return f"it cannot be reached ({error})."
         return None
@@ -106,13 +121,20 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Gives up all connections, once what was sent has had time to leave."""
-        if self._context.closed:
+        if self._context.closed or self._abandoned:
             return
         if self._guard is not None:
             self._guard.stop()
         self._plug()
         time.sleep(CLOSE_LINGER_SECONDS)
         self._context.destroy(linger=0)
+
+    def abandon(self) -> None:
+        """In a forked child: keeps all of ZeroMQ's objects, untouched, while the process lives.
+        Their destructors wait for threads that only the parent has, and signal the parent's.
+        """
+        self._abandoned = True
+        keep_for_ever(self)
 
     def _plug(self) -> None:
         """Puts new sockets, and with them new identities, in the place of old ones."""
@@ -139,22 +161,16 @@ class ZmqTransport:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         socket.setsockopt(zmq.SNDHWM, QUEUED)
         socket.setsockopt(zmq.RCVHWM, QUEUED)
-        if self._keys is not None:
-            socket.curve_publickey = self._keys.public.encode()
-            socket.curve_secretkey = self._keys.secret.encode()
-            if kind == zmq.ROUTER:
-                socket.curve_server = True
-            else:
-                socket.curve_serverkey = self._keys.public.encode()
+        socket.curve_publickey = self._keys.public.encode()
+        socket.curve_secretkey = self._keys.secret.encode()
         return socket
 
 
-def _guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> ThreadAuthenticator:
-    """Lets only holders of the keys connect."""
+def _guard(context: zmq.Context[zmq.Socket[bytes]], admitted: str) -> ThreadAuthenticator:
+    """Lets only the holders of one key connect."""
     from zmq.auth.thread import ThreadAuthenticator
 
-    held = keys.public.encode()
-    holders = SimpleNamespace(callback=lambda domain, key: key == held)
+    holders = SimpleNamespace(callback=lambda domain, key: key == admitted.encode())
     guard = ThreadAuthenticator(context)
     guard.start()
     guard.configure_curve_callback(domain="*", credentials_provider=holders)

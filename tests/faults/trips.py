@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from disagg import Engine, ZmqTransport
+from disagg import Engine, Lost, SocketTransport
 from disagg.protocol import messages
 
 
@@ -25,8 +25,8 @@ class Trip:
     then: Callable[[], None]
 
 
-class TrippedTransport(ZmqTransport):
-    """ZeroMQ with hooks on every message, and on the reads of an engine."""
+class TrippedTransport(SocketTransport):
+    """Stream sockets with hooks on every message, and on the reads of an engine."""
 
     def __init__(self, engine: Engine, sending: Callable[[Any], None], seed: int) -> None:
         super().__init__()
@@ -57,7 +57,8 @@ class TrippedTransport(ZmqTransport):
 
     def poll(self, timeout, wake=None):
         for peer, data in super().poll(timeout, wake):
-            self._reached(f"take {type(messages.decode(data)).__name__}")
+            if not isinstance(data, Lost):
+                self._reached(f"take {type(messages.decode(data)).__name__}")
             yield peer, data
 
     def _reached(self, point: str) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
-from threading import Event, Thread
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
-import zmq
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
@@ -33,6 +31,7 @@ from tests.oracle import (
     values,
     write,
 )
+from tests.streams import Server, dial
 
 MHA = {"layers": range(2), "num_kv_heads": 8, "head_dim": 4, "dtype": "bf16"}
 MLA = {"layers": range(8), "kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "bf16"}
@@ -290,36 +289,34 @@ def test_an_exception_in_one_request_fails_that_request_only(where):
 @contextmanager
 def overheard(address):
     """A proxy of `address`, and the messages that pass in each direction."""
-    stop, said = Event(), {"decode": [], "prefill": []}
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as front:
-        front.bind("tcp://127.0.0.1:*")
+    said = {"decode": [], "prefill": []}
 
-        def carry():
-            with context.socket(zmq.DEALER) as back:
-                back.connect(address)
-                name = b""
-                while not stop.is_set():
-                    while front.poll(5):
-                        name, data = front.recv_multipart()
-                        said["decode"].append(data)
-                        back.send(data)
-                    while back.poll(5):
-                        said["prefill"].append(data := back.recv())
-                        front.send_multipart([name, data])
+    def carry(one, other, heard):
+        while (data := one.receive(None)) is not None:
+            heard.append(data)
+            other.send(data)
+        other.hang_up()
 
-        thread = Thread(target=carry)
+    def connect():
+        with server.accept() as front, dial(address) as back:
+            up = Thread(target=carry, args=(front, back, said["decode"]))
+            up.start()
+            carry(back, front, said["prefill"])
+            up.join()
+
+    with Server() as server:
+        thread = Thread(target=connect)
         thread.start()
-        yield front.getsockopt_string(zmq.LAST_ENDPOINT), said
-        stop.set()
+        yield server.address, said
         thread.join()
 
 
 def rubbish(messages):
     """Valid messages, truncated and corrupted ones, and arbitrary bytes."""
     random = np.random.default_rng(29)
-    found = [b"", b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
+    found = [b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
     for data in messages:
-        found.extend(data[:length] for length in random.integers(0, len(data), 4))
+        found.extend(data[:length] for length in random.integers(1, len(data), 4))
         for _ in range(10):
             changed = np.frombuffer(data, np.uint8).copy()
             changed[random.integers(0, changed.size, 3)] = random.integers(0, 256, 3)
@@ -347,25 +344,20 @@ def test_hostile_decodes_and_prefills_do_not_affect_others():
         good = decode.connect([prefill.address], timeout=30)
         decode.receive("first", into[0], link=good)
         offer(prefill, "first", given[0], range(25))
-        with zmq.Context() as context:
-            port = int(prefill.address.rpartition(":")[2])
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
-            for data in rubbish(said["decode"]):
-                with context.socket(zmq.DEALER) as stranger:
-                    stranger.connect(prefill.address)
-                    stranger.send(said["decode"][0])
-                    stranger.send(data)
-            with context.socket(zmq.ROUTER) as stranger:
-                stranger.bind("tcp://127.0.0.1:*")
-                for number, data in enumerate(rubbish(said["prefill"])):
-                    bad = decode.connect([stranger.getsockopt_string(zmq.LAST_ENDPOINT)])
-                    decode.receive(number, into[2], link=bad)
-                    name, *_ = stranger.recv_multipart()
-                    stranger.send_multipart([name, said["prefill"][0]])
-                    stranger.send_multipart([name, data])
-                prefill.send("first", given[0])
-                assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
+        with dial(prefill.address) as stranger:
+            stranger.socket.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+        for data in rubbish(said["decode"]):
+            with dial(prefill.address) as stranger:
+                stranger.send(said["decode"][0], data)
+        with Server() as server, ExitStack() as strangers:
+            for number, data in enumerate(rubbish(said["prefill"])):
+                bad = decode.connect([server.address])
+                decode.receive(number, into[2], link=bad)
+                stranger = strangers.enter_context(server.accept())
+                stranger.receive()
+                stranger.send(said["prefill"][0], data)
+            prefill.send("first", given[0])
+            assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
         decode.receive("second", into[1], link=good)
         prefill.send("second", given[1])
         assert decode.wait("second", 30) is KVPoll.Success, decode.failure("second")

@@ -1,11 +1,12 @@
 """Reads through Mooncake's transfer engine, over TCP or RDMA.
 
-Anyone who can reach a process's Mooncake ports can read and write its registered memory: keep the
-ports inside a trusted network.
+Anyone who can reach a process's Mooncake ports can read and write its registered memory, on every
+interface and with or without keys: keep the ports inside a trusted network.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,12 @@ from disagg.engines.mooncake.package import (
 )
 from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
+from disagg.loopback import is_loopback
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST, MAX_INT
+
+log = logging.getLogger("disagg")
 
 MAX_REGIONS = 1 << 16
 POLL_SECONDS = 0.0005
@@ -97,6 +101,7 @@ class MooncakeEngine(Engine):
         self._peers: list[MooncakePeer] = []
         self._engine: Any = None
         self._held: list[np.ndarray] = []
+        self._exposed = False
 
     @classmethod
     def protocols(cls) -> Sequence[str]:
@@ -246,6 +251,7 @@ class MooncakeEngine(Engine):
                     register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
                 register_ranges(engine, self._ranges)
             self._engine = engine
+            self._warn_exposed(engine)
         return self._engine
 
     def _reading(self) -> Any:
@@ -253,4 +259,19 @@ class MooncakeEngine(Engine):
         engine = start(self._protocol, self._hostname, self._device)
         if self._protocol != "tcp":
             register_ranges(engine, self._ranges)
+            self._warn_exposed(engine)
         return engine
+
+    def _warn_exposed(self, engine: Any) -> None:
+        """Says once that registered memory can be reached from other hosts."""
+        if self._exposed or is_loopback(self._hostname):
+            return
+        self._exposed = True
+        log.warning(
+            "engine %s at %s: any process that reaches its port %d can read and overwrite the "
+            "registered memory, also where endpoints have keys. Let a firewall admit only this "
+            "deployment's hosts to TCP ports 15000 to 17000 (docs/security.md).",
+            self.name,
+            self._hostname,
+            engine.get_rpc_port(),
+        )

@@ -154,6 +154,17 @@ def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
     assert (memory[:16] == 7).all()
 
 
+@pytest.mark.parametrize(("hostname", "times"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+def test_that_other_hosts_can_reach_the_memory_is_said_once(memory, caplog, hostname, times):
+    engine = create_engine("mooncake", hostname=hostname)
+    engine.register([slab(memory)])
+    for _ in range(2):
+        port = msgspec.msgpack.decode(engine.metadata())["port"]
+    engine.close()
+    said = f"at {hostname}: any process that reaches its port {port} can read and overwrite"
+    assert caplog.text.count(said) == caplog.text.count("firewall") == times
+
+
 def test_memory_that_mooncake_refuses_is_an_error(memory):
     engine = MooncakeEngine()
     engine.register([slab(memory)])

@@ -1,13 +1,15 @@
-"""With keys, control messages are encrypted and nobody without them connects."""
+"""With keys, control messages are encrypted, and each side talks to holders of the other's only."""
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 import zmq
 
@@ -20,13 +22,24 @@ from tests import oracle
 
 TOKENS = 40
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 5, "page_size": 16}
+OTHER_USER = 65534
+TCP = "tcp://127.0.0.1:*"
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
 
 @pytest.fixture
 def keys(tmp_path):
-    path = tmp_path / "cluster.key"
+    path = tmp_path / "keys"
     write_keys(path)
     return path
+
+
+def prefill_of(pool, keys=None, bind=TCP):
+    return PrefillEndpoint(pool.layout, create_engine("local"), bind, keys=keys)
+
+
+def decode_of(pool, keys=None):
+    return DecodeEndpoint(pool.layout, create_engine("local"), keys=keys)
 
 
 def hand_off(keys, through=lambda address: address):
@@ -35,10 +48,7 @@ def hand_off(keys, through=lambda address: address):
     given, address = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, 9)
     oracle.fill(source, given)
     oracle.blank(dest)
-    with (
-        PrefillEndpoint(source.layout, create_engine("local"), keys=keys) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local"), keys=keys) as decode,
-    ):
+    with prefill_of(source, keys) as prefill, decode_of(dest, keys) as decode:
         decode.connect([through(prefill.address)], timeout=20)
         decode.receive("a room by name", address)
         prefill.send("a room by name", given)
@@ -80,61 +90,153 @@ def test_what_travels_can_be_read_only_without_keys(keys, secret):
     assert (b"a room by name" in b"".join(taps[0].seen)) is not secret
 
 
-@pytest.mark.parametrize("theirs", ["none", "others"])
-def test_nobody_connects_without_the_keys_and_the_others_go_on(keys, tmp_path, theirs):
-    other = None
+def forge(folder, side, keys, other):
+    """A new folder with a file of `side`: the pair of `keys`, for a peer with the key `other`."""
+    folder.mkdir(mode=0o700)
+    file = folder / f"{side}.key"
+    file.write_bytes(msgspec.json.encode(type(keys)(side, keys.public, keys.secret, other)))
+    file.chmod(0o600)
+    return folder
+
+
+@pytest.mark.parametrize("theirs", ["none", "others", "prefill's own"])
+def test_only_decodes_key_is_let_in_and_the_others_go_on(keys, tmp_path, theirs):
+    pool, stranger = MLAPool(layers=range(2), **MLA), None
+    ours = read_keys(keys, "prefill")
     if theirs == "others":
-        write_keys(other := tmp_path / "other.key")
-    pool = MLAPool(layers=range(2), **MLA)
+        other, _ = write_keys(tmp_path / "other")
+        stranger = forge(tmp_path / "forged", "decode", other, ours.public)
+    elif theirs == "prefill's own":  # a prefill's host cannot act as decode
+        stranger = forge(tmp_path / "forged", "decode", ours, ours.public)
     with (
-        PrefillEndpoint(pool.layout, create_engine("local"), keys=keys) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("local"), keys=keys) as friend,
-        DecodeEndpoint(pool.layout, create_engine("local"), keys=other) as stranger,
+        prefill_of(pool, keys) as prefill,
+        decode_of(pool, keys) as friend,
+        decode_of(pool, stranger) as decode,
     ):
         with pytest.raises(TimeoutError, match="are keys the same on both sides"):
-            stranger.connect([prefill.address], timeout=1)
+            decode.connect([prefill.address], timeout=1)
         friend.connect([prefill.address], timeout=20)
+        assert decode.machine.peers.live() == 0
 
 
-def test_who_knows_the_public_key_alone_is_not_let_in(keys):
+@pytest.mark.parametrize("theirs", ["none", "others", "decode's own"])
+def test_only_prefills_key_is_believed(keys, tmp_path, theirs):
+    pool, stranger = MLAPool(layers=range(2), **MLA), None
+    ours = read_keys(keys, "decode")
+    if theirs == "others":
+        _, other = write_keys(tmp_path / "other")
+        stranger = forge(tmp_path / "forged", "prefill", other, ours.public)
+    elif theirs == "decode's own":  # a decode's host cannot act as prefill
+        stranger = forge(tmp_path / "forged", "prefill", ours, ours.public)
+    with (
+        prefill_of(pool, stranger) as imposter,
+        prefill_of(pool, keys) as prefill,
+        decode_of(pool, keys) as decode,
+    ):
+        with pytest.raises(TimeoutError, match="are keys the same on both sides"):
+            decode.connect([imposter.address], timeout=1)
+        assert not imposter.machine.peers.alive
+        decode.connect([prefill.address], timeout=20)
+
+
+def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
+    pool = MLAPool(layers=range(2), **MLA)
+    with prefill_of(pool) as plain, decode_of(pool, keys) as decode:
+        with pytest.raises(TimeoutError):
+            decode.connect([plain.address], timeout=1)
+        assert "Are keys set on one side only?" in caplog.text
+    caplog.clear()
+    with prefill_of(pool, keys) as prefill, decode_of(pool) as decode:
+        with pytest.raises(TimeoutError):
+            decode.connect([prefill.address], timeout=1)
+        assert "Are keys set on one side only?" in caplog.text
+
+
+def test_who_knows_the_public_keys_alone_is_not_let_in(keys):
     pool = MLAPool(layers=range(2), **MLA)
     with (
-        PrefillEndpoint(pool.layout, create_engine("local"), keys=keys) as prefill,
+        prefill_of(pool, keys) as prefill,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):
         stranger.linger = 0
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-        stranger.curve_serverkey = read_keys(keys).public.encode()
+        stranger.curve_serverkey = read_keys(keys, "prefill").public.encode()
         stranger.connect(prefill.address)
         hello = messages.Hello(messages.PROTOCOL, "g", "local", pool.layout.to_msgpack(), b"", 10.0)
         stranger.send(messages.encode(hello))
         assert not stranger.poll(1000)
 
 
-def test_a_key_file_is_its_owners_alone_and_is_never_overwritten(tmp_path):
+def test_files_of_keys_are_their_owners_alone_and_are_never_overwritten(tmp_path):
     path = tmp_path / "k"
     command = [sys.executable, "-c", "from kvpool.cli import main; main()", "keys", str(path)]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert read_keys(path).public in told.stdout
-    assert read_keys(path).secret not in told.stdout + repr(read_keys(path))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    before = path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for side in ("prefill", "decode"):
+        assert read_keys(path, side) == read_keys(path / f"{side}.key", side)
+        assert read_keys(path, side).public in told.stdout
+        assert read_keys(path, side).secret not in told.stdout + repr(read_keys(path, side))
+        assert stat.S_IMODE((path / f"{side}.key").stat().st_mode) == 0o600
+    before = (path / "decode.key").read_bytes()
     again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, path.read_bytes()) == (1, before)
+    assert (again.returncode, (path / "decode.key").read_bytes()) == (1, before)
     assert "File exists" in again.stderr
-    path.chmod(0o640)
-    with pytest.raises(ValueError, match="other users may open it"):
-        read_keys(path)
+
+
+def test_each_side_needs_its_own_file_only(keys):
+    (keys / "prefill.key").unlink()
+    assert read_keys(keys, "decode").side == "decode"
+    with pytest.raises(ValueError, match=r"prefill\.key: No such file.*kvpool keys FOLDER"):
+        read_keys(keys, "prefill")
+
+
+def test_a_file_of_the_wrong_side_is_refused_by_name(keys):
+    pool = MLAPool(layers=range(2), **MLA)
+    with pytest.raises(ValueError, match=r"decode\.key: decode's, and this is prefill"):
+        prefill_of(pool, keys / "decode.key")
+    with pytest.raises(ValueError, match=r"prefill\.key: prefill's, and this is decode"):
+        decode_of(pool, keys / "prefill.key")
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "sentence"),
+    [
+        ("decode.key", 0o640, r"decode\.key: .*mode is 0640: other users may open it.*go-rwx"),
+        ("decode.key", 0o604, "mode is 0604: other users may open it"),
+        ("", 0o770, r"keys: .*mode is 0770: other users may write to it. Run: chmod go-w"),
+    ],
+)
+def test_keys_that_other_users_can_get_at_are_refused(keys, what, mode, sentence):
+    (keys / what).chmod(mode)
+    with pytest.raises(ValueError, match=sentence):
+        read_keys(keys, "decode")
+
+
+@as_root
+@pytest.mark.parametrize("what", ["decode.key", ""])
+def test_another_users_file_or_folder_is_refused(keys, what):
+    os.chown(keys / what, OTHER_USER, -1)
+    with pytest.raises(ValueError, match=f"user {OTHER_USER} owns it.*Run: chown 0"):
+        decode_of(MLAPool(layers=range(2), **MLA), keys)
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(keys):
+    (keys / "decode.key").rename(keys / "elsewhere")
+    (keys / "decode.key").symlink_to(keys / "elsewhere")
+    with pytest.raises(ValueError, match="a symbolic link is not followed"):
+        read_keys(keys, "decode")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"public": "x", "secret": "y"}'])
-def test_a_file_that_holds_no_keys_is_refused_at_once(tmp_path, content):
-    path = tmp_path / "k"
-    path.write_bytes(content)
-    path.chmod(0o600)
-    pool = MLAPool(layers=range(2), **MLA)
+def test_a_file_that_holds_no_keys_is_refused_at_once(keys, content):
+    (keys / "prefill.key").write_bytes(content)
     with pytest.raises(ValueError, match="Make it anew: kvpool keys"):
-        PrefillEndpoint(pool.layout, create_engine("local"), keys=path)
-    with pytest.raises(ValueError, match="Make it: kvpool keys"):
-        DecodeEndpoint(pool.layout, create_engine("local"), keys=tmp_path / "none")
+        prefill_of(MLAPool(layers=range(2), **MLA), keys)
+
+
+def test_keys_that_are_no_pair_are_refused(keys, tmp_path):
+    ours, (theirs, _) = read_keys(keys, "decode"), write_keys(tmp_path / "other")
+    mixed = type(ours)("decode", ours.public, theirs.secret, ours.other)
+    with pytest.raises(ValueError, match="no pair"):
+        read_keys(forge(tmp_path / "mixed", "decode", mixed, ours.other), "decode")

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from urllib.request import urlopen
 
 import pytest
-import zmq
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport, ZmqTransport
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.protocol import messages
 from disagg.protocol.events import AbortAll
 from disagg.protocol.messages import Hello, UnknownPeer, encode
-from disagg.runtime.zmq_transport import ZmqTransport
+from disagg.runtime.keys import write_keys
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.streams import dial
 
 TOKENS = 75
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
@@ -33,7 +33,7 @@ def pool(**more):
 
 
 @contextmanager
-def prefill_side(bind="tcp://127.0.0.1:*", salt=0, **options):
+def prefill_side(bind=None, salt=0, **options):
     """A prefill in this process that has computed one request."""
     source = pool()
     address = oracle.place(source, TOKENS)
@@ -50,7 +50,7 @@ def decode_side(**options):
         yield endpoint, dest, oracle.place(dest, TOKENS, 9)
 
 
-class Mutable(ZmqTransport):
+class Mutable:
     """A transport that sends nothing while it is muted."""
 
     muted = False
@@ -59,9 +59,17 @@ class Mutable(ZmqTransport):
         return None if self.muted else super().send(peer, data)
 
 
+class MutableSockets(Mutable, SocketTransport):
+    """Over plain sockets, where the end of a connection is noticed."""
+
+
+class MutableZmq(Mutable, ZmqTransport):
+    """Over ZeroMQ, which connects again and says nothing."""
+
+
 @pytest.fixture
 def transport():
-    made = Mutable()
+    made = MutableSockets()
     yield made
     made.close()
 
@@ -154,17 +162,19 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         oracle.assert_holds(dest, address)
 
 
-def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(transport):
+def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(tmp_path):
     """nixl#2051, vllm#49238: messages of another generation are refused, the next hello works."""
-    with decode_side(peer_timeout=5) as (decode, dest, address):
-        with prefill_side(transport=transport) as (prefill, _):
+    made, _ = write_keys(keys := tmp_path / "keys")
+    transport = MutableZmq(made)
+    with decode_side(peer_timeout=5, keys=keys) as (decode, dest, address):
+        with prefill_side("tcp://127.0.0.1:*", transport=transport) as (prefill, _):
             link = decode.connect([prefill.address], timeout=20)
             decode.receive("r", address)
             at = prefill.address
             transport.muted = True  # it ends without a word
             prefill.close()
             transport.close()
-        with prefill_side(at) as (prefill, given):
+        with prefill_side(at, keys=keys) as (prefill, given):
             began = time.monotonic()
             assert decode.wait("r", 20) is KVPoll.Failed
             assert "no longer knows this decode" in str(decode.failure("r"))
@@ -227,27 +237,24 @@ def test_who_has_said_goodbye_greets_nobody():
     with (
         prefill_side() as (prefill, _),
         decode_side() as (decode, _, _),
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as dealer,
+        dial(prefill.address) as stream,
     ):
-        dealer.linger = 0
-        dealer.connect(prefill.address)
-        dealer.send(encode(decode.machine.hello))
-        assert dealer.poll(20_000) and isinstance(messages.decode(dealer.recv()), Hello)
+        stream.send(encode(decode.machine.hello))
+        assert isinstance(messages.decode(stream.receive()), Hello)
         handle = prefill.machine.handle
 
         def late(event, now):
             effects = handle(event, now)
             if isinstance(event, AbortAll):
-                dealer.send(encode(decode.machine.hello))
+                stream.send(encode(decode.machine.hello))
                 time.sleep(0.3)  # it lies in the socket when the last turn begins
             return effects
 
         prefill.machine.handle = late
         prefill.close()
         heard = []
-        while dealer.poll(300):
-            heard.append(type(messages.decode(dealer.recv())))
+        while (data := stream.receive()) is not None:
+            heard.append(type(messages.decode(data)))
         assert heard == [UnknownPeer]
 
 
@@ -265,7 +272,7 @@ def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
             decode.forget("r")
             prefill.forget("r")
         assert prefill.refusals() == []
-        # ZeroMQ closes files a moment later
+        # a connection is closed once its last messages have had time to leave
         until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files + 10)
 
 

@@ -15,10 +15,12 @@ from disagg import (
     MemoryTransport,
     PeerError,
     PrefillEndpoint,
+    SocketTransport,
     UsageError,
     ZmqTransport,
     create_engine,
 )
+from disagg.runtime.keys import write_keys
 from kvpool import MHAPool
 from tests import oracle
 
@@ -37,27 +39,34 @@ def pools():
     return source, given, dest, oracle.place(dest, TOKENS, 9)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "memory"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "insecure", "keys", "memory"])
 @pytest.mark.parametrize("verify", [None, "checksum"])
-def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify):
+def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, tmp_path):
     source, given, dest, into = pools
-    network, bind = MemoryNetwork(), "here"
-    transports = MemoryTransport(network), MemoryTransport(network)
-    if transport == "zmq":
-        transports, bind = (None, None), "tcp://127.0.0.1:*"
+    bind, sides = "tcp://127.0.0.1:*", [{"threaded": False}, {"threaded": False}]
+    if transport == "memory":
+        network, bind = MemoryNetwork(), "here"
+        sides = [{**each, "transport": MemoryTransport(network)} for each in sides]
+    elif transport == "unix":
+        bind = None
+    elif transport == "insecure":
+        sides = [{**each, "insecure": True} for each in sides]
+    elif transport == "keys":
+        write_keys(tmp_path / "keys")
+        sides = [{**each, "keys": tmp_path / "keys"} for each in sides]
     threads = {*threading.enumerate()}
     engines = create_engine("local"), create_engine("local")
-    sides = [{"transport": each, "threaded": False} for each in transports]
     with (
         PrefillEndpoint(source.layout, engines[0], bind, **sides[0]) as prefill,
         DecodeEndpoint(dest.layout, engines[1], verify=verify, **sides[1]) as decode,
     ):
-        started = {thread.name for thread in {*threading.enumerate()} - threads}
-        assert started == {"OfferServer"}  # the engine's, which sleeps until a peer dials
+        if transport != "keys":  # whose peers are authenticated by a thread
+            started = {thread.name for thread in {*threading.enumerate()} - threads}
+            assert started == {"OfferServer"}  # the engine's, which sleeps until a peer dials
         decode.connect([prefill.address])
         decode.receive("r", into)
         prefill.send("r", given, aux={"first_token": 7})
-        for _ in range(100_000):
+        for _ in range(1_000_000):
             prefill.step()
             decode.step()
             if decode.poll("r").ended and prefill.poll("r").ended:
@@ -97,8 +106,11 @@ def test_wait_turns_the_loop_where_no_thread_does(pools):
 
 def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
     layout, engine = pools[0].layout, create_engine("local")
-    with pytest.raises(ValueError, match="keys or a transport"):
-        PrefillEndpoint(layout, engine, keys="k", transport=MemoryTransport(MemoryNetwork()))
+    for more in ({"keys": "k"}, {"insecure": True}):
+        with pytest.raises(ValueError, match="a transport was given"):
+            PrefillEndpoint(layout, engine, transport=MemoryTransport(MemoryNetwork()), **more)
+    with pytest.raises(ValueError, match="insecure=True is for endpoints without keys"):
+        PrefillEndpoint(layout, engine, keys="k", insecure=True)
     prefill = PrefillEndpoint(layout, engine)
     with pytest.raises(UsageError, match="threaded=False"):
         prefill.step()
@@ -107,13 +119,19 @@ def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
         prefill.abort("r", "late")
 
 
-def test_who_made_a_transport_closes_it(pools):
-    source, *_ = pools
-    transport = ZmqTransport()
+@pytest.mark.parametrize("keys", [False, True])
+def test_who_made_a_transport_closes_it(pools, keys, tmp_path):
+    layout, transport, options = pools[0].layout, SocketTransport(), {}
+    if keys:
+        made, _ = write_keys(tmp_path / "keys")
+        transport.close()
+        transport, options = ZmqTransport(made), {"keys": tmp_path / "keys"}
     for _ in range(2):
         with (
-            PrefillEndpoint(source.layout, create_engine("local"), transport=transport) as prefill,
-            DecodeEndpoint(source.layout, create_engine("local")) as decode,
+            PrefillEndpoint(
+                layout, create_engine("local"), "tcp://127.0.0.1:*", transport=transport
+            ) as prefill,
+            DecodeEndpoint(layout, create_engine("local"), **options) as decode,
         ):
             decode.connect([prefill.address], timeout=20)
     transport.close()

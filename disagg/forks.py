@@ -39,7 +39,7 @@ def abandon_in_child(one: Abandons) -> None:
 
 
 def keep_for_ever(one: Any) -> None:
-    """Keeps an object and all that it holds undestroyed, also at the end of the process: a
+    """Keeps an object and all that it holds undestroyed, also while the interpreter ends: a
     destructor that runs in a child may act on what the parent uses (UCX: on its epoll sets).
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))

@@ -1,0 +1,321 @@
+"""Messages over stream sockets, unix or TCP, for endpoints without keys.
+
+Who dials in is named by random bytes, not by what it claims. On one host the kernel says whose
+process a peer is; only this user's and root's are served. What peers can make this process hold is
+bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from disagg.protocol.effects import Peer
+from disagg.runtime.sockets import limits
+from disagg.runtime.sockets.address import Address, Dial
+from disagg.runtime.sockets.connection import Connection
+from disagg.runtime.sockets.dialling import Dialling
+from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
+from disagg.runtime.sockets.listener import Listener, distrust, tune
+from disagg.runtime.sockets.watch import OUT, Watch
+from disagg.runtime.transport import Lost
+from disagg.unix_sockets import new_path
+
+log = logging.getLogger("disagg")
+
+ACCEPT_SECONDS = 0.1
+"""For which nothing is accepted after files have run out."""
+CHECK_SECONDS = 1.0
+WARN_SECONDS = 10.0
+ACCEPTS_A_TURN = 64
+READ_BYTES = 256 << 10
+"""Read from one connection in one turn, so that none starves the others."""
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class SocketTransport:
+    """See disagg.runtime.transport.Transport. Addresses: `ipc://PATH`, `ipc://*` (a new path that
+    only this user can open), `tcp://HOST:PORT`.
+
+    Without `insecure` it talks to processes of this host only, of the same user or root. With it
+    anybody may connect over TCP.
+    """
+
+    def __init__(self, insecure: bool = False) -> None:
+        self._insecure = insecure
+        self._watch = Watch()
+        self._scratch = memoryview(bytearray(READ_BYTES))
+        self._listener: Listener | None = None
+        self._peers: dict[Peer, Connection] = {}
+        self._requests: deque[tuple[int, Address | None]] = deque()
+        self._dialling = Dialling(self._watch, insecure)
+        self._leaving = Leaving(self._watch, self._scratch)
+        self._again: dict[Connection, None] = {}
+        self._ended: deque[Connection] = deque()
+        self._most = limits.max_connections()
+        self._accept_at = 0.0
+        self._check_at, self._warn_at = time.monotonic() + CHECK_SECONDS, 0.0
+        self._exposed: set[str] = set()
+        self._closed = False
+
+    def bind(self, address: str) -> str:
+        """See Transport."""
+        try:
+            if address == "ipc://*":
+                address = f"ipc://{new_path()}"
+            parsed = Address.parse(address)
+            self._allow(parsed)
+            listener = Listener(parsed)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"bind {address!r}: {error}.") from None
+        if self._listener is not None:
+            self._listener.close()
+        for peer in [peer for peer in self._peers if isinstance(peer, bytes)]:
+            self._retire(self._peers.pop(peer))
+        self._listener = listener
+        self._watch.listen(listener.socket)
+        return listener.address
+
+    def connect(self, peer: int, address: str | None) -> None:
+        """See Transport. While nobody answers, it dials again and again."""
+        parsed = None
+        if address is not None:
+            try:
+                parsed = Address.parse(address)
+                if not (parsed.path or parsed.port):
+                    raise ValueError("it names no port to dial")
+                self._allow(parsed)
+            except ValueError as error:
+                raise ValueError(f"connect: address {address!r}: {error}.") from None
+        self._requests.append((peer, parsed))
+
+    def send(self, peer: Peer, data: bytes) -> str | None:
+        """See Transport."""
+        self._plug()
+        connection = self._peers.get(peer)
+        if connection is None:
+            return "it cannot be reached: its connection has ended."
+        problem = connection.send(data)
+        if problem is not None and connection.problem is None:
+            self._drop(connection, problem)
+        self._watch.update(connection)
+        return problem
+
+    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
+        """See Transport."""
+        self._plug()
+        self._tend()
+        ended, self._ended = self._ended, deque()
+        for connection in ended:
+            peer = connection.peer
+            if isinstance(peer, bytes) or self._peers.get(peer) is connection:
+                yield peer, Lost(connection.problem or "")
+        for connection in self._turn(0.0 if ended else self._pause(timeout), wake):
+            for message in self._read(connection):
+                yield connection.peer, message
+
+    def close(self) -> None:
+        """Gives up all connections, once what was sent has had time to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._peers.values()):
+            self._retire(connection)
+        until = time.monotonic() + CLOSE_LINGER_SECONDS
+        while self._leaving.due and (left := until - time.monotonic()) > 0:
+            self._turn(left)
+        self._watch.end()
+
+    def abandon(self) -> None:
+        """In a forked child: closes this process's copies of the files. The connections, the epoll
+        set and the unix socket's path are the parent's, and stay as they are.
+        """
+        self._closed = True
+        self._watch.end(shared=True)
+        if self._listener is not None:
+            self._listener.socket.close()
+
+    def _allow(self, address: Address) -> None:
+        """Raises ValueError for an address beyond this host, unless it may be one."""
+        if address.is_local:
+            return
+        if not self._insecure:
+            raise ValueError(
+                "without keys, control messages stay on this host. Give both sides keys "
+                "(kvpool keys; keys=...), use an address of loopback or ipc://PATH, or say "
+                "insecure=True"
+            )
+        if address.text not in self._exposed:
+            self._exposed.add(address.text)
+            log.warning(
+                "%s: control messages without keys (insecure=True): who reaches this network can "
+                "read them and pose as a peer.",
+                address.text,
+            )
+
+    def _plug(self) -> None:
+        """Puts new connections in the place of old ones."""
+        while self._requests:
+            peer, address = self._requests.popleft()
+            old = self._peers.pop(peer, None)
+            if old is not None:
+                self._retire(old)
+            if address is not None:
+                connection = self._peers[peer] = Connection(peer, Dial(address))
+                if old is not None and old.problem is not None:
+                    self._dialling.add_later(connection)  # or a loop with one that hangs up
+                elif (problem := self._dialling.dial(connection)) is not None:
+                    self._refuse(connection, problem)
+
+    def _tend(self) -> None:
+        """Does what is due: dials, closes what had time to leave, accepts again, checks."""
+        now = time.monotonic()
+        for connection, problem in self._dialling.dial_due():
+            self._refuse(connection, problem)
+        self._leaving.close_due(now)
+        if self._accept_at and self._accept_at <= now and self._listener is not None:
+            self._accept_at = 0.0
+            self._watch.listen(self._listener.socket)
+        if self._check_at <= now:
+            self._check_at = now + CHECK_SECONDS
+            connections = self._watch.connections()
+            excess = [*limits.unfinished(connections), limits.too_much_unsent(connections)]
+            for connection, problem in filter(None, excess):
+                self._refuse(connection, problem)
+
+    def _pause(self, timeout: float) -> float:
+        """How long nothing is due, `timeout` at most."""
+        if self._again or self._ended:
+            return 0.0
+        due = [at for at in (self._dialling.due, self._leaving.due, self._accept_at) if at]
+        return max(0.0, min(timeout, min(due) - time.monotonic())) if due else timeout
+
+    def _turn(self, timeout: float, wake: int | None = None) -> list[Connection]:
+        """Waits, accepts, sends what is queued; returns whom to read from."""
+        ready = self._again
+        self._again = {}
+        for connection, mask in self._watch.wait(timeout, wake):
+            if connection is None:
+                if self._listener is not None:
+                    self._accept(self._listener)
+            elif connection in self._leaving:
+                self._leaving.see_off(connection)
+            elif not connection.up:
+                if (problem := self._dialling.reached(connection)) is not None:
+                    self._refuse(connection, problem)
+            else:
+                if mask & OUT:
+                    connection.flush()
+                    self._watch.update(connection)
+                if mask & ~OUT:
+                    ready[connection] = None
+        return list(ready)
+
+    def _read(self, connection: Connection) -> list[bytes]:
+        """One read from a connection, and the messages that it has completed."""
+        if connection.stream is None:
+            return []  # it has ended in this turn
+        data: memoryview | None = self._scratch[:0]
+        if not connection.more:
+            data = connection.read(self._scratch)
+        if data is None:
+            if connection.problem is not None:
+                self._end(connection, connection.problem)
+            return []
+        try:
+            messages = connection.take(data)
+            if not connection.trusted and (problem := distrust(connection.stream)) is not None:
+                raise ValueError(problem)
+        except ValueError as error:
+            self._refuse(connection, str(error))
+            return []
+        except OSError:
+            self._end(connection, "its connection has ended.")
+            return []
+        connection.trusted = True
+        if connection.more:
+            self._again[connection] = None
+        if connection.unread and (excess := limits.too_much_unread(self._watch.connections())):
+            self._refuse(*excess)
+        return messages
+
+    def _accept(self, listener: Listener) -> None:
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                stream = listener.accept()
+                tune(stream)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    continue  # that one has left meanwhile
+                self._warn(f"{listener.address}: no connection is accepted: {error.strerror}.")
+                self._accept_at = time.monotonic() + ACCEPT_SECONDS
+                self._watch.listen(listener.socket, accepting=False)
+                return
+            connection = Connection(secrets.token_bytes(16))
+            connection.up = True
+            self._peers[connection.peer] = connection
+            self._watch.add(connection, stream)
+            if len(self._watch) > self._most:
+                self._refuse(connection, f"{self._most} connections are open already.")
+            elif stream.family != socket.AF_UNIX:  # whose user is looked up when it speaks
+                connection.trusted = self._insecure
+            elif (problem := distrust(stream)) is not None:
+                self._refuse(connection, problem)
+            else:
+                connection.trusted = True
+
+    def _end(self, connection: Connection, problem: str) -> None:
+        """A connection has ended. Whoever was dialled and hung up without a word was not the peer,
+        or not yet; of all others `poll` tells.
+        """
+        if connection.opening is not None:
+            self._watch.close(connection)
+            connection.restart()
+            self._dialling.add_later(connection)
+            return
+        self._drop(connection, problem)
+        if connection.dial is not None or connection.heard:
+            self._ended.append(connection)
+
+    def _refuse(self, connection: Connection, problem: str) -> None:
+        """Ends a connection that must not go on."""
+        if connection.stream is None:
+            return
+        who = "a connection" if connection.dial is None else connection.dial.address.text
+        self._warn(f"{who} was closed: {problem}")
+        connection.opening = None
+        self._end(connection, problem)
+
+    def _retire(self, connection: Connection) -> None:
+        """Gives a connection up, once what was sent has left."""
+        self._dialling.discard(connection)
+        self._again.pop(connection, None)
+        self._leaving.add(connection)
+
+    def _drop(self, connection: Connection, problem: str) -> None:
+        """Closes a connection at once. What is sent to a dialled peer is refused from now on."""
+        self._watch.close(connection)
+        self._dialling.discard(connection)
+        self._again.pop(connection, None)
+        connection.problem, connection.more = problem, False
+        connection.unread.clear()
+        if connection.dial is None:
+            self._peers.pop(connection.peer, None)
+
+    def _warn(self, text: str) -> None:
+        """Not more often than WARN_SECONDS: strangers must not fill the log."""
+        now = time.monotonic()
+        level = logging.WARNING if now >= self._warn_at else logging.DEBUG
+        if level == logging.WARNING:
+            self._warn_at = now + WARN_SECONDS
+        log.log(level, "%s", text)

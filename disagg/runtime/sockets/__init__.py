@@ -1,0 +1,1 @@
+"""Stream sockets: their addresses, who listens, and messages as frames of a stream."""

@@ -1,0 +1,367 @@
+"""What strangers on the control channel of endpoints without keys can do, and what they cannot."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from kvpool import MLAPool
+from tests import oracle
+from tests.processes import FORKS
+from tests.streams import dial, frame
+
+TOKENS = 75
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
+LOOPBACK = "tcp://127.0.0.1:*"
+OTHER_USER = 65534
+MIB = 1 << 20
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run as another user")
+
+
+def prefill_process(pipe, bind, options):
+    """Serves one request; says its address, then sends a room for each name that it gets."""
+    source = MLAPool(layers=range(2), **MLA)
+    given = oracle.place(source, TOKENS)
+    oracle.fill(source, given)
+    with PrefillEndpoint(source.layout, create_engine("local"), bind, **options) as prefill:
+        pipe.send(prefill.address)
+        while (room := pipe.recv()) is not None:
+            prefill.send(room, given)
+    pipe.send(None)
+
+
+class Prefill:
+    """A prefill in a process of its own, which strangers can reach."""
+
+    def __init__(self, bind, options):
+        self._pipe, there = FORKS.Pipe()
+        self.process = FORKS.Process(
+            target=prefill_process, args=(there, bind, options), daemon=True
+        )
+        self.process.start()
+        there.close()
+        self.address = self._answer()
+
+    def _answer(self):
+        assert self._pipe.poll(60), "the prefill process does not answer"
+        return self._pipe.recv()
+
+    def resident(self):
+        """Bytes of its memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+    def works(self, room, **options):
+        """A decode connects, and a room is handed over byte by byte."""
+        dest = MLAPool(layers=range(2), **{**MLA, "page_size": 8, "num_pages": 40})
+        oracle.blank(dest)
+        address = oracle.place(dest, TOKENS, 9)
+        with DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode:
+            decode.connect([self.address], timeout=30)
+            decode.receive(room, address)
+            self._pipe.send(room)
+            assert decode.wait(room, 30) is KVPoll.Success, decode.failure(room)
+            oracle.assert_holds(dest, address)
+
+    def end(self):
+        """It must still be able to close, and exit with status 0."""
+        self._pipe.send(None)
+        self._answer()
+        self.process.join(30)
+        assert self.process.exitcode == 0
+
+
+@contextmanager
+def prefill_of(bind=LOOPBACK, **options):
+    made = Prefill(bind, options)
+    try:
+        yield made
+        made.end()
+    finally:
+        made.process.kill()
+
+
+@pytest.mark.parametrize("options", [{}, {"insecure": True}], ids=["loopback", "insecure"])
+def test_claimed_names_end_no_process(options):
+    """libzmq's ROUTER: a claimed name and an anonymous peer of that name ended the process."""
+    with prefill_of(**options) as prefill, zmq.Context() as context, ExitStack() as stack:
+
+        def peer(identity=None):
+            made = stack.enter_context(context.socket(zmq.DEALER))
+            made.linger = 0
+            if identity is not None:
+                made.setsockopt(zmq.IDENTITY, identity)
+            made.connect(prefill.address)
+            made.send(b"")
+
+        for number in range(3):
+            peer(b"\0" + struct.pack(">I", 0x6B8B4567 + number))
+        peer()
+        for name in (b"\0" + struct.pack(">I", 0x6B8B4567), b"", b"\0" * 255):
+            stranger = stack.enter_context(dial(prefill.address))
+            # ZMTP 3.0: a greeting without security, and a READY that claims the name
+            stranger.socket.sendall(
+                b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(55, b"\0") + b"\x04\x29\x05READY"
+                b"\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + struct.pack(">I", len(name)) + name
+            )
+            assert stranger.closed()
+        time.sleep(0.5)  # ZeroMQ connects in a thread, again and again
+        assert prefill.process.is_alive()
+        prefill.works("after", **options)
+
+
+def push(stranger, data):
+    """Sends as long as the other end takes it."""
+    stranger.socket.settimeout(20)
+    with suppress(OSError):
+        stranger.socket.sendall(data)
+
+
+def test_unfinished_messages_take_no_more_memory_than_the_bound():
+    with prefill_of() as prefill:
+        prefill.works("before")
+        before, highest = prefill.resident(), 0
+        part = struct.pack(">I", 62 * MIB) + bytes(60 * MIB)
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(dial(prefill.address)) for _ in range(7)]
+            threads = [threading.Thread(target=push, args=(each, part)) for each in strangers]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                highest = max(highest, prefill.resident())
+                time.sleep(0.01)
+            highest = max(highest, prefill.resident())
+            assert highest - before > 100 * MIB  # they were taken in
+            assert highest - before < (256 + 64) * MIB
+            prefill.works("beside")
+        prefill.works("after")
+
+
+def test_tiny_messages_take_no_memory():
+    with prefill_of() as prefill:
+        prefill.works("before")
+        before = prefill.resident()
+        with dial(prefill.address) as stranger:
+            push(stranger, frame(b"\xc1") * (24 * MIB // 5))
+            prefill.works("beside")
+            assert prefill.resident() - before < 64 * MIB
+        prefill.works("after")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\0\0"]
+)
+def test_whatever_strangers_say_first_the_others_are_served(data):
+    with prefill_of() as prefill, dial(prefill.address) as stranger:
+        stranger.socket.sendall(data)
+        prefill.works("beside")
+
+
+# users
+
+
+def as_user(user, target, *args):
+    """Runs `target(pipe, *args)` in a process of another user; returns it and its pipe."""
+    here, there = FORKS.Pipe()
+    process = FORKS.Process(target=_demoted, args=(user, target, there, *args), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _demoted(user, target, *args):
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    target(*args)
+
+
+def say_and_listen(pipe, address, message):
+    """Sends a message, and tells what comes back."""
+    with dial(address) as stranger:
+        stranger.send(message)
+        pipe.send(stranger.receive())
+
+
+def squat(pipe, address):
+    """Listens at an address; tells what each of three who connect says first."""
+    scheme, _, place = address.partition("://")
+    with socket.socket(socket.AF_UNIX if scheme == "ipc" else socket.AF_INET) as squatter:
+        if scheme == "ipc":
+            squatter.bind(place)
+            Path(place).chmod(0o666)
+        else:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            host, _, port = place.partition(":")
+            squatter.bind((host, int(port)))
+        squatter.listen()
+        pipe.send("there")
+        for _ in range(3):
+            connection, _ = squatter.accept()
+            with connection:
+                connection.settimeout(0.3)
+                try:
+                    pipe.send(connection.recv(1 << 16))
+                    connection.sendall(frame(b"\xc1"))
+                except (TimeoutError, ConnectionError):
+                    pipe.send(None)
+
+
+@pytest.fixture
+def open_folder(tmp_path):
+    """A folder that every user can write to, with a short name."""
+    folder = Path("/tmp") / f"kvpool-test-{os.getpid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+@as_root
+@pytest.mark.parametrize("where", ["tcp", "ipc"])
+def test_another_user_gets_no_answer_and_is_named(where, open_folder, caplog):
+    pool = MLAPool(layers=range(2), **MLA)
+    bind = LOOPBACK if where == "tcp" else f"ipc://{open_folder / 'p'}"
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill,
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+    ):
+        if where == "ipc":
+            (open_folder / "p").chmod(0o666)
+        hello = decode.machine.hello
+        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, pack(hello))
+        assert pipe.poll(20) and pipe.recv() is None
+        process.join(20)
+        assert not prefill.machine.peers.alive
+        assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
+        decode.connect([prefill.address], timeout=20)
+
+
+@as_root
+def test_with_insecure_another_user_is_answered_over_tcp():
+    pool = MLAPool(layers=range(2), **MLA)
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
+        DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode,
+    ):
+        hello = decode.machine.hello
+        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, pack(hello))
+        assert pipe.poll(20) and b"hello" in pipe.recv()
+        process.join(20)
+
+
+def pack(hello):
+    from disagg.protocol.messages import encode
+
+    return encode(hello)
+
+
+@as_root
+@pytest.mark.parametrize("where", ["tcp", "ipc"])
+def test_who_takes_a_dead_prefills_place_as_another_user_is_told_nothing(where, open_folder):
+    pool = MLAPool(layers=range(2), **MLA)
+    bind = LOOPBACK if where == "tcp" else f"ipc://{open_folder / 'p'}"
+    with DecodeEndpoint(pool.layout, create_engine("local")) as decode:
+        with PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill:
+            link = decode.connect([prefill.address], timeout=20)
+        process, pipe = as_user(OTHER_USER, squat, prefill.address)
+        assert pipe.poll(20) and pipe.recv() == "there"
+        for _ in range(3):
+            assert pipe.poll(20)
+            assert not pipe.recv()
+        assert decode._wait(lambda: f"it is user {OTHER_USER}'s" in str(link.lost), 20)
+        process.join(20)
+        decode.receive("r", oracle.place(pool, TOKENS))
+        assert f"it is user {OTHER_USER}'s, and this process is user 0's" in str(
+            decode.failure("r")
+        )
+        with PrefillEndpoint(pool.layout, create_engine("local"), prefill.address):
+            assert decode._wait(lambda: link.settled, 20)
+
+
+@as_root
+def test_a_user_that_has_closed_before_it_can_be_named_is_not_taken_for_root(caplog):
+    """The kernel lists a closed end as root's."""
+    pool = MLAPool(layers=range(2), **MLA)
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, threaded=False) as prefill,
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+    ):
+        process, pipe = as_user(OTHER_USER, say, prefill.address, pack(decode.machine.hello))
+        assert pipe.poll(20) and pipe.recv() == "said"
+        process.join(20)
+        for _ in range(10):
+            prefill.step()
+            assert not prefill.machine.peers.alive
+        assert "the kernel does not name its user" in caplog.text
+
+
+def say(pipe, address, message):
+    """Sends a message and ends."""
+    with dial(address) as stranger:
+        stranger.send(message)
+    pipe.send("said")
+
+
+# addresses
+
+
+@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:*", "tcp://*:*"])
+def test_beyond_loopback_an_endpoint_without_keys_must_say_so(bind, caplog):
+    pool = MLAPool(layers=range(2), **MLA)
+    ways = "keys=.*loopback or ipc://PATH, or say insecure=True"
+    with pytest.raises(ValueError, match=ways) as refused:
+        PrefillEndpoint(pool.layout, create_engine("local"), bind)
+    assert bind in str(refused.value)
+    with (
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+        pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"),
+    ):
+        decode.connect(["tcp://10.0.0.9:5"])
+    assert not caplog.records
+    with prefill_of(bind, insecure=True) as prefill:
+        assert prefill.address.startswith("tcp://0.0.0.0:")
+        prefill.works("r", insecure=True)
+    assert "tcp://0.0.0.0" in caplog.text and "without keys (insecure=True)" in caplog.text
+
+
+def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
+    with prefill_of(None) as prefill:
+        path = Path(prefill.address.removeprefix("ipc://"))
+        assert path.is_socket()
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        prefill.works("r")
+    assert not path.exists()
+
+
+# ends
+
+
+@pytest.mark.parametrize("bind", [None, LOOPBACK], ids=["unix", "tcp"])
+def test_a_dead_process_is_noticed_at_once(bind):
+    dest = MLAPool(layers=range(2), **MLA)
+    with (
+        prefill_of(bind) as alive,
+        DecodeEndpoint(dest.layout, create_engine("local"), peer_timeout=60) as decode,
+    ):
+        dying = Prefill(bind, {"peer_timeout": 60})
+        link = decode.connect([dying.address], timeout=30)
+        decode.receive("r", oracle.place(dest, TOKENS), link=link)
+        dying.process.kill()
+        began = time.monotonic()
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert time.monotonic() - began < 5
+        reason = str(decode.failure("r"))
+        assert f"rank 0 of prefill ({dying.address}) is lost: its connection " in reason
+        alive.works("other")
