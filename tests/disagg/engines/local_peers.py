@@ -66,10 +66,9 @@ def offer(segments: Iterable[Iterable[int]], devices: Iterable[list] = ()) -> by
     return framed(msgspec.msgpack.encode([[list(each) for each in segments], list(devices)]))
 
 
-def metadata(path: bytes | str, **change: object) -> bytes:
+def metadata(path: bytes | str) -> bytes:
     """Metadata that leads to a path."""
-    told = {"host": this_host(), "socket": os.fsencode(path), **change}
-    return msgspec.msgpack.encode(told)
+    return msgspec.msgpack.encode({"host": this_host(), "socket": os.fsencode(path)})
 
 
 def memory_file(nbytes: int, *, sealed: bool = True) -> int:
