@@ -81,17 +81,17 @@ class Endpoint(Generic[M]):
         self.engine = engine
         try:
             engine.register([*self.layout.slabs(), *stage.slabs])
+            hello = Hello(
+                PROTOCOL,
+                self.layout.generation,
+                engine.name,
+                self.layout.to_msgpack(),
+                engine.metadata() if serves else b"",
+                peer_timeout,
+            )
         except Exception:
             self._close_transport()
             raise
-        hello = Hello(
-            PROTOCOL,
-            self.layout.generation,
-            engine.name,
-            self.layout.to_msgpack(),
-            engine.metadata() if serves else b"",
-            peer_timeout,
-        )
         self.machine: M = machine(hello, clock())
         self._clock = clock
         self._reader = Reader(engine, read_timeout, clock, stage)
