@@ -1,0 +1,236 @@
+"""A prefill that lies, a squatter and a stranger, against every engine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.protocol.messages import Hello, ReadRequest, decode as decode_message, encode
+from disagg.runtime.keys import write_keys
+from kvpool import MLAPool
+from kvpool.layout import PoolLayout
+from tests import oracle
+from tests.disagg.engines.peers import ENGINES
+from tests.processes import FORKS
+from tests.streams import dial
+
+TOKENS = 75
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
+LOOPBACK = "tcp://127.0.0.1:*"
+SECRET = b"A SECRET OF SOMEBODY ELSE " * 2000
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+class OtherMemory:
+    """An engine that registers memory of its own, whatever a layout says."""
+
+    def __init__(self, engine, slabs):
+        self._engine, self._slabs = engine, slabs
+
+    def register(self, slabs):
+        self._engine.register(self._slabs)
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+def moved(layout: PoolLayout, base: int) -> PoolLayout:
+    """The layout as if its first buffer lay at `base`."""
+    shift = base - min(buffer.base for buffer in layout.buffers)
+    return replace(layout, buffers=[replace(b, base=b.base + shift) for b in layout.buffers])
+
+
+def serve(pipe, engine, bind, options, lie):
+    """Offers each room that the pipe names; with `lie`, from memory that it has not registered."""
+    pool = MLAPool(layers=range(2), **MLA)
+    given = oracle.place(pool, TOKENS)
+    oracle.fill(pool, given)
+    layout, made = pool.layout, create_engine(engine)
+    if lie is not None:
+        made = OtherMemory(made, layout.slabs())
+        end = max(slab.end for slab in layout.slabs())
+        layout = moved(layout, end - 4096 if lie == "beyond" else lie)
+    with PrefillEndpoint(layout, made, bind, **options) as prefill:
+        pipe.send(prefill.address)
+        while (room := pipe.recv()) is not None:
+            prefill.send(room, oracle.RequestAddress(TOKENS, given.spans))
+            pipe.send(None)
+    pipe.send("closed")
+
+
+class Prefill:
+    """A prefill in a process of its own."""
+
+    def __init__(self, engine, bind=None, options=None, lie=None):
+        self._pipe, there = FORKS.Pipe()
+        self._process = FORKS.Process(
+            target=serve, args=(there, engine, bind, options or {}, lie), daemon=True
+        )
+        self._process.start()
+        there.close()
+        self.address = self._answer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.kill()
+        self._process.join(20)
+
+    def send(self, room):
+        self._pipe.send(room)
+        self._answer()
+
+    def close(self):
+        """It must still be able to close, and exit well."""
+        self._pipe.send(None)
+        assert self._answer() == "closed"
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+    def _answer(self):
+        assert self._pipe.poll(60), "the prefill process does not answer"
+        return self._pipe.recv()
+
+
+class Decode:
+    """A decode endpoint of this process, whose pool is blank but for what a room brings."""
+
+    def __init__(self, engine, **options):
+        self.pool = MLAPool(layers=range(2), **MLA)
+        self.table = oracle.place(self.pool, TOKENS, 9)
+        oracle.blank(self.pool)
+        self.endpoint = DecodeEndpoint(self.pool.layout, create_engine(engine), **options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.endpoint.close()
+
+    def receives(self, room, prefill, link):
+        """A room is handed over byte by byte."""
+        oracle.blank(self.pool)
+        self.endpoint.receive(room, self.table, link=link)
+        prefill.send(room)
+        state = self.endpoint.wait(room, 60)
+        assert state is KVPoll.Success, self.endpoint.failure(room)
+        oracle.assert_holds(self.pool, self.table)
+        oracle.blank(self.pool)
+
+    def untouched(self):
+        return all((memory == oracle.DEST).all() for memory in oracle.state(self.pool).memory)
+
+
+@contextmanager
+def holder(whose):
+    """A pointer to memory that no engine registered, of this process or of another one."""
+    if whose == "decode's":
+        held = ctypes.create_string_buffer(SECRET)
+        yield ctypes.addressof(held)
+        return
+    pipe, there = FORKS.Pipe()
+    process = FORKS.Process(target=hold, args=(there,), daemon=True)
+    process.start()
+    yield pipe.recv()
+    pipe.send(None)
+    process.join(20)
+
+
+def hold(pipe):
+    held = ctypes.create_string_buffer(SECRET)
+    pipe.send(ctypes.addressof(held))
+    pipe.recv()
+
+
+@each_engine
+@pytest.mark.parametrize("whose", ["decode's", "another's", "beyond"])
+def test_a_prefill_that_names_memory_it_has_not_registered_gets_nothing_read(engine, whose):
+    with holder(whose) as base, Decode(engine) as decode, Prefill(engine) as honest:
+        lie = "beyond" if whose == "beyond" else base
+        with Prefill(engine, lie=lie) as liar:
+            link = decode.endpoint.connect([liar.address], timeout=30)
+            decode.endpoint.receive("r", decode.table, link=link)
+            liar.send("r")
+            assert decode.endpoint.wait("r", 60) is KVPoll.Failed
+            assert decode.untouched()
+            good = decode.endpoint.connect([honest.address], timeout=30)
+            decode.receives("good", honest, good)
+        honest.close()
+
+
+@each_engine
+def test_a_squatter_without_the_keys_gets_nothing(engine, tmp_path):
+    write_keys(tmp_path / "keys")
+    write_keys(tmp_path / "others")
+    keys = {"keys": tmp_path / "keys"}
+    with Decode(engine, peer_timeout=1.0, **keys) as decode:
+        with Prefill(engine, LOOPBACK, keys) as prefill:
+            address = prefill.address
+            link = decode.endpoint.connect([address], timeout=30)
+            decode.receives("before", prefill, link)
+        for options in ({}, {"keys": tmp_path / "others"}):
+            with Prefill(engine, address, options) as squatter:
+                name = f"squatted {len(options)}"
+                squatter.send(name)
+                decode.endpoint.receive(name, decode.table, link=link)
+                assert decode.endpoint.wait(name, 30) is KVPoll.Failed
+                assert decode.untouched()
+                assert not link.settled
+        with Prefill(engine, address, keys) as prefill:
+            decode.endpoint.handshake(link, 30)
+            decode.receives("after", prefill, link)
+            prefill.close()
+
+
+@each_engine
+def test_a_stranger_without_a_layout_learns_nothing_and_disturbs_nobody(engine):
+    """What it may be told: that its layout does not fit. No pointer, no metadata, no room."""
+    with Prefill(engine, LOOPBACK) as prefill, Decode(engine) as decode:
+        empty = PoolLayout((), (), (), 0, generation="stranger")
+        hello = replace_hello(decode.endpoint.machine.hello, empty)
+        with dial(prefill.address) as stranger:
+            stranger.send(encode(hello))
+            answer = decode_message(stranger.receive())
+            assert not isinstance(answer, Hello)
+            told = encode(answer)
+            for engine_word in (b"socket", b"ranges", b"hostname"):
+                assert engine_word not in told
+            request = ReadRequest("guessed", "good", "attempt", 0, TOKENS, 1)
+            stranger.send(encode(request))
+            assert type(decode_message(stranger.receive())).__name__ == "UnknownPeer"
+            link = decode.endpoint.connect([prefill.address], timeout=30)
+            decode.receives("good", prefill, link)
+        prefill.close()
+
+
+def replace_hello(hello, layout):
+    return msgspec.structs.replace(
+        hello, layout=layout.to_msgpack(), generation=layout.generation, metadata=b""
+    )
+
+
+@each_engine
+def test_a_thousand_strangers_leave_room_for_a_decode(engine):
+    with Prefill(engine, LOOPBACK) as prefill, Decode(engine) as decode:
+        strangers = [dial(prefill.address) for _ in range(1000)]
+        for number, stranger in enumerate(strangers):
+            stranger.socket.sendall(os.urandom(1 + number % 50))
+        link = decode.endpoint.connect([prefill.address], timeout=30)
+        decode.receives("good", prefill, link)
+        for stranger in strangers:
+            stranger.socket.close()
+        prefill.close()
+
+
+def test_the_secret_is_longer_than_a_pool():
+    """Or a lying prefill would be refused for other reasons."""
+    pool = MLAPool(layers=range(2), **MLA)
+    assert np.frombuffer(SECRET, dtype=np.uint8).size >= pool.nbytes
