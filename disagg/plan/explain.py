@@ -140,7 +140,7 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
         return "strided", change
     if route.whole is not None and route.whole.size == 1:
         return "direct", "whole items, among other regions"
-    return "strided", "other bytes lie in between on one side"
+    return "strided", "other bytes lie in between"
 
 
 def _outermost(region: Region) -> list[Axis]:

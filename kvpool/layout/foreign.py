@@ -44,7 +44,10 @@ class _Gaps(NamedTuple):
 
 
 class ForeignBytes:
-    """Where a layout's foreign bytes are. Made once for a layout: `layout.foreign_bytes`."""
+    """Where a layout's foreign bytes are, if no pointer is in two memories.
+
+    Made once for a layout: `layout.foreign_bytes`.
+    """
 
     def __init__(self, layout: PoolLayout) -> None:
         inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}

@@ -148,6 +148,9 @@ def test_what_is_explained_is_what_travels():
         batch = made.bind(0, pages([1, 3, 5]), pages([7, 5, 3]))
         assert made.explain(TOKENS).nbytes == batch.total == nbytes
         assert made.explain(TOKENS).runs == batch.runs == (3 if padding else TOKENS)
+        (row,) = made.explain(TOKENS).rows
+        why = "whole items, among other regions" if padding else "other bytes lie in between"
+        assert row.why == why
 
 
 def copy(batch):
