@@ -72,7 +72,7 @@ class SocketTransport:
             self._allow(parsed)
             listener = Listener(parsed)
         except (OSError, ValueError) as error:
-            raise ValueError(f"bind {address!r}: {error}.") from None
+            raise ValueError(f"bind {address!r}: {str(error).rstrip('.')}.") from None
         if self._listener is not None:
             self._listener.close()
         for peer in [peer for peer in self._peers if isinstance(peer, bytes)]:
@@ -223,9 +223,7 @@ class SocketTransport:
         """One read from a connection, and the messages that it has completed."""
         if connection.stream is None:
             return []  # it has ended in this turn
-        data: memoryview | None = self._scratch[:0]
-        if not connection.more:
-            data = connection.read(self._scratch)
+        data = self._scratch[:0] if connection.more else connection.read(self._scratch)
         if data is None:
             if connection.problem is not None:
                 self._end(connection, connection.problem)
@@ -275,8 +273,8 @@ class SocketTransport:
                 connection.trusted = True
 
     def _end(self, connection: Connection, problem: str) -> None:
-        """A connection has ended. Whoever was dialled and hung up without a word was not the peer,
-        or not yet; of all others `poll` tells.
+        """A connection has ended. Who was dialled and hung up without a word was not the peer, or
+        not yet, and is dialled again; the end of any other that has spoken is told by `poll`.
         """
         if connection.opening is not None:
             self._watch.close(connection)

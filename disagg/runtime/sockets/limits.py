@@ -24,7 +24,9 @@ Excess = tuple[Connection, str]
 
 def max_connections() -> int:
     """How many connections a transport holds at once."""
-    return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = files == resource.RLIM_INFINITY
+    return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, files // 2)
 
 
 def unfinished(connections: Collection[Connection]) -> Iterator[Excess]:

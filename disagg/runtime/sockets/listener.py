@@ -39,7 +39,7 @@ class Listener:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind(where)
             self.socket.listen(BACKLOG)
-        except BaseException:
+        except (OSError, ValueError):
             self.close()
             raise
         self.address = address.text if address.path else tcp_text(self.socket.getsockname())

@@ -188,7 +188,8 @@ def _demoted(user, target, *args):
 def say_and_listen(pipe, address, message):
     """Sends a message, and tells what comes back."""
     with dial(address) as stranger:
-        stranger.send(message)
+        with suppress(BrokenPipeError):  # it is closed already
+            stranger.send(message)
         pipe.send(stranger.receive())
 
 
