@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -23,9 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--long"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    wanted = {"long": config.getoption("--long"), "root": os.geteuid() == 0}
+    for marker in (name for name, given in wanted.items() if not given):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -22,8 +22,8 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"__main__", "kvpool"},
     ),
     "disagg": (
-        {"errors", "loopback", "trusted_files", "unix_sockets"},
-        {"forks"},
+        {"errors"},
+        {"host"},
         {"plan"},
         {"digest", "engines"},
         {"protocol"},

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
 from disagg.errors import PeerError
-from disagg.forks import keep_for_ever
+from disagg.host.forks import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from disagg.trusted_files import open_folder, read_file, write_file
+from disagg.host.trusted_files import open_folder, read_file, write_file
 
 MAX_RANKS = 1 << 16
 PAUSE_SECONDS = 0.05

@@ -22,7 +22,7 @@ from typing_extensions import Self
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
-from disagg.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
+from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer

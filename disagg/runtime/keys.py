@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 import zmq
 
-from disagg.trusted_files import ANY, open_folder, read_file, write_file
+from disagg.host.trusted_files import ANY, open_folder, read_file, write_file
 
 Side = Literal["prefill", "decode"]
 Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]

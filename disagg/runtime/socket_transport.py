@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from disagg.host.unix_sockets import new_path
 from disagg.protocol.effects import Peer
 from disagg.runtime.sockets import limits
 from disagg.runtime.sockets.address import Address, Dial
@@ -24,7 +25,6 @@ from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
 from disagg.runtime.sockets.listener import Listener, distrust, tune
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
-from disagg.unix_sockets import new_path
 
 log = logging.getLogger("disagg")
 

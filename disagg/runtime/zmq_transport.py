@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from disagg.forks import keep_for_ever
+from disagg.host.forks import keep_for_ever
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
 from disagg.runtime.keys import Keys

@@ -20,7 +20,7 @@ import msgspec
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import DeviceSegment
 from disagg.engines.local.host import Segment
-from disagg.unix_sockets import MAX_PATH, Credentials, peer_credentials
+from disagg.host.unix_sockets import MAX_PATH, Credentials, peer_credentials
 from kvpool.layout.types import MAX_INT
 
 LENGTH = struct.Struct(">I")

@@ -24,7 +24,7 @@ from disagg.engines.local.offer import (
     OFFER_SECONDS,
     Offer,
 )
-from disagg.unix_sockets import new_path, peer_credentials
+from disagg.host.unix_sockets import new_path, peer_credentials
 
 log = logging.getLogger("disagg")
 

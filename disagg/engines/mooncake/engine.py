@@ -29,7 +29,7 @@ from disagg.engines.mooncake.package import (
 )
 from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
-from disagg.loopback import is_loopback
+from disagg.host.loopback import is_loopback
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST, MAX_INT

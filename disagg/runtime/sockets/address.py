@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.loopback import is_loopback
-from disagg.unix_sockets import MAX_PATH
+from disagg.host.loopback import is_loopback
+from disagg.host.unix_sockets import MAX_PATH
 
 _TCP = re.compile(r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):(\*|[0-9]{1,5})")
 _IPC = "ipc://"

@@ -9,9 +9,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from disagg.loopback import peer_user
+from disagg.host.loopback import peer_user
+from disagg.host.unix_sockets import peer_credentials
 from disagg.runtime.sockets.address import Address, tcp_text
-from disagg.unix_sockets import peer_credentials
 
 BACKLOG = 1024
 KEEPALIVE_SECONDS = 60

@@ -15,8 +15,8 @@ import numpy as np
 
 from disagg.engines.local import LocalEngine
 from disagg.engines.local.host import this_host
+from disagg.host.unix_sockets import new_path
 from disagg.plan.bind import CopyBatch
-from disagg.unix_sockets import new_path
 from kvpool.layout import Slab
 
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2

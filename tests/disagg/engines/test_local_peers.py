@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -196,7 +195,7 @@ except TransferError as error:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs a namespace")
+@pytest.mark.root
 @pytest.mark.parametrize("kind", ["shared", "private"])
 def test_a_reader_in_another_process_namespace_reads_shared_memory_only(kind):
     memory = CPUDevice().allocate(SIZE).numpy() if kind == "shared" else blank()

@@ -23,7 +23,7 @@ from disagg.engines.local import LocalEngine, offer as offers, server as servers
 from disagg.engines.local.host import Segment
 from disagg.engines.local.offer import Incoming, Offer, dial
 from disagg.engines.local.server import OfferServer
-from disagg.unix_sockets import Credentials, new_path
+from disagg.host.unix_sockets import Credentials, new_path
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
@@ -171,7 +171,7 @@ def test_a_socket_that_another_user_serves_is_refused(monkeypatch):
     assert not memory.any()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.root
 def test_a_socket_in_a_folder_of_another_user_is_not_dialled(tmp_path):
     os.chown(tmp_path, NOBODY, NOBODY)
     with socket.socket(socket.AF_UNIX) as one:
@@ -254,7 +254,7 @@ def ask(path):
         return one.recv(1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root
 def test_another_user_is_offered_nothing_even_where_it_can_dial(monkeypatch, caplog):
     folder = Path(tempfile.mkdtemp())
     path = folder / "s"

@@ -24,7 +24,6 @@ TOKENS = 40
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 5, "page_size": 16}
 OTHER_USER = 65534
 TCP = "tcp://127.0.0.1:*"
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
 
 
 @pytest.fixture
@@ -213,7 +212,7 @@ def test_keys_that_other_users_can_get_at_are_refused(keys, what, mode, sentence
         read_keys(keys, "decode")
 
 
-@as_root
+@pytest.mark.root
 @pytest.mark.parametrize("what", ["decode.key", ""])
 def test_another_users_file_or_folder_is_refused(keys, what):
     os.chown(keys / what, OTHER_USER, -1)

@@ -22,7 +22,9 @@ from disagg.runtime.keys import write_keys
 from disagg.runtime.sockets import connection, limits
 from tests.streams import Server, dial, frame
 
-ADDRESSES = ["ipc://*", "tcp://127.0.0.1:*", "tcp://[::1]:*", "tcp://localhost:*"]
+ADDRESSES = ["ipc://*", "tcp://127.0.0.1:*", "tcp://localhost:*"]
+with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+    ADDRESSES.append("tcp://[::1]:*")  # a host without IPv6 has none to test
 
 
 @pytest.fixture
@@ -74,8 +76,6 @@ def pair_of(listener, address, transport, peer=7):
 
 @pytest.mark.parametrize("where", ADDRESSES)
 def test_messages_of_any_size_arrive_in_order_both_ways(transports, where):
-    if "::1" in where and not Path("/proc/net/if_inet6").read_text():
-        pytest.skip("this host has no IPv6")
     listener, dialler = transports(), transports()
     address = listener.bind(where)
     assert "*" not in address

@@ -24,7 +24,6 @@ MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 1
 LOOPBACK = "tcp://127.0.0.1:*"
 OTHER_USER = 65534
 MIB = 1 << 20
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run as another user")
 
 
 def prefill_process(pipe, bind, options):
@@ -229,7 +228,7 @@ def open_folder(tmp_path):
     folder.rmdir()
 
 
-@as_root
+@pytest.mark.root
 @pytest.mark.parametrize("where", ["tcp", "ipc"])
 def test_another_user_gets_no_answer_and_is_named(where, open_folder, caplog):
     pool = MLAPool(layers=range(2), **MLA)
@@ -249,7 +248,7 @@ def test_another_user_gets_no_answer_and_is_named(where, open_folder, caplog):
         decode.connect([prefill.address], timeout=20)
 
 
-@as_root
+@pytest.mark.root
 def test_with_insecure_another_user_is_answered_over_tcp():
     pool = MLAPool(layers=range(2), **MLA)
     with (
@@ -268,7 +267,7 @@ def pack(hello):
     return encode(hello)
 
 
-@as_root
+@pytest.mark.root
 @pytest.mark.parametrize("where", ["tcp", "ipc"])
 def test_who_takes_a_dead_prefills_place_as_another_user_is_told_nothing(where, open_folder):
     pool = MLAPool(layers=range(2), **MLA)
@@ -291,7 +290,7 @@ def test_who_takes_a_dead_prefills_place_as_another_user_is_told_nothing(where, 
             assert decode._wait(lambda: link.settled, 20)
 
 
-@as_root
+@pytest.mark.root
 def test_a_user_that_has_closed_before_it_can_be_named_is_not_taken_for_root(caplog):
     """The kernel lists a closed end as root's."""
     pool = MLAPool(layers=range(2), **MLA)

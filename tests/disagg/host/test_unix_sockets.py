@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from disagg import unix_sockets
+from disagg.host import unix_sockets
 
 LEAVE = """
 import os, signal, socket
-from disagg.unix_sockets import new_path
+from disagg.host.unix_sockets import new_path
 one = socket.socket(socket.AF_UNIX)
 one.bind(str(new_path()))
 print("there", flush=True)
@@ -75,7 +75,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_has_stays(fol
     assert ended.returncode == -signal.SIGKILL
     left = {path for path in folder.iterdir() if not path.name.startswith(ours.name[:8])}
     assert len(left) == 2  # its lock and its socket
-    look = "from disagg.unix_sockets import new_path; new_path()"
+    look = "from disagg.host.unix_sockets import new_path; new_path()"
     subprocess.run([sys.executable, "-c", look], check=True)
     assert not left & set(folder.iterdir())
     assert ours.exists()
