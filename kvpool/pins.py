@@ -26,10 +26,7 @@ class Pins:
         if row not in self._by_row:
             return []
         with self._lock:
-            held = [pin for pin in self._by_row.pop(row, ()) if pin.held()]
-            if held:
-                self._by_row[row] = held
-            return held.copy()
+            return self._keep(row, [pin for pin in self._by_row.get(row, ()) if pin.held()]).copy()
 
     def add(self, row: int, tokens: int, pin: Pin) -> None:
         """Adds a pin to a row of `tokens` tokens. See Holder.pin."""
@@ -59,20 +56,18 @@ class Pins:
     def remove(self, row: int, pin: Pin) -> None:
         """Removes a pin, if it is there."""
         with self._lock:
-            kept = [other for other in self._by_row.pop(row, ()) if other is not pin]
-            if kept:
-                self._by_row[row] = kept
+            self._keep(row, [other for other in self._by_row.get(row, ()) if other is not pin])
 
     def check_extend(self, rows: Ints, after: Ints, changes: Mapping[str, Change]) -> None:
         """Raises RequestPinned if rows `[B]` may not have `after` `[B]` tokens by these changes."""
         if not self._by_row:  # as for most batches
             return
-        for index, row in enumerate(rows.tolist()):
-            for pin in [pin for pin in self.held(row) if pin.last]:
-                tokens = int(after[index])
-                first = {name: int(change.first[index]) for name, change in changes.items()}
-                if lost := pin.lost(tokens, first.__getitem__):
-                    raise pin.refusal(f"at {tokens} tokens it would lose {lost}")
+        pinned = [(n, row) for n, row in enumerate(rows.tolist()) if row in self._by_row]
+        for index, pin in ((n, pin) for n, row in pinned for pin in self.held(row) if pin.last):
+            tokens = int(after[index])
+            first = {name: int(change.first[index]) for name, change in changes.items()}
+            if lost := pin.lost(tokens, first.__getitem__):
+                raise pin.refusal(f"at {tokens} tokens it would lose {lost}")
 
     def check_fork(self, row: int) -> None:
         """Raises RequestPinned while a room receives the row."""
@@ -86,3 +81,10 @@ class Pins:
             spans = ((name, each.span(row)[0].tolist()) for name, each in self._lists.items())
             items = (f"items {ranges(ids)} of space {name}" for name, ids in spans if ids)
             raise pin.refusal(f"free would give up {', '.join(items)}")
+
+    def _keep(self, row: int, pins: list[Pin]) -> list[Pin]:
+        if pins:
+            self._by_row[row] = pins
+        else:
+            self._by_row.pop(row, None)
+        return pins

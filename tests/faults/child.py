@@ -20,7 +20,6 @@ from typing import Any
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
-from kvpool.layout import RequestAddress
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
 from tests.faults.trips import Trip, TrippedTransport
@@ -202,8 +201,8 @@ class Child:
         if order.chunks < len(edges) - 1 and now >= order.due and not state.ended:
             start, stop = edges[order.chunks : order.chunks + 2]
             put(self.stock.pool, order.address, range(start, stop), course.salt)
-            part = RequestAddress(stop, order.address.spans)
-            self.endpoint.send(order.room, part, last=stop == course.tokens)
+            last = stop == course.tokens
+            self.endpoint.send(order.room, order.address, tokens=range(start, stop), last=last)
             order.asked = True
             order.chunks, order.due = order.chunks + 1, now + course.gap
             state = self.endpoint.poll(order.room)

@@ -171,8 +171,8 @@ class Side:
             return
         start, stop = edges[each.chunks : each.chunks + 2]
         put(self._pool, each.address, range(max(start, each.turn.shared), stop), each.turn.salt)
-        part = RequestAddress(stop, each.address.spans)
-        self.endpoint.send(each.turn.number, part, last=stop == each.turn.tokens)
+        last = stop == each.turn.tokens
+        self.endpoint.send(each.turn.number, each.address, tokens=range(start, stop), last=last)
         each.chunks += 1
 
     def _end(self, each: Open, state: KVPoll) -> None:
