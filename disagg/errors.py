@@ -22,7 +22,9 @@ class RoomError(UsageError, ValueError):
 
 
 class UnknownRoom(UsageError, KeyError):
-    """Decode has not asked for a room of this name, or has forgotten it."""
+    """No room of this name is known here, or it was forgotten. `DecodeEndpoint.receive` makes a
+    room known to decode; `PrefillEndpoint.send`, or a decode that asks for it, to prefill.
+    """
 
     __str__ = Exception.__str__
 

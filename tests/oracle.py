@@ -113,6 +113,19 @@ def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestA
     return RequestAddress(tokens, spans)
 
 
+def elsewhere(holder: KVPool | State, address: RequestAddress) -> RequestAddress:
+    """An address of as many tokens, in items of which `address` has none."""
+    spans = {}
+    for name, span in address.spans.items():
+        spaces = [s for s in holder.layout.spaces if s.id_list == name]
+        sizes = holder.layout.items_by_space
+        items = min(sizes[space.name] for space in spaces if space.name in sizes)
+        free = np.setdiff1d(np.arange(max(s.reserved for s in spaces), items), span.ids)
+        assert free.size >= span.ids.size, f"space {name}: {free.size} items are left"
+        spans[name] = Span(free[: span.ids.size], span.first_item)
+    return RequestAddress(address.num_tokens, spans)
+
+
 def pages_for(tokens: int, page: int) -> int:
     """Pages that hold `tokens` tokens, the reserved one, and three of other requests."""
     return -(-tokens // page) + 4

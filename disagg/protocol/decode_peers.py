@@ -20,6 +20,9 @@ from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
 
+FIRST_PAUSE = 0.25
+"""Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
+
 
 class LinkReady(NamedTuple):
     """Every rank has answered, and the transfer is planned: its rooms can be asked for."""
@@ -28,11 +31,14 @@ class LinkReady(NamedTuple):
 
 
 class LinkFailed(NamedTuple):
-    """The rooms of a link fail. `except_rank` is the rank that knows, or that does not listen."""
+    """The rooms of a link fail; with `asked`, only those that were asked for: the others wait on.
+    `except_rank` is the rank that knows, or that does not listen.
+    """
 
     link: Link
     failure: Failure
     except_rank: int | None = None
+    asked: bool = False
 
 
 LinkChange = LinkReady | LinkFailed
@@ -69,11 +75,17 @@ class DecodePeers:
 
     def disconnect(self, link: Link) -> None:
         """Gives a link up for good, once its rooms have failed."""
+        self._say_goodbye(link)
         self._drop(link)
         self.links.remove(link)
         for source in range(len(link.addresses)):
             del self._at[link.first + source]
             self._effects.append(HangUp(link.first + source))
+
+    def notify_shutdown(self) -> None:
+        """Tells every prefill that this decode is gone, so that none waits for a timeout."""
+        for link in self.links:
+            self._say_goodbye(link)
 
     def at(self, rank: int) -> tuple[Link, int] | None:
         """The link and source number of a rank; None once it is disconnected."""
@@ -92,7 +104,10 @@ class DecodePeers:
         if isinstance(message, Hello):
             return self._handshake(link, source, message)
         if isinstance(message, messages.Refuse):
-            return self._refuse(link, [messages.join_reasons(message.reasons)], "prefill", source)
+            reasons = messages.join_reasons(message.reasons)
+            if message.final:
+                return self._refuse(link, [reasons], "prefill", source)
+            return self._pause(link, source, f"it refuses this decode: {reasons}", "prefill", now)
         hello = link.hellos[source]
         if (
             isinstance(message, messages.UnknownPeer)
@@ -104,7 +119,9 @@ class DecodePeers:
         return None
 
     def tick(self, now: float) -> list[LinkFailed]:
-        """Sends pings, and gives up ranks that have been silent too long."""
+        """Sends pings, dials again who has refused, and gives up ranks that have been silent too
+        long.
+        """
         if now < self._next_check:
             return []
         self._next_check = now + self._shortest / CHECKS_PER_TIMEOUT
@@ -116,8 +133,14 @@ class DecodePeers:
             lost = self.mark_dead(link, source, reason, now)
             failed += [lost] if lost else []
         for link in self.links:
+            if link.refusal is not None:
+                continue
+            for source, at in enumerate(link.redials):
+                if at is not None and at <= now:
+                    link.redials[source] = None
+                    self._dial(link, source, now)
             for source, hello in enumerate(link.hellos):
-                if hello is None or link.refusal is not None:
+                if hello is None:
                     continue
                 pause = min(self.hello.timeout, hello.timeout) / PINGS_PER_TIMEOUT
                 if now - link.pinged[source] >= pause:
@@ -129,31 +152,51 @@ class DecodePeers:
         self, link: Link, source: int, reason: str, now: float, level: int = logging.WARNING
     ) -> LinkFailed | None:
         """A rank is gone: its reads are given up, and it is dialled anew."""
-        if link.refusal is not None:
+        if link.refusal is not None or link.redials[source] is not None:
             return None
-        known = link.lost is not None
-        link.plan, link.hellos[source] = None, None
-        link.lost = f"{link.name(source)} is lost: {reason}"
-        log.log(logging.DEBUG if known else level, "%s", link.lost)
-        self._effects.append(DropPeer(link, source))
+        lost = self._lose(link, source, reason, level)
         self._dial(link, source, now)
-        return LinkFailed(link, Failure("prefill", link.lost, "lost"), source)
+        return LinkFailed(link, Failure("prefill", lost, "lost"), source)
 
-    def refuse(self, link: Link, source: int, reason: str) -> LinkFailed | None:
-        """A rank breaks the protocol."""
-        if link.refusal is not None:
+    def refuse(self, link: Link, source: int, reason: str, now: float) -> LinkFailed | None:
+        """A rank breaks the protocol: it is told, and may do better later."""
+        if link.refusal is not None or link.redials[source] is not None:
             return None
-        return self._refuse(link, [f"{link.name(source)} was refused: {reason}"], "decode")
+        text = reason_text(reason, messages.MAX_TEXT)
+        self.send(link, source, messages.Refuse([text], final=False))
+        return self._pause(link, source, f"it was refused: {reason}", "decode", now)
 
     def send(self, link: Link, source: int, message: Message) -> None:
-        """Sends to one rank of a link."""
-        self._effects.send(link.first + source, message)
+        """Sends to one rank of a link, unless it is not connected now."""
+        if link.redials[source] is None:
+            self._effects.send(link.first + source, message)
 
     def _dial(self, link: Link, source: int, now: float) -> None:
         rank = link.first + source
         self._effects.append(Dial(rank, link.addresses[source]))
         self.liveness.heard(rank, now)
         self.send(link, source, self.hello)
+
+    def _pause(self, link: Link, source: int, reason: str, side: Side, now: float) -> LinkFailed:
+        """A rank and this decode do not work together for now: it is dialled again after a pause,
+        which doubles up to the shorter time-out.
+        """
+        hello, rank = link.hellos[source], link.first + source
+        most = min(self.hello.timeout, hello.timeout if hello else self.hello.timeout)
+        link.pauses[source] = min(most, max(FIRST_PAUSE * most, 2 * link.pauses[source]))
+        lost = self._lose(link, source, reason)
+        self.liveness.forget(rank)
+        self._effects.append(HangUp(rank))
+        link.redials[source] = now + link.pauses[source]
+        return LinkFailed(link, Failure(side, lost, "refused"), source, asked=True)
+
+    def _lose(self, link: Link, source: int, reason: str, level: int = logging.WARNING) -> str:
+        known = link.lost is not None
+        link.plan, link.hellos[source] = None, None
+        link.lost = lost = f"{link.name(source)} is lost: {reason}"
+        log.log(logging.DEBUG if known else level, "%s", lost)
+        self._effects.append(DropPeer(link, source))
+        return lost
 
     def _handshake(self, link: Link, source: int, hello: Hello) -> LinkChange | None:
         if link.hellos[source] is not None:
@@ -177,6 +220,7 @@ class DecodePeers:
         if link.lost is not None:
             log.info("%s is back", link.name(source))
         link.lost = None
+        link.pauses = [0.0] * len(link.pauses)
         return LinkReady(link)
 
     def _refuse(
@@ -190,6 +234,10 @@ class DecodePeers:
                 self.send(link, source, refusal)
         self._drop(link)
         return LinkFailed(link, Failure(side, link.refusal, "refused"))
+
+    def _say_goodbye(self, link: Link) -> None:
+        for source in range(len(link.addresses)):
+            self.send(link, source, messages.Disconnect())
 
     def _drop(self, link: Link) -> None:
         """Stops to wait for any rank of a link, and to read from it."""

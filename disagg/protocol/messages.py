@@ -18,9 +18,9 @@ from msgspec import Meta, Struct
 from disagg.errors import RoomError, WireError
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.layout.types import MAX_REASON
+from kvpool.layout.types import MAX_NAME, MAX_REASON
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_TEXT = 1 << 16
@@ -28,7 +28,7 @@ MAX_ROOM_NAME = 256
 MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Name = Annotated[str, Meta(max_length=128)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT, le=MAX_TIMEOUT)]
 Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM_NAME)]
@@ -49,7 +49,10 @@ class _OfRoom(_OfGeneration, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """Either side's first message: which endpoint it is, its layout, and how to read its memory."""
+    """Either side's first message: which endpoint it is, its layout, and how to read its memory.
+
+    Of prefill's layout only what decode's has regions for, see `prefill_peers.shared_part`.
+    """
 
     protocol: int
     generation: Name
@@ -73,10 +76,18 @@ class UnknownPeer(_OfGeneration, frozen=True, tag="unknown_peer"):
     """Prefill does not know the sender, or has another generation: decode must say hello again."""
 
 
-class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True):
-    """These two endpoints cannot work together, with all reasons."""
+class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True, omit_defaults=True):
+    """The sender does not serve the receiver, with all reasons: never (`final`: the two cannot work
+    together), or not now (a peer that is overloaded, a message that cannot be served).
+    """
 
     reasons: list[Text]
+    final: bool = True
+    """Left out where it is true, so that an endpoint of any protocol reads why it is refused."""
+
+
+class Disconnect(Struct, frozen=True, tag="disconnect", forbid_unknown_fields=True):
+    """Decode hangs up: prefill forgets it."""
 
 
 class ReadRequest(_OfRoom, frozen=True, tag="read_request"):
@@ -151,7 +162,7 @@ class Abort(_OfRoom, frozen=True, tag="abort"):
     reason: Text
 
 
-ToPrefill = Hello | Refuse | Ping | ReadRequest | DigestRequest | ReadDone | Abort
+ToPrefill = Hello | Refuse | Disconnect | Ping | ReadRequest | DigestRequest | ReadDone | Abort
 ToDecode = Hello | Refuse | Pong | UnknownPeer | ChunkReady | Digests | ReleaseAck | Abort
 Message = ToPrefill | ToDecode
 

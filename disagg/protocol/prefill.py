@@ -12,16 +12,18 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from disagg.digest.digest import from_wire
-from disagg.errors import RoomError
+from disagg.errors import RoomError, UnknownRoom
 from disagg.protocol import events, messages
-from disagg.protocol.effects import ComputeDigest, Effect, Effects
+from disagg.protocol.effects import Effect, Effects
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
-from disagg.protocol.prefill_state import Decode, PrefillRoom
+from disagg.protocol.prefill_state import Decode, ForgottenRooms, PrefillRoom, noted
 from disagg.protocol.status import Failure, KVPoll, Phase
+from disagg.protocol.verification import DigestAnswers
+from kvpool.layout import PoolLayout
+from kvpool.layout.types import MAX_NAME
 
 MAX_REQUESTED = 1 << 14
 """Rooms that one decode may ask for at once."""
@@ -31,6 +33,7 @@ MAX_FAILED_UNSENT = 10_000
 """Rooms that failed before anything was sent: the latest are kept."""
 KEPT_ATTEMPTS = 1000
 """Attempts of rooms that have ended: the latest are kept."""
+LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
 class PrefillMachine:
@@ -40,23 +43,27 @@ class PrefillMachine:
     from the last chunk or request of a room, `None` for ever.
     """
 
-    def __init__(self, hello: Hello, lease: float | None = None, *, now: float) -> None:
+    def __init__(
+        self, hello: Hello, layout: PoolLayout, lease: float | None = None, *, now: float
+    ) -> None:
         self.hello = hello
         self._effects = Effects()
-        self.peers = PrefillPeers(hello, self._effects, now)
+        self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._lease, self._now = lease, now
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
         self._unsent: set[Room] = set()
         self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
         self._unpublished: set[Room] = set()
+        self._digests = DigestAnswers(self._effects)
+        self._forgotten = ForgottenRooms()
         self._ended_attempts: OrderedDict[tuple[bytes, str], None] = OrderedDict()
         self._next_check = 0.0
         self.totals = Totals()
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
-        """What is to be done now. Raises RoomError for a call that does not fit the room; then
-        nothing has changed.
+        """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
+        room; then nothing has changed.
         """
         self._now = now
         match event:
@@ -71,17 +78,18 @@ class PrefillMachine:
             case events.DigestComputed(
                 (bytes(peer), messages.DigestRequest() as request), values, problem
             ):
-                self._digested(peer, request, values, problem)
+                room = self._rooms.get(request.room)
+                self._digests.computed(peer, request, room, values, problem)
             case events.OfferChunk():
                 self._offer(event)
             case events.AbortRoom(name, reason):
-                room = self._room(name)
+                room = self._known(name)
                 if name in self._open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.ForgetRoom(name):
                 if not self.poll(name).ended:
                     raise RoomError(f"room {name!r} has not ended. Abort it first.")
-                del self._rooms[name]
+                self._forget(name)
             case events.AbortAll(reason, closing):
                 for name in list(self._open):
                     self._fail(name, self._rooms[name], Failure("prefill", reason, "abort"))
@@ -98,13 +106,15 @@ class PrefillMachine:
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
-        room = self._rooms.get(name)
-        return room.phase.poll if room else KVPoll.Bootstrapping
+        return self._known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
         """Why the room failed, if it did."""
-        room = self._rooms.get(name)
-        return room.failure if room else None
+        return self._known(name).failure
+
+    def waits_for(self, name: Room) -> str:
+        """What must happen next in an open room."""
+        return self._known(name).waits_for
 
     def rooms(self) -> Mapping[Room, PrefillRoom]:
         """All rooms that are not forgotten."""
@@ -133,11 +143,12 @@ class PrefillMachine:
             problem = "aux values travel with the last chunk."
         if problem is not None:
             raise RoomError(f"room {name!r}: {problem}")
-        extent = tokens.start, tokens.stop, chunk.last, address.num_tokens
-        spans, aux = messages.spans_of(address), messages.pack_aux(chunk.aux)
-        ready = messages.ChunkReady(self.hello.generation, name, "", *extent, spans, aux)
+        rest = address.num_tokens, messages.spans_of(address), messages.pack_aux(chunk.aux)
+        about = self.hello.generation, name, LONGEST_ATTEMPT, tokens.start, tokens.stop
+        ready = messages.ChunkReady(*about, chunk.last, *rest)
         messages.encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._room(name)
+        self._forgotten.drop(name)
         self._unsent.discard(name)
         room.chunks.append(ready)
         room.addresses.append(address)
@@ -161,8 +172,7 @@ class PrefillMachine:
         for name in list(self._open):
             room = self._rooms[name]
             if room.leased_until is not None and room.leased_until < self._now:
-                missing = "not every reader was done" if room.requests else "no decode asked for it"
-                reason = f"its lease ended: {missing} within {self._lease:g} s."
+                reason = f"its lease ended: {room.missing} within {self._lease:g} s."
                 self._fail(name, room, Failure("prefill", reason, "lease"))
 
     def _receive(self, peer: bytes, message: Message) -> None:
@@ -180,7 +190,8 @@ class PrefillMachine:
         if isinstance(about, messages.ReadDone):
             self._done(peer, about, mine)
         elif isinstance(about, messages.DigestRequest):
-            self._digest(peer, about, mine)
+            if problem := self._digests.asked(peer, about, mine):
+                self._lose(self.peers.refuse(peer, problem))
         elif mine is not None and about.room in self._open:
             failure = Failure("decode", reason_text(about.reason), "abort")
             self._fail(about.room, mine, failure, except_peer=peer)
@@ -191,18 +202,11 @@ class PrefillMachine:
             known and known.requests.get(peer) == request
         ):
             return  # a duplicate; today's pages must not vouch for those that were read then
-        problem = None
-        if len(decode.rooms) >= MAX_REQUESTED:
-            problem = f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
-        elif known is None and len(self._unsent) >= MAX_UNSENT:
-            problem = f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
-        elif known is not None:
-            problem = known.reject_reason(peer, request)
+        problem = self._reject_reason(peer, request, decode)
         if problem is not None:
-            reason = reason_text(problem)
-            self._effects.send(
-                peer, messages.Abort(request.generation, request.room, request.attempt, reason)
-            )
+            self._ended(peer, request.attempt)
+            about = request.generation, request.room, request.attempt
+            self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
         room = self._room(request.room)
         room.requests[peer] = request
@@ -210,50 +214,28 @@ class PrefillMachine:
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        if room.chunks:
-            self._renew(room)
+        self._renew(room)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
 
-    def _digest(
-        self, peer: bytes, request: messages.DigestRequest, room: PrefillRoom | None
-    ) -> None:
-        if room is None or room.failure is not None or not room.whole or peer in room.done:
-            self._answer_digest(peer, request, b"", "the room's pages are not leased.")
-            return
-        if peer in room.digesting:
-            return  # a duplicate
-        try:
-            pieces = from_wire(request.pieces)
-        except ValueError as error:
-            self._lose(self.peers.refuse(peer, str(error)))
-            return
-        if request.each and 16 * sum(len(piece.entries) for piece in pieces) > messages.MAX_MESSAGE:
-            self._answer_digest(
-                peer,
-                request,
-                b"",
-                f"the digests are more than {messages.MAX_MESSAGE} bytes, the most of one message.",
-            )
-            return
-        room.digesting.add(peer)
-        self._effects.append(
-            ComputeDigest((peer, request), room.addresses[-1], pieces, request.each)
-        )
-
-    def _digested(
-        self, peer: bytes, request: messages.DigestRequest, values: bytes | None, problem: str
-    ) -> None:
+    def _reject_reason(
+        self, peer: bytes, request: messages.ReadRequest, decode: Decode
+    ) -> str | None:
+        """Why a decode may not read a room."""
         room = self._rooms.get(request.room)
+        if room is not None and room.failure is not None:
+            room.told = noted(room.told, decode.generation)
+            return room.failure.reason
+        forgotten = self._forgotten.untold(request.room, decode.generation, self._now)
+        if forgotten is not None:
+            return forgotten
+        if len(decode.rooms) >= MAX_REQUESTED:
+            return f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
         if room is not None:
-            room.digesting.discard(peer)
-        self._answer_digest(peer, request, values or b"", problem)
-
-    def _answer_digest(
-        self, peer: bytes, request: messages.DigestRequest, values: bytes, problem: str
-    ) -> None:
-        about = request.generation, request.room, request.attempt, request.each
-        self._effects.send(peer, messages.Digests(*about, values, reason_text(problem)))
+            return room.reject_reason(peer, request)
+        if len(self._unsent) >= MAX_UNSENT:
+            return f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
+        return None
 
     def _done(self, peer: bytes, done: messages.ReadDone, room: PrefillRoom | None) -> None:
         leased = room is not None and room.failure is None and room.whole
@@ -280,6 +262,7 @@ class PrefillMachine:
     ) -> None:
         room.failure = failure
         room.phase = room.phase.to(Phase.FAILED)
+        room.told = noted(room.told, *room.generations)
         self._close(name, room)
         reason = reason_text(failure.reason)
         for peer, request in room.requests.items():
@@ -291,7 +274,10 @@ class PrefillMachine:
             if len(self._failed_unsent) > MAX_FAILED_UNSENT:
                 name, room = self._failed_unsent.popleft()
                 if self._rooms.get(name) is room and not room.chunks:
-                    del self._rooms[name]
+                    self._forget(name)
+
+    def _forget(self, name: Room) -> None:
+        self._forgotten.add(name, self._rooms.pop(name), self._now)
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._open.discard(name)
@@ -300,35 +286,34 @@ class PrefillMachine:
         seconds = self._now - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
-            log_failure(
-                room.failure,
-                room=name,
-                peer=", ".join(room.generations),
-                generation=self.hello.generation,
-                start=min((request.start for request in room.requests.values()), default=0),
-                tokens=room.computed,
-                bytes_moved=0,
-                seconds=round(seconds, 6),
-            )
+            facts = {"generation": self.hello.generation, "seconds": round(seconds, 6)}
+            log_failure(room.failure, room=name, **room.facts(), **facts)
         for peer, request in room.requests.items():
-            self._ended_attempts[peer, request.attempt] = None
-            if len(self._ended_attempts) > KEPT_ATTEMPTS:
-                self._ended_attempts.popitem(last=False)
+            self._ended(peer, request.attempt)
             if peer in self.peers.alive:
                 self.peers.alive[peer].rooms.discard(name)
 
+    def _ended(self, peer: bytes, attempt: str) -> None:
+        self._ended_attempts[peer, attempt] = None
+        if len(self._ended_attempts) > KEPT_ATTEMPTS:
+            self._ended_attempts.popitem(last=False)
+
     def _publish_ready_chunks(self, name: Room, room: PrefillRoom) -> None:
         """Tells readers of the chunks that the device has computed."""
-        try:
-            while room.unpublished and (room.unpublished[0] is None or room.unpublished[0].query()):
-                ready = room.chunks[room.published]
-                room.unpublished.pop(0)
-                for peer, request in room.requests.items():
-                    self._effects.send(peer, replace(ready, attempt=request.attempt))
-        except RuntimeError as error:  # torch reports failed work of a device so
-            self._fail(name, room, Failure("prefill", f"its device failed: {error}", "device"))
-        else:
-            (self._unpublished.add if room.unpublished else self._unpublished.discard)(name)
+        while room.unpublished:
+            event = room.unpublished[0]
+            try:
+                computed = event is None or event.query()
+            except Exception as error:  # whatever a device's event raises is this room's alone
+                self._fail(name, room, Failure("prefill", f"its device failed: {error}", "device"))
+                return
+            if not computed:
+                break
+            ready = room.chunks[room.published]
+            room.unpublished.pop(0)
+            for peer, request in room.requests.items():
+                self._effects.send(peer, replace(ready, attempt=request.attempt))
+        (self._unpublished.add if room.unpublished else self._unpublished.discard)(name)
 
     def _renew(self, room: PrefillRoom) -> None:
         if self._lease is not None:
@@ -341,3 +326,12 @@ class PrefillMachine:
             self._open.add(name)
             self._unsent.add(name)
         return self._rooms[name]
+
+    def _known(self, name: Room) -> PrefillRoom:
+        room = self._rooms.get(name)
+        if room is None:
+            raise UnknownRoom(
+                f"room {name!r} is not known here: no chunk of it was sent and no decode has asked "
+                "for it, or it was forgotten. `send` makes it known, or a decode that asks for it."
+            )
+        return room

@@ -4,8 +4,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct, structs
 
 from disagg.protocol import messages
 from disagg.protocol.effects import Effects
@@ -13,9 +18,32 @@ from disagg.protocol.liveness import Liveness
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.prefill_state import Decode
 from disagg.protocol.status import Failure, FailureKind
+from kvpool.layout import VERSION, PoolLayout, Region
+from kvpool.layout.codec import MAX_BYTES
+from kvpool.layout.types import MAX_PARTS, MAX_REASON
 
 KEPT_REFUSALS = 100
+KEPT_HELLOS = 32
+MAX_LISTED = 20
 MAX_PEERS = 1024
+
+Pair = tuple[str, str]
+"""An owner and a role."""
+
+
+class _Named(Struct):
+    owner: messages.Name
+    role: messages.Name
+
+
+class _Wanted(Struct):
+    """A layout, as far as prefill reads decode's."""
+
+    version: int
+    regions: Annotated[list[_Named], Meta(max_length=MAX_PARTS)] = []
+
+
+_wanted = msgspec.msgpack.Decoder(_Wanted)
 
 
 class RoomMessage(NamedTuple):
@@ -36,11 +64,13 @@ class LostPeer(NamedTuple):
 class PrefillPeers:
     """All decodes of one prefill endpoint, by connection."""
 
-    def __init__(self, hello: Hello, effects: Effects, now: float) -> None:
+    def __init__(self, hello: Hello, layout: PoolLayout, effects: Effects, now: float) -> None:
         self.hello, self.alive = hello, dict[bytes, Decode]()
         self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
         self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
-        self._effects = effects
+        self._effects, self._layout = effects, layout
+        self._pairs = pairs_of(layout.regions)
+        self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[str]], Hello] = OrderedDict()
 
     def receive(self, peer: bytes, message: Message, now: float) -> RoomMessage | LostPeer | None:
         """Handles what concerns no room; returns what does. Notes signs of life."""
@@ -52,6 +82,8 @@ class PrefillPeers:
         elif isinstance(message, messages.Refuse):
             self.refusals.append(messages.join_reasons(message.reasons))
             return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
+        elif isinstance(message, messages.Disconnect):
+            return self._drop(peer, Failure("decode", "decode has disconnected.", "abort"))
         elif not isinstance(message, messages.ToPrefill):
             return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         elif decode is None or message.generation != self.hello.generation:
@@ -69,8 +101,9 @@ class PrefillPeers:
         return [each for each in lost if each is not None]
 
     def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
-        """Drops a peer that breaks the protocol, and tells it why."""
-        self._effects.send(peer, messages.Refuse([reason_text(reason, messages.MAX_TEXT)]))
+        """Drops a peer that breaks the protocol, and tells it why; it may come back."""
+        text = reason_text(reason, messages.MAX_TEXT)
+        self._effects.send(peer, messages.Refuse([text], final=False))
         return self.mark_dead(peer, f"decode was refused: {reason}", "refused")
 
     def mark_dead(self, peer: bytes, reason: str, kind: FailureKind = "lost") -> LostPeer | None:
@@ -84,16 +117,95 @@ class PrefillPeers:
 
     def _handshake(self, peer: bytes, hello: Hello, now: float) -> None:
         reasons = messages.handshake_problems(self.hello, hello)
-        if peer not in self.alive and len(self.alive) >= MAX_PEERS:
-            reasons = [f"{MAX_PEERS} decodes are connected already."]
+        try:
+            answer = self._answer(wanted_pairs(hello.layout)) if not reasons else None
+        except ValueError as error:
+            reasons = [reason_text(str(error), messages.MAX_TEXT)]
         if reasons:
             self._effects.send(peer, messages.Refuse(reasons))
-            return
-        self.alive.setdefault(peer, Decode(hello.generation))
-        self.liveness.heard(peer, now)
-        self._effects.send(peer, self.hello)
+        elif peer not in self.alive and len(self.alive) >= MAX_PEERS:
+            full = f"{MAX_PEERS} decodes are connected already."
+            self._effects.send(peer, messages.Refuse([full], final=False))
+        elif answer is not None:
+            self.alive.setdefault(peer, Decode(hello.generation))
+            self.liveness.heard(peer, now)
+            self._effects.send(peer, answer)
+
+    def _answer(self, wanted: frozenset[Pair]) -> Hello:
+        """The hello for a decode that has regions of these pairs; raises ValueError if we share
+        none.
+        """
+        shared = wanted & self._pairs
+        if not shared:
+            raise ValueError(
+                f"decode holds {_listed(wanted)}, prefill {_listed(self._pairs)}: no region of one "
+                "is the other's. Connect pools of the same model."
+            )
+        # an owner that decode may allow to be missing must be seen where prefill has it
+        held = {owner for owner, _ in self._pairs - shared}
+        owners = held & {owner for owner, _ in wanted - shared} - {owner for owner, _ in shared}
+        key = shared, frozenset(owners)
+        known = self._hellos.get(key)
+        if known is None:
+            part = shared_part(self._layout, shared, owners)
+            known = self._hellos[key] = structs.replace(self.hello, layout=part.to_msgpack())
+            if len(self._hellos) > KEPT_HELLOS:
+                self._hellos.popitem(last=False)
+        self._hellos.move_to_end(key)
+        return known
 
     def _drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
         decode = self.alive.pop(peer, None)
         self.liveness.forget(peer)
         return None if decode is None else LostPeer(peer, decode.rooms, failure)
+
+
+def pairs_of(regions: Iterable[Region | _Named]) -> frozenset[Pair]:
+    """Owners and roles of regions."""
+    return frozenset((region.owner, region.role) for region in regions)
+
+
+def wanted_pairs(layout: bytes) -> frozenset[Pair]:
+    """Owners and roles of a decode's layout, from untrusted bytes, of which nothing else is read.
+    Raises ValueError.
+    """
+    if len(layout) > MAX_BYTES:
+        raise ValueError(f"a layout of {len(layout)} bytes: at most {MAX_BYTES} are exchanged.")
+    try:
+        wanted = _wanted.decode(layout)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"malformed layout: {str(error)[:MAX_REASON]}") from None
+    if wanted.version != VERSION:
+        raise ValueError(
+            f"layout version {wanted.version}: this kvpool reads version {VERSION}. Run the same "
+            "kvpool on both sides."
+        )
+    return pairs_of(wanted.regions)
+
+
+def shared_part(
+    layout: PoolLayout, pairs: Collection[Pair], owners: Collection[str] = ()
+) -> PoolLayout:
+    """What a decode with regions of `pairs` needs of a layout: these regions of all layers, and the
+    first of each other owner in `owners`, with their buffers and spaces.
+    """
+    regions = [region for region in layout.regions if (region.owner, region.role) in pairs]
+    for owner in sorted(owners):
+        regions += [region for region in layout.regions if region.owner == owner][:1]
+    inside = {region.buffer for region in regions}
+    buffers = tuple(buffer for buffer in layout.buffers if buffer.name in inside)
+    spaces = {layout.space_by_name[buffer.space] for buffer in buffers}
+    lists = {space.name for space in spaces} | {space.id_list for space in spaces}
+    return replace(
+        layout,
+        regions=tuple(regions),
+        buffers=buffers,
+        spaces=tuple(space for space in layout.spaces if space.name in lists),
+    )
+
+
+def _listed(pairs: Iterable[Pair]) -> str:
+    """At most a few pairs, for a sentence."""
+    names = [" ".join(pair) for pair in sorted(pairs)]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more if names else "no region"

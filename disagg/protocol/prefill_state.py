@@ -1,9 +1,10 @@
-"""What prefill knows of a decode, and of a room that it serves."""
+"""What prefill knows of a decode, of a room that it serves, and of rooms that it has forgotten."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
 from disagg.protocol.status import Failure, Phase
@@ -11,6 +12,13 @@ from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
     from kvpool.device import Event
+
+FORGOTTEN_SECONDS = 600.0
+"""How long the failure of a forgotten room is kept for decodes that ask for it late."""
+MAX_FORGOTTEN = 10_000
+"""Forgotten rooms of which that is kept: the latest."""
+MAX_TOLD = 1024
+"""Decodes of which it is kept, for each room, that they know of its failure."""
 
 
 @dataclass(slots=True)
@@ -38,6 +46,7 @@ class PrefillRoom:
     """By the peer that has asked."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
+    told: frozenset[str] = frozenset()
     digesting: set[bytes] = field(default_factory=set)
     done: set[bytes] = field(default_factory=set)
     leased_until: float | None = None
@@ -69,6 +78,34 @@ class PrefillRoom:
         readers = next(iter(self.requests.values())).readers if self.requests else 0
         return self.closed and 0 < readers == len(self.done)
 
+    @property
+    def waits_for(self) -> str:
+        """What must happen next."""
+        if self.phase is Phase.HANDSHAKE:
+            return "a decode to ask for it"
+        if not self.closed:
+            return f"the chunk from position {self.computed} (`send`)"
+        if self.unpublished:
+            return "the device to compute what was sent"
+        readers = next(iter(self.requests.values())).readers
+        return f"{readers - len(self.done)} of {readers} readers to be done"
+
+    @property
+    def missing(self) -> str:
+        """What did not happen while its lease lasted."""
+        if not self.chunks:
+            return "no chunk of it was sent"
+        return "not every reader was done" if self.requests else "no decode asked for it"
+
+    def facts(self) -> dict[str, Any]:
+        """What the log says of it."""
+        return {
+            "peer": ", ".join(self.generations),
+            "start": min((request.start for request in self.requests.values()), default=0),
+            "tokens": self.computed,
+            "bytes_moved": 0,
+        }
+
     def chunk_problem(self, address: RequestAddress, tokens: range, last: bool) -> str | None:
         """Why positions `tokens` cannot be offered next."""
         end = address.num_tokens
@@ -84,9 +121,7 @@ class PrefillRoom:
         return None
 
     def reject_reason(self, peer: bytes, request: ReadRequest) -> str | None:
-        """Why this peer cannot read it."""
-        if self.failure is not None:
-            return self.failure.reason
+        """Why this peer cannot read it, while it is open."""
         if peer in self.requests:
             return "this reader has asked for it already."
         known = {each.readers for each in self.requests.values()} - {request.readers}
@@ -95,3 +130,47 @@ class PrefillRoom:
         if len(self.requests) == request.readers:
             return f"all {request.readers} readers have asked for it already."
         return None
+
+
+def noted(told: frozenset[str], *generations: str) -> frozenset[str]:
+    """`told` and these, at most `MAX_TOLD`."""
+    return told.union(generations[: max(0, MAX_TOLD - len(told))])
+
+
+class ForgottenRoom(NamedTuple):
+    """Why a room failed that was forgotten at time `at`, and who knows."""
+
+    reason: str
+    told: frozenset[str]
+    at: float
+
+
+class ForgottenRooms:
+    """Failed rooms that prefill has forgotten. A decode that asks for one and does not know of the
+    failure is told once; who knows may use the name anew, and a new chunk ends the memory.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: OrderedDict[Room, ForgottenRoom] = OrderedDict()
+
+    def add(self, name: Room, room: PrefillRoom, now: float) -> None:
+        """Remembers a room, if it has failed."""
+        self.drop(name)
+        if room.failure is not None:
+            self._rooms[name] = ForgottenRoom(room.failure.reason, room.told, now)
+        if len(self._rooms) > MAX_FORGOTTEN:
+            self._rooms.popitem(last=False)
+
+    def drop(self, name: Room) -> None:
+        """The name stands for another room from now on."""
+        self._rooms.pop(name, None)
+
+    def untold(self, name: Room, generation: str, now: float) -> str | None:
+        """Why the room has failed, for a decode that does not know; from now on it does."""
+        while self._rooms and now - next(iter(self._rooms.values())).at > FORGOTTEN_SECONDS:
+            self._rooms.popitem(last=False)
+        kept = self._rooms.get(name)
+        if kept is None or generation in kept.told:
+            return None
+        self._rooms[name] = kept._replace(told=noted(kept.told, generation))
+        return kept.reason

@@ -92,7 +92,7 @@ POLL: Mapping[Phase, KVPoll] = {
 
 Side = Literal["prefill", "decode"]
 FailureKind = Literal[
-    "abort", "aux", "device", "digest", "lease", "lost", "protocol", "read", "refused"
+    "abort", "aux", "device", "digest", "lease", "lost", "protocol", "read", "refused", "timeout"
 ]
 
 

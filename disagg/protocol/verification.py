@@ -1,15 +1,16 @@
 """`verify="checksum"`: what a room has read, compared with what prefill holds, by digests of both
-sides. Part of `DecodeMachine`.
+sides. `Comparisons` is part of `DecodeMachine`, `DigestAnswers` of `PrefillMachine`.
 """
 
 from __future__ import annotations
 
-from disagg.digest.digest import pieces
+from disagg.digest.digest import from_wire, pieces
 from disagg.digest.digester import Verification, differences
 from disagg.plan import TransferPlan
 from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.effects import ComputeDigest, Effects
-from disagg.protocol.messages import DigestRequest, Digests, Room
+from disagg.protocol.messages import MAX_MESSAGE, DigestRequest, Digests, Room, reason_text
+from disagg.protocol.prefill_state import PrefillRoom
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 
@@ -35,6 +36,7 @@ class Comparisons:
         check = room.checks.get(source)
         if check is None or check.each != message.each or check.theirs is not None:
             return None  # a duplicate
+        room.touched = now
         if message.problem:
             reason = f"{room.link.name(source)} gives no digests: {message.problem}"
             return Failure("prefill", reason, "digest")
@@ -50,6 +52,7 @@ class Comparisons:
         now: float,
     ) -> Failure | None:
         """Takes this side's digests, or why there are none; returns why the room fails."""
+        room.touched = now
         if values is None:
             return Failure("decode", problem, "digest")
         check.own = values
@@ -79,3 +82,49 @@ class Comparisons:
             return Failure("decode", sentence, "digest")
         self._ask(room, finer)
         return None
+
+
+class DigestAnswers:
+    """Answers of prefill to requests for digests. `room.digesting` are the peers that wait."""
+
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
+
+    def asked(self, peer: bytes, request: DigestRequest, room: PrefillRoom | None) -> str | None:
+        """Takes a request about `room`, None where the peer's room is none. Returns what is wrong
+        with the peer, if anything.
+        """
+        if room is None or room.failure is not None or not room.whole or peer in room.done:
+            self._answer(peer, request, b"", "the room's pages are not leased.")
+            return None
+        if peer in room.digesting:
+            return None  # a duplicate
+        try:
+            wanted = from_wire(request.pieces)
+        except ValueError as error:
+            return str(error)
+        if request.each and 16 * sum(len(piece.entries) for piece in wanted) > MAX_MESSAGE:
+            most = f"{MAX_MESSAGE} bytes, the most of one message."
+            self._answer(peer, request, b"", f"the digests are more than {most}")
+            return None
+        room.digesting.add(peer)
+        key = peer, request
+        self._effects.append(ComputeDigest(key, room.addresses[-1], wanted, request.each))
+        return None
+
+    def computed(
+        self,
+        peer: bytes,
+        request: DigestRequest,
+        room: PrefillRoom | None,
+        values: bytes | None,
+        problem: str,
+    ) -> None:
+        """Sends the digests, or why there are none."""
+        if room is not None:
+            room.digesting.discard(peer)
+        self._answer(peer, request, values or b"", problem)
+
+    def _answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:
+        about = request.generation, request.room, request.attempt, request.each
+        self._effects.send(peer, Digests(*about, values, reason_text(problem)))

@@ -9,6 +9,7 @@ decode.wait(room)                   # KVPoll.Success, or Failed with decode.fail
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import index
 from typing import Literal
@@ -16,10 +17,10 @@ from typing import Literal
 from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
-from disagg.errors import HandshakeRefused, RoomError
+from disagg.errors import HandshakeRefused, RoomError, UsageError
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
-from disagg.protocol.effects import Dial
+from disagg.protocol.effects import Dial, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
@@ -30,6 +31,7 @@ from disagg.runtime.staging import MIN_STAGING, staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
 
 READ_TIMEOUT = 30.0
+OFFER_TIMEOUT = 300.0
 STAGING_BYTES = 16 << 20
 
 
@@ -37,11 +39,13 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     """Reads what one decode rank needs; `ranks` decode ranks read each room.
 
     `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
-    read that takes longer than `read_timeout` seconds has failed. `verify="checksum"` compares
-    digests of everything that was read with prefill's before a room succeeds. `allow_missing` names
-    owners or roles that prefill may lack altogether (`"draft"`): their memory is left as it is.
-    `staging` bytes (0: none) are for small runs that lie close together on prefill: they are read
-    as long ones and scattered from there (docs/engines.md). `options`: see Options.
+    read that takes longer than `read_timeout` seconds has failed. A room fails in which nothing
+    happens for longer than `offer_timeout` seconds (None: it waits on): no chunk, no end of a read,
+    no digest, no ack, counted from `receive`. `verify="checksum"` compares digests of everything
+    that was read with prefill's before a room succeeds. `allow_missing` names owners or roles that
+    prefill may lack altogether (`"draft"`): their memory is left as it is. `staging` bytes (0:
+    none) are for small runs that lie close together on prefill: they are read as long ones and
+    scattered from there (docs/engines.md). `options`: see Options.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         *,
         ranks: int = 1,
         read_timeout: float = READ_TIMEOUT,
+        offer_timeout: float | None = OFFER_TIMEOUT,
         verify: Literal["checksum"] | None = None,
         allow_missing: Collection[str] = (),
         staging: int = STAGING_BYTES,
@@ -60,11 +65,15 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:
             raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
+        if offer_timeout is not None and not offer_timeout > 0:
+            raise ValueError(f"offer_timeout={offer_timeout!r}: seconds above 0, or None.")
         if staging and not staging >= MIN_STAGING:
             raise ValueError(f"staging={staging!r}: {MIN_STAGING:,} bytes or more, or 0 for none.")
         super().__init__(
             lambda hello, now: DecodeMachine(
-                hello, self.layout, ranks, verify is not None, allow_missing, now=now
+                *(hello, self.layout, ranks, verify is not None, allow_missing),
+                offer_timeout=offer_timeout,
+                now=now,
             ),
             layout,
             engine,
@@ -79,9 +88,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
         """Says hello to all ranks of one prefill, given their endpoint addresses.
 
-        With `timeout` (seconds), waits until they have answered and everything is planned; raises
-        IncompatibleLayouts or HandshakeRefused with all reasons, or TimeoutError.
-        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most.
+        With `timeout` (seconds), waits until they have answered and everything is planned, and
+        dials again who refuses for now; raises IncompatibleLayouts or HandshakeRefused with all
+        reasons, or TimeoutError, and then nothing is left of the link. Without, returns at once:
+        rooms wait in Bootstrapping, for `peer_timeout` at most where nobody answers.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
@@ -94,22 +104,30 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
                     if isinstance(effect, Dial):  # now: a bad address is the caller's error
                         self._transport.connect(effect.peer, effect.address)
             except ValueError:
-                self._handle(DisconnectLink(link))
+                left = self.machine.handle(DisconnectLink(link), self._clock())
+                # not every rank was dialled
+                self._pending.extend(effect for effect in left if not isinstance(effect, Send))
                 raise
             self._pending.extend(effect for effect in effects if not isinstance(effect, Dial))
         self._call()
         if timeout is not None:
-            self.handshake(link, timeout)
+            try:
+                self.handshake(link, timeout)
+            except BaseException:
+                with suppress(UsageError):  # closed, or disconnected by another thread
+                    self.disconnect(link)
+                raise
         return link
 
     def handshake(self, link: Link, timeout: float) -> None:
-        """Waits as `connect` does."""
+        """Waits as `connect` does; the link stays."""
         if not self._wait(lambda: link.settled, timeout):
             self._check_open()
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
+            last = f" The last try: {link.lost}" if link.lost else ""
             raise TimeoutError(
                 f"no answer from {', '.join(silent)} within {timeout} s. Is it there, and are keys "
-                "the same on both sides?"
+                f"the same on both sides?{last}"
             )
         if link.error is not None:
             raise link.error
@@ -138,9 +156,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         to keep. Slots and rings come whole, whatever `start` is. Allocate with
         `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
 
-        Raises RoomError for a room that is there already; ValueError if the request is not what its
-        block table says any more, or shares pages that would be written; RequestPinned while
-        another room offers or receives it.
+        Raises RoomError for a room that is there already, and for items that another room writes
+        (pages before `start` are only kept, and may be shared); ValueError if the request is not
+        what its block table says any more, or shares pages that would be written; RequestPinned
+        while another room offers or receives it.
         """
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")

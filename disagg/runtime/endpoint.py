@@ -110,17 +110,26 @@ class Endpoint(Generic[M]):
         abandon_in_child(self)
 
     def poll(self, room: Room) -> KVPoll:
-        """State of a room."""
+        """State of a room. Raises UnknownRoom, as all calls about a room do."""
         with self._lock:
             return self.machine.poll(room_name(room))
 
     def wait(self, room: Room, timeout: float | None = None) -> KVPoll:
-        """Blocks until the room has ended or `timeout` seconds have passed; returns its state.
+        """Blocks until the room has ended; returns its state.
 
-        Raises EndpointClosed if the endpoint is closed before.
+        Raises TimeoutError, which says what the room waits for, if that takes longer than `timeout`
+        seconds, and EndpointClosed if the endpoint is closed before.
         """
-        if not self._wait(lambda: self.machine.poll(room_name(room)).ended, timeout):
+        name = room_name(room)
+        if not self._wait(lambda: self.machine.poll(name).ended, timeout):
             self._check_open()
+            with self._lock:
+                state = self.machine.poll(name)
+                if not state.ended:
+                    raise TimeoutError(
+                        f"room {name!r} is {state} after {timeout:g} s: it waits for "
+                        f"{self.machine.waits_for(name)}."
+                    )
         return self.poll(room)
 
     def failure(self, room: Room) -> Failure | None:

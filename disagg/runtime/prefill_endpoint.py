@@ -46,7 +46,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         if lease is not None and not lease > 0:
             raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
         super().__init__(
-            lambda hello, now: PrefillMachine(hello, lease, now=now),
+            lambda hello, now: PrefillMachine(hello, self.layout, lease, now=now),
             layout,
             engine,
             options,

@@ -267,13 +267,15 @@ class Reader:
         quarantine.
         """
         active = fence.active
-        if active is not None and any(part.copying() for part in active.in_flight):
+        if fence.unfenceable:
             return False
         try:
-            if fence.unfenceable or not self._engine.fence(fence.peer, 0):
+            if active is not None and any(part.copying() for part in active.in_flight):
+                return False
+            if not self._engine.fence(fence.peer, 0):
                 return False
         except Exception as error:
-            log.error("pages stay in quarantine, a peer cannot be fenced: %s", error)
+            log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
             fence.unfenceable = True
             if active is not None:
                 self._stage.mark_lost(len(active.buffers))

@@ -23,6 +23,7 @@ from disagg import (
     MemoryTransport,
     PrefillEndpoint,
     TransferError,
+    UsageError,
 )
 from disagg.digest.digest import from_wire
 from disagg.protocol import messages
@@ -85,6 +86,7 @@ def hostile(
         "engine": ("local",) * 5 + ("nixl",),
         "protocol": (messages.PROTOCOL,) * 5 + (99,),
         "leased": (True, False),
+        "final": (True, False, False),
         "aux": (*[b"\x80"] * 2, *AUXES),
         "values": (b"", bytes(8), bytes(7), bytes(800)),
         "problem": ("", "", "no"),
@@ -235,11 +237,9 @@ def prefill(choices: Choices) -> str:
         elif step == 1:
             _own(_offer, endpoint, name, choices, address)
         elif step == 2:
-            endpoint.abort(name, "own")
-        elif step == 3:
-            if endpoint.poll(name).ended:
-                endpoint.forget(name)
-                ended.pop(name, None)
+            _own(endpoint.abort, name, "own")
+        elif step == 3 and _own(endpoint.forget, name):
+            ended.pop(name, None)
         elif step in (5, 6):
             kind = pick(choices, (messages.ReadRequest, messages.ReadDone))
             about = {"generation": "g1", "room": name, "attempt": "a", "readers": 1}
@@ -249,7 +249,7 @@ def prefill(choices: Choices) -> str:
             wire.inbox.append((pick(choices, PEERS), build.packed(fields)))
         endpoint.step()
         decode_sent(wire)
-        _check_ended(endpoint, ended, ROOMS)
+        _check_ended(endpoint, ended, endpoint.machine.rooms())
     return "Success" if KVPoll.Success in ended.values() else "went on"
 
 
@@ -265,8 +265,11 @@ def decode(choices: Choices) -> str:
     """Decode's endpoint against the ranks of a prefill, which learn attempts from its messages."""
     case, clock, wire = pick(choices, samples.CASES), Clock(), Wire()
     peers = pick(choices, case.peers)
-    verify = pick(choices, (None, "checksum"))
-    endpoint = made(DecodeEndpoint, case.own, wire, clock, choices, verify=verify)
+    options = {
+        "verify": pick(choices, (None, "checksum")),
+        "offer_timeout": pick(choices, (None, 5.0)),
+    }
+    endpoint = made(DecodeEndpoint, case.own, wire, clock, choices, **options)
     link = endpoint.connect([f"rank{number}" for number in range(len(peers))])
     requests: dict[tuple[object, int], Any] = {}
     attempts: dict[messages.Room, str] = {}
@@ -278,11 +281,12 @@ def decode(choices: Choices) -> str:
         step, name = choices.number(0, 19), pick(choices, ROOMS[:2])
         rank = choices.number(0, len(peers) - 1)
         if step == 0:
-            clock.now += pick(choices, (0.01, 0.3, 2.0))
+            clock.now += pick(choices, (0.01, 0.3, 2.0, 9.0))
         elif step in (1, 2) and name not in known:
             start, aux = pick(choices, (0, 0, 5, samples.TOKENS)), pick(choices, ((), ("x",)))
-            endpoint.receive(name, samples.address(case.own), start=start, link=link, aux=aux)
-            known.add(name)
+            address, asked = samples.address(case.own), {"start": start, "link": link, "aux": aux}
+            if _own(endpoint.receive, name, address, **asked):  # both rooms write the same items
+                known.add(name)
         elif step == 3 and name in known and choices.number(0, 1):
             endpoint.abort(name, "own")
         elif step == 4 and name in known:
@@ -339,12 +343,13 @@ def _bind(read: Read) -> None:
     planning.check(batch, source, read.source_address, read.plan.dest, read.dest_address)
 
 
-def _own(call: Any, *arguments: Any) -> None:
-    """A call of one's own side, which may be refused."""
+def _own(call: Any, *arguments: Any, **options: Any) -> bool:
+    """A call of one's own side, which may be refused; whether it was not."""
     try:
-        call(*arguments)
-    except ValueError:
-        return
+        call(*arguments, **options)
+    except UsageError:
+        return False
+    return True
 
 
 def _check_ended(

@@ -2,11 +2,13 @@
 and a network that carries messages as late as it likes.
 
 What happens to them is noted in `World.faults`, so that a failure that nothing has caused is seen.
+A network may lose messages over connections that live on, which is worse than what TCP does.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,8 @@ FREED = 255
 STEP = 0.5
 """Seconds between two looks of everybody while time passes."""
 READ_TIMEOUT = 6.0
+LOSS = 0.15
+"""Part of the messages that a network loses that does."""
 
 
 @dataclass(eq=False)
@@ -81,10 +85,17 @@ class Held:
 class World(MemoryNetwork):
     """Everybody, one clock, and what was done to whom."""
 
-    def __init__(self, lease: float | None, network: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        lease: float | None,
+        offer: float | None = None,
+        network: frozenset[str] = frozenset(),
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.now = self.began = 100.0
-        self.lease, self.network = lease, network
+        self.lease, self.offer, self.network = lease, offer, network
+        self.loss, self.random = LOSS if "loss" in network else 0.0, random.Random(seed)
         self.lives: list[Node] = []
         self.prefills: dict[str, Prefill] = {}
         self.decodes: list[Decode] = []
@@ -130,7 +141,8 @@ class World(MemoryNetwork):
     def carry(self, connection, way, data) -> None:
         if way == "down":
             self.prefills[connection.address].says(decode(data))
-        connection.put(way, data)
+        if self.random.random() >= self.loss:
+            connection.put(way, data)
 
     def ways(self) -> list[tuple[Conn, str]]:
         """Connections and directions in which a message waits that somebody can take."""
@@ -417,6 +429,7 @@ class Decode(Node):
                 self.engine,
                 ranks=readers,
                 read_timeout=READ_TIMEOUT,
+                offer_timeout=world.offer,
                 verify="checksum" if verify else None,
                 **self.options_of(),
             )

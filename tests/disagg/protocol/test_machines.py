@@ -6,76 +6,16 @@ import pytest
 
 from disagg import KVPoll, Phase
 from disagg.protocol import messages
-from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
-from disagg.protocol.effects import ComputeDigest, Send, StartRead
 from disagg.protocol.events import (
     AbortRoom,
-    ConnectLink,
     DigestComputed,
     ForgetRoom,
-    OfferChunk,
     ReadEnded,
     Received,
-    RequestRoom,
     Tick,
 )
-from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import POLL, TRANSITIONS
-from kvpool import MLAPool
-from tests import oracle
-
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 9, "page_size": 16, "dtype": "bf16"}
-
-
-class Pair:
-    """A prefill and a decode, and what they have sent and not received."""
-
-    def __init__(self, verify: bool = False) -> None:
-        pool = MLAPool(layers=[0], **MLA)
-        prefill, decode = (
-            messages.Hello(messages.PROTOCOL, side, "local", pool.layout.to_msgpack(), b"", 10.0)
-            for side in "pd"
-        )
-        self.table = oracle.place(pool, 30)
-        self.prefill = PrefillMachine(prefill, now=0.0)
-        self.decode = DecodeMachine(decode, pool.layout, 1, verify, now=0.0)
-        self.link = Link(("x",))
-        self.queues = {self.prefill: [], self.decode: []}
-        self.reads = []
-        self.digests = {self.prefill: [], self.decode: []}
-        self.tell(self.decode, ConnectLink(self.link))
-        self.pump()
-
-    def tell(self, machine, event) -> None:
-        """An event at time 0; what it sends is queued, what it reads noted."""
-        for effect in machine.handle(event, 0.0):
-            if isinstance(effect, Send):
-                self.queues[machine].append(messages.decode(effect.data))
-            elif isinstance(effect, StartRead):
-                self.reads.append(effect.read)
-            elif isinstance(effect, ComputeDigest):
-                self.digests[machine].append(effect)
-
-    def pump(self) -> None:
-        """Every message arrives, and every answer."""
-        while any(self.queues.values()):
-            for machine, other, peer in (
-                (self.decode, self.prefill, b"d"),
-                (self.prefill, self.decode, 0),
-            ):
-                said, self.queues[machine] = self.queues[machine], []
-                for message in said:
-                    self.tell(other, Received(peer, message))
-
-    def request(self) -> None:
-        self.tell(self.decode, RequestRoom("r", self.table, 0, self.link))
-
-    def offer(self, tokens, last, aux=None, after=None) -> None:
-        self.tell(self.prefill, OfferChunk("r", self.table, tokens, last, aux or {}, after))
-
-    def polls(self):
-        return self.decode.poll("r"), self.prefill.poll("r")
+from tests.disagg.protocol.pair import Pair
 
 
 class Work:

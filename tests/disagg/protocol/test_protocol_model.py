@@ -3,7 +3,8 @@
 After every step: what has succeeded holds the source's bytes, and every rank had said that it still
 held them; nothing lands in pages that were given back; leased, quarantined and free pages are all;
 an ended room stays as it ended; a failure has a side, a reason, and a cause among what was done. In
-the end everybody is heard, every room ends, nothing is left behind, and everything works again.
+the end everybody is heard, every room ends within its bound, whatever message was lost, nothing is
+left behind, and everything works again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TOPOLOGIES = {
 }
 HELD_ELSEWHERE = RequestAddress(0, {"kv": Span([])})
 TOKENS = {0: 5, 1: 8, "four": 4, "none": 0}
-PREFILL_TIMEOUT, DECODE_TIMEOUT, LEASE = 5.0, 3.0, 12.0
+PREFILL_TIMEOUT, DECODE_TIMEOUT, LEASE, OFFER = 5.0, 3.0, 12.0, 9.0
 
 TIMES = {"a moment": 0.5, "a ping": 1.5, "a time-out": 6.0, "a lease": 13.0}
 CALLS = ["connect", "read", "poll", "fence"]
@@ -50,7 +51,7 @@ CONNECTIONS = ["break", "break unseen", "unread", "rubbish up", "rubbish down", 
 LIVES = ["stop", "kill", "kill unseen", "close"]
 STRIKES = [*CALLS, "fail", "stick", "patience", *CONNECTIONS, *LIVES, "abort", "abort in a call"]
 MESSAGES = [
-    *("Hello", "ReadRequest", "DigestRequest", "ReadDone", "Ping"),
+    *("Hello", "ReadRequest", "DigestRequest", "ReadDone", "Ping", "Disconnect", "Refuse"),
     *("ChunkReady", "Digests", "ReleaseAck", "Pong", "UnknownPeer", "Abort"),
 ]
 RACES = [
@@ -81,13 +82,26 @@ class Protocol(RuleBasedStateMachine):
     @initialize(
         topology=st.sampled_from(list(TOPOLOGIES)),
         lease=st.sampled_from([LEASE, None]),
+        offer=st.sampled_from([OFFER, None]),
+        seed=st.integers(0, 1 << 16),
         verify=st.booleans(),
         eager=RARELY,
         patient=st.booleans(),
     )
-    def begin(self, topology, lease=LEASE, verify=False, eager=False, patient=False) -> None:
+    def begin(
+        self,
+        topology,
+        lease=LEASE,
+        offer=OFFER,
+        seed=0,
+        verify=False,
+        eager=False,
+        patient=False,
+    ) -> None:
         services, decodes, self.readers = TOPOLOGIES[topology]
-        self.world = World(lease, self.network)
+        if "loss" in self.network:  # only with both bounds does every room end
+            lease, offer = LEASE, OFFER
+        self.world = World(lease, offer, self.network, seed)
         for service, ranks in enumerate(services):
             for rank, build in enumerate(ranks):
                 address = f"service {service} rank {rank}"
@@ -365,6 +379,18 @@ class Repeating(Protocol):
     network = frozenset({"repeat"})
 
 
+class Losing(Protocol):
+    """Messages are lost, over connections that live on."""
+
+    network = frozenset({"loss"})
+
+
+class LosingAll(Protocol):
+    """Messages are lost, overtake others of the same connection, and come more than once."""
+
+    network = frozenset({"repeat", "reorder", "loss"})
+
+
 class Reordering(Protocol):
     """Messages overtake others of the same connection, and come more than once."""
 
@@ -385,6 +411,8 @@ def case(machine, examples: int):
 TestInOrder = case(Protocol, 60)
 TestRepeated = case(Repeating, 30)
 TestOutOfOrder = case(Reordering, 30)
+TestLost = case(Losing, 40)
+TestLostAndOutOfOrder = case(LosingAll, 20)
 
 
 @pytest.mark.long
@@ -402,6 +430,18 @@ class TestRepeatedAtLength(case(Repeating, 1500)):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestOutOfOrderAtLength(case(Reordering, 1500)):
+    pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestLostAtLength(case(Losing, 2000)):
+    pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestLostAndOutOfOrderAtLength(case(LosingAll, 1000)):
     pass
 
 

@@ -11,6 +11,7 @@ from disagg.plan import IncompatibleLayouts
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.waiting import until
 
 TOKENS = 75
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
@@ -106,12 +107,11 @@ def pair():
 
 def test_states_follow_the_protocol(pair):
     prefill, given, decode, dest, address = pair
-    assert prefill.poll("r") is KVPoll.Bootstrapping
     decode.receive("r", address)
-    assert prefill._wait(lambda: prefill.poll("r") is KVPoll.WaitingForInput, 10)
+    until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
     assert decode.poll("r") is KVPoll.WaitingForInput
     prefill.send("r", RequestAddress(32, given.spans), last=False)
-    assert decode._wait(lambda: decode.poll("r") is KVPoll.Transferring, 10)
+    until(decode, lambda: decode.poll("r") is KVPoll.Transferring)
     assert prefill.poll("r") is KVPoll.Transferring
     with pytest.raises(ValueError, match="has succeeded"):
         decode.aux("r")
@@ -165,12 +165,13 @@ def test_an_id_outside_the_pool_fails_that_room_and_no_other(pair):
 def test_either_side_can_abort_and_both_learn_why(pair):
     prefill, given, decode, _, address = pair
     decode.receive("a", address)
+    until(prefill, lambda: prefill.poll("a") is KVPoll.WaitingForInput)
     prefill.abort("a", "preempted")
     assert decode.wait("a", 10) is KVPoll.Failed
     assert str(decode.failure("a")) == "prefill: preempted"
     decode.receive("b", address)
     prefill.send("b", RequestAddress(16, given.spans), last=False)
-    assert prefill._wait(lambda: prefill.poll("b") is KVPoll.Transferring, 10)
+    until(prefill, lambda: prefill.poll("b") is KVPoll.Transferring)
     decode.abort("b", "client went away")
     assert prefill.wait("b", 10) is KVPoll.Failed
     assert str(prefill.failure("b")) == "decode: client went away"
@@ -198,11 +199,12 @@ def test_a_refusal_reaches_both_sides_with_all_reasons():
         PrefillEndpoint(source.layout, create_engine("local")) as prefill,
         DecodeEndpoint(dest.layout, create_engine("local")) as decode,
     ):
+        link = decode.connect([prefill.address])
         with pytest.raises(IncompatibleLayouts) as refused:
-            decode.connect([prefill.address], timeout=30)
+            decode.handshake(link, 30)
         decode.receive("r", ready(dest))
         assert decode.poll("r") is KVPoll.Failed
-        assert prefill._wait(prefill.refusals, 10)
+        until(prefill, prefill.refusals)
         for text in (str(refused.value), str(decode.failure("r")), prefill.refusals()[0]):
             assert "target layers 0-1 latent: bfloat16 on prefill, float32 on decode" in text
             assert "target layer 2 rope: prefill offers no such region" in text
@@ -231,7 +233,7 @@ def test_a_decode_that_closes_fails_its_rooms_on_prefill(pair):
     prefill, given, decode, _, address = pair
     decode.receive("r", address)
     prefill.send("r", RequestAddress(16, given.spans), last=False)
-    assert prefill._wait(lambda: prefill.poll("r") is KVPoll.Transferring, 10)
+    until(prefill, lambda: prefill.poll("r") is KVPoll.Transferring)
     decode.close()
     assert prefill.wait("r", 9) is KVPoll.Failed  # sooner than silence would tell
     assert "closed" in str(prefill.failure("r"))

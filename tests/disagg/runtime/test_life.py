@@ -21,6 +21,7 @@ from disagg.runtime.keys import write_keys
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.waiting import until
 from tests.streams import dial
 
 TOKENS = 75
@@ -72,10 +73,6 @@ def transport():
     made = MutableSockets()
     yield made
     made.close()
-
-
-def until(endpoint, condition, seconds=20):
-    assert endpoint._wait(condition, seconds)
 
 
 def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
@@ -314,7 +311,7 @@ def test_one_rank_that_is_stuck_does_not_hold_up_another():
         decode.engine.read = lambda peer, batch: (read(peer, batch), peer)[1]
         first = []
         decode.engine.poll = lambda peer: peer not in (first or ([first.append(peer)] and first))
-        decode.receive("stuck", oracle.place(dest, TOKENS, 1), link=stuck)
+        decode.receive("stuck", oracle.elsewhere(dest, address), link=stuck)
         prefill.send("stuck", given)
         until(decode, lambda: first)
         decode.receive("works", address, link=works)
@@ -405,7 +402,7 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
         decode.connect([prefill.address], timeout=20)
         read, errors = decode.engine.read, [TransferError("injected")]
         decode.engine.read = lambda *batch: _raise(errors.pop()) if errors else read(*batch)
-        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        decode.receive("bad", oracle.elsewhere(dest, address))
         decode.receive("good", address)
         for room in ("bad", "good"):
             prefill.send(room, given)
@@ -426,7 +423,7 @@ def test_what_real_endpoints_count_is_served():
     ):
         decode.connect([prefill.address], timeout=20)
         decode.receive("good", address)
-        decode.receive("bad", oracle.place(dest, TOKENS, 1))
+        decode.receive("bad", oracle.elsewhere(dest, address))
         prefill.send("good", given)
         assert decode.wait("good", 20) is prefill.wait("good", 20) is KVPoll.Success
         decode.abort("bad", "preempted")

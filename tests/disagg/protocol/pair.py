@@ -1,0 +1,111 @@
+"""Both machines past the hello, their messages carried by hand, and a clock that is set by hand."""
+
+from __future__ import annotations
+
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.decode_state import Link
+from disagg.protocol.effects import ComputeDigest, Dial, HangUp, Send, StartRead
+from disagg.protocol.events import (
+    AbortRoom,
+    ConnectLink,
+    ForgetRoom,
+    OfferChunk,
+    ReadEnded,
+    Received,
+    RequestRoom,
+    Tick,
+)
+from disagg.protocol.prefill import PrefillMachine
+from kvpool import MLAPool
+from tests import oracle
+
+MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 9, "page_size": 16, "dtype": "bf16"}
+TIMEOUT = 10.0
+"""Seconds of silence after which either side is dead."""
+
+
+def pool(**more):
+    return MLAPool(layers=[0], **MLA | more)
+
+
+def hello(generation, layout=None):
+    """A side's hello."""
+    data = (layout or pool().layout).to_msgpack()
+    return messages.Hello(messages.PROTOCOL, generation, "local", data, b"", TIMEOUT)
+
+
+class Pair:
+    """A prefill and a decode, and what they have sent and not received."""
+
+    def __init__(self, verify=False, lease=None, offer_timeout=None) -> None:
+        self.now = 0.0
+        held = pool()
+        self.table = oracle.place(held, 30)
+        self.prefill = PrefillMachine(hello("p"), held.layout, lease, now=0.0)
+        options = {"offer_timeout": offer_timeout, "now": 0.0}
+        self.decode = DecodeMachine(hello("d"), held.layout, 1, verify, **options)
+        self.link = Link(("x",))
+        self.queues = {self.prefill: [], self.decode: []}
+        self.reads, self.dials = [], []
+        self.digests = {self.prefill: [], self.decode: []}
+        self.tell(self.decode, ConnectLink(self.link))
+        self.pump()
+
+    def tell(self, machine, event) -> None:
+        """An event now; what it sends is queued, what it reads noted."""
+        for effect in machine.handle(event, self.now):
+            if isinstance(effect, Send):
+                self.queues[machine].append(messages.decode(effect.data))
+            elif isinstance(effect, StartRead):
+                self.reads.append(effect.read)
+            elif isinstance(effect, ComputeDigest):
+                self.digests[machine].append(effect)
+            elif isinstance(effect, (Dial, HangUp)):
+                self.dials.append((self.now, effect))
+
+    def pump(self) -> None:
+        """Every message arrives, and every answer."""
+        while any(self.queues.values()):
+            for machine, other, peer in (
+                (self.decode, self.prefill, b"d"),
+                (self.prefill, self.decode, 0),
+            ):
+                said, self.queues[machine] = self.queues[machine], []
+                for message in said:
+                    self.tell(other, Received(peer, message))
+
+    def lose(self, machine) -> list:
+        """What a side has sent is lost; returns it."""
+        lost, self.queues[machine] = self.queues[machine], []
+        return lost
+
+    def wait(self, seconds, step=0.1) -> None:
+        """Time passes, and messages arrive."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + step)
+            for machine in (self.decode, self.prefill):
+                self.tell(machine, Tick())
+            self.pump()
+
+    def request(self, name="r", table=None, start=0) -> None:
+        self.tell(self.decode, RequestRoom(name, table or self.table, start, self.link))
+
+    def offer(self, tokens=range(30), last=True, aux=None, after=None, name="r") -> None:
+        self.tell(self.prefill, OfferChunk(name, self.table, tokens, last, aux or {}, after))
+
+    def abort(self, machine, reason="gave up", name="r") -> None:
+        self.tell(machine, AbortRoom(name, reason))
+
+    def forget(self, *machines, name="r") -> None:
+        for machine in machines:
+            self.tell(machine, ForgetRoom(name))
+
+    def read(self) -> None:
+        """Every read ends well."""
+        while self.reads:
+            self.tell(self.decode, ReadEnded(self.reads.pop(), None))
+
+    def polls(self, name="r"):
+        return self.decode.poll(name), self.prefill.poll(name)

@@ -1,0 +1,305 @@
+"""Every room ends within its bound, whatever message is lost; what forgotten rooms leave behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg import KVPoll, Phase, UnknownRoom
+from disagg.protocol import messages, prefill_state
+from disagg.protocol.decode_state import Link
+from disagg.protocol.effects import Send
+from disagg.protocol.events import (
+    ConnectLink,
+    DigestComputed,
+    Received,
+    Tick,
+)
+from disagg.protocol.prefill import PrefillMachine
+from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
+
+OFFER = 3.0
+
+
+def aborts(pair, machine):
+    return [m for m in pair.queues[machine] if isinstance(m, messages.Abort)]
+
+
+# decode's own bound
+
+
+def in_handshake(pair):
+    pair.link = Link(("y", "z"))
+    pair.tell(pair.decode, ConnectLink(pair.link))
+    pair.tell(pair.decode, Received(1, hello("p")))  # and rank 1 never answers
+    pair.request()
+    return "the hello of rank 1 of prefill (z)"
+
+
+def request_lost(pair):
+    pair.request()
+    pair.lose(pair.decode)
+    return "chunks from position 0 on, of rank 0 of prefill (x)"
+
+
+def last_chunk_lost(pair):
+    pair.request()
+    pair.offer(range(16), False)
+    pair.pump()
+    pair.offer(range(16, 30))
+    pair.lose(pair.prefill)
+    pair.read()
+    return "chunks from position 16 on, of rank 0 of prefill (x)"
+
+
+def digests_lost(pair):
+    read_all(pair)
+    pair.lose(pair.decode)
+    (digest,) = pair.digests[pair.decode]
+    pair.tell(pair.decode, DigestComputed(digest.key, b"\0" * 8 * len(digest.pieces)))
+    return "digests of rank 0 of prefill (x)"
+
+
+def ack_lost(pair):
+    read_all(pair)
+    pair.lose(pair.decode)
+    return "the ack of rank 0 of prefill (x)"
+
+
+def read_all(pair):
+    pair.request()
+    pair.offer()
+    pair.pump()
+    pair.read()
+
+
+@pytest.mark.parametrize(
+    ("lost", "phase"),
+    [
+        (in_handshake, Phase.HANDSHAKE),
+        (request_lost, Phase.REQUESTED),
+        (last_chunk_lost, Phase.TRANSFERRING),
+        (digests_lost, Phase.VERIFYING),
+        (ack_lost, Phase.RELEASING),
+    ],
+)
+def test_a_room_of_decode_in_which_nothing_happens_fails_and_says_what_it_waited_for(lost, phase):
+    pair = Pair(verify=phase is Phase.VERIFYING, offer_timeout=OFFER)
+    pair.now = 5.0
+    waits_for = lost(pair)
+    room = pair.decode.rooms()["r"]
+    assert room.phase is phase
+    pair.now += OFFER
+    pair.tell(pair.decode, Tick())
+    assert pair.decode.failure("r") is None
+    pair.now += OFFER / 8
+    pair.tell(pair.decode, Tick())
+    failure = pair.decode.failure("r")
+    assert (failure.side, failure.kind) == ("decode", "timeout")
+    assert failure.reason == f"nothing has happened for 3 s: it waits for {waits_for}."
+    told = [] if phase is Phase.HANDSHAKE else [failure.reason]
+    assert [abort.reason for abort in aborts(pair, pair.decode)] == told
+
+
+def test_what_happens_in_a_room_begins_its_bound_anew_and_a_read_in_flight_is_not_counted():
+    pair = Pair(offer_timeout=OFFER)
+    pair.request()
+    pair.pump()
+    for stop in (10, 20):
+        pair.now += 0.9 * OFFER
+        pair.offer(range(stop - 10, stop), False)
+        pair.pump()
+    pair.wait(3 * OFFER)
+    assert pair.decode.poll("r") is KVPoll.Transferring
+    pair.read()
+    pair.wait(0.9 * OFFER)
+    assert pair.decode.poll("r") is KVPoll.Transferring
+    pair.wait(0.3 * OFFER)
+    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+
+
+def test_without_a_bound_a_room_of_decode_waits_on():
+    pair = Pair()
+    pair.request()
+    pair.pump()
+    pair.wait(10 * TIMEOUT, step=1.0)
+    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+
+
+# prefill's lease
+
+
+def test_a_room_that_was_asked_for_and_never_computed_ends_with_its_lease():
+    pair = Pair(lease=6.0)
+    pair.wait(5.0)
+    pair.request()
+    pair.pump()
+    pair.wait(5.9)
+    assert pair.prefill.poll("r") is KVPoll.WaitingForInput
+    pair.wait(1.0)
+    assert (
+        pair.prefill.failure("r").reason == "its lease ended: no chunk of it was sent within 6 s."
+    )
+    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+
+
+def test_the_lease_of_a_room_that_was_not_computed_is_counted_from_the_last_request():
+    prefill = PrefillMachine(hello("p"), pool().layout, 6.0, now=0.0)
+    for now, peer in ((0.0, b"1"), (5.0, b"2")):
+        prefill.handle(Received(peer, hello(f"d{peer}")), now)
+        prefill.handle(Received(peer, messages.ReadRequest("p", "r", "a", 0, 30, 3)), now)
+    prefill.handle(Tick(), 10.9)
+    assert prefill.poll("r") is KVPoll.WaitingForInput
+    prefill.handle(Tick(), 11.5)
+    assert prefill.poll("r") is KVPoll.Failed
+
+
+# names of forgotten rooms
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+def test_a_decode_that_asks_for_a_room_which_prefill_has_forgotten_is_told_why_it_failed(pair):
+    pair.offer()
+    pair.abort(pair.prefill)
+    pair.forget(pair.prefill)
+    pair.request()
+    pair.pump()
+    assert str(pair.decode.failure("r")) == "prefill: gave up"
+    with pytest.raises(UnknownRoom):
+        pair.prefill.poll("r")
+
+
+def test_who_was_told_may_use_the_name_anew(pair):
+    pair.offer()
+    pair.abort(pair.prefill)
+    pair.forget(pair.prefill)
+    pair.request()
+    pair.pump()
+    pair.forget(pair.decode)
+    pair.request()
+    pair.pump()
+    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+    pair.offer()
+    pair.pump()
+    pair.read()
+    pair.pump()
+    assert pair.polls() == (KVPoll.Success, KVPoll.Success)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_a_decode_that_knew_of_the_failure_before_it_was_forgotten_may_use_the_name_anew(pair, who):
+    pair.request()
+    pair.pump()
+    pair.abort(getattr(pair, who))
+    pair.pump()
+    pair.forget(pair.prefill, pair.decode)
+    pair.request()
+    pair.pump()
+    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+
+
+def test_the_name_of_a_room_that_has_succeeded_may_be_used_anew(pair):
+    for _ in range(2):
+        pair.request()
+        pair.pump()
+        assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+        pair.offer()
+        pair.pump()
+        pair.read()
+        pair.pump()
+        assert pair.polls() == (KVPoll.Success, KVPoll.Success)
+        pair.forget(pair.prefill, pair.decode)
+
+
+def test_a_new_chunk_ends_the_memory_of_a_failed_room(pair):
+    pair.offer()
+    pair.abort(pair.prefill)
+    pair.forget(pair.prefill)
+    pair.offer()
+    pair.request()
+    pair.pump()
+    assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
+
+
+class Readers:
+    """A prefill, and decodes that have said hello, by peer."""
+
+    def __init__(self, **generations) -> None:
+        self.now = 0.0
+        self.pair = Pair()
+        self.prefill = self.pair.prefill
+        for peer, generation in generations.items():
+            self.told(peer, hello(generation))
+
+    def told(self, peer, message) -> list:
+        """What prefill answers to a message."""
+        effects = self.prefill.handle(Received(peer.encode(), message), self.now)
+        sent = [effect for effect in effects if isinstance(effect, Send)]
+        return [messages.decode(s.data) for s in sent if s.peer == peer.encode()]
+
+    def ask(self, peer, attempt, readers=2, name="r") -> list[str]:
+        """Asks for a room; the reasons of aborts."""
+        request = messages.ReadRequest("p", name, attempt, 0, 30, readers)
+        answers = self.told(peer, request)
+        return [m.reason for m in answers if isinstance(m, messages.Abort)]
+
+
+def test_of_two_readers_each_is_told_once_and_the_others_may_retry_meanwhile():
+    world = Readers(one="g1", two="g2")
+    assert world.ask("one", "a1") == []
+    world.pair.abort(world.prefill)
+    world.pair.forget(world.prefill)
+    assert world.ask("one", "a2") == []  # it was told when the room failed: this is a new use
+    assert world.ask("two", "b1") == ["gave up"]  # of the first use, for all that it knows
+    assert world.ask("two", "b2") == []
+    assert world.prefill.rooms()["r"].requests.keys() == {b"one", b"two"}
+
+
+def test_a_decode_that_has_restarted_is_another_one_and_is_told_as_well():
+    world = Readers(one="g1", again="g1", restarted="g2")
+    world.ask("one", "a1")
+    world.pair.abort(world.prefill)
+    world.pair.forget(world.prefill)
+    assert world.ask("restarted", "b1", 1) == ["gave up"]
+    assert world.ask("restarted", "b2", 1) == []
+    world.pair.abort(world.prefill, "again")
+    world.pair.forget(world.prefill)
+    # the same generation over another connection
+    assert world.ask("again", "a2", 1) == ["again"]
+    assert world.ask("again", "a3", 1) == []
+
+
+def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():
+    world = Readers(one="g1")
+    world.pair.offer()
+    world.pair.abort(world.prefill)
+    world.pair.forget(world.prefill)
+    assert world.ask("one", "a1") == ["gave up"]
+    assert world.ask("one", "a1") == []
+    assert not world.prefill.rooms()
+
+
+def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkeypatch):
+    monkeypatch.setattr(prefill_state, "MAX_FORGOTTEN", 3)
+    world = Readers(one="g1")
+    for name in range(5):
+        world.pair.offer(name=name)
+        world.pair.abort(world.prefill, f"{name}", name)
+        world.pair.forget(world.prefill, name=name)
+    assert [world.ask("one", f"{n}", 1, n) for n in range(4)] == [[], [], ["2"], ["3"]]
+    world.now = prefill_state.FORGOTTEN_SECONDS + 1
+    world.told("one", hello("g1"))
+    assert world.ask("one", "4", 1, 4) == []
+
+
+def test_rooms_that_prefill_drops_by_itself_are_remembered_as_well(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 1)
+    world = Readers(one="g1", two="g2")
+    for name in range(2):
+        world.ask("one", f"{name}", 2, name)
+        world.pair.abort(world.prefill, f"{name}", name)
+    assert [*world.prefill.rooms()] == [1]
+    assert world.ask("two", "b", 2, 0) == ["0"]

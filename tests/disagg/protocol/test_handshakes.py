@@ -1,0 +1,269 @@
+"""Refusals that pass, goodbyes, and what a hello tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from disagg import KVPoll
+from disagg.plan import IncompatibleLayouts
+from disagg.protocol import messages
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.decode_state import Link
+from disagg.protocol.effects import Dial, HangUp, Send
+from disagg.protocol.events import (
+    AbortAll,
+    ConnectLink,
+    DisconnectLink,
+    Malformed,
+    Received,
+    Tick,
+)
+from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.prefill import PrefillMachine
+from kvpool import MLAPool, NSAPool
+from kvpool.layout import PoolLayout
+from tests import oracle
+from tests.disagg.protocol.pair import MLA, TIMEOUT, Pair, hello, pool
+from tests.pools import CLASSES
+
+
+def answers(machine, peer, message, now=0.0) -> list:
+    """What a machine sends to a peer, told a message of it."""
+    effects = machine.handle(Received(peer, message), now)
+    sent = [each for each in effects if isinstance(each, Send) and each.peer == peer]
+    return [messages.decode(each.data) for each in sent]
+
+
+# refusals
+
+
+def test_a_prefill_that_is_full_refuses_for_now(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 1)
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    answers(prefill, b"one", hello("d1"))
+    (refused,) = answers(prefill, b"two", hello("d2"))
+    assert refused == messages.Refuse(["1 decodes are connected already."], final=False)
+    prefill.handle(Received(b"one", messages.Disconnect()), 0.0)
+    (answer,) = answers(prefill, b"two", hello("d2"))
+    assert isinstance(answer, messages.Hello)
+
+
+def test_what_cannot_work_together_is_refused_for_good_also_by_a_prefill_that_is_full(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 0)
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    other = msgspec.structs.replace(hello("d"), engine="nixl")
+    (refused,) = answers(prefill, b"d", other)
+    assert refused.final
+    assert "engine 'local' here, 'nixl' there" in refused.reasons[0]
+
+
+def test_a_final_refusal_is_sent_as_every_protocol_reads_it():
+    data = messages.encode(messages.Refuse(["no"]))
+    assert msgspec.msgpack.decode(data) == {"type": "refuse", "reasons": ["no"]}
+    assert messages.decode(data).final
+
+
+REFUSED = messages.Refuse(["1024 decodes are connected already."], final=False)
+
+
+def test_who_is_refused_for_now_dials_again_after_pauses_that_grow_and_is_served_in_the_end():
+    pair = Pair()
+    pair.dials.clear()
+    pair.link = Link(("y",))
+    pair.tell(pair.decode, ConnectLink(pair.link))
+    pair.lose(pair.decode)
+    pair.request("r")
+    began = pair.now
+    while pair.now < began + 4 * TIMEOUT:
+        if pair.link.redials[0] is None:
+            pair.tell(pair.decode, Received(1, REFUSED))
+        pair.now += 0.1
+        pair.tell(pair.decode, Tick())
+        pair.lose(pair.decode)
+    own = [(at - began, type(effect)) for at, effect in pair.dials if effect.peer == 1]
+    dialled, hung_up = ([at for at, kind in own if kind is what] for what in (Dial, HangUp))
+    assert hung_up == pytest.approx(dialled, abs=0.01)  # no socket while it waits
+    pauses = [late - early for early, late in pairwise(dialled)]
+    shares = [pause / TIMEOUT for pause in pauses]
+    assert shares == pytest.approx([1 / 4, 1 / 2, 1, 1], abs=1 / CHECKS_PER_TIMEOUT + 0.02)
+    assert pair.decode.poll("r") is KVPoll.Bootstrapping  # it was never asked for: it waits on
+    assert "1024 decodes are connected already" in pair.link.lost
+    while pair.link.redials[0] is not None:
+        pair.now += 0.1
+        pair.tell(pair.decode, Tick())
+    pair.tell(pair.decode, Received(1, hello("p2")))
+    assert pair.decode.poll("r") is KVPoll.WaitingForInput
+    assert pair.link.lost is None
+
+
+def test_rooms_that_were_asked_for_fail_when_prefill_refuses_for_now_and_new_ones_at_once():
+    pair = Pair()
+    pair.request()
+    pair.tell(pair.decode, Received(0, REFUSED))
+    failure = pair.decode.failure("r")
+    assert (failure.side, failure.kind) == ("prefill", "refused")
+    reason = "rank 0 of prefill (x) is lost: it refuses this decode: 1024 decodes are connected "
+    assert failure.reason == reason + "already."
+    pair.request("next", oracle.elsewhere(pool(), pair.table))
+    assert pair.decode.failure("next").reason == failure.reason
+
+
+def test_what_a_peer_sends_while_it_is_not_dialled_is_not_looked_at():
+    pair = Pair()
+    pair.tell(pair.decode, Received(0, REFUSED))
+    pair.lose(pair.decode)
+    pair.tell(pair.decode, Received(0, hello("p")))
+    pair.tell(pair.decode, Malformed(0, "rubbish"))
+    assert pair.link.plan is None
+    assert not pair.queues[pair.decode]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_one_malformed_message_costs_the_open_rooms_and_not_the_link(side):
+    pair = Pair()
+    pair.request()
+    pair.offer(range(16), False)
+    pair.pump()
+    refuses = getattr(pair, side)
+    pair.tell(refuses, Malformed(b"d" if side == "prefill" else 0, "it sent rubbish"))
+    pair.pump()
+    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+    for machine in (pair.prefill, pair.decode):
+        assert machine.failure("r").kind == "refused"
+        assert "it sent rubbish" in machine.failure("r").reason
+    pair.wait(TIMEOUT / 3)
+    assert pair.link.plan is not None
+    pair.request("next", oracle.elsewhere(pool(), pair.table))
+    pair.pump()
+    assert pair.polls("next") == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+
+
+def test_a_message_of_the_wrong_side_is_refused_for_now():
+    pair = Pair()
+    pair.tell(pair.decode, Received(0, messages.ReadDone("p", "r", "a")))
+    assert pair.link.refusal is None
+    (refused,) = pair.lose(pair.decode)
+    assert not refused.final
+
+
+# goodbyes
+
+
+@pytest.mark.parametrize("how", [DisconnectLink, AbortAll])
+def test_a_decode_that_leaves_says_so_and_its_rooms_end_on_prefill(how):
+    pair = Pair()
+    pair.request()
+    pair.pump()
+    event = (
+        DisconnectLink(pair.link) if how is DisconnectLink else AbortAll("closed.", closing=True)
+    )
+    pair.tell(pair.decode, event)
+    assert [type(m) for m in pair.queues[pair.decode]] == [messages.Abort, messages.Disconnect]
+    pair.queues[pair.decode].pop(0)  # also where the abort is lost
+    pair.pump()
+    assert str(pair.prefill.failure("r")) == "decode: decode has disconnected."
+    assert not pair.prefill.peers.alive
+
+
+def test_a_goodbye_of_a_decode_that_prefill_does_not_know_is_not_answered():
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    assert answers(prefill, b"d", messages.Disconnect()) == []
+
+
+# what a hello tells
+
+
+BOTH = NSAPool(layers=range(3), **MLA)
+DSV4 = CLASSES["dsv4"](num_pages=20, num_window_pages=40, device="meta")
+
+
+def heard(prefill_layout, decode_layout) -> messages.Hello | messages.Refuse:
+    """Prefill's answer to the hello of a decode."""
+    prefill = PrefillMachine(hello("p", prefill_layout), prefill_layout, now=0.0)
+    (answer,) = answers(prefill, b"d", hello("d", decode_layout))
+    return answer
+
+
+def test_a_hello_tells_only_the_regions_that_decode_has_too_of_all_layers():
+    whole = MLAPool(layers=range(3), **MLA)
+    answer = heard(BOTH.layout, MLAPool(layers=[1], **MLA).layout)
+    told = PoolLayout.from_msgpack(answer.layout)
+    assert {(r.owner, r.role) for r in told.regions} == {("target", "latent"), ("target", "rope")}
+    assert {r.layer for r in told.regions} == {0, 1, 2}
+    assert {b.name for b in told.buffers} == {r.buffer for r in told.regions}
+    assert len(told.regions) == len(whole.layout.regions)
+    assert (told.generation, told.model) == (BOTH.layout.generation, BOTH.layout.model)
+
+
+def test_spaces_are_told_with_those_whose_ids_they_share():
+    layout = DSV4.layout
+    decode = replace(layout, regions=[r for r in layout.regions if r.role == "c2.index_key"])
+    told = PoolLayout.from_msgpack(heard(layout, decode).layout)
+    used = {told.space_of(region) for region in told.regions}
+    assert used < {*told.spaces} < {*layout.spaces}
+    assert {space.name for space in told.spaces} == {"kv", *(space.name for space in used)}
+
+
+def test_a_decode_that_shares_nothing_with_prefill_is_refused_and_told_nothing_else():
+    empty = PoolLayout((), (), (), 0)
+    for layout in (empty, MLAPool(layers=[0], **MLA, owner="draft").layout):
+        answer = heard(BOTH.layout, layout)
+        assert isinstance(answer, messages.Refuse) and answer.final
+        assert "no region of one is the other's" in answer.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "malformed layout"),
+        (b"\xc1", "malformed layout"),
+        (msgspec.msgpack.encode({"version": 1, "regions": [{"owner": 1}]}), "malformed layout"),
+        (msgspec.msgpack.encode({"version": 99, "regions": []}), "layout version 99"),
+        (b"\0" * ((8 << 20) + 1), "a layout of 8388609 bytes"),
+    ],
+)
+def test_a_layout_that_cannot_be_read_is_refused_for_good(data, reason):
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    (answer,) = answers(prefill, b"d", msgspec.structs.replace(hello("d"), layout=data))
+    assert isinstance(answer, messages.Refuse) and answer.final
+    assert reason in answer.reasons[0]
+    assert not prefill.peers.alive
+
+
+def planned(prefill_layout, decode_layout, **options):
+    """The link of a decode that has heard this prefill."""
+    decode = DecodeMachine(hello("d", decode_layout), decode_layout, 1, False, now=0.0, **options)
+    decode.handle(ConnectLink(link := Link(("x",))), 0.0)
+    decode.handle(Received(0, heard(prefill_layout, decode_layout)), 0.0)
+    return link
+
+
+def test_reasons_still_say_which_layers_prefill_holds():
+    link = planned(BOTH.layout, MLAPool(layers=[1, 7], **MLA).layout)
+    assert isinstance(link.error, IncompatibleLayouts)
+    assert "target layer 7 latent: prefill offers no such region (it holds layers 0-2)" in (
+        link.refusal
+    )
+
+
+def test_a_plan_knows_of_regions_that_are_not_sent_only_where_decode_has_their_role():
+    link = planned(BOTH.layout, MLAPool(layers=[1], **MLA).layout)
+    assert {key[1:] for key in link.plan.unsent} == {
+        (n, r) for n in (0, 2) for r in ("latent", "rope")
+    }
+
+
+def test_an_owner_that_prefill_has_in_other_roles_cannot_be_taken_for_missing():
+    pools = [MLAPool(layers=[0], **MLA), MLAPool(layers=[1], **MLA, owner="draft")]
+    target, draft = (pool.layout for pool in pools)
+    here = PoolLayout.merge(target, draft)
+    renamed = [replace(region, role=f"old.{region.role}") for region in draft.regions]
+    there = PoolLayout.merge(target, replace(draft, regions=renamed))
+    decode = DecodeMachine(hello("d", here), here, 1, False, {"draft"}, now=0.0)
+    decode.handle(ConnectLink(link := Link(("x",))), 0.0)
+    decode.handle(Received(0, heard(there, here)), 0.0)
+    assert "draft layer 1 latent: prefill offers no such region" in link.refusal
