@@ -224,10 +224,8 @@ class DecodeMachine:
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.phase = room.phase.to(Phase.REQUESTED)
         room.metrics.plan_seconds = room.link.plan_seconds
-        start, end = room.start, room.address.num_tokens
-        self._tell(
-            room, lambda g: messages.ReadRequest(g, name, room.attempt, start, end, self.readers)
-        )
+        asked = room.start, room.address.num_tokens, self.readers, self._rooms.offer_timeout
+        self._tell(room, lambda g: messages.ReadRequest(g, name, room.attempt, *asked))
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         link = room.link

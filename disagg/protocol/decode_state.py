@@ -207,7 +207,7 @@ class DecodeRooms:
         self.by_name: dict[Room, DecodeRoom] = {}
         self.open: set[Room] = set()
         self._written = WrittenItems(layout)
-        self._offer_timeout, self._next_check = offer_timeout, 0.0
+        self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
@@ -245,7 +245,7 @@ class DecodeRooms:
         """Open rooms in which nothing has happened for too long and nothing is done here, each with
         the reason. To be called often.
         """
-        most = self._offer_timeout
+        most = self.offer_timeout
         if most is None or now < self._next_check:
             return []
         self._next_check = now + most / CHECKS_PER_TIMEOUT

@@ -98,6 +98,8 @@ class ReadRequest(_OfRoom, frozen=True, tag="read_request"):
     start: Count
     num_tokens: Count
     readers: Annotated[int, Meta(ge=1, le=1 << 16)]
+    timeout: Seconds | None = None
+    """Seconds in which decode waits for a chunk (None: for ever)."""
 
 
 class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):

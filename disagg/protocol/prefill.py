@@ -155,7 +155,7 @@ class PrefillMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
         if room.failure is None:
-            self._renew(room)
+            room.ends_at = self._lease_end()
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
 
@@ -171,9 +171,14 @@ class PrefillMachine:
             self._lose(lost)
         for name in list(self._open):
             room = self._rooms[name]
-            if room.leased_until is not None and room.leased_until < self._now:
+            if room.ends_at is None or self._now < room.ends_at:
+                continue
+            if room.chunks:
                 reason = f"its lease ended: {room.missing} within {self._lease:g} s."
                 self._fail(name, room, Failure("prefill", reason, "lease"))
+            elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
+                reason = "no chunk of it was sent while the decodes that asked for it waited."
+                self._fail(name, room, Failure("prefill", reason, "timeout"))
 
     def _receive(self, peer: bytes, message: Message) -> None:
         received = self.peers.receive(peer, message, self._now)
@@ -214,7 +219,7 @@ class PrefillMachine:
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        self._renew(room)
+        room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
 
@@ -315,9 +320,8 @@ class PrefillMachine:
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
         (self._unpublished.add if room.unpublished else self._unpublished.discard)(name)
 
-    def _renew(self, room: PrefillRoom) -> None:
-        if self._lease is not None:
-            room.leased_until = self._now + self._lease
+    def _lease_end(self) -> float | None:
+        return None if self._lease is None else self._now + self._lease
 
     def _room(self, name: Room) -> PrefillRoom:
         """The room of that name, opened if there is none."""

@@ -49,7 +49,8 @@ class PrefillRoom:
     told: frozenset[str] = frozenset()
     digesting: set[bytes] = field(default_factory=set)
     done: set[bytes] = field(default_factory=set)
-    leased_until: float | None = None
+    ends_at: float | None = None
+    """When the lease ends of what was sent; before, until when who has asked for it waits."""
     failure: Failure | None = None
 
     @property
@@ -93,9 +94,13 @@ class PrefillRoom:
     @property
     def missing(self) -> str:
         """What did not happen while its lease lasted."""
-        if not self.chunks:
-            return "no chunk of it was sent"
         return "not every reader was done" if self.requests else "no decode asked for it"
+
+    def asked_until(self, now: float) -> float | None:
+        """Until when the decodes that have asked, one of them now, wait for a chunk."""
+        timeouts = [request.timeout for request in self.requests.values()]
+        known = [timeout for timeout in timeouts if timeout is not None]
+        return now + max(known) if len(known) == len(timeouts) else None
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""

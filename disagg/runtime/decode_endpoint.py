@@ -22,7 +22,7 @@ from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
-from disagg.protocol.messages import Aux, Room, room_name
+from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options
@@ -65,8 +65,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:
             raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
-        if offer_timeout is not None and not offer_timeout > 0:
-            raise ValueError(f"offer_timeout={offer_timeout!r}: seconds above 0, or None.")
+        if offer_timeout is not None and not MIN_TIMEOUT <= offer_timeout <= MAX_TIMEOUT:
+            raise ValueError(
+                f"offer_timeout={offer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s, or "
+                "None."
+            )
         if staging and not staging >= MIN_STAGING:
             raise ValueError(f"staging={staging!r}: {MIN_STAGING:,} bytes or more, or 0 for none.")
         super().__init__(
