@@ -18,6 +18,7 @@ from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.engines.peers import ENGINES
+from tests.disagg.waiting import until
 from tests.oracle import (
     DEST,
     SOURCE,
@@ -356,6 +357,9 @@ def test_hostile_decodes_and_prefills_do_not_affect_others():
                 stranger = strangers.enter_context(server.accept())
                 stranger.receive()
                 stranger.send(said["prefill"][0], data)
+                until(decode, lambda link=bad: link.settled or link.lost)
+                decode.abort(number, "its pages are the next room's")
+                until(decode, lambda room=number: not decode.reading(room))
             prefill.send("first", given[0])
             assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
         decode.receive("second", into[1], link=good)
