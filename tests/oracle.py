@@ -188,11 +188,16 @@ def blank(holder, byte: int = DEST) -> None:
 
 
 def assert_holds(
-    holder, address: RequestAddress, positions: range | None = None, *, kept: range = range(0)
+    holder,
+    address: RequestAddress,
+    positions: range | None = None,
+    *,
+    kept: range = range(0),
+    also: Sequence[RequestAddress] = (),
 ) -> None:
     """Every live byte of `positions` has its value, those of `kept` are as `write(salt=1)` left
-    them, and every other byte of the memory is still blank. Padding of the request's own items
-    may be anything.
+    them, requests `also` are there too, and every other byte of the memory is still blank. Padding
+    of the request's own items may be anything.
     """
     held = state(holder)
     positions = range(address.num_tokens) if positions is None else positions
@@ -200,6 +205,8 @@ def assert_holds(
     blank(holder)
     write(holder, address, kept, salt=1)
     write(holder, address, positions)
+    for each in also:
+        write(holder, each, range(each.num_tokens))
     expected = [memory.copy() for memory in held.memory]
     padding = _padding(held, address)
     wrong = [(a != e) & ~p for a, e, p in zip(actual, expected, padding)]

@@ -57,7 +57,7 @@ class PrefillMachine:
         self._unpublished: set[Room] = set()
         self._digests = DigestAnswers(self._effects)
         self._forgotten = ForgottenRooms()
-        self._ended_attempts: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+        self._ended_attempts: OrderedDict[tuple[bytes, Room, str], None] = OrderedDict()
         self._next_check = 0.0
         self.totals = Totals()
 
@@ -198,13 +198,12 @@ class PrefillMachine:
 
     def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
         known = self._rooms.get(request.room)
-        if (peer, request.attempt) in self._ended_attempts or (
-            known and known.requests.get(peer) == request
-        ):
+        again = (peer, request.room, request.attempt) in self._ended_attempts
+        if again or (known and known.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
         problem = self._reject_reason(peer, request, decode)
         if problem is not None:
-            self._ended(peer, request.attempt)
+            self._ended(peer, request)
             about = request.generation, request.room, request.attempt
             self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
@@ -289,12 +288,12 @@ class PrefillMachine:
             facts = {"generation": self.hello.generation, "seconds": round(seconds, 6)}
             log_failure(room.failure, room=name, **room.facts(), **facts)
         for peer, request in room.requests.items():
-            self._ended(peer, request.attempt)
+            self._ended(peer, request)
             if peer in self.peers.alive:
                 self.peers.alive[peer].rooms.discard(name)
 
-    def _ended(self, peer: bytes, attempt: str) -> None:
-        self._ended_attempts[peer, attempt] = None
+    def _ended(self, peer: bytes, request: messages.ReadRequest) -> None:
+        self._ended_attempts[peer, request.room, request.attempt] = None
         if len(self._ended_attempts) > KEPT_ATTEMPTS:
             self._ended_attempts.popitem(last=False)
 

@@ -15,9 +15,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, UnknownRoom
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
 from kvpool.layout import RequestAddress
@@ -197,7 +198,11 @@ class Child:
         """Prefill's side of one order, one step; whether it is over."""
         if not self._begun(order, now):
             return False
-        course, state = order.course, self.endpoint.poll(order.room)
+        course = order.course
+        # a room that this side has not sent is known once a decode has asked for it
+        state = KVPoll.Bootstrapping
+        with suppress(UnknownRoom):
+            state = self.endpoint.poll(order.room)
         edges = (0, *course.stops, course.tokens)
         if order.chunks < len(edges) - 1 and now >= order.due and not state.ended:
             start, stop = edges[order.chunks : order.chunks + 2]

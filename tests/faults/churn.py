@@ -167,7 +167,8 @@ class Side:
 
     def _offer(self, each: Open) -> None:
         edges = each.turn.edges
-        if each.chunks == len(edges) - 1 or self.endpoint.poll(each.turn.number).ended:
+        begun = each.chunks > 0  # until then the room may not be known here
+        if each.chunks == len(edges) - 1 or (begun and self.endpoint.poll(each.turn.number).ended):
             return
         start, stop = edges[each.chunks : each.chunks + 2]
         put(self._pool, each.address, range(max(start, each.turn.shared), stop), each.turn.salt)

@@ -16,10 +16,12 @@ import zmq
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
+from disagg.protocol.messages import UnknownPeer, decode as decoded, encode
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.engines.peers import ENGINES
+from tests.disagg.waiting import until
 from tests.oracle import (
     DEST,
     SOURCE,
@@ -356,16 +358,22 @@ def test_hostile_decodes_and_prefills_do_not_affect_others():
                     stranger.connect(prefill.address)
                     stranger.send(said["decode"][0])
                     stranger.send(data)
-            with context.socket(zmq.ROUTER) as stranger:
-                stranger.bind("tcp://127.0.0.1:*")
-                for number, data in enumerate(rubbish(said["prefill"])):
+            hello = said["prefill"][0]
+            last = encode(UnknownPeer(decoded(hello).generation))
+            for number, data in enumerate(rubbish(said["prefill"])):
+                with context.socket(zmq.ROUTER) as stranger:
+                    stranger.linger = 0
+                    stranger.bind("tcp://127.0.0.1:*")
                     bad = decode.connect([stranger.getsockopt_string(zmq.LAST_ENDPOINT)])
                     decode.receive(number, into[2], link=bad)
                     name, *_ = stranger.recv_multipart()
-                    stranger.send_multipart([name, said["prefill"][0]])
-                    stranger.send_multipart([name, data])
-                prefill.send("first", given[0])
-                assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
+                    for each in (hello, data, last):
+                        stranger.send_multipart([name, each])
+                    until(decode, lambda link=bad: link.lost or link.refusal)
+                    decode.disconnect(bad)
+                    until(decode, lambda room=number: not decode.reading(room))
+            prefill.send("first", given[0])
+            assert decode.wait("first", 30) is KVPoll.Success, decode.failure("first")
         decode.receive("second", into[1], link=good)
         prefill.send("second", given[1])
         assert decode.wait("second", 30) is KVPoll.Success, decode.failure("second")

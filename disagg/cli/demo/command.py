@@ -229,14 +229,21 @@ def _watch(
     columns = ("moving", BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("moving", total=wanted)
-        while not endpoint.wait(room, 0.05).ended:
+        while not _ended(endpoint, room, 0.05):
             progress.update(task, completed=endpoint.metrics(room).bytes_moved)
             # its messages may still arrive
-            if not peer.process.is_alive() and not endpoint.wait(room, 0.5).ended:
+            if not peer.process.is_alive() and not _ended(endpoint, room, 0.5):
                 raise peer.lost()
         progress.update(task, completed=endpoint.metrics(room).bytes_moved)
     if endpoint.poll(room) is KVPoll.Failed:
         raise peer.lost(f"the hand-off failed: {endpoint.failure(room)}")
+
+
+def _ended(endpoint: DecodeEndpoint, room: str, seconds: float) -> bool:
+    """Whether a room ends within some seconds."""
+    with suppress(TimeoutError):
+        endpoint.wait(room, seconds)
+    return endpoint.poll(room).ended
 
 
 def _end_with(sentinel: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg import KVPoll, Phase
+from disagg import KVPoll, Phase, UnknownRoom
 from disagg.protocol import messages
 from disagg.protocol.events import (
     AbortRoom,
@@ -15,7 +15,8 @@ from disagg.protocol.events import (
     Tick,
 )
 from disagg.protocol.status import POLL, TRANSITIONS
-from tests.disagg.protocol.pair import Pair
+from tests import oracle
+from tests.disagg.protocol.pair import Pair, pool
 
 
 class Work:
@@ -80,19 +81,45 @@ def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no(pair):
     assert pair.queues[pair.prefill] == [messages.ReleaseAck("p", "r", "a", False)]
 
 
-def test_a_room_whose_device_fails_fails_by_name(pair):
+class Odd(Exception):
+    """What a device's binding may raise."""
+
+
+@pytest.mark.parametrize("when", ["in send", "later"])
+@pytest.mark.parametrize("kind", [RuntimeError, Odd])
+def test_whatever_a_device_raises_fails_its_room_by_name_and_no_other(pair, kind, when):
     work = Work()
-    pair.request()
-    pair.offer(range(30), True, after=work)
-    pair.pump()
-    work.over = RuntimeError("an illegal memory access")
+    for name in ("r", "other"):
+        pair.request(name, oracle.elsewhere(pool(), pair.table) if name == "other" else None)
+    pair.offer(range(16), False, name="other", after=Work())
+    error = kind("an illegal memory access")
+    work.over = error if when == "in send" else False
+    pair.offer(after=work)
+    work.over = error
     pair.tell(pair.prefill, Tick())
     pair.pump()
     failure = pair.prefill.failure("r")
     assert str(failure) == "prefill: its device failed: an illegal memory access"
     assert (pair.decode.failure("r").reason, failure.kind) == (failure.reason, "device")
-    pair.tell(pair.prefill, ForgetRoom("r"))
+    assert pair.polls("other") == (KVPoll.WaitingForInput, KVPoll.Transferring)
+    pair.forget(pair.prefill)
     pair.tell(pair.prefill, Tick())
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_that_is_not_known_is_the_callers_error_on_either_side(pair, side):
+    machine = getattr(pair, side)
+    for call in (
+        lambda: machine.poll("typo"),
+        lambda: machine.failure("typo"),
+        lambda: machine.waits_for("typo"),
+        lambda: pair.abort(machine, name="typo"),
+        lambda: pair.forget(machine, name="typo"),
+    ):
+        with pytest.raises(UnknownRoom, match=r"'typo' is not known here: .* makes it known"):
+            call()
+    assert not machine.rooms()
+    assert pair.prefill.computed("typo") == 0
 
 
 def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back(pair):

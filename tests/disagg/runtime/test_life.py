@@ -12,12 +12,20 @@ from urllib.request import urlopen
 import pytest
 import zmq
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.protocol import messages
 from disagg.protocol.events import AbortAll
-from disagg.protocol.messages import Hello, UnknownPeer, encode
+from disagg.protocol.messages import (
+    ChunkReady,
+    Hello,
+    ReadDone,
+    ReadRequest,
+    ReleaseAck,
+    UnknownPeer,
+    encode,
+)
 from disagg.runtime.zmq_transport import ZmqTransport
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
@@ -52,12 +60,13 @@ def decode_side(**options):
 
 
 class Mutable(ZmqTransport):
-    """A transport that sends nothing while it is muted."""
+    """A transport that sends nothing while it is muted, and never a message of type `lost`."""
 
-    muted = False
+    muted, lost = False, None
 
     def send(self, peer, data):
-        return None if self.muted else super().send(peer, data)
+        lost = self.lost is not None and isinstance(messages.decode(data), self.lost)
+        return None if self.muted or lost else super().send(peer, data)
 
 
 @pytest.fixture
@@ -89,14 +98,58 @@ def test_a_room_that_nobody_wants_gives_its_pages_back():
         assert "no decode asked for it" in str(prefill.failure("r"))
 
 
-def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
-    with prefill_side(lease=1.0) as (prefill, given), decode_side() as (decode, dest, address):
+def test_a_room_that_is_wanted_and_never_sent_ends_with_the_lease():
+    with prefill_side(lease=0.3) as (prefill, given), decode_side() as (decode, _, address):
         decode.connect([prefill.address], timeout=20)
         decode.receive("r", address)
-        time.sleep(1.5)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert "its lease ended: no chunk of it was sent within 0.3 s" in str(decode.failure("r"))
+        assert prefill.poll("r") is KVPoll.Failed
+        prefill.send("r", given)  # too late: the room has failed
+        assert prefill.poll("r") is KVPoll.Failed
+        assert prefill.leases().leased == {}
+
+
+def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
+    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        prefill.send("r", given)
+        prefill.abort("r", "gave up")
+        prefill.forget("r")
+        decode.receive("r", address)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert str(decode.failure("r")) == "prefill: gave up"
+        decode.forget("r")
+        decode.receive("r", address)  # it knows now: the name is free again
         prefill.send("r", given)
         assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
         oracle.assert_holds(dest, address)
+
+
+@pytest.mark.parametrize(
+    ("side", "lost"),
+    [
+        *(("decode", each) for each in (ReadRequest, ReadDone)),
+        *(("prefill", each) for each in (ChunkReady, ReleaseAck)),
+    ],
+)
+def test_a_room_ends_on_both_sides_whatever_message_is_lost(transport, side, lost):
+    """Over a connection that lives on: pings are answered all the while."""
+    transport.lost = lost
+    mine = {"prefill": {}, "decode": {}} | {side: {"transport": transport}}
+    with (
+        prefill_side(lease=0.6, **mine["prefill"]) as (prefill, given),
+        decode_side(offer_timeout=0.4, **mine["decode"]) as (decode, _, address),
+    ):
+        link = decode.connect([prefill.address], timeout=20)
+        prefill.send("r", given)
+        decode.receive("r", address)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        failure = decode.failure("r")
+        assert (failure.side, failure.kind) == ("decode", "timeout")
+        assert f"rank 0 of prefill ({prefill.address})" in failure.reason
+        prefill.wait("r", 20)  # where only the ack was lost, it has succeeded
+        assert link.lost is None
 
 
 def test_a_done_that_comes_after_the_lease_is_no_success():
@@ -266,6 +319,88 @@ def test_disconnecting_ends_rooms_on_both_sides_and_leaves_nothing():
         until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files + 10)
 
 
+def peers_of(prefill):
+    """Decodes that it serves."""
+    return prefill.snapshot().peers
+
+
+def test_a_connect_that_times_out_leaves_nothing_and_the_next_one_works():
+    with prefill_side() as (first, _):
+        at = first.address
+    with decode_side() as (decode, dest, address):
+        files = 0
+        for _ in range(4):
+            with pytest.raises(TimeoutError, match="no answer from"):
+                decode.connect([at], timeout=0.2)
+            files = files or len(os.listdir("/proc/self/fd"))
+        assert decode.machine.peers.links == []
+        # ZeroMQ closes files a moment later
+        until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files)
+        with prefill_side(at) as (prefill, given):
+            decode.connect([at], timeout=20)
+            decode.receive("r", address)  # without naming the one link
+            prefill.send("r", given)
+            assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+            oracle.assert_holds(dest, address)
+            assert (len(decode.machine.peers.links), peers_of(prefill)) == (1, 1)
+
+
+def test_a_prefill_that_was_slow_learns_that_who_gave_up_has_left():
+    with prefill_side(threaded=False) as (prefill, _), decode_side() as (decode, _, _):
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                decode.connect([prefill.address], timeout=0.2)
+        greeted, handle = [], prefill.machine.handle
+
+        def watched(event, now):
+            greeted.append(isinstance(getattr(event, "message", None), Hello))
+            return handle(event, now)
+
+        prefill.machine.handle = watched
+        deadline = time.monotonic() + 20
+        while (sum(greeted) < 4 or peers_of(prefill)) and time.monotonic() < deadline:
+            prefill.step()
+        assert (sum(greeted), peers_of(prefill)) == (4, 0)
+
+
+def test_a_connect_that_is_refused_leaves_nothing():
+    with prefill_side() as (prefill, _):
+        other = mha(layers=[0], page_size=4)
+        with DecodeEndpoint(other.layout, create_engine("local")) as decode:
+            with pytest.raises(HandshakeRefused, match="no region of one is the other's"):
+                decode.connect([prefill.address], timeout=20)
+            assert decode.machine.peers.links == []
+        assert peers_of(prefill) == 0
+
+
+def test_a_prefill_that_is_full_serves_who_waits_once_another_leaves(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 1)
+    with (
+        prefill_side() as (prefill, given),
+        decode_side() as (first, _, _),
+        decode_side(peer_timeout=0.4) as (second, dest, address),
+    ):
+        link = first.connect([prefill.address], timeout=20)
+        with pytest.raises(TimeoutError, match=r"The last try: .* 1 decodes are connected already"):
+            second.connect([prefill.address], timeout=0.5)
+        waiting = second.connect([prefill.address])
+        until(second, lambda: waiting.lost is not None)
+        first.disconnect(link)
+        second.handshake(waiting, 20)
+        second.receive("r", address)
+        prefill.send("r", given)
+        assert second.wait("r", 20) is KVPoll.Success, second.failure("r")
+        oracle.assert_holds(dest, address)
+
+
+def test_a_decode_that_closes_is_forgotten_at_once():
+    with prefill_side(peer_timeout=60) as (prefill, _):
+        with decode_side() as (decode, _, _):
+            decode.connect([prefill.address], timeout=20)
+            assert peers_of(prefill) == 1
+        until(prefill, lambda: peers_of(prefill) == 0)
+
+
 def test_a_stuck_read_fails_its_room_and_pages_wait_for_the_fence():
     with prefill_side() as (prefill, given), decode_side(read_timeout=0.3) as (decode, dest, at):
         decode.connect([prefill.address], timeout=20)
@@ -336,7 +471,10 @@ def test_values_that_must_come_are_missed_by_name_and_others_are_kept():
     ("side", "given"),
     [
         *((prefill_side, {name: value}) for name in ("peer_timeout", "lease") for value in (0, -1)),
-        *((decode_side, each) for each in ({"read_timeout": 0}, {"verify": "md5"})),
+        *(
+            (decode_side, each)
+            for each in ({"read_timeout": 0}, {"offer_timeout": 0}, {"verify": "md5"})
+        ),
     ],
 )
 def test_options_that_are_none_are_refused(side, given):

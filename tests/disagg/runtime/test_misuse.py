@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import zmq
 
-from disagg import DecodeEndpoint, EndpointClosed, KVPoll, PrefillEndpoint
+from disagg import (
+    DecodeEndpoint,
+    EndpointClosed,
+    KVPoll,
+    PrefillEndpoint,
+    RoomError,
+    UnknownRoom,
+    ZmqTransport,
+)
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
@@ -194,6 +202,125 @@ def test_rubbish_on_the_socket_is_dropped_and_the_others_go_on(pair):
         for data in (b"", b"\xc1", b"x" * 10_000, whole, *(whole[:n] for n in range(len(whole)))):
             stranger.send(data)
         works(pair, "r")
+
+
+def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
+    source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
+    oracle.fill(source, given := oracle.place(source, TOKENS))
+    address = oracle.place(dest, TOKENS)
+    transport, options = ZmqTransport(), {"peer_timeout": 0.8}
+    with (
+        PrefillEndpoint(source.layout, create_engine("local"), **options) as prefill,
+        DecodeEndpoint(
+            dest.layout, create_engine("local"), transport=transport, **options
+        ) as decode,
+    ):
+        link = decode.connect([prefill.address], timeout=30)
+        decode.receive("r", address)
+        until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
+        rubbish, send = [b"rubbish"], transport.send
+
+        def bad(peer, data):
+            return send(peer, rubbish.pop() if rubbish else data)
+
+        transport.send = bad  # the next message, a ping
+        for side in (prefill, decode):
+            assert side.wait("r", 20) is KVPoll.Failed
+            assert "it sent what cannot be served" in str(side.failure("r"))
+        decode.handshake(link, 20)
+        works((prefill, given, decode, address, dest), "next")
+    transport.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_typo_is_the_callers_error_and_makes_no_room(pair, side):
+    endpoint = pair[0] if side == "prefill" else pair[2]
+    for call in (
+        lambda: endpoint.poll("typo"),
+        lambda: endpoint.wait("typo"),
+        lambda: endpoint.failure("typo"),
+        lambda: endpoint.abort("typo", "why"),
+        lambda: endpoint.forget("typo"),
+    ):
+        with pytest.raises(UnknownRoom, match="room 'typo' is not known here"):
+            call()
+    assert endpoint.snapshot().open_rooms == 0
+    works(pair, "typo")
+
+
+def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
+    prefill, given, decode, address, _ = pair
+    prefill.send("r", RequestAddress(16, given.spans), last=False)
+    for room, state, what in (
+        ("r", "Bootstrapping", "a decode to ask for it"),
+        ("r", "Transferring", r"the chunk from position 16 \(`send`\)"),
+    ):
+        with pytest.raises(TimeoutError, match=f"'{room}' is {state} .* it waits for {what}"):
+            prefill.wait(room, 0.05)
+        if state == "Bootstrapping":
+            decode.receive("r", address)
+            until(decode, lambda: decode.metrics("r").bytes_moved)
+    sentence = (
+        r"'r' is Transferring after 0.05 s: it waits for chunks from position 16 on, of rank 0"
+    )
+    with pytest.raises(TimeoutError, match=sentence):
+        decode.wait("r", 0.05)
+    prefill.send("r", given)
+    assert decode.wait("r", 20) is KVPoll.Success
+
+
+def test_pages_of_a_room_that_is_not_over_are_refused_to_another(pair):
+    decode, address = pair[2], pair[3]
+    decode.receive("one", address)
+    first = int(np.sort(address.spans["kv"].ids)[0])
+    with pytest.raises(RoomError, match=rf"'two': item {first}.* of id list kv is written by room"):
+        decode.receive("two", address)
+    with pytest.raises(UnknownRoom):
+        decode.poll("two")
+    decode.abort("one", "retry")
+    works(pair, "two")
+
+
+def test_pages_may_be_offered_in_several_rooms_at_once():
+    """A shared prefix is only read."""
+    source, dest = (MLAPool(layers=range(2), **{**MLA, "num_pages": 40}) for _ in range(2))
+    oracle.fill(source, given := oracle.place(source, TOKENS))
+    oracle.blank(dest)
+    one = oracle.place(dest, TOKENS)
+    tables = {"one": one, "two": oracle.elsewhere(dest, one)}
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        for room, table in tables.items():
+            prefill.send(room, given)
+            decode.receive(room, table)
+        for room in tables:
+            assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
+        oracle.assert_holds(dest, one, also=[tables["two"]])
+
+
+class Odd(Exception):
+    """What a device's binding may raise."""
+
+
+class Failing:
+    """An event of a device that has failed."""
+
+    def query(self):
+        raise Odd("odd")
+
+
+def test_an_event_that_raises_anything_fails_its_room_and_no_other(pair):
+    prefill, given, *_ = pair
+    prefill.send("waits", RequestAddress(16, given.spans), last=False)
+    prefill.send("bad", given, after=Failing())  # the room says what is wrong, not the call
+    assert prefill.wait("bad", 20) is KVPoll.Failed
+    assert str(prefill.failure("bad")) == "prefill: its device failed: odd"
+    assert prefill.poll("waits") is KVPoll.Bootstrapping
+    assert prefill.leases().leased == {"kv": 5}
+    works(pair, "next")
 
 
 @pytest.mark.parametrize("other", [3, 5])

@@ -13,12 +13,20 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.staging import MIN_STAGING, NUM_BUFFERS, coalesce, cut, staging_buffers
+from disagg.runtime.staging import (
+    MIN_STAGING,
+    NUM_BUFFERS,
+    StagingBuffers,
+    coalesce,
+    cut,
+    staging_buffers,
+)
 from kvpool import MHAPool, Shard
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.engines.shared_device import installed, there
+from tests.disagg.waiting import until
 
 TOKENS = 75
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
@@ -236,6 +244,59 @@ def test_a_device_scatters_what_came_to_its_memory_before_the_room_succeeds():
         engine = Joining()
         hand_over(source, dest, engine, rooms=5, on=there)
     assert sum(engine.runs) <= 5 * 2 * 3 * -(-TOKENS // 16)
+
+
+class Odd(Exception):
+    """What a device's binding may raise."""
+
+
+class Copying:
+    """An event of a copy that raises `times` times, and is over then."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def query(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise Odd("odd")
+        return True
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch, times):
+    source = MHAPool(**LAYERS, **MHA)
+    dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "num_pages": 40})
+    given, bad = oracle.place(source, TOKENS), oracle.place(dest, TOKENS)
+    oracle.fill(source, given)
+    oracle.blank(dest)
+    good, events, scatter = oracle.elsewhere(dest, bad), [Copying(times)], StagingBuffers.scatter
+
+    def scattered(self, part, buffer):
+        scatter(self, part, buffer)
+        return events.pop() if events else None
+
+    monkeypatch.setattr(StagingBuffers, "scatter", scattered)
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, Joining(), staging=MIN_STAGING) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        prefill.send("waits", oracle.place(source, 5))
+        for room, table in (("bad", bad), ("good", good)):
+            decode.receive(room, table)
+            prefill.send(room, given)
+        assert decode.wait("bad", 20) is KVPoll.Failed
+        assert str(decode.failure("bad")).endswith(": odd")
+        assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+        for buffer in dest.layout.buffers:
+            dest.item_bytes_view(buffer)[bad.spans["kv"].ids.tolist()] = oracle.DEST
+        oracle.assert_holds(dest, good)
+        if times == 1:  # the copy is over: its pages come back
+            until(decode, lambda: not decode.reading("bad"))
+        else:  # it may still write
+            assert decode.reading("bad")
+            assert decode.leases().quarantined == {"kv": 5}
 
 
 def test_a_stage_is_made_only_where_it_is_of_use():
