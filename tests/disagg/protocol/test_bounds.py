@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from disagg import KVPoll, Phase, UnknownRoom
+from disagg import Failure, KVPoll, Phase, UnknownRoom
 from disagg.protocol import messages, prefill_state
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Send
@@ -128,29 +129,35 @@ def test_without_a_bound_a_room_of_decode_waits_on():
 # prefill's lease
 
 
-def test_a_room_that_was_asked_for_and_never_computed_ends_with_its_lease():
+def test_a_room_that_was_asked_for_and_not_yet_computed_has_no_lease_that_could_run_out():
     pair = Pair(lease=6.0)
-    pair.wait(5.0)
     pair.request()
     pair.pump()
-    pair.wait(5.9)
-    assert pair.prefill.poll("r") is KVPoll.WaitingForInput
-    pair.wait(1.0)
-    assert (
-        pair.prefill.failure("r").reason == "its lease ended: no chunk of it was sent within 6 s."
-    )
-    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+    pair.wait(30.0, step=1.0)
+    pair.offer()
+    pair.pump()
+    assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
 
 
-def test_the_lease_of_a_room_that_was_not_computed_is_counted_from_the_last_request():
-    prefill = PrefillMachine(hello("p"), pool().layout, 6.0, now=0.0)
+def test_a_room_that_was_not_computed_ends_once_no_decode_waits_for_it_any_more():
+    """Their aborts were lost."""
+    prefill = PrefillMachine(hello("p"), pool().layout, None, now=0.0)
     for now, peer in ((0.0, b"1"), (5.0, b"2")):
         prefill.handle(Received(peer, hello(f"d{peer}")), now)
-        prefill.handle(Received(peer, messages.ReadRequest("p", "r", "a", 0, 30, 3)), now)
-    prefill.handle(Tick(), 10.9)
-    assert prefill.poll("r") is KVPoll.WaitingForInput
-    prefill.handle(Tick(), 11.5)
-    assert prefill.poll("r") is KVPoll.Failed
+        asked = messages.ReadRequest("p", "r", "a", 0, 30, 3, 6.0)
+        prefill.handle(Received(peer, asked), now)
+    alive = [Received(peer, messages.Ping("p")) for peer in (b"1", b"2")]
+    for now in np.arange(5.0, 11.0 + TIMEOUT, TIMEOUT / 4).tolist():
+        for event in (*alive, Tick()):
+            prefill.handle(event, now)
+        assert prefill.poll("r") is KVPoll.WaitingForInput
+    for event in (*alive, Tick()):
+        prefill.handle(event, 11.5 + TIMEOUT)
+    assert prefill.failure("r") == Failure(
+        "prefill",
+        "no chunk of it was sent while the decodes that asked for it waited.",
+        "timeout",
+    )
 
 
 # names of forgotten rooms

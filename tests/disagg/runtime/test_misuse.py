@@ -16,8 +16,8 @@ from disagg import (
     KVPoll,
     PrefillEndpoint,
     RoomError,
+    SocketTransport,
     UnknownRoom,
-    ZmqTransport,
 )
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
@@ -210,7 +210,7 @@ def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
     source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
     oracle.fill(source, given := oracle.place(source, TOKENS))
     address = oracle.place(dest, TOKENS)
-    transport, options = ZmqTransport(), {"peer_timeout": 0.8}
+    transport, options = SocketTransport(), {"peer_timeout": 0.8}
     with (
         PrefillEndpoint(source.layout, create_engine("local"), **options) as prefill,
         DecodeEndpoint(
