@@ -22,7 +22,7 @@ REASONS = {
     "cannot be reached": "cut, mute decode, mute prefill, unread, disconnect, rubbish, loss",
     "read from rank": "engine, mute decode, mute prefill, cut",
     "its lease ended": "lease",
-    "nothing has happened for": "offer",
+    "nothing has happened for|no chunk of it was sent while": "offer",
     "asked for it already|one reader says": "twice",
     "decode made room for": "longer",
     "cannot be served": "rubbish",
