@@ -134,7 +134,7 @@ def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_
 
 def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close():
     made = {"d1": partial(LateEngine, None, 0.2)}
-    with world("local", engines=made, expected="cannot be fenced") as these:
+    with world("local", engines=made, expected="cannot be ended for sure") as these:
         room = room_of_failed_read(these)
         for link in ("p0", "p1"):
             end(these, beside := these.order(link, ["d1"], BESIDE))
