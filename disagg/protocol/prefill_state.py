@@ -17,7 +17,7 @@ FORGOTTEN_SECONDS = 600.0
 """How long the failure of a forgotten room is kept for decodes that ask for it late."""
 MAX_FORGOTTEN = 10_000
 """Forgotten rooms of which that is kept: the latest."""
-MAX_TOLD = 1024
+MAX_TOLD = 256
 """Decodes of which it is kept, for each room, that they know of its failure."""
 
 
@@ -47,6 +47,7 @@ class PrefillRoom:
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
     told: frozenset[str] = frozenset()
+    """Generations of the decodes that know of its failure, see `noted`."""
     digesting: set[bytes] = field(default_factory=set)
     done: set[bytes] = field(default_factory=set)
     ends_at: float | None = None
