@@ -29,9 +29,10 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
     """Offers what one prefill rank computes. `address` is the endpoint address to dial: `bind`, or
     a new unix socket of this host (with keys: a new port of loopback).
 
-    A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. A lease
-    ends `lease` seconds after the room's last chunk or request (None: never): the room fails, its
-    pages are free, and a reader that is late is told that its read is void. `options`: see Options.
+    A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. The lease
+    of what was sent ends `lease` seconds after the room's last chunk or request (None: never): the
+    room fails, its pages are free, and a reader that is late is told that its read is void.
+    `options`: see Options.
     """
 
     def __init__(
