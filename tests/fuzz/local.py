@@ -88,7 +88,7 @@ def run(data: bytes) -> str:
     until = time.monotonic() + PATIENCE
     while True:
         server.hang_up()
-        if len(os.listdir("/proc/self/fd")) == files:
+        if len(os.listdir("/proc/self/fd")) <= files:  # fewer: the last input's was accepted late
             return outcome
         if time.monotonic() > until:
             raise Finding("a file was left open.")
