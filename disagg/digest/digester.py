@@ -104,9 +104,9 @@ class Digester:
             self._jobs.popleft()
             values = np.concatenate(job.parts) if job.parts else np.empty(0, dtype=np.uint64)
             return job.key, values.astype("<u8").tobytes(), ""
-        except ValueError as error:
+        except Exception as error:  # what goes wrong in one job fails that room and no other
             self._jobs.popleft()
-            return job.key, None, str(error)
+            return job.key, None, str(error) or type(error).__name__
         if part is not None:
             job.parts.append(part)
         return None

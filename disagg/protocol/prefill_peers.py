@@ -187,13 +187,19 @@ def shared_part(
     layout: PoolLayout, pairs: Collection[Pair], owners: Collection[str] = ()
 ) -> PoolLayout:
     """What a decode with regions of `pairs` needs of a layout: these regions of all layers, and the
-    first of each other owner in `owners`, with their buffers and spaces.
+    first of each other owner in `owners`, with their buffers and spaces. Bytes of the others are
+    foreign then, not padding.
     """
     regions = [region for region in layout.regions if (region.owner, region.role) in pairs]
     for owner in sorted(owners):
         regions += [region for region in layout.regions if region.owner == owner][:1]
     inside = {region.buffer for region in regions}
-    buffers = tuple(buffer for buffer in layout.buffers if buffer.name in inside)
+    cut = {region.buffer for region in set(layout.regions).difference(regions)}
+    buffers = tuple(
+        replace(buffer, padding=buffer.padding and buffer.name not in cut)
+        for buffer in layout.buffers
+        if buffer.name in inside
+    )
     spaces = {layout.space_by_name[buffer.space] for buffer in buffers}
     lists = {space.name for space in spaces} | {space.id_list for space in spaces}
     return replace(

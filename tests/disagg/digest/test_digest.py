@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 import disagg.digest.cell_hash
 import disagg.digest.digest
 from disagg.digest.digest import Piece, differing, digests, from_wire, pieces, to_wire
+from disagg.digest.digester import Digester
 from disagg.plan import TransferPlan, plan
 from kvpool import MHA, PoolLayout, RequestAddress, Shard, Space, Span
 from kvpool.item import Cell, Repeat, Seq, Skip
@@ -553,3 +554,22 @@ def test_a_target_and_its_draft_are_distinguished():
     assert isinstance(both[1].layout, PoolLayout)
     both[1].views["draft", 0, "latent"][...] += 1
     assert this.report() == [f"draft layer 0 latent: positions 0-{TOKENS - 1} differ."]
+
+
+def test_whatever_goes_wrong_in_one_digest_the_next_is_made(monkeypatch):
+    """A device reports failed work by errors of its own."""
+    (this,) = case_of("mla: equal")
+    job, digester = (this.dest.layout, this.here, this.pieces(0), False), Digester()
+
+    def gone(*_):
+        raise MemoryError("the device is gone")
+        yield
+
+    monkeypatch.setattr("disagg.digest.digester.digests", gone)
+    digester.add("first", *job)
+    monkeypatch.undo()
+    digester.add("second", *job)
+    assert digester.step() == ("first", None, "the device is gone")
+    while (ended := digester.step()) is None:
+        assert digester.busy
+    assert ended == ("second", values(this.dest, this.here, this.pieces(0)).tobytes(), "")

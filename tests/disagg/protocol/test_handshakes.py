@@ -24,6 +24,7 @@ from disagg.protocol.events import (
 )
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.prefill_peers import shared_part
 from kvpool import MLAPool, NSAPool
 from kvpool.layout import PoolLayout
 from tests import oracle
@@ -267,3 +268,11 @@ def test_an_owner_that_prefill_has_in_other_roles_cannot_be_taken_for_missing():
     decode.handle(ConnectLink(link := Link(("x",))), 0.0)
     decode.handle(Received(0, heard(there, here)), 0.0)
     assert "draft layer 1 latent: prefill offers no such region" in link.refusal
+
+
+def test_bytes_that_a_decode_is_not_told_of_are_no_padding():
+    whole = pool().layout
+    assert {region.buffer for region in whole.regions} == {"target.kv.0"}
+    assert shared_part(whole, {("target", "latent"), ("target", "rope")}) == whole
+    (part,) = shared_part(whole, {("target", "latent")}).buffers
+    assert whole.buffers[0].padding and not part.padding
