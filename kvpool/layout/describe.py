@@ -6,7 +6,8 @@ Nothing is copied or allocated. This is the only place that reads strides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
@@ -22,6 +23,18 @@ class Described:
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a dim that `describe_sections` cuts: its role, and the sizes of the dims that its
+    elements are, outermost first: `{"head": 4, "dim": 128}`. `shards` is (start, total) of those
+    that are sharded.
+    """
+
+    role: str
+    dims: Mapping[str, int]
+    shards: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def describe(
@@ -92,6 +105,65 @@ def describe(
             _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
             regions.append(replace(region, buffer=home.name, offset=start - home.base))
     return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
+
+
+def describe_sections(
+    tensor: torch.Tensor,
+    dims: Sequence[str],
+    cut: str,
+    sections: Sequence[Section],
+    *,
+    layer: int,
+    space: str = "kv",
+    owner: str = "target",
+    cell: str | None = "dim",
+    shards: Mapping[str, tuple[int, int]] = WHOLE,
+    dtype: str | torch.dtype | None = None,
+    buffer: Buffer | None = None,
+    padding: bool = False,
+) -> Described:
+    """Describes `tensor`, of which the dim `cut` holds several roles one after the other: q, k and
+    v of a convolution's channels, each with heads of its own.
+
+    A section's dims take the place of `cut`, and the cell may be one of them. All sections are
+    regions of one buffer, `buffer` or one of the whole tensor. The other arguments are those of
+    `describe`.
+
+    Raises LayoutError as `describe` does, and where the sections are not all of `cut`.
+    """
+    sizes, _ = _read(tensor, dims)
+    roles = [section.role for section in sections]
+    lengths = [prod(section.dims.values()) for section in sections]
+    if cut not in sizes or cut in ("item", "layer", "role"):
+        raise LayoutError(f"{owner} {roles}: {cut!r} is no inner dim of {tuple(dims)}.")
+    if sum(lengths) != sizes[cut] or min(lengths, default=0) < 1:
+        parts = ", ".join(f"{role} {length}" for role, length in zip(roles, lengths)) or "none"
+        raise LayoutError(
+            f"{owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} ({parts}). "
+            "Name every section, with its sizes on this rank."
+        )
+    home = buffer
+    if home is None:
+        name = f"{owner}.{'+'.join(roles)}.{layer}"
+        home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
+    at = list(dims).index(cut)
+    regions: list[Region] = []
+    for section, part in zip(sections, tensor.split(lengths, dim=at)):
+        seen = describe(
+            part.unflatten(at, tuple(section.dims.values())),
+            (*dims[:at], *section.dims, *dims[at + 1 :]),
+            role=section.role,
+            layer=layer,
+            space=space,
+            owner=owner,
+            cell=cell,
+            shards={**shards, **section.shards},
+            dtype=dtype,
+            buffer=home,
+            padding=padding,
+        )
+        regions.extend(seen.regions)
+    return Described((home,), tuple(regions))
 
 
 def describe_buffer(
