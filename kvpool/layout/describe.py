@@ -148,7 +148,7 @@ def describe_sections(
         home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
     at = list(dims).index(cut)
     regions: list[Region] = []
-    for section, part in zip(sections, tensor.split(lengths, dim=at)):
+    for section, part in zip(sections, torch.split(tensor, lengths, dim=at)):
         seen = describe(
             part.unflatten(at, tuple(section.dims.values())),
             (*dims[:at], *section.dims, *dims[at + 1 :]),
