@@ -17,7 +17,9 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
 BYTES_PER_RUN = 4096
-"""Dead bytes that may travel for each run that they save."""
+"""Dead bytes of a last page that may travel for each run that they save; at least half of its runs
+must be saved.
+"""
 
 
 class Block(NamedTuple):
@@ -196,8 +198,8 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
         return pairs
     live = int(route.chains.nbytes.sum() + ((count - 1) * route.chains.dst_step).sum())
     live += count * int(route.singles.nbytes.sum())
-    saved = route.chains.size + count * route.singles.size - whole.size
-    if int(whole.nbytes.sum()) - live > saved * BYTES_PER_RUN:
+    runs, dead = route.chains.size + count * route.singles.size, int(whole.nbytes.sum()) - live
+    if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
         return pairs
     counts = pairs.count.copy()
     counts[-1] = entries
