@@ -78,7 +78,10 @@ class TransferPlan:
         `source`.
 
         Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
-        (default: the plan's own for that source) is used again. Raises IncompleteTransfer if the
+        (default: the plan's own for that source) is used again. Items of packed regions move
+        whole, with the position that completes them; positions of such an item before `tokens` must
+        be of this very transfer. With the last positions dead entries of the last page may move
+        along. Raises IncompleteTransfer if the
         source does not hold a position that the destination needs, and ValueError if a page id
         lies outside its buffer.
         """

@@ -80,7 +80,7 @@ class WrittenItems:
                     f"room {room!r}: start {start} lies inside a page of space {space.name}, "
                     f"positions {below} to {below + size - 1}. {region} has packing "
                     f"{region.packing!r}, of which whole pages are written. Receive from {below} "
-                    f"on, or from {below + size}."
+                    f"on, or from {min(below + size, tokens)}."
                 )
 
     def _refuse(self, room: Room, name: str, ids: Ints) -> None:
