@@ -162,3 +162,11 @@ def test_what_prefill_computed_beyond_the_request_does_no_harm():
     blank(dest)
     move([source], dest, [there], into)
     assert_holds(dest, into)
+
+
+def test_31_pages_and_127_tokens_of_transposed_k_are_one_run_a_layer():
+    """vLLM's CPU backend: 8 heads of 64, pages of 128. Exact tails made them 8,336 runs."""
+    held = cache(128, heads=8, dim=64, pages=34, layers=16)
+    made, near = plan([held.layout], held.layout), table(32 * 128 - 1, np.arange(1, 33))
+    batch = made.bind(0, near, near)
+    assert (batch.runs, batch.total) == (16, 16 * 32 * 8 * 2 * 64 * 128 * 2)
