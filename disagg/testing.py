@@ -77,7 +77,9 @@ class TransferSide:
         self.memory.check(self.bytes, self._padding())
 
     def _padding(self) -> npt.NDArray[np.bool_]:
-        """Declared padding in the request's items, which a transfer may copy or leave."""
+        """Declared padding in the request's items, and the dead entries of its last pages: a
+        transfer may copy or leave them.
+        """
         layout, free = self.pool.layout, np.zeros(self.bytes.shape, dtype=bool)
         ids = {
             b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
@@ -89,6 +91,12 @@ class TransferSide:
             mine, entries = ids[region.buffer], layout.space_of(region).entries_per_item
             index, entry = every(mine.size, entries)
             free[self.memory.cells(region, mine[index], entry)] = False
+            space = layout.space_of(region)
+            filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)
+            if space.kind == "paged" and live:
+                dead = np.arange(live, entries)
+                last = np.full(dead.size, mine[filled], dtype=np.int64)
+                free[self.memory.cells(region, last, dead)] = True
         return free
 
 

@@ -1,5 +1,19 @@
 """Layouts of existing tensors (`kvpool.layout.describe`)."""
 
-from kvpool.layout.describe import Described, describe, describe_buffer
+from kvpool.layout.describe import (
+    Described,
+    Section,
+    describe,
+    describe_buffer,
+    describe_opaque,
+    describe_sections,
+)
 
-__all__ = ["Described", "describe", "describe_buffer"]
+__all__ = [
+    "Described",
+    "Section",
+    "describe",
+    "describe_buffer",
+    "describe_opaque",
+    "describe_sections",
+]

@@ -63,6 +63,14 @@ class Side:
         self.part(found)[...] = True
         return found
 
+    def dead(self, table: RequestAddress) -> np.ndarray:
+        """Which bytes of `raw` are of described entries that follow a request in its last item."""
+        found = np.zeros(self.raw.size, dtype=bool)
+        item, entry = divmod(table.num_tokens, len(self.taken["entry"]))
+        if entry:
+            self.part(found)[table.spans["kv"].ids[item], :, :, entry:] = True
+        return found
+
     def declared(self, items: Sequence[int] | None = None) -> np.ndarray:
         """Which bytes of `raw` are declared padding, in some items or all."""
         found = np.zeros(self.raw.size, dtype=bool)

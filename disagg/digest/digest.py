@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
-from disagg.plan.positions import BlockLookup, needed_entries
+from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
@@ -36,7 +36,8 @@ MAX_POSITION_RANGES = 16
 class Piece(NamedTuple):
     """Part of region `key`: steps `box` of its axes, and `entries`.
 
-    Steps count in the whole model, entries in the whole request. A slot is one entry.
+    Steps count in the whole model, entries in the whole request. A slot is one entry, and so is an
+    item of a packed region.
     """
 
     key: Key
@@ -48,15 +49,17 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
     """What `plan.bind` moves from source rank `source` for positions `tokens` of a request of
     `total` tokens.
     """
-    entries: dict[str, range] = {}
+    entries: dict[tuple[str, bool], range] = {}
     found = []
     for overlap, elected in plan.elected:
         if elected == source:
-            space = plan.dest.space_of(overlap.dest)
-            if space.name not in entries:
-                entries[space.name] = needed_entries(space, tokens, total)
-            if entries[space.name]:
-                found.append(Piece(overlap.dest.key, overlap.box, entries[space.name]))
+            space, packed = plan.dest.space_of(overlap.dest), bool(overlap.dest.packing)
+            at = space.name, packed
+            if at not in entries:
+                needed = needed_items if packed else needed_entries
+                entries[at] = needed(space, tokens, total)
+            if entries[at]:
+                found.append(Piece(overlap.dest.key, overlap.box, entries[at]))
     return found
 
 
@@ -181,15 +184,16 @@ def _where(layout: PoolLayout, piece: Piece) -> str:
 
 def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
     """A sentence about the positions of entries number `at` of a piece."""
-    space = layout.space_of(layout.region_by_key[piece.key])
-    if space.kind == "slot":
+    region = layout.region_by_key[piece.key]
+    space = layout.space_of(region)
+    if space.kind == "slot" or (region.packing and space.per_request):
         return "its state differs."
     breaks = np.flatnonzero(np.diff(at) > 1) + 1
     more = ""
     if breaks.size >= MAX_POSITION_RANGES:
         at = at[: breaks[MAX_POSITION_RANGES - 1]]
         more = f" and {breaks.size + 1 - MAX_POSITION_RANGES} more ranges"
-    size = space.tokens_per_entry
+    size = space.tokens_per_item if region.packing else space.tokens_per_entry
     tokens = (piece.entries.start + at[:, None]) * size + np.arange(size)
     if tokens.size == 1:
         return f"position {tokens.item()} differs."
@@ -224,15 +228,16 @@ def _rows(
     that are not alive.
     """
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
-    alive = space.alive(address.num_tokens)
+    packed, total = bool(region.packing), address.num_tokens
+    alive = space.alive_items(total) if packed else space.alive(total)
     if not (entries.step == 1 and alive.start <= entries.start < entries.stop <= alive.stop):
         raise ValueError(
-            f"{region}: a piece has entries {entries.start} to {entries.stop - 1}, space "
-            f"{space.name} keeps {alive.start} to {alive.stop - 1} alive at {address.num_tokens} "
-            "tokens."
+            f"{region}: a piece has {'items' if packed else 'entries'} {entries.start} to "
+            f"{entries.stop - 1}, space {space.name} keeps {alive.start} to {alive.stop - 1} alive "
+            f"at {total} tokens."
         )
     numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
-    items, steps = np.divmod(numbers, space.entries_per_item)
+    items, steps = np.divmod(numbers, 1 if packed else space.entries_per_item)
     ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return reader(buffer), starts

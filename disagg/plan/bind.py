@@ -5,16 +5,21 @@ lengths, without a Python object per run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
+from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
+
+BYTES_PER_RUN = 4096
+"""Dead bytes of a last page that may travel for each run that they save; at least half of its runs
+must be saved.
+"""
 
 
 class Block(NamedTuple):
@@ -118,18 +123,19 @@ def bind(
         raise ValueError(
             f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
         )
-    pairs: dict[tuple[str, str], EntryPairs] = {}
+    ends = tokens.stop == dest_address.num_tokens
+    pairs: dict[tuple[str, str, bool], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:
-        pair = route.src_space.name, route.dst_space.name
+        pair = route.src_space.name, route.dst_space.name, route.packed
         if pair not in pairs:
-            pairs[pair] = pair_entries(
+            pairs[pair] = (pair_items if route.packed else pair_entries)(
                 BlockLookup(route.src_space, source, source_address),
                 BlockLookup(route.dst_space, dest, dest_address),
                 tokens,
             )
         if pairs[pair].count.size:
-            blocks.extend(_blocks(route, pairs[pair]))
+            blocks.extend(_blocks(route, pairs[pair], ends))
     lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
     out = columns.take(sum(block.runs for block in blocks))
     start = 0
@@ -149,18 +155,21 @@ def bind(
 
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
-    """Runs and bytes that a route moves for these pairs of entries."""
-    blocks = list(_blocks(route, pairs)) if pairs.count.size else []
+    """Runs and bytes that a route moves for these pairs of entries, all of a request."""
+    blocks = list(_blocks(route, pairs, ends=True)) if pairs.count.size else []
     return sum(block.runs for block in blocks), sum(block.total for block in blocks)
 
 
-def _blocks(route: Route, pairs: EntryPairs) -> Iterator[Block]:
-    src_entries, dst_entries = route.src_space.entries_per_item, route.dst_space.entries_per_item
+def _blocks(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[Block]:
+    """`ends`: the last of the pairs are those of the request's last positions."""
+    src_entries, dst_entries = route.src_entries, route.dst_entries
     if route.linear:
         yield _entry_block(route, route.chains, pairs.coalesced(src_entries, dst_entries))
         return
     rest = pairs
     if route.whole is not None:
+        if ends:
+            pairs = _with_whole_tail(route, route.whole, pairs)
         full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
             yield _whole_block(route, route.whole, pairs.select(full))
@@ -172,10 +181,35 @@ def _blocks(route: Route, pairs: EntryPairs) -> Iterator[Block]:
             yield _entry_block(route, route.singles, rest.entries())
 
 
+def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
+    """The pairs of a request to its end; the last is of all entries of its item where that is
+    allowed and cheaper.
+
+    Allowed: the item is the request's last page on the destination, written from its first entry
+    on, so the entries that follow are the request's own and dead.
+    """
+    entries, count = route.dst_entries, int(pairs.count[-1])
+    if (
+        route.dst_space.kind != "paged"
+        or count == entries
+        or pairs.src_step[-1]
+        or pairs.dst_step[-1]
+    ):
+        return pairs
+    live = int(route.chains.nbytes.sum() + ((count - 1) * route.chains.dst_step).sum())
+    live += count * int(route.singles.nbytes.sum())
+    runs, dead = route.chains.size + count * route.singles.size, int(whole.nbytes.sum()) - live
+    if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
+        return pairs
+    counts = pairs.count.copy()
+    counts[-1] = entries
+    return replace(pairs, count=counts)
+
+
 def _whole_block(route: Route, whole: Runs, pairs: EntryPairs) -> Block:
     spread = np.zeros_like(pairs.count)
     if route.dense:
-        pairs = pairs.coalesced(entries := route.src_space.entries_per_item, entries)
+        pairs = pairs.coalesced(entries := route.src_entries, entries)
         spread = (pairs.count // entries - 1) * route.src_stride
     return Block(
         route,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.plan.bind import cost
-from disagg.plan.positions import scattered
+from disagg.plan.positions import scattered, scattered_items
 from disagg.plan.runs import Route
 from kvpool.layout import Axis, Key, PoolLayout, Region
 from kvpool.layout.sentences import ranges
@@ -83,7 +83,7 @@ class Explanation:
         for row in self.rows:
             name = escape(f"{row.owner} {', '.join(row.roles)}")
             sizes = (f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}")
-            table.add_row(name, ranges(row.layers), row.how, *sizes, row.why)
+            table.add_row(name, ranges(row.layers), row.how, *sizes, escape(row.why))
         if len(self.rows) > 1:
             table.add_section()
             mean = self.nbytes / self.runs if self.runs else 0
@@ -108,7 +108,11 @@ def explain_routes(
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
         how, why = _how(sources[route.source], dest, route)
         layers, runs, nbytes = found.get((owner, roles, how, why), (set[int](), 0, 0))
-        more = cost(route, scattered(route.src_space, route.dst_space, tokens))
+        if route.packed:
+            pairs = scattered_items(route.dst_space, tokens)
+        else:
+            pairs = scattered(route.src_space, route.dst_space, tokens)
+        more = cost(route, pairs)
         layers |= {layer for _, layer, _ in route.keys}
         found[owner, roles, how, why] = layers, runs + more[0], nbytes + more[1]
     rows = (
@@ -132,6 +136,8 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     if cut:
         return "resharded", "; ".join(cut)
     change = f"items of {pages[0]} entries on the source, {pages[1]} on the destination"
+    if route.packed:
+        return "direct" if route.dense else "strided", f"whole items of packing {here.packing}"
     if route.linear or route.dense:
         return "direct", "whole items" if pages[0] == pages[1] else change
     if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:

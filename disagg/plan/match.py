@@ -48,6 +48,9 @@ def mismatches(
     for holder in holders:
         other = sources[holder].region_by_key[region.key]
         there = sources[holder].space_of(other)
+        if other.packing != region.packing:
+            found[_other_packing(other, region)] = None
+            continue
         totals = {axis.name: axis.total for axis in other.inner_axes}
         for what, theirs, ours, cure in (
             ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
@@ -71,10 +74,30 @@ def mismatches(
                 here.tokens_per_entry,
                 "Use the same compression on both sides",
             ),
+            (
+                " entries an item",
+                there.entries_per_item if region.packing else None,
+                here.entries_per_item if region.packing else None,
+                f"Items of packing {region.packing!r} move whole: use the same page size on both "
+                "sides",
+            ),
         ):
             if theirs != ours:
                 found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
     return list(found)
+
+
+def _other_packing(theirs: Region, ours: Region) -> str:
+    """Why a packed region does not pair with another."""
+    there, here = (
+        f"packing {region.packing!r}" if region.packing else "no packing"
+        for region in (theirs, ours)
+    )
+    return (
+        f"{there} on prefill, {here} on decode. Packed items move only between equals: run the "
+        "same backend, in the same version and on the same kind of device, on both sides, or "
+        "describe the axes of both."
+    )
 
 
 def tile(

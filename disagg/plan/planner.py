@@ -19,6 +19,9 @@ from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers
 
+_Pair = tuple[int, bool, int, int]
+"""A source rank, whether its regions are packed, and the records on both sides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -75,7 +78,10 @@ class TransferPlan:
         `source`.
 
         Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
-        (default: the plan's own for that source) is used again. Raises IncompleteTransfer if the
+        (default: the plan's own for that source) is used again. Items of packed regions move
+        whole, with the position that completes them; positions of such an item before `tokens` must
+        be of this very transfer. With the last positions dead entries of the last page may move
+        along. Raises IncompleteTransfer if the
         source does not hold a position that the destination needs, and ValueError if a page id
         lies outside its buffer.
         """
@@ -166,23 +172,23 @@ def _routes(
     """Joins the runs of every record pair, and groups pairs of equal shape into routes."""
     here = records(dest)
     there = [records(layout) for layout in sources]
-    parts: dict[tuple[int, int, int], list[EntryRuns]] = {}
-    keys: dict[tuple[int, int, int], list[Key]] = {}
-    ends: dict[tuple[int, int, int], tuple[Record, Record]] = {}
+    parts: dict[_Pair, list[EntryRuns]] = {}
+    keys: dict[_Pair, list[Key]] = {}
+    ends: dict[_Pair, tuple[Record, Record]] = {}
     for overlap, source in elected:
         dst, dst_at = here[overlap.dest.buffer]
         other = sources[source].region_by_key[overlap.dest.key]
         src, src_at = there[source][other.buffer]
-        pair = source, id(src), id(dst)
+        pair = source, bool(overlap.dest.packing), id(src), id(dst)
         ends[pair] = src, dst
         keys.setdefault(pair, []).append(overlap.dest.key)
         runs = entry_runs(other, src_at, overlap.dest, dst_at, overlap.box)
         parts.setdefault(pair, []).append(runs)
-    shapes: dict[object, list[tuple[int, int, int]]] = {}
+    shapes: dict[object, list[_Pair]] = {}
     joined = {pair: join(runs) for pair, runs in parts.items()}
     for pair, entry in joined.items():
         shape = (
-            pair[0],
+            pair[:2],
             tuple((owner, role) for owner, _, role in keys[pair]),
             *(
                 (r.space.name, r.stride, r.pad_starts.tobytes(), r.pad_ends.tobytes())
@@ -193,7 +199,8 @@ def _routes(
         shapes.setdefault(shape, []).append(pair)
     routes = []
     for pairs in shapes.values():
+        source, packed, *_ = pairs[0]
         moved = tuple(key for pair in pairs for key in keys[pair])
         alike = [ends[pair] for pair in pairs]
-        routes.append(route(pairs[0][0], alike, joined[pairs[0]], moved))
+        routes.append(route(source, alike, joined[pairs[0]], moved, packed))
     return tuple(routes)

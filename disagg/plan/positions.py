@@ -74,6 +74,11 @@ def scattered(src_space: Space, dst_space: Space, tokens: int) -> EntryPairs:
     return EntryPairs(2 * src, src_step, 2 * dst, dst_step, count)
 
 
+def scattered_items(space: Space, tokens: int) -> EntryPairs:
+    """As `scattered`, of items that move whole."""
+    return _item_pairs(*2 * [2 * _numbers(needed_items(space, range(tokens), tokens))])
+
+
 class BlockLookup:
     """Item ids of a request in one space, checked against the space's buffers."""
 
@@ -125,6 +130,42 @@ def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPair
     return EntryPairs(
         src.ids(src_index, "source"), src_step, dst.ids(dst_index, "destination"), dst_step, count
     )
+
+
+def pair_items(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
+    """Pairs the items that move whole with `tokens`, each as one stretch of one entry."""
+    total = dst.address.num_tokens
+    needed, alive = needed_items(dst.space, tokens, total), dst.space.alive(total)
+    if not dst.space.per_request:
+        size = dst.space.entries_per_item
+        alive = range(max(alive.start, needed.start * size), min(alive.stop, needed.stop * size))
+    index = _numbers(needed)
+    if not needed:
+        return _item_pairs(index, index)
+    _check_offered(src, alive, tokens, total)
+    return _item_pairs(src.ids(index, "source"), dst.ids(index, "destination"))
+
+
+def _numbers(numbers: range) -> Ints:
+    return np.arange(numbers.start, numbers.stop, dtype=np.int64)
+
+
+def _item_pairs(src: Ints, dst: Ints) -> EntryPairs:
+    none = np.zeros_like(src)
+    return EntryPairs(src, none, dst, none, np.ones_like(src))
+
+
+def needed_items(space: Space, tokens: range, total: int) -> range:
+    """Items, by number in the request, that move whole with `tokens`: those with live entries whose
+    last position is among them. The last item ends with the request.
+    """
+    alive = space.alive_items(total)
+    if space.per_request:
+        return alive if tokens.stop == total else range(0)
+    size = space.tokens_per_item
+    stop = alive.stop if tokens.stop == total else min(alive.stop, tokens.stop // size)
+    start = max(alive.start, tokens.start // size)
+    return range(start, stop) if tokens and start < stop else range(0)
 
 
 def needed_entries(space: Space, tokens: range, total: int) -> range:

@@ -92,12 +92,14 @@ class Route:
     `src_base` and `dst_base` are pointers `[B]` to the first bytes of the buffers `src_buffers` and
     `dst_buffers`. `chains` are runs that continue from entry to entry, `singles` the other runs;
     `whole` are the runs of a whole item pair, if items of both sides hold equally many entries.
+    `packed` regions move by the item, which is then one entry.
     """
 
     source: int
     keys: tuple[Key, ...]
     roles: str
     """The roles of `keys`, for metrics: `latent, rope`."""
+    packed: bool
     src_space: Space
     dst_space: Space
     src_buffers: tuple[str, ...]
@@ -113,6 +115,16 @@ class Route:
     """Chains continue from item to item: adjacent items are one run."""
     dense: bool
     """`whole` is one run that continues from item to item."""
+
+    @property
+    def src_entries(self) -> int:
+        """Entries of a source item, as far as the route tells them apart."""
+        return 1 if self.packed else self.src_space.entries_per_item
+
+    @property
+    def dst_entries(self) -> int:
+        """Entries of a destination item."""
+        return 1 if self.packed else self.dst_space.entries_per_item
 
 
 def adjacent_buffers(layout: PoolLayout) -> list[list[Buffer]]:
@@ -237,11 +249,17 @@ def join(parts: Sequence[EntryRuns]) -> EntryRuns:
 
 
 def route(
-    source: int, pairs: Sequence[tuple[Record, Record]], runs: EntryRuns, keys: tuple[Key, ...]
+    source: int,
+    pairs: Sequence[tuple[Record, Record]],
+    runs: EntryRuns,
+    keys: tuple[Key, ...],
+    packed: bool,
 ) -> Route:
     """The route of record pairs of one shape, with their joined `runs` classified."""
     src, dst = pairs[0]
     src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
+    if packed:
+        src_entries = dst_entries = 1
     chained = _chained(src, dst, runs)
     chains, singles = runs.pick(chained), runs.pick(~chained)
     linear = (
@@ -251,11 +269,13 @@ def route(
         and bool((chains.src_step * src_entries == src.stride).all())
         and bool((chains.dst_step * dst_entries == dst.stride).all())
     )
-    whole = _whole(src, dst, chains, singles) if src_entries == dst_entries else None
+    same = src_entries == dst_entries
+    whole = _whole(src, dst, chains, singles, src_entries) if same else None
     return Route(
         source,
         keys,
         ", ".join(dict.fromkeys(role for _, _, role in keys)),
+        packed,
         src.space,
         dst.space,
         tuple(pair[0].first for pair in pairs),
@@ -299,9 +319,8 @@ def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDAr
     return np.concatenate(found)
 
 
-def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns) -> Runs:
+def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns, entries: int) -> Runs:
     """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
-    entries = src.space.entries_per_item
     steps = np.arange(entries, dtype=np.int64)[:, None]
     srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
     dsts = np.concatenate([chains.dst, (singles.dst + steps * singles.dst_step).ravel()])

@@ -20,16 +20,20 @@ def verify(
 
     Raises RuntimeError unless each byte that the destination requires is written exactly once, from
     the byte of the same owner, layer, role, position, axis steps and offset, and any other byte
-    that is read or written is declared padding of the request's own items.
+    that is read or written is declared padding of the request's own items, or a dead entry of its
+    last item, from the same entry.
     """
     tokens = _tokens([*sources, dest])
     there = [_address(layout, tokens) for layout in sources]
     here = _address(dest, tokens)
     keys = {r.key: number for number, r in enumerate(dest.regions) if r.key not in missing}
-    required = _meanings(dest, here, tokens, keys)
+    # numbers of entries that no dead entry of a last item exceeds
+    entries = tokens + max(space.entries_per_item for e in [*sources, dest] for space in e.spaces)
+    required = _meanings(dest, here, tokens, keys, entries)
+    allowed = _meanings(dest, here, tokens, keys, entries, dead=True)
     written: list[tuple[Ints, Ints]] = []
     for number, (layout, address, batch) in enumerate(zip(sources, there, bind_all(there, here))):
-        offered = _meanings(layout, address, tokens, keys)
+        offered = _meanings(layout, address, tokens, keys, entries, dead=True)
         src, dst = _bytes(batch.src, batch.nbytes), _bytes(batch.dst, batch.nbytes)
         meaning = _look_up(src, *offered)
         _check_padding(src[meaning < 0], layout, address, f"read from source {number}")
@@ -38,15 +42,14 @@ def verify(
     what = np.concatenate([np.empty(0, dtype=np.int64), *(meaning for _, meaning in written)])
     if np.unique(where).size != where.size:
         raise RuntimeError("a destination byte is written twice.")
-    wanted = _look_up(where, *required)
+    wanted = _look_up(where, *allowed)
     _check_padding(where[wanted < 0], dest, here, "written on the destination")
     if (wanted != what).any():
         at = int(np.flatnonzero(wanted != what)[0])
         raise RuntimeError(f"destination byte {where[at]} is written from the wrong byte.")
-    if (wanted >= 0).sum() != required[0].size:
-        raise RuntimeError(
-            f"{required[0].size} bytes are required, {(wanted >= 0).sum()} are written."
-        )
+    count = np.isin(where, required[0]).sum()
+    if count != required[0].size:
+        raise RuntimeError(f"{required[0].size} bytes are required, {count} are written.")
 
 
 def _tokens(layouts: list[PoolLayout]) -> int:
@@ -73,14 +76,21 @@ def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
 
 
 def _meanings(
-    layout: PoolLayout, address: RequestAddress, tokens: int, keys: dict[Key, int]
+    layout: PoolLayout,
+    address: RequestAddress,
+    tokens: int,
+    keys: dict[Key, int],
+    entries: int,
+    dead: bool = False,
 ) -> tuple[Ints, Ints]:
-    """Pointers to all live bytes of regions `keys`, sorted, and a number for what each means."""
+    """Pointers to all live bytes of regions `keys`, sorted, and a number for what each means; with
+    `dead`, also of the entries that follow in the last item. `entries` exceeds all their numbers.
+    """
     found = [
         part
         for region in layout.regions
         if region.key in keys
-        for part in _region_bytes(layout, region, address, tokens, keys[region.key])
+        for part in _region_bytes(layout, region, address, tokens, keys[region.key] * entries, dead)
     ]
     where = np.concatenate([np.empty(0, dtype=np.int64), *(addresses for addresses, _ in found)])
     what = np.concatenate([np.empty(0, dtype=np.int64), *(meaning for _, meaning in found)])
@@ -89,7 +99,12 @@ def _meanings(
 
 
 def _region_bytes(
-    layout: PoolLayout, region: Region, address: RequestAddress, tokens: int, number: int
+    layout: PoolLayout,
+    region: Region,
+    address: RequestAddress,
+    tokens: int,
+    number: int,
+    dead: bool,
 ) -> Iterator[tuple[Ints, Ints]]:
     buffer, space = layout.buffer_of(region), layout.space_of(region)
     ids = address.spans[space.id_list].ids
@@ -100,11 +115,15 @@ def _region_bytes(
         meaning = (steps[:, None] + meaning.reshape(1, -1)).ravel()
         inner *= axis.total
     entry = region.axis("entry")
-    for position in space.alive(tokens):
-        item = ids[position // space.entries_per_item] if space.kind == "paged" else ids[0]
-        step = (position % space.entries_per_item) * entry.stride if entry else 0
+    size = 1 if region.packing else space.entries_per_item
+    alive = space.alive_items(tokens) if region.packing else space.alive(tokens)
+    if dead and space.kind == "paged":
+        alive = range(alive.start, -(-alive.stop // size) * size)
+    for position in alive:
+        item = ids[position // size] if space.kind == "paged" else ids[0]
+        step = (position % size) * entry.stride if entry else 0
         base = buffer.base + int(item) * buffer.item_stride + region.offset + step
-        yield base + cell, (number * (tokens + 1) + position) * inner + meaning
+        yield base + cell, (number + position) * inner + meaning
 
 
 def _check_padding(pointers: Ints, layout: PoolLayout, address: RequestAddress, what: str) -> None:

@@ -32,12 +32,18 @@ class WrittenItems:
             sizes[space.id_list] = max(items, sizes.get(space.id_list, 0))
         for name, size in sizes.items():
             self._taken[name] = np.zeros(size, dtype=np.bool_)
+        self._packed = [
+            (region, layout.space_by_name[name])
+            for name, region in layout.packed_spaces.items()
+            if not layout.space_by_name[name].per_request
+        ]
         self._rooms: dict[Room, dict[str, Ints]] = {}
 
     def claim(self, room: Room, address: RequestAddress, start: int) -> None:
         """Takes what a room writes that lacks positions from `start` on. Raises RoomError, and
-        changes nothing, if another room has any of it.
+        changes nothing, if another room has any of it, or if `start` lies inside a packed page.
         """
+        self._check_start(room, address.num_tokens, start)
         wanted = {name: self._written(name, address, start) for name in self._taken}
         for name, ids in wanted.items():
             if self._taken[name][ids].any():
@@ -63,6 +69,19 @@ class WrittenItems:
             first = start // spaces[0].tokens_per_item
             ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
         return ids[ids < self._taken[name].size]
+
+    def _check_start(self, room: Room, tokens: int, start: int) -> None:
+        """A packed page comes whole: it must not hold positions that are only kept."""
+        for region, space in self._packed:
+            size = space.tokens_per_item
+            if start < tokens and start % size and start // size in space.alive_items(tokens):
+                below = start // size * size
+                raise RoomError(
+                    f"room {room!r}: start {start} lies inside a page of space {space.name}, "
+                    f"positions {below} to {below + size - 1}. {region} has packing "
+                    f"{region.packing!r}, of which whole pages are written. Receive from {below} "
+                    f"on, or from {min(below + size, tokens)}."
+                )
 
     def _refuse(self, room: Room, name: str, ids: Ints) -> None:
         for other, held in self._rooms.items():

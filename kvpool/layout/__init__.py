@@ -87,6 +87,11 @@ class PoolLayout:
         return found
 
     @cached_property
+    def packed_spaces(self) -> dict[str, Region]:
+        """Of each space in which regions are packed, by its name, one of them."""
+        return {self.space_of(region).name: region for region in self.regions if region.packing}
+
+    @cached_property
     def foreign_bytes(self) -> ForeignBytes:
         """Where the bytes are that no region claims and nobody has declared padding."""
         return ForeignBytes(self)
@@ -100,11 +105,16 @@ class PoolLayout:
         return self.space_by_name[self.buffer_of(region).space]
 
     def live_bytes(self, tokens: int) -> int:
-        """Live bytes of a request of `tokens` tokens, without padding."""
+        """Live bytes of a request of `tokens` tokens, without padding. Of a packed region, items
+        count whole.
+        """
         found = 0
         for region in self.regions:
             space = self.space_of(region)
-            found += region.nbytes // space.entries_per_item * len(space.alive(tokens))
+            if region.packing:
+                found += region.nbytes * len(space.alive_items(tokens))
+            else:
+                found += region.nbytes // space.entries_per_item * len(space.alive(tokens))
         return found
 
     def slabs(self) -> list[Slab]:

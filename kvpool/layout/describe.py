@@ -6,7 +6,8 @@ Nothing is copied or allocated. This is the only place that reads strides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
@@ -22,6 +23,18 @@ class Described:
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a dim that `describe_sections` cuts: its role, and the sizes of the dims that its
+    elements are, outermost first: `{"head": 4, "dim": 128}`. `shards` is (start, total) of those
+    that are sharded.
+    """
+
+    role: str
+    dims: Mapping[str, int]
+    shards: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def describe(
@@ -92,6 +105,121 @@ def describe(
             _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
             regions.append(replace(region, buffer=home.name, offset=start - home.base))
     return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
+
+
+def describe_sections(
+    tensor: torch.Tensor,
+    dims: Sequence[str],
+    cut: str,
+    sections: Sequence[Section],
+    *,
+    layer: int,
+    space: str = "kv",
+    owner: str = "target",
+    cell: str | None = "dim",
+    shards: Mapping[str, tuple[int, int]] = WHOLE,
+    dtype: str | torch.dtype | None = None,
+    buffer: Buffer | None = None,
+    padding: bool = False,
+) -> Described:
+    """Describes `tensor`, of which the dim `cut` holds several roles one after the other: q, k and
+    v of a convolution's channels, each with heads of its own.
+
+    A section's dims take the place of `cut`, and the cell may be one of them. All sections are
+    regions of one buffer, `buffer` or one of the whole tensor. The other arguments are those of
+    `describe`.
+
+    Raises LayoutError as `describe` does, and where the sections are not all of `cut`.
+    """
+    sizes, _ = _read(tensor, dims)
+    roles = [section.role for section in sections]
+    lengths = [prod(section.dims.values()) for section in sections]
+    if cut not in sizes or cut in ("item", "layer", "role"):
+        raise LayoutError(f"{owner} {roles}: {cut!r} is no inner dim of {tuple(dims)}.")
+    if sum(lengths) != sizes[cut] or min(lengths, default=0) < 1:
+        parts = ", ".join(f"{role} {length}" for role, length in zip(roles, lengths)) or "none"
+        raise LayoutError(
+            f"{owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} ({parts}). "
+            "Name every section, with its sizes on this rank."
+        )
+    home = buffer
+    if home is None:
+        name = f"{owner}.{'+'.join(roles)}.{layer}"
+        home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
+    at = list(dims).index(cut)
+    regions: list[Region] = []
+    for section, part in zip(sections, torch.split(tensor, lengths, dim=at)):
+        shape = *part.shape[:at], *section.dims.values(), *part.shape[at + 1 :]
+        seen = describe(
+            part.view(shape),
+            (*dims[:at], *section.dims, *dims[at + 1 :]),
+            role=section.role,
+            layer=layer,
+            space=space,
+            owner=owner,
+            cell=cell,
+            shards={**shards, **section.shards},
+            dtype=dtype,
+            buffer=home,
+            padding=padding,
+        )
+        regions.extend(seen.regions)
+    return Described((home,), tuple(regions))
+
+
+def describe_opaque(
+    tensor: torch.Tensor,
+    dims: Sequence[str],
+    *,
+    packing: str,
+    role: str | Sequence[str],
+    layer: int | Sequence[int],
+    space: str = "kv",
+    owner: str = "target",
+    shards: Mapping[str, tuple[int, int]] = WHOLE,
+    dtype: str | torch.dtype | None = None,
+    buffer: Buffer | None = None,
+    padding: bool = False,
+) -> Described:
+    """Describes `tensor`, of whose items nobody here knows how they lie inside.
+
+    `dims` name its first dims, among them `item` and those that are axes of their own (`head`); the
+    dims behind them are the unknown part, contiguous and never split. There is no `entry`: an item
+    moves whole, and only between regions of the same `packing`, with items of the same bytes and
+    entries. The name must say all that decides where a byte lies: `"cpu-amx.bf16"`. The other
+    arguments are those of `describe`.
+
+    Raises LayoutError as `describe` does.
+    """
+    where = f"{owner} {role if isinstance(role, str) else list(role)}"
+    if not packing:
+        raise LayoutError(f"{where}: packing '', give the name of what lies inside an item.")
+    if len(dims) >= tensor.dim():
+        raise LayoutError(
+            f"{where}: dims {tuple(dims)} name all of a tensor of shape {tuple(tensor.shape)}. "
+            "Name the dims before the unknown part."
+        )
+    try:
+        flat = tensor.view((*tensor.shape[: len(dims)], -1))
+    except RuntimeError:
+        raise LayoutError(
+            f"{where}: the dims after {tuple(dims)} are not contiguous (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}). Name those that are apart."
+        ) from None
+    seen = describe(
+        flat,
+        (*dims, "inside"),
+        role=role,
+        layer=layer,
+        space=space,
+        owner=owner,
+        cell="inside",
+        shards=shards,
+        dtype=dtype,
+        buffer=buffer,
+        padding=padding,
+    )
+    return Described(seen.buffers, tuple(replace(r, packing=packing) for r in seen.regions))
 
 
 def describe_buffer(

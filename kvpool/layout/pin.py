@@ -52,8 +52,11 @@ class Pin:
                 if tokens != held:
                     return f"the state in {space.kind} {ranges(span.ids.tolist())} of space {name}"
                 continue
-            size = space.entries_per_item
-            needed = range(alive.start // size, (alive.stop - 1) // size + 1)
+            needed = space.alive_items(held)
+            filled, more = divmod(held, space.tokens_per_item)
+            if name in self.layout.packed_spaces and more and tokens != held and filled in needed:
+                ids = span.ids[filled - span.first_item :][:1]  # it is one whole, its tail too
+                return f"the packed page in item {ranges(ids.tolist())} of space {name}"
             gone = range(needed.start, min(first(space.id_list), needed.stop))
             if gone:
                 ids = span.ids[max(0, gone.start - span.first_item) : gone.stop - span.first_item]

@@ -79,6 +79,9 @@ class Region:
     """The bytes of one (owner, layer, role): `width` contiguous bytes at each point of a grid.
 
     Axes are sorted: entry, head, then by name. Their order has no meaning; their strides do.
+
+    With `packing`, how an item lies inside is known by that name only: there is no entry axis,
+    whatever the space, and its bytes move whole, between regions of the same packing.
     """
 
     owner: str
@@ -89,6 +92,7 @@ class Region:
     dtype: str
     axes: tuple[Axis, ...]
     width: int
+    packing: str = ""
 
     def __post_init__(self) -> None:
         _need_name(self.owner, "region owner")
@@ -114,6 +118,14 @@ class Region:
         )
         names = [axis.name for axis in self.axes]
         _need(len(set(names)) == len(names), f"{self}", f"{names} names an axis twice.")
+        if self.packing:
+            _need_name(self.packing, f"{self} packing")
+            _need(
+                "entry" not in names,
+                f"{self}",
+                f"packing {self.packing!r} and an entry axis: of an item whose inside is unknown "
+                "no entry can be found. Leave out one of them.",
+            )
         object.__setattr__(self, "axes", tuple(sorted(self.axes, key=_axis_order)))
 
     def __str__(self) -> str:
@@ -275,6 +287,15 @@ class Space:
             return range(entries)
         first = entries // self.window_step * self.window_step - self.window
         return range(max(0, first), entries)
+
+    def alive_items(self, tokens: int) -> range:
+        """Items with live entries of a request of `tokens` tokens, by number in the request."""
+        alive = self.alive(tokens)
+        if self.per_request or not alive:
+            return range(min(len(alive), 1))
+        return range(
+            alive.start // self.entries_per_item, (alive.stop - 1) // self.entries_per_item + 1
+        )
 
     @property
     def id_list(self) -> str:

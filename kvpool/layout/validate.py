@@ -87,6 +87,8 @@ def _check_shared_ids(spaces: Sequence[Space]) -> None:
 
 
 def _check_entries(region: Region, space: Space) -> None:
+    if region.packing:  # its item is one whole
+        return
     entry = region.axis("entry")
     size = entry.size if entry else 1
     if space.kind == "slot" and entry is not None:

@@ -79,7 +79,8 @@ def facts(item: ItemMap) -> str:
 
 def axes_words(region: Region) -> list[str]:
     """`head 4-7 of 8, every 256` for each axis, largest stride first."""
-    return [f"{axis_steps(axis)}, every {axis.stride:,}" for axis in region.axes_by_stride]
+    words = [f"{axis_steps(axis)}, every {axis.stride:,}" for axis in region.axes_by_stride]
+    return [f"packing {region.packing}, moved whole", *words] if region.packing else words
 
 
 def palettes(maps: Sequence[ItemMap]) -> list[dict[Region, str]]:

@@ -62,6 +62,11 @@ def space_words(space: Space) -> str:
 
 
 def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
+    from rich.markup import escape
+
+    axes = [f"{axis_steps(a)} x {a.stride:,}" for a in region.axes_by_stride]
+    if region.packing:
+        axes.insert(0, escape(f"packing {region.packing}"))
     buffer = layout.buffer_of(region)
     item = f"{buffer.item_bytes:,}"
     if buffer.item_stride != buffer.item_bytes:
@@ -73,6 +78,6 @@ def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
         region.dtype,
         f"{buffer.items:,}",
         item,
-        "\n".join(f"{axis_steps(a)} x {a.stride:,}" for a in region.axes_by_stride),
+        "\n".join(axes),
         f"{region.width:,}",
     )

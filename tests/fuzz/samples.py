@@ -94,6 +94,22 @@ def padded(page: int, base: int, multiple: int = 64, padding: bool = True) -> Po
     return laid_out(parts, spaces, base, side_by_side=True, padding=padding)
 
 
+def packed(page: int, base: int, start: int, size: int, packing: str = "amx") -> PoolLayout:
+    """Keys of a shard of 4 heads whose pages are packed, each followed by its values."""
+    keys = Cell("k", 24, "uint8")
+    values = Repeat("entry", page, Cell("v", 4, "bf16"))
+    item = Repeat("head", size, Seq(keys, values), start, 4)
+    space, buffers, regions = Space("kv", "paged", page), [], []
+    for layer in range(2):
+        name, step = f"b{layer}", item_bytes(item)
+        buffers.append(Buffer(name, "kv", base, step, step, 12))
+        base += 12 * step
+        for region in item_regions(item, owner="target", layer=layer, buffer=name):
+            inside = packing if region.role == "k" else ""
+            regions.append(replace(region, packing=inside))
+    return PoolLayout(tuple(buffers), tuple(regions), (space,), 4, "model", "g1")
+
+
 HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
 CASES = (
     Case(
@@ -114,6 +130,10 @@ CASES = (
     Case(
         padded(4, HERE),
         [[padded(4, THERE)], [padded(8, FAR, 128)], [padded(4, THERE, padding=False)]],
+    ),
+    Case(
+        packed(4, HERE, 0, 4),
+        [[packed(4, THERE, 0, 4)], [packed(4, THERE, 0, 2), packed(4, FAR, 2, 2)]],
     ),
     Case(
         padded(4, HERE, padding=False),

@@ -236,9 +236,9 @@ def test_a_replicated_latent_is_sent_once_and_all_replicas_send(placement, into)
     sources = [mla(range(8), rank=rank, tp=4, placement=placement) for rank in range(4)]
     for rank in range(2):
         dest = mla(range(8), rank=rank, tp=2, placement=into)
-        made, sent = hand_off(sources, dest, 37)
+        made, sent = hand_off(sources, dest, 48)
         assert made.contributors() == [0, 1, 2, 3]
-        assert sent == [37 * 2 * 12 * 2] * 4  # tokens, layers a sender, elements, bf16
+        assert sent == [48 * 2 * 12 * 2] * 4  # tokens, layers a sender, elements, bf16
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 15, 16, 17, 32, 36, 37])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import msgspec
 import pytest
@@ -110,7 +110,10 @@ def layouts(draw):
             Buffer(f"{prefix}{n}", space.name, base, stride, size, items, padding=padding)
         )
         owner, layer = draw(st.sampled_from(["target", "draft"])), draw(st.integers(0, 1 << 40))
-        regions += item_regions(item, owner=owner, layer=layer, buffer=f"{prefix}{n}")
+        for region in item_regions(item, owner=owner, layer=layer, buffer=f"{prefix}{n}"):
+            if draw(st.booleans()) and region.axis("entry") is None:
+                region = replace(region, packing=draw(NAMES))
+            regions.append(region)
         base += stride * items
     return PoolLayout(
         tuple(buffers),
@@ -162,6 +165,21 @@ def test_fields_with_defaults_may_be_left_out(write, read, encode):
 
 
 # malformed
+
+
+@both
+def test_a_region_that_names_no_packing_has_none(write, read, encode):
+    buffer = {"name": "b", "space": "s", "base": 0, "item_stride": 8, "item_bytes": 8, "items": 2}
+    region = {"owner": "target", "layer": 0, "role": "k", "buffer": "b", "offset": 0}
+    region |= {"dtype": "uint8", "axes": [], "width": 8}
+    spaces = [{"name": "s", "entries_per_item": 4}]
+    spare = {"version": VERSION, "buffers": [buffer], "spaces": spaces, "total_kv_layers": 0}
+    packed = read(encode({**spare, "regions": [{**region, "packing": "amx"}]}))
+    assert packed.regions[0].packing == "amx"
+    with pytest.raises(LayoutError, match="1 entries, but an item of space s holds 4"):
+        read(encode({**spare, "regions": [region]}))
+    spaces[0]["entries_per_item"] = 1
+    assert read(encode({**spare, "regions": [region]})).regions[0].packing == ""
 
 
 @both

@@ -687,6 +687,7 @@ OTHER = {
     "Region.dtype": pool(r={"dtype": "float16"}),
     "Region.axes": pool(r={"axes": ()}),
     "Region.width": pool(r={"width": 8}),
+    "Region.packing": pool(r={"packing": "amx"}),
     "Axis.name": pool(a={"name": "channel"}),
     "Axis.size": pool(a={"size": 1}),
     "Axis.stride": pool(a={"stride": 16}),
