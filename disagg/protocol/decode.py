@@ -46,6 +46,7 @@ class DecodeMachine:
         self.peers = DecodePeers(hello, layout, self._effects, now, allow_missing)
         self._comparisons = Comparisons(layout, self._effects)
         self._rooms = DecodeRooms(layout, offer_timeout)
+        self.ended = self._rooms.ended
         self.totals = Totals()
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[Effect]:

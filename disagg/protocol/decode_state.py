@@ -12,8 +12,9 @@ from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.rooms.written_items import WrittenItems
 from disagg.protocol.status import Failure, Phase
-from disagg.protocol.written_items import WrittenItems
 from kvpool.layout import PoolLayout, RequestAddress
 
 
@@ -206,6 +207,7 @@ class DecodeRooms:
     def __init__(self, layout: PoolLayout, offer_timeout: float | None) -> None:
         self.by_name: dict[Room, DecodeRoom] = {}
         self.open: set[Room] = set()
+        self.ended = EndedRooms()
         self._written = WrittenItems(layout)
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
@@ -257,16 +259,15 @@ class DecodeRooms:
     def end(self, name: Room) -> None:
         """A room has ended; its items are free unless a read may still write them."""
         self.open.discard(name)
-        if not self.by_name[name].reading:
-            self._written.release(name)
+        self._free(name, self.by_name[name])
 
     def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
         room.reading -= 1
         room.touched = now
-        if read.room not in self.open and not room.reading:
-            self._written.release(read.room)
+        if read.room not in self.open:
+            self._free(read.room, room)
         return self.current(read.room, read.attempt)
 
     def forget(self, name: Room) -> None:
@@ -275,6 +276,7 @@ class DecodeRooms:
         if name in self.open or room.reading:
             raise RoomError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
         del self.by_name[name]
+        self.ended.drop(name)
 
     def leases(self) -> Leases:
         """Items of open rooms, and of ended ones to which a read may still write."""
@@ -287,3 +289,9 @@ class DecodeRooms:
     def reading(self, name: Room) -> bool:
         """Whether a read may still write to a room's pages."""
         return self.known(name).reading > 0
+
+    def _free(self, name: Room, room: DecodeRoom) -> None:
+        """Gives the items of a room that has ended back, unless a read may still write them."""
+        if not room.reading:
+            self._written.release(name)
+            self.ended.add(name, room.failure)

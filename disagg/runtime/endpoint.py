@@ -27,15 +27,10 @@ from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import (
-    PROTOCOL,
-    Hello,
-    Room,
-    decode,
-    room_name,
-)
+from disagg.protocol.messages import PROTOCOL, Hello, Room, decode, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.options import Options, check_options, open_transport
@@ -131,6 +126,13 @@ class Endpoint(Generic[M]):
                         f"{self.machine.waits_for(name)}."
                     )
         return self.poll(room)
+
+    def ended(self) -> list[Ended]:
+        """The rooms that have ended since the last call, and whose pages may be reused (on decode
+        `reading(room)` is false): each once, in that order, unless it was forgotten meanwhile.
+        """
+        with self._lock:
+            return self.machine.ended.take()
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on which side; None if it did not."""

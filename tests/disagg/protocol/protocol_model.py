@@ -76,6 +76,8 @@ class Held:
     plan: TransferPlan | None = field(default=None, repr=False)
     ended: KVPoll | None = None
     given_back: bool = False
+    reported: int = 0
+    """How often `ended()` has had it."""
 
     @property
     def pages(self) -> list[int]:
@@ -348,6 +350,14 @@ class Node:
         self.endpoint.step()
         self.observe()
 
+    def take_ended(self) -> None:
+        """Notes which rooms the endpoint says have ended since it was asked last."""
+        for name, state, failure in self.endpoint.ended():
+            assert (state, failure) == (self.machine.poll(name), self.machine.failure(name))
+            assert isinstance(self, Prefill) or not self.machine.reading(name)
+            if name in self.held:
+                self.held[name].reported += 1
+
     def just_ended(self, name, held: Held) -> bool:
         """Notes a room's state, which is final once it has ended."""
         state = self.machine.poll(name)
@@ -410,6 +420,7 @@ class Prefill(Node):
         for name, held in self.held.items():
             if self.just_ended(name, held):
                 self.give_back(held)
+        self.take_ended()
 
 
 class Decode(Node):
@@ -475,6 +486,7 @@ class Decode(Node):
                 self._check(name, held)
             if held.ended is not None and not held.given_back and not self.machine.reading(name):
                 self.give_back(held)
+        self.take_ended()
 
     def _check(self, name, held: Held) -> None:
         salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]
