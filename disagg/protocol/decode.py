@@ -13,11 +13,12 @@ from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
-from disagg.protocol.decode_state import DecodeRoom, DecodeRooms, Link, Read
+from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import Aux, Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import Comparisons
 from kvpool.layout import PoolLayout
