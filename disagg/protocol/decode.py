@@ -146,13 +146,13 @@ class DecodeMachine:
 
     def _request(self, request: events.RequestRoom) -> None:
         name, address, link = request.room, request.address, request.link
-        if link not in self.peers.links:
-            raise RoomError(
-                f"room {name!r}: the link is another endpoint's, or it was disconnected."
-            )
+        self.peers.check(link)
+        if request.declined and self._rooms.has_declined(name, link):
+            return
         metrics = RoomMetrics(plan_seconds=link.plan_seconds)
         attempt, expected = uuid.uuid4().hex, frozenset(request.expected)
-        room = DecodeRoom(link, address, request.start, attempt, self._now, metrics, expected)
+        about = self._now, metrics, expected, request.declined
+        room = DecodeRoom(link, address, request.start, attempt, *about)
         self._rooms.add(name, room)
         if link.refusal is not None:
             self._fail(name, Failure("decode", link.refusal, "refused"))
@@ -162,8 +162,7 @@ class DecodeMachine:
             self._ask(name, room)
 
     def _disconnect(self, link: Link) -> None:
-        if link not in self.peers.links:
-            raise RoomError("the link is another endpoint's, or it was disconnected.")
+        self.peers.check(link)
         failure = Failure("decode", "decode has disconnected.", "abort")
         self._fail_link(LinkFailed(link, failure))
         self.peers.disconnect(link)
@@ -258,7 +257,7 @@ class DecodeMachine:
             self._fail(name, Failure("decode", missing, "aux"))
             return
         plan = room.link.plan
-        if self.verify and plan is not None:
+        if self.verify and plan is not None and not room.declined:
             room.phase = room.phase.to(Phase.VERIFYING)
             self._comparisons.begin(name, room, plan, self._now)
         if not room.checks:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from disagg.errors import RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
@@ -72,6 +73,11 @@ class DecodePeers:
         for source in range(len(link.addresses)):
             self._at[link.first + source] = link, source
             self._dial(link, source, now)
+
+    def check(self, link: Link) -> None:
+        """Raises RoomError for a link that is not one of these."""
+        if link not in self.links:
+            raise RoomError("the link is another endpoint's, or it was disconnected.")
 
     def disconnect(self, link: Link) -> None:
         """Gives a link up for good, once its rooms have failed."""

@@ -81,7 +81,7 @@ class Read:
 
 @dataclass(eq=False, slots=True)
 class DecodeRoom:
-    """One request that decode has asked for."""
+    """One request that decode has asked for. With `declined`, nothing of it is read."""
 
     link: Link
     address: RequestAddress
@@ -90,6 +90,7 @@ class DecodeRoom:
     opened_at: float
     metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
+    declined: bool = False
     phase: Phase = Phase.HANDSHAKE
     offered: list[int] = field(default_factory=list)
     """By source rank, positions up to which chunks are ready."""
@@ -159,6 +160,8 @@ class DecodeRoom:
 
     def read_of(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
         """What is to be read of a chunk that lies at `address` on its rank."""
+        if self.declined:
+            return None
         plan, hello = self.link.plan, self.link.hellos[source]
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
@@ -180,7 +183,8 @@ class DecodeRoom:
             raise ValueError(
                 f"chunk {ready.start} to {ready.stop} does not follow {self.offered[source]}."
             )
-        if ready.stop > total or (ready.last and ready.stop != total):
+        wrong = ready.stop > total or (ready.last and ready.stop != total)
+        if wrong and not self.declined:
             raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
         address, aux = ready.address(), unpack_aux(ready.aux)
         if aux and not ready.last:

@@ -33,6 +33,7 @@ from kvpool.layout import PoolLayout, RequestAddress
 READ_TIMEOUT = 30.0
 OFFER_TIMEOUT = 300.0
 STAGING_BYTES = 16 << 20
+NOTHING = RequestAddress(0, {})
 
 
 class DecodeEndpoint(Endpoint[DecodeMachine]):
@@ -168,14 +169,23 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             raise ValueError(f"aux={aux!r}: a list of names.")
         name = room_name(room)
         with self._lock:
-            links = self.machine.peers.links
-            if link is None:
-                if len(links) != 1:
-                    raise RoomError(f"room {room!r}: {len(links)} prefills, name one.")
-                link = links[0]
-            start = index(start)
+            link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
                 self._call(RequestRoom(name, address, start, link, aux))
+
+    def decline(self, room: Room, link: Link | None = None) -> None:
+        """Reads nothing of a room of which this decode has everything: prefill's pages come back
+        once it has sent its last chunk and every other reader is done or declines too.
+
+        To be called in place of `receive`, before or after prefill has the room; `link` as there.
+        The room ends as any: in Success, with prefill's aux values, or Failed; of those that have
+        ended and were not forgotten the latest 1,000 are kept. Declining a room again changes
+        nothing. Raises RoomError if the room is received already.
+        """
+        name = room_name(room)
+        with self._lock:
+            link = link or self._only_link(name)
+            self._call(RequestRoom(name, NOTHING, 0, link, declined=True))
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
@@ -191,3 +201,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """What has been moved so far, and what that took."""
         with self._lock:
             return replace(self.machine.metrics(room_name(room)))
+
+    def _only_link(self, name: Room) -> Link:
+        links = self.machine.peers.links
+        if len(links) != 1:
+            raise RoomError(f"room {name!r}: {len(links)} prefills, name one.")
+        return links[0]

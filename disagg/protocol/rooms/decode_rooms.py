@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from disagg.errors import RoomError, UnknownRoom
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
@@ -11,6 +13,9 @@ from disagg.protocol.messages import Room
 from disagg.protocol.rooms.ended import EndedRooms
 from disagg.protocol.rooms.written_items import WrittenItems
 from kvpool.layout import PoolLayout
+
+MAX_DECLINED = 1000
+"""Declined rooms that have ended and were not forgotten: the latest are kept."""
 
 
 class DecodeRooms:
@@ -23,6 +28,7 @@ class DecodeRooms:
         self.open: set[Room] = set()
         self.ended = EndedRooms()
         self._written = WrittenItems(layout)
+        self._declined: deque[tuple[Room, DecodeRoom]] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
@@ -37,6 +43,11 @@ class DecodeRooms:
         self._written.claim(name, room.address, room.start)
         self.by_name[name] = room
         self.open.add(name)
+
+    def has_declined(self, name: Room, link: Link) -> bool:
+        """Whether a link's room of that name is declined already."""
+        room = self.by_name.get(name)
+        return room is not None and room.declined and room.link is link
 
     def known(self, name: Room) -> DecodeRoom:
         """The room of that name; raises UnknownRoom."""
@@ -72,8 +83,15 @@ class DecodeRooms:
 
     def end(self, name: Room) -> None:
         """A room has ended; its items are free unless a read may still write them."""
+        room = self.by_name[name]
         self.open.discard(name)
-        self._free(name, self.by_name[name])
+        self._free(name, room)
+        if room.declined:  # of no more use to its caller
+            self._declined.append((name, room))
+            if len(self._declined) > MAX_DECLINED:
+                name, room = self._declined.popleft()
+                if self.by_name.get(name) is room:
+                    self.forget(name)
 
     def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""

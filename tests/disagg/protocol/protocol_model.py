@@ -71,6 +71,7 @@ class Held:
     salt: int = 0
     start: int = 0
     service: int = 0
+    declined: bool = False
     attempt: str = ""
     link: Link | None = field(default=None, repr=False)
     plan: TransferPlan | None = field(default=None, repr=False)
@@ -464,9 +465,19 @@ class Decode(Node):
         held.link = self.links[service]
         address = held.request.address()
         self.endpoint.receive(name, address, start=start, link=held.link, aux={"first"})
+        self._hold(name, held)
+
+    def decline(self, name, service: int) -> None:
+        """Has everything already, and asks for nothing."""
+        held = Held(self.alloc.new_request(), 0, service=service, declined=True)
+        held.link = self.links[service]
+        self.endpoint.decline(name, held.link)
+        self._hold(name, held)
+
+    def _hold(self, name, held: Held) -> None:
         held.attempt = self.machine.rooms()[name].attempt
         self.held[name] = held
-        self.world.faults.add(("wanted", self.number, service, name, held.attempt))
+        self.world.faults.add(("wanted", self.number, held.service, name, held.attempt))
         self.observe()
 
     def forget(self, name) -> None:
