@@ -13,7 +13,7 @@ from disagg.plan import IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Link
-from disagg.protocol.effects import Dial, DropPeer, Effects, HangUp
+from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, HangUp
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
 from disagg.protocol.messages import Hello, Message, reason_text
 from disagg.protocol.status import Failure, Side
@@ -227,6 +227,8 @@ class DecodePeers:
             log.info("%s is back", link.name(source))
         link.lost = None
         link.pauses = [0.0] * len(link.pauses)
+        for rank in link.plan.contributors():
+            self._effects.append(ConnectEngine(link, rank, hellos[rank]))
         return LinkReady(link)
 
     def _refuse(

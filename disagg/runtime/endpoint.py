@@ -322,6 +322,8 @@ class Endpoint(Generic[M]):
                     self._transport.connect(peer, address)
                 case effects.HangUp(peer):
                     self._transport.connect(peer, None)
+                case effects.ConnectEngine(link, source, hello):
+                    self._reader.connect(link, source, hello)
                 case effects.StartRead(read):
                     self._reader.add(read)
                 case effects.CancelReads(attempt):

@@ -15,6 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
+from disagg.protocol.messages import Hello
 from disagg.runtime.staging import ReadPart, StagingBuffers
 
 if TYPE_CHECKING:
@@ -61,13 +62,23 @@ class _Active:
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """Reads from one generation of one rank. `peer` is the engine's, once connected."""
+    """Reads from one generation of one rank. `peer` is the engine's, once connected; `early` is the
+    rank's hello, until that was tried before the first read.
+    """
 
     queue: deque[Read] = field(default_factory=deque)
     active: _Active | None = None
     columns: Columns = field(default_factory=Columns)
     peer: Any = None
     connected: bool = False
+    early: Hello | None = None
+
+    def connect(self, engine: Engine, hello: Hello) -> None:
+        """Connects the engine, unless it is."""
+        self.early = None
+        if not self.connected:
+            self.peer = engine.connect(hello.metadata)
+            self.connected = True
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +118,12 @@ class Reader:
         """Takes a read over."""
         key = id(read.link), read.source, read.hello.generation
         self._lanes.setdefault(key, _Lane()).queue.append(read)
+
+    def connect(self, link: Link, source: int, hello: Hello) -> None:
+        """Connects the engine to a rank in the next step, so that its first read need not. What
+        goes wrong then is for that read to find.
+        """
+        self._lanes.setdefault((id(link), source, hello.generation), _Lane()).early = hello
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
@@ -164,7 +181,7 @@ class Reader:
         active = lane.active
         read = active.read if active else lane.queue.popleft() if lane.queue else None
         if read is None:
-            return False
+            return self._connect_early(lane)
         try:
             if active is None:
                 self._begin(lane, read)
@@ -174,13 +191,21 @@ class Reader:
             self._give_up(lane, read, error)
             return True
 
+    def _connect_early(self, lane: _Lane) -> bool:
+        """Connects an idle lane, if that was not tried; whether it was now."""
+        if lane.early is None:
+            return False
+        try:
+            lane.connect(self._engine, lane.early)
+        except Exception as error:
+            log.info("a prefill's engine is not connected yet, a read will try again: %s", error)
+        return True
+
     def _begin(self, lane: _Lane, read: Read) -> None:
         if read.cancelled:
             self._end(read, None)
             return
-        if not lane.connected:
-            lane.peer = self._engine.connect(read.hello.metadata)
-            lane.connected = True
+        lane.connect(self._engine, read.hello)
         began = time.perf_counter()
         batch = read.plan.bind(
             read.source,
