@@ -141,8 +141,7 @@ class DecodeMachine:
         totals, plans = self.totals.copy(), self.peers.plans
         totals.planned(plans.seconds)
         now = len(self._rooms.open), self.peers.live(), self.leases()
-        cache = {"hit": plans.hits, "miss": plans.misses}
-        return Snapshot(totals, *now, engine, telemetry, cache)
+        return Snapshot(totals, *now, engine, telemetry, {"hit": plans.hits, "miss": plans.misses})
 
     def _request(self, request: events.RequestRoom) -> None:
         name, address, link = request.room, request.address, request.link

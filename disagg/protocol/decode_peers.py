@@ -227,7 +227,8 @@ class DecodePeers:
             log.info("%s is back", link.name(source))
         link.lost = None
         link.pauses = [0.0] * len(link.pauses)
-        for rank in link.plan.contributors():
+        link.unconnected = set(link.plan.contributors())
+        for rank in link.unconnected:
             self._effects.append(ConnectEngine(link, rank, hellos[rank]))
         return LinkReady(link)
 

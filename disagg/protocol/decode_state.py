@@ -34,6 +34,8 @@ class Link:
     """When that will be; the rank is not connected until then."""
     plan: TransferPlan | None = None
     plan_seconds: float = 0.0
+    unconnected: set[int] = field(default_factory=set)
+    """Ranks to which the engine has still to be connected."""
     lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
@@ -47,7 +49,8 @@ class Link:
     @property
     def settled(self) -> bool:
         """Whether the handshake has ended, either way."""
-        return self.plan is not None or self.refusal is not None
+        ready = self.plan is not None and not self.unconnected
+        return ready or self.refusal is not None
 
     def name(self, source: int) -> str:
         """A rank, as sentences name it."""

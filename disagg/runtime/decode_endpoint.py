@@ -92,10 +92,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
         """Says hello to all ranks of one prefill, given their endpoint addresses.
 
-        With `timeout` (seconds), waits until they have answered and everything is planned, and
-        dials again who refuses for now; raises IncompatibleLayouts or HandshakeRefused with all
-        reasons, or TimeoutError, and then nothing is left of the link. Without, returns at once:
-        rooms wait in Bootstrapping, for `peer_timeout` at most where nobody answers.
+        With `timeout` (seconds), waits until they have answered, everything is planned and the
+        engine connected, and dials again who refuses for now; raises IncompatibleLayouts or
+        HandshakeRefused with all reasons, or TimeoutError, and then nothing is left of the link.
+        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most where
+        nobody answers.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
@@ -130,7 +131,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
             last = f" The last try: {link.lost}" if link.lost else ""
             raise TimeoutError(
-                f"no answer from {', '.join(silent)} within {timeout} s. Is it there, and are keys "
+                f"no answer from {', '.join(silent) or 'the engine'} within {timeout} s. Is it there, and are keys "
                 f"the same on both sides?{last}"
             )
         if link.error is not None:

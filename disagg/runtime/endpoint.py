@@ -45,7 +45,6 @@ IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
 TELEMETRY_SECONDS = 0.5
 
-
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
 
@@ -76,14 +75,8 @@ class Endpoint(Generic[M]):
         self.engine = engine
         try:
             engine.register([*self.layout.slabs(), *stage.slabs])
-            hello = Hello(
-                PROTOCOL,
-                self.layout.generation,
-                engine.name,
-                self.layout.to_msgpack(),
-                engine.metadata() if serves else b"",
-                peer_timeout,
-            )
+            about = PROTOCOL, self.layout.generation, engine.name, self.layout.to_msgpack()
+            hello = Hello(*about, engine.metadata() if serves else b"", peer_timeout)
         except Exception:
             self._close_transport()
             raise

@@ -79,11 +79,10 @@ def stepped(
         )
         decodes = [
             stack.enter_context(
-                DecodeEndpoint(
-                    layouts[1], create_engine("local"), ranks=ranks, **common, **given["decode"]
-                )
+                DecodeEndpoint(layouts[1], each, ranks=ranks, **common, **given["decode"])
             )
-            for _ in range(ranks)
+            for each in [given["decode"].pop("engine", None) or create_engine("local")]
+            + [create_engine("local") for _ in range(ranks - 1)]
         ]
         engine = Engine(decodes, prefill, clock)
         engine.pools = pools  # memory that peers read must outlive the endpoints

@@ -13,7 +13,6 @@ from disagg.engines.local import LocalEngine
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.stepping import MLA
-from tests.disagg.waiting import until
 
 TOKENS = 75
 
@@ -97,7 +96,7 @@ def pair():
 def test_the_engine_is_connected_before_the_first_room_and_once(pair):
     engine = Counted()
     prefill, decode, given, into = pair(engine)
-    until(decode, lambda: engine.connections == 1)
+    assert engine.connections == 1
     prefill.send("r", given)
     decode.receive("r", into)
     assert decode.wait("r", 30) is KVPoll.Success
@@ -107,7 +106,7 @@ def test_the_engine_is_connected_before_the_first_room_and_once(pair):
 def test_an_engine_that_is_refused_at_first_is_connected_by_the_first_room(pair):
     engine = Counted(refused=1)
     prefill, decode, given, into = pair(engine)
-    until(decode, lambda: engine.connections == 1)
+    assert engine.connections == 1
     prefill.send("r", given)
     decode.receive("r", into)
     assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
