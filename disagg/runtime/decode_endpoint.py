@@ -129,10 +129,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if not self._wait(lambda: link.settled, timeout):
             self._check_open()
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
+            who = ", ".join(silent) or "the engine"
             last = f" The last try: {link.lost}" if link.lost else ""
             raise TimeoutError(
-                f"no answer from {', '.join(silent) or 'the engine'} within {timeout} s. Is it there, and are keys "
-                f"the same on both sides?{last}"
+                f"no answer from {who} within {timeout} s. Is it there, and are keys the same on "
+                f"both sides?{last}"
             )
         if link.error is not None:
             raise link.error
