@@ -211,7 +211,10 @@ def _stretches(entries: range, one: int, other: int) -> tuple[Ints, Ints]:
         return found
 
     nested = one % other == 0 or other % one == 0
-    starts = cuts(min(one, other)) if nested else np.union1d(cuts(one), cuts(other))
+    starts = cuts(min(one, other))
+    if not nested:  # np.union1d loads numpy.ma: milliseconds of the first request
+        both = np.sort(np.concatenate([starts, cuts(max(one, other))]))
+        starts = both[np.append(True, both[1:] != both[:-1])]
     count = np.empty_like(starts)
     np.subtract(starts[1:], starts[:-1], out=count[:-1])
     count[-1:] = entries.stop - starts[-1:]

@@ -13,11 +13,12 @@ from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
-from disagg.protocol.decode_state import DecodeRoom, DecodeRooms, Link, Read
+from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import Aux, Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import Comparisons
 from kvpool.layout import PoolLayout
@@ -46,6 +47,7 @@ class DecodeMachine:
         self.peers = DecodePeers(hello, layout, self._effects, now, allow_missing)
         self._comparisons = Comparisons(layout, self._effects)
         self._rooms = DecodeRooms(layout, offer_timeout)
+        self.ended = self._rooms.ended
         self.totals = Totals()
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[Effect]:
@@ -139,18 +141,17 @@ class DecodeMachine:
         totals, plans = self.totals.copy(), self.peers.plans
         totals.planned(plans.seconds)
         now = len(self._rooms.open), self.peers.live(), self.leases()
-        cache = {"hit": plans.hits, "miss": plans.misses}
-        return Snapshot(totals, *now, engine, telemetry, cache)
+        return Snapshot(totals, *now, engine, telemetry, {"hit": plans.hits, "miss": plans.misses})
 
     def _request(self, request: events.RequestRoom) -> None:
         name, address, link = request.room, request.address, request.link
-        if link not in self.peers.links:
-            raise RoomError(
-                f"room {name!r}: the link is another endpoint's, or it was disconnected."
-            )
+        self.peers.check(link)
+        if request.declined and self._rooms.has_declined(name, link):
+            return
         metrics = RoomMetrics(plan_seconds=link.plan_seconds)
         attempt, expected = uuid.uuid4().hex, frozenset(request.expected)
-        room = DecodeRoom(link, address, request.start, attempt, self._now, metrics, expected)
+        about = self._now, metrics, expected, request.declined
+        room = DecodeRoom(link, address, request.start, attempt, *about)
         self._rooms.add(name, room)
         if link.refusal is not None:
             self._fail(name, Failure("decode", link.refusal, "refused"))
@@ -160,8 +161,7 @@ class DecodeMachine:
             self._ask(name, room)
 
     def _disconnect(self, link: Link) -> None:
-        if link not in self.peers.links:
-            raise RoomError("the link is another endpoint's, or it was disconnected.")
+        self.peers.check(link)
         failure = Failure("decode", "decode has disconnected.", "abort")
         self._fail_link(LinkFailed(link, failure))
         self.peers.disconnect(link)
@@ -256,7 +256,7 @@ class DecodeMachine:
             self._fail(name, Failure("decode", missing, "aux"))
             return
         plan = room.link.plan
-        if self.verify and plan is not None:
+        if self.verify and plan is not None and not room.declined:
             room.phase = room.phase.to(Phase.VERIFYING)
             self._comparisons.begin(name, room, plan, self._now)
         if not room.checks:

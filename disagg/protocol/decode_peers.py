@@ -8,11 +8,12 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from disagg.errors import RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Link
-from disagg.protocol.effects import Dial, DropPeer, Effects, HangUp
+from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, HangUp
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
 from disagg.protocol.messages import Hello, Message, reason_text
 from disagg.protocol.status import Failure, Side
@@ -72,6 +73,11 @@ class DecodePeers:
         for source in range(len(link.addresses)):
             self._at[link.first + source] = link, source
             self._dial(link, source, now)
+
+    def check(self, link: Link) -> None:
+        """Raises RoomError for a link that is not one of these."""
+        if link not in self.links:
+            raise RoomError("the link is another endpoint's, or it was disconnected.")
 
     def disconnect(self, link: Link) -> None:
         """Gives a link up for good, once its rooms have failed."""
@@ -221,6 +227,9 @@ class DecodePeers:
             log.info("%s is back", link.name(source))
         link.lost = None
         link.pauses = [0.0] * len(link.pauses)
+        link.unconnected = set(link.plan.contributors())
+        for rank in link.unconnected:
+            self._effects.append(ConnectEngine(link, rank, hellos[rank]))
         return LinkReady(link)
 
     def _refuse(

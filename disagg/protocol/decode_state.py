@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.digest.digester import Verification
-from disagg.errors import RoomError, UnknownRoom
 from disagg.plan import IncompatibleLayouts, TransferPlan
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import Failure, Phase
-from disagg.protocol.written_items import WrittenItems
-from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout import RequestAddress
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +34,8 @@ class Link:
     """When that will be; the rank is not connected until then."""
     plan: TransferPlan | None = None
     plan_seconds: float = 0.0
+    unconnected: set[int] = field(default_factory=set)
+    """Ranks to which the engine has still to be connected."""
     lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
@@ -50,7 +49,8 @@ class Link:
     @property
     def settled(self) -> bool:
         """Whether the handshake has ended, either way."""
-        return self.plan is not None or self.refusal is not None
+        ready = self.plan is not None and not self.unconnected
+        return ready or self.refusal is not None
 
     def name(self, source: int) -> str:
         """A rank, as sentences name it."""
@@ -84,7 +84,7 @@ class Read:
 
 @dataclass(eq=False, slots=True)
 class DecodeRoom:
-    """One request that decode has asked for."""
+    """One request that decode has asked for. With `declined`, nothing of it is read."""
 
     link: Link
     address: RequestAddress
@@ -93,6 +93,7 @@ class DecodeRoom:
     opened_at: float
     metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
+    declined: bool = False
     phase: Phase = Phase.HANDSHAKE
     offered: list[int] = field(default_factory=list)
     """By source rank, positions up to which chunks are ready."""
@@ -162,6 +163,8 @@ class DecodeRoom:
 
     def read_of(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
         """What is to be read of a chunk that lies at `address` on its rank."""
+        if self.declined:
+            return None
         plan, hello = self.link.plan, self.link.hellos[source]
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
@@ -183,7 +186,8 @@ class DecodeRoom:
             raise ValueError(
                 f"chunk {ready.start} to {ready.stop} does not follow {self.offered[source]}."
             )
-        if ready.stop > total or (ready.last and ready.stop != total):
+        wrong = ready.stop > total or (ready.last and ready.stop != total)
+        if wrong and not self.declined:
             raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
         address, aux = ready.address(), unpack_aux(ready.aux)
         if aux and not ready.last:
@@ -196,94 +200,3 @@ class DecodeRoom:
         self.offered[source], self.closed[source] = ready.stop, ready.last
         self.aux.update(aux)
         return address
-
-
-class DecodeRooms:
-    """All rooms that are not forgotten, and the items that they write. A room in which nothing
-    happens for longer than `offer_timeout` seconds is stuck.
-    """
-
-    def __init__(self, layout: PoolLayout, offer_timeout: float | None) -> None:
-        self.by_name: dict[Room, DecodeRoom] = {}
-        self.open: set[Room] = set()
-        self._written = WrittenItems(layout)
-        self.offer_timeout, self._next_check = offer_timeout, 0.0
-
-    def add(self, name: Room, room: DecodeRoom) -> None:
-        """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, or if another room writes some of its items.
-        """
-        if name in self.by_name:
-            raise RoomError(f"room {name!r} exists already. Forget it first.")
-        total = room.address.num_tokens
-        if not 0 <= room.start <= total:
-            raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
-        self._written.claim(name, room.address, room.start)
-        self.by_name[name] = room
-        self.open.add(name)
-
-    def known(self, name: Room) -> DecodeRoom:
-        """The room of that name; raises UnknownRoom."""
-        room = self.by_name.get(name)
-        if room is None:
-            raise UnknownRoom(
-                f"room {name!r} is not known here: it was not asked for, or it was forgotten. "
-                "`receive` makes it known."
-            )
-        return room
-
-    def current(self, name: Room, attempt: str) -> DecodeRoom | None:
-        """The open room of that name, if this is its attempt."""
-        room = self.by_name.get(name)
-        return room if room and name in self.open and room.attempt == attempt else None
-
-    def of_link(self, link: Link) -> list[Room]:
-        """Open rooms of a link."""
-        return [name for name in self.open if self.by_name[name].link is link]
-
-    def stuck(self, now: float) -> list[tuple[Room, str]]:
-        """Open rooms in which nothing has happened for too long and nothing is done here, each with
-        the reason. To be called often.
-        """
-        most = self.offer_timeout
-        if most is None or now < self._next_check:
-            return []
-        self._next_check = now + most / CHECKS_PER_TIMEOUT
-        rooms = ((name, self.by_name[name]) for name in self.open)
-        late = [each for each in rooms if now - each[1].touched > most and not each[1].working]
-        why = f"nothing has happened for {most:g} s: it waits for"
-        return [(name, f"{why} {room.waits_for}.") for name, room in late]
-
-    def end(self, name: Room) -> None:
-        """A room has ended; its items are free unless a read may still write them."""
-        self.open.discard(name)
-        if not self.by_name[name].reading:
-            self._written.release(name)
-
-    def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
-        """None of a read's bytes can land any more; returns its room if that is open."""
-        room = self.known(read.room)
-        room.reading -= 1
-        room.touched = now
-        if read.room not in self.open and not room.reading:
-            self._written.release(read.room)
-        return self.current(read.room, read.attempt)
-
-    def forget(self, name: Room) -> None:
-        """Drops an ended room; raises RoomError if it has not ended."""
-        room = self.known(name)
-        if name in self.open or room.reading:
-            raise RoomError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
-        del self.by_name[name]
-
-    def leases(self) -> Leases:
-        """Items of open rooms, and of ended ones to which a read may still write."""
-        ended = self.by_name.keys() - self.open
-        return Leases(
-            count_items(self.by_name[name].address for name in self.open),
-            count_items(self.by_name[name].address for name in ended if self.reading(name)),
-        )
-
-    def reading(self, name: Room) -> bool:
-        """Whether a read may still write to a room's pages."""
-        return self.known(name).reading > 0

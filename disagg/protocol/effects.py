@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from disagg.digest.digest import Piece
 from disagg.protocol.decode_state import Link, Read
-from disagg.protocol.messages import Message, encode
+from disagg.protocol.messages import Hello, Message, encode
 from kvpool.layout import RequestAddress
 
 Peer = bytes | int
@@ -48,6 +48,15 @@ class DropPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectEngine:
+    """Connect the engine to a rank, before anything is read from it."""
+
+    link: Link
+    source: int
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
 class StartRead:
     """Read a chunk; `ReadEnded` answers."""
 
@@ -71,7 +80,7 @@ class ComputeDigest:
     each: bool
 
 
-Effect = Send | Dial | HangUp | DropPeer | StartRead | CancelReads | ComputeDigest
+Effect = Send | Dial | HangUp | DropPeer | ConnectEngine | StartRead | CancelReads | ComputeDigest
 
 
 class Effects(list[Effect]):

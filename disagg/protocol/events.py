@@ -107,7 +107,7 @@ class DisconnectLink:
 @dataclass(frozen=True, slots=True)
 class RequestRoom:
     """Decode's caller asks for positions `start` to the end of `address`, and for the aux values
-    `expected`.
+    `expected`; or for nothing (`declined`), so that prefill's pages come back.
     """
 
     room: Room
@@ -115,6 +115,7 @@ class RequestRoom:
     start: int
     link: Link
     expected: Collection[str] = ()
+    declined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ reader dies, or the lease runs out; a reader that is done later is told that the
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -20,6 +20,7 @@ from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.prefill_state import Decode, ForgottenRooms, PrefillRoom, noted
+from disagg.protocol.rooms.ended import EndedAttempts, EndedRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
@@ -31,8 +32,6 @@ MAX_UNSENT = 1 << 16
 """Open rooms that a decode has asked for and of which nothing was sent."""
 MAX_FAILED_UNSENT = 10_000
 """Rooms that failed before anything was sent: the latest are kept."""
-KEPT_ATTEMPTS = 1000
-"""Attempts of rooms that have ended: the latest are kept."""
 LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
@@ -57,8 +56,9 @@ class PrefillMachine:
         self._unpublished: set[Room] = set()
         self._digests = DigestAnswers(self._effects)
         self._forgotten = ForgottenRooms()
-        self._ended_attempts: OrderedDict[tuple[bytes, Room, str], None] = OrderedDict()
+        self._ended_attempts = EndedAttempts()
         self._next_check = 0.0
+        self.ended = EndedRooms()
         self.totals = Totals()
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
@@ -158,6 +158,8 @@ class PrefillMachine:
             room.ends_at = self._lease_end()
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
+        else:  # who tracks rooms from `send` on has not heard of it
+            self.ended.add(name, room.failure)
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""
@@ -203,12 +205,12 @@ class PrefillMachine:
 
     def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
         known = self._rooms.get(request.room)
-        again = (peer, request.room, request.attempt) in self._ended_attempts
+        again = self._ended_attempts.has(peer, request)
         if again or (known and known.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
         problem = self._reject_reason(peer, request, decode)
         if problem is not None:
-            self._ended(peer, request)
+            self._ended_attempts.add(peer, request)
             about = request.generation, request.room, request.attempt
             self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
@@ -282,25 +284,22 @@ class PrefillMachine:
 
     def _forget(self, name: Room) -> None:
         self._forgotten.add(name, self._rooms.pop(name), self._now)
+        self.ended.drop(name)
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._open.discard(name)
         self._unsent.discard(name)
         self._unpublished.discard(name)
+        self.ended.add(name, room.failure)
         seconds = self._now - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
             facts = {"generation": self.hello.generation, "seconds": round(seconds, 6)}
             log_failure(room.failure, room=name, **room.facts(), **facts)
         for peer, request in room.requests.items():
-            self._ended(peer, request)
+            self._ended_attempts.add(peer, request)
             if peer in self.peers.alive:
                 self.peers.alive[peer].rooms.discard(name)
-
-    def _ended(self, peer: bytes, request: messages.ReadRequest) -> None:
-        self._ended_attempts[peer, request.room, request.attempt] = None
-        if len(self._ended_attempts) > KEPT_ATTEMPTS:
-            self._ended_attempts.popitem(last=False)
 
     def _publish_ready_chunks(self, name: Room, room: PrefillRoom) -> None:
         """Tells readers of the chunks that the device has computed."""

@@ -33,6 +33,7 @@ from kvpool.layout import PoolLayout, RequestAddress
 READ_TIMEOUT = 30.0
 OFFER_TIMEOUT = 300.0
 STAGING_BYTES = 16 << 20
+NOTHING = RequestAddress(0, {})
 
 
 class DecodeEndpoint(Endpoint[DecodeMachine]):
@@ -91,10 +92,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
         """Says hello to all ranks of one prefill, given their endpoint addresses.
 
-        With `timeout` (seconds), waits until they have answered and everything is planned, and
-        dials again who refuses for now; raises IncompatibleLayouts or HandshakeRefused with all
-        reasons, or TimeoutError, and then nothing is left of the link. Without, returns at once:
-        rooms wait in Bootstrapping, for `peer_timeout` at most where nobody answers.
+        With `timeout` (seconds), waits until they have answered, everything is planned and the
+        engine connected, and dials again who refuses for now; raises IncompatibleLayouts or
+        HandshakeRefused with all reasons, or TimeoutError, and then nothing is left of the link.
+        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most where
+        nobody answers.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
@@ -127,10 +129,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if not self._wait(lambda: link.settled, timeout):
             self._check_open()
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
+            who = ", ".join(silent) or "the engine"
             last = f" The last try: {link.lost}" if link.lost else ""
             raise TimeoutError(
-                f"no answer from {', '.join(silent)} within {timeout} s. Is it there, and are keys "
-                f"the same on both sides?{last}"
+                f"no answer from {who} within {timeout} s. Is it there, and are keys the same on "
+                f"both sides?{last}"
             )
         if link.error is not None:
             raise link.error
@@ -168,14 +171,23 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             raise ValueError(f"aux={aux!r}: a list of names.")
         name = room_name(room)
         with self._lock:
-            links = self.machine.peers.links
-            if link is None:
-                if len(links) != 1:
-                    raise RoomError(f"room {room!r}: {len(links)} prefills, name one.")
-                link = links[0]
-            start = index(start)
+            link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
                 self._call(RequestRoom(name, address, start, link, aux))
+
+    def decline(self, room: Room, link: Link | None = None) -> None:
+        """Reads nothing of a room of which this decode has everything: prefill's pages come back
+        once it has sent its last chunk and every other reader is done or declines too.
+
+        To be called in place of `receive`, before or after prefill has the room; `link` as there.
+        The room ends as any: in Success, with prefill's aux values, or Failed; of those that have
+        ended and were not forgotten the latest 1,000 are kept. Declining a room again changes
+        nothing. Raises RoomError if the room is received already.
+        """
+        name = room_name(room)
+        with self._lock:
+            link = link or self._only_link(name)
+            self._call(RequestRoom(name, NOTHING, 0, link, declined=True))
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
@@ -191,3 +203,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """What has been moved so far, and what that took."""
         with self._lock:
             return replace(self.machine.metrics(room_name(room)))
+
+    def _only_link(self, name: Room) -> Link:
+        links = self.machine.peers.links
+        if len(links) != 1:
+            raise RoomError(f"room {name!r}: {len(links)} prefills, name one.")
+        return links[0]

@@ -27,15 +27,10 @@ from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import (
-    PROTOCOL,
-    Hello,
-    Room,
-    decode,
-    room_name,
-)
+from disagg.protocol.messages import PROTOCOL, Hello, Room, decode, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.options import Options, check_options, open_transport
@@ -49,7 +44,6 @@ log = logging.getLogger("disagg")
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
 TELEMETRY_SECONDS = 0.5
-
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
@@ -81,14 +75,8 @@ class Endpoint(Generic[M]):
         self.engine = engine
         try:
             engine.register([*self.layout.slabs(), *stage.slabs])
-            hello = Hello(
-                PROTOCOL,
-                self.layout.generation,
-                engine.name,
-                self.layout.to_msgpack(),
-                engine.metadata() if serves else b"",
-                peer_timeout,
-            )
+            about = PROTOCOL, self.layout.generation, engine.name, self.layout.to_msgpack()
+            hello = Hello(*about, engine.metadata() if serves else b"", peer_timeout)
         except Exception:
             self._close_transport()
             raise
@@ -131,6 +119,13 @@ class Endpoint(Generic[M]):
                         f"{self.machine.waits_for(name)}."
                     )
         return self.poll(room)
+
+    def ended(self) -> list[Ended]:
+        """The rooms that have ended since the last call, and whose pages may be reused (on decode
+        `reading(room)` is false): each once, in that order, unless it was forgotten meanwhile.
+        """
+        with self._lock:
+            return self.machine.ended.take()
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on which side; None if it did not."""
@@ -320,6 +315,8 @@ class Endpoint(Generic[M]):
                     self._transport.connect(peer, address)
                 case effects.HangUp(peer):
                     self._transport.connect(peer, None)
+                case effects.ConnectEngine(link, source, hello):
+                    self._reader.connect(link, source, hello)
                 case effects.StartRead(read):
                     self._reader.add(read)
                 case effects.CancelReads(attempt):

@@ -13,14 +13,16 @@ from disagg.runtime.transport import Transport
 from disagg.runtime.zmq_transport import ZmqTransport
 
 PEER_TIMEOUT = 10.0
+STEPPED_PEER_TIMEOUT = 60.0
 
 
 class Options(TypedDict, total=False):
     """What every endpoint takes by keyword."""
 
     peer_timeout: float
-    """Seconds (10): a peer that is silent for longer is dead. Its rooms fail by name, and decode
-    dials it until it is back.
+    """Seconds (10; 60 with `threaded=False`): a peer that is silent for longer is dead. Its rooms
+    fail by name, and decode dials it until it is back. Longer than the other side may go without a
+    step.
     """
     keys: str | os.PathLike[str] | None
     """A folder of `kvpool keys`, or this side's file of it: messages are encrypted, and only the
@@ -41,7 +43,8 @@ def check_options(endpoint: str, options: Options) -> float:
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
         raise TypeError(f"{endpoint} takes no {', '.join(sorted(unknown))}.")
-    peer_timeout = options.get("peer_timeout", PEER_TIMEOUT)
+    default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT
+    peer_timeout = options.get("peer_timeout", default)
     if not MIN_TIMEOUT <= peer_timeout <= MAX_TIMEOUT:
         raise ValueError(
             f"peer_timeout={peer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s."

@@ -15,6 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
+from disagg.protocol.messages import Hello
 from disagg.runtime.staging import ReadPart, StagingBuffers
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ log = logging.getLogger("disagg")
 
 DEPTH = 2
 """Parts of one read that are in flight at once."""
+LOOKS_PER_TIMEOUT = 4
+"""A longer pause between two steps than this part of the time-out is no time that a read took."""
 SPIN_SECONDS = 1.0
 """How long parts in flight are polled without a pause after the last one has arrived."""
 
@@ -61,13 +64,22 @@ class _Active:
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """Reads from one generation of one rank. `peer` is the engine's, once connected."""
+    """Reads from one generation of one rank. `peer` is the engine's, once connected; `early` is
+    what to connect to before the first read, until that was tried.
+    """
 
     queue: deque[Read] = field(default_factory=deque)
     active: _Active | None = None
     columns: Columns = field(default_factory=Columns)
     peer: Any = None
     connected: bool = False
+    early: tuple[Link, int, Hello] | None = None
+
+    def connect(self, engine: Engine, hello: Hello) -> None:
+        """Connects the engine, unless it is."""
+        if not self.connected:
+            self.peer = engine.connect(hello.metadata)
+            self.connected = True
 
 
 @dataclass(eq=False, slots=True)
@@ -99,7 +111,7 @@ class Reader:
         self._lanes: dict[tuple[int, int, str], _Lane] = {}
         self._fences: list[_Fence] = []
         self._events: list[ReadEvent] = []
-        self._moved = 0.0
+        self._moved, self._looked = 0.0, clock()
         self.busy = False
         """Whether the next step should follow at once."""
 
@@ -107,6 +119,16 @@ class Reader:
         """Takes a read over."""
         key = id(read.link), read.source, read.hello.generation
         self._lanes.setdefault(key, _Lane()).queue.append(read)
+
+    def connect(self, link: Link, source: int, hello: Hello) -> None:
+        """Connects the engine to a rank in the next step, so that its first read need not. What
+        goes wrong then is for that read to find.
+        """
+        self._lanes.setdefault((id(link), source, hello.generation), _Lane()).early = (
+            link,
+            source,
+            hello,
+        )
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
@@ -129,6 +151,7 @@ class Reader:
 
     def step(self) -> list[ReadEvent]:
         """One step of every rank; returns the reads that have failed or ended."""
+        self._excuse(self._clock())
         moved = [self._step(lane) for lane in list(self._lanes.values())]
         self._fences = [fence for fence in self._fences if not self._fenced(fence)]
         now = self._clock()
@@ -152,6 +175,14 @@ class Reader:
         self._fences.clear()
         return self._take_events()
 
+    def _excuse(self, now: float) -> None:
+        """Time in which nobody looked counts as no read's: its engine could not go on."""
+        pause = now - self._looked - self._timeout / LOOKS_PER_TIMEOUT
+        self._looked = now
+        for lane in self._lanes.values() if pause > 0 else ():
+            for part in lane.active.in_flight if lane.active else ():
+                part.posted = min(part.posted + pause, now)
+
     def _take_events(self) -> list[ReadEvent]:
         events, self._events = self._events, []
         return events
@@ -160,7 +191,10 @@ class Reader:
         self._events.append(ReadEnded(read, problem))
 
     def _step(self, lane: _Lane) -> bool:
-        """Begins, posts or polls one thing; whether anything has moved."""
+        """Connects, begins, posts or polls one thing; whether anything has moved."""
+        if lane.early is not None:
+            self._connect_early(lane, *lane.early)
+            return True
         active = lane.active
         read = active.read if active else lane.queue.popleft() if lane.queue else None
         if read is None:
@@ -174,13 +208,19 @@ class Reader:
             self._give_up(lane, read, error)
             return True
 
+    def _connect_early(self, lane: _Lane, link: Link, source: int, hello: Hello) -> None:
+        try:
+            lane.connect(self._engine, hello)
+        except Exception as error:
+            log.info("%s: a read will try to connect again: %s", link.name(source), error)
+        lane.early = None
+        link.unconnected.discard(source)
+
     def _begin(self, lane: _Lane, read: Read) -> None:
         if read.cancelled:
             self._end(read, None)
             return
-        if not lane.connected:
-            lane.peer = self._engine.connect(read.hello.metadata)
-            lane.connected = True
+        lane.connect(self._engine, read.hello)
         began = time.perf_counter()
         batch = read.plan.bind(
             read.source,

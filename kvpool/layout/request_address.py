@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import index
 from types import MappingProxyType
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 if TYPE_CHECKING:
     from kvpool.layout.pin import Holder
@@ -27,10 +28,7 @@ class Span:
     first_item: int = 0
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.ids)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(f"span ids: a flat list of integers, got {given.dtype}{given.shape}.")
-        ids = np.array(given, dtype=np.int64)  # a copy: the caller may change its list
+        ids = np.array(_flat(self.ids), dtype=np.int64)  # a copy: the caller may change its list
         if ids.size:
             ordered = np.sort(ids)
             if ordered[0] < 0:
@@ -41,6 +39,25 @@ class Span:
         object.__setattr__(self, "first_item", _count(self.first_item, "span first_item"))
         ids.flags.writeable = False
         object.__setattr__(self, "ids", ids)
+
+    @classmethod
+    def from_blocks(cls, blocks: npt.ArrayLike, null: int = 0) -> Self:
+        """The span of a list of block ids `[B]`, item 0 first, in which `null` stands for blocks
+        before a window that are no longer held (vLLM's null block).
+
+        `Span.from_blocks([0, 0, 5, 2])` is `Span([5, 2], first_item=2)`. Raises ValueError if a
+        null block stands after a live one.
+        """
+        given = _flat(blocks)
+        live = given != null
+        first = int(live.argmax()) if live.any() else given.size
+        if not live[first:].all():
+            at = first + int(live[first:].argmin())
+            raise ValueError(
+                f"span blocks: null block {null} at index {at}, after live ones from index {first} "
+                "on. Null blocks stand only before the live ones; leave out what follows those."
+            )
+        return cls(given[first:], first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +79,14 @@ class RequestAddress:
             if not isinstance(span, Span):
                 raise ValueError(f"space {name}: a Span of ids, got {type(span).__name__}.")
         object.__setattr__(self, "spans", MappingProxyType(spans))
+
+
+def _flat(ids: npt.ArrayLike) -> npt.NDArray[Any]:
+    """A list of integers as an array `[I]`."""
+    given = np.asarray(ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"span ids: a flat list of integers, got {given.dtype}{given.shape}.")
+    return given
 
 
 def _count(value: SupportsIndex, what: str) -> int:

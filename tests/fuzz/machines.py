@@ -286,7 +286,10 @@ def decode(choices: Choices) -> str:
         elif step in (1, 2) and name not in known:
             start, aux = pick(choices, (0, 0, 5, samples.TOKENS)), pick(choices, ((), ("x",)))
             address, asked = samples.address(case.own), {"start": start, "link": link, "aux": aux}
-            if _own(endpoint.receive, name, address, **asked):  # both rooms write the same items
+            if choices.number(0, 3) == 0:
+                endpoint.decline(name, link)
+                known.add(name)
+            elif _own(endpoint.receive, name, address, **asked):  # both rooms write the same items
                 known.add(name)
         elif step == 3 and name in known and choices.number(0, 1):
             endpoint.abort(name, "own")
@@ -365,6 +368,9 @@ def _check_ended(
             ended[name] = state
             if (state is KVPoll.Failed) != (rooms.failure(name) is not None):
                 raise Finding(f"room {name!r} is {state}, its failure {rooms.failure(name)}.")
+    for name, state, _ in rooms.ended():
+        if ended.get(name) is not state:
+            raise Finding(f"room {name!r} is {ended.get(name)}, and listed as {state}.")
 
 
 def seeds() -> Iterator[bytes]:

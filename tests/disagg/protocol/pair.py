@@ -17,7 +17,7 @@ from disagg.protocol.events import (
     Tick,
 )
 from disagg.protocol.prefill import PrefillMachine
-from kvpool import MLAPool
+from kvpool import MLAPool, RequestAddress
 from tests import oracle
 
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 9, "page_size": 16, "dtype": "bf16"}
@@ -91,6 +91,10 @@ class Pair:
 
     def request(self, name="r", table=None, start=0) -> None:
         self.tell(self.decode, RequestRoom(name, table or self.table, start, self.link))
+
+    def decline(self, name="r") -> None:
+        nothing = RequestAddress(0, {})
+        self.tell(self.decode, RequestRoom(name, nothing, 0, self.link, declined=True))
 
     def offer(self, tokens=range(30), last=True, aux=None, after=None, name="r") -> None:
         self.tell(self.prefill, OfferChunk(name, self.table, tokens, last, aux or {}, after))

@@ -71,11 +71,14 @@ class Held:
     salt: int = 0
     start: int = 0
     service: int = 0
+    declined: bool = False
     attempt: str = ""
     link: Link | None = field(default=None, repr=False)
     plan: TransferPlan | None = field(default=None, repr=False)
     ended: KVPoll | None = None
     given_back: bool = False
+    reported: int = 0
+    """How often `ended()` has had it."""
 
     @property
     def pages(self) -> list[int]:
@@ -348,6 +351,14 @@ class Node:
         self.endpoint.step()
         self.observe()
 
+    def take_ended(self) -> None:
+        """Notes which rooms the endpoint says have ended since it was asked last."""
+        for name, state, failure in self.endpoint.ended():
+            assert (state, failure) == (self.machine.poll(name), self.machine.failure(name))
+            assert isinstance(self, Prefill) or not self.machine.reading(name)
+            if name in self.held:
+                self.held[name].reported += 1
+
     def just_ended(self, name, held: Held) -> bool:
         """Notes a room's state, which is final once it has ended."""
         state = self.machine.poll(name)
@@ -410,6 +421,7 @@ class Prefill(Node):
         for name, held in self.held.items():
             if self.just_ended(name, held):
                 self.give_back(held)
+        self.take_ended()
 
 
 class Decode(Node):
@@ -453,9 +465,19 @@ class Decode(Node):
         held.link = self.links[service]
         address = held.request.address()
         self.endpoint.receive(name, address, start=start, link=held.link, aux={"first"})
+        self._hold(name, held)
+
+    def decline(self, name, service: int) -> None:
+        """Has everything already, and asks for nothing."""
+        held = Held(self.alloc.new_request(), 0, service=service, declined=True)
+        held.link = self.links[service]
+        self.endpoint.decline(name, held.link)
+        self._hold(name, held)
+
+    def _hold(self, name, held: Held) -> None:
         held.attempt = self.machine.rooms()[name].attempt
         self.held[name] = held
-        self.world.faults.add(("wanted", self.number, service, name, held.attempt))
+        self.world.faults.add(("wanted", self.number, held.service, name, held.attempt))
         self.observe()
 
     def forget(self, name) -> None:
@@ -475,6 +497,7 @@ class Decode(Node):
                 self._check(name, held)
             if held.ended is not None and not held.given_back and not self.machine.reading(name):
                 self.give_back(held)
+        self.take_ended()
 
     def _check(self, name, held: Held) -> None:
         salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]

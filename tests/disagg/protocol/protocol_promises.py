@@ -39,6 +39,8 @@ def check(world: World) -> None:
     for node in world.everybody():
         if node.alive:
             pages_add_up(node)
+            for name, held in node.held.items():
+                assert held.reported == held.given_back, f"{name!r} was reported {held.reported}x"
             for name in node.machine.rooms():
                 failure = node.machine.failure(name)
                 assert failure is None or caused(node, name, failure.reason), f"{name!r} {failure}"

@@ -61,7 +61,8 @@ RACES = [
 
 PICK, NAMES = st.integers(0, 99), st.sampled_from(list(TOKENS))
 SERVICE, WHO = st.sampled_from([0, 0, 1]), st.sampled_from([2, 2, 2, 0, 1])  # 2: all
-START = st.sampled_from([0, 0, 3, 9])
+DECLINE = -1
+START = st.sampled_from([0, 0, 0, 3, 9, DECLINE])
 ROUNDS, PACE = st.sampled_from([1, 2, 4, 8, 25]), st.sampled_from([ALL, 1, 4, 0])
 RARELY = st.integers(0, 9).map(lambda number: number == 9)
 
@@ -171,6 +172,12 @@ class Protocol(RuleBasedStateMachine):
         if name in node.held:
             with pytest.raises(ValueError, match="exists already"):
                 node.endpoint.receive(name, HELD_ELSEWHERE, link=node.links[service])
+            held = node.held[name]
+            if held.declined and held.link is node.links[service]:
+                node.endpoint.decline(name, held.link)  # which changes nothing
+            return
+        if start == DECLINE:
+            node.decline(name, service)
             return
         with suppress(OutOfPages):
             node.want(name, service, TOKENS[name], min(start, TOKENS[name]))

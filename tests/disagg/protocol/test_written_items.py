@@ -6,7 +6,7 @@ import pytest
 
 from disagg import RoomError
 from disagg.protocol.events import ReadEnded
-from disagg.protocol.written_items import WrittenItems
+from disagg.protocol.rooms.written_items import WrittenItems
 from kvpool import RequestAddress, Span
 from tests.disagg.protocol.pair import Pair, pool
 from tests.pools import CLASSES

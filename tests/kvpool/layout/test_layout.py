@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import fields, replace
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings, strategies as st
 
@@ -758,6 +759,41 @@ def test_a_span_keeps_a_read_only_copy_of_its_ids():
 def test_a_span_that_cannot_be_is_refused(ids, first, says):
     with pytest.raises(ValueError, match=says):
         Span(ids, first)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "null", "ids", "first"),
+    [
+        ([5, 2, 8], 0, [5, 2, 8], 0),
+        ([0, 0, 5, 2], 0, [5, 2], 2),
+        ([0, 0, 0], 0, [], 3),
+        ([], 0, [], 0),
+        ([-1, -1, 0, 7], -1, [0, 7], 2),
+        (np.array([0, 9], dtype=np.uint32), 0, [9], 1),
+        ((0, 4), 0, [4], 1),
+    ],
+)
+def test_null_blocks_before_the_live_ones_are_left_out_of_a_span(blocks, null, ids, first):
+    span = Span.from_blocks(blocks, null=null)
+    assert (span.ids.tolist(), span.first_item) == (ids, first)
+    assert span.ids.dtype == np.int64 and not span.ids.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        ([0, 5, 0, 2], r"span blocks: null block 0 at index 2, after live ones from index 1 on"),
+        ([5, 0], r"span blocks: null block 0 at index 1, after live ones from index 0 on"),
+        ([0, 4, 1, 4], r"span ids: item 4 is listed twice"),
+        ([0, -3], r"span ids: -3 is negative"),
+        ([[0, 1]], r"span ids: a flat list of integers, got int64\(1, 2\)"),
+        ([0.0, 1.0], r"span ids: a flat list of integers, got float64\(2,\)"),
+        (["0"], r"span ids: a flat list of integers"),
+    ],
+)
+def test_blocks_that_are_no_span_are_refused(blocks, says):
+    with pytest.raises(ValueError, match=says):
+        Span.from_blocks(blocks)
 
 
 def test_a_request_may_hold_nothing():

@@ -1,0 +1,1 @@
+"""What a machine keeps of all its rooms together."""

@@ -1,0 +1,129 @@
+"""The rooms of a decode endpoint, by name: which are open, and which items they write. Part of
+`DecodeMachine`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from disagg.errors import RoomError, UnknownRoom
+from disagg.protocol.decode_state import DecodeRoom, Link, Read
+from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
+from disagg.protocol.messages import Room
+from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.rooms.written_items import WrittenItems
+from kvpool.layout import PoolLayout
+
+MAX_DECLINED = 1000
+"""Declined rooms that have ended and were not forgotten: the latest are kept."""
+
+
+class DecodeRooms:
+    """All rooms that are not forgotten, and the items that they write. A room in which nothing
+    happens for longer than `offer_timeout` seconds is stuck.
+    """
+
+    def __init__(self, layout: PoolLayout, offer_timeout: float | None) -> None:
+        self.by_name: dict[Room, DecodeRoom] = {}
+        self.open: set[Room] = set()
+        self.ended = EndedRooms()
+        self._written = WrittenItems(layout)
+        self._declined: deque[tuple[Room, DecodeRoom]] = deque()
+        self.offer_timeout, self._next_check = offer_timeout, 0.0
+
+    def add(self, name: Room, room: DecodeRoom) -> None:
+        """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
+        not have, or if another room writes some of its items.
+        """
+        if name in self.by_name:
+            raise RoomError(f"room {name!r} exists already. Forget it first.")
+        total = room.address.num_tokens
+        if not 0 <= room.start <= total:
+            raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
+        self._written.claim(name, room.address, room.start)
+        self.by_name[name] = room
+        self.open.add(name)
+
+    def has_declined(self, name: Room, link: Link) -> bool:
+        """Whether a link's room of that name is declined already."""
+        room = self.by_name.get(name)
+        return room is not None and room.declined and room.link is link
+
+    def known(self, name: Room) -> DecodeRoom:
+        """The room of that name; raises UnknownRoom."""
+        room = self.by_name.get(name)
+        if room is None:
+            raise UnknownRoom(
+                f"room {name!r} is not known here: it was not asked for, or it was forgotten. "
+                "`receive` makes it known."
+            )
+        return room
+
+    def current(self, name: Room, attempt: str) -> DecodeRoom | None:
+        """The open room of that name, if this is its attempt."""
+        room = self.by_name.get(name)
+        return room if room and name in self.open and room.attempt == attempt else None
+
+    def of_link(self, link: Link) -> list[Room]:
+        """Open rooms of a link."""
+        return [name for name in self.open if self.by_name[name].link is link]
+
+    def stuck(self, now: float) -> list[tuple[Room, str]]:
+        """Open rooms in which nothing has happened for too long and nothing is done here, each with
+        the reason. To be called often.
+        """
+        most = self.offer_timeout
+        if most is None or now < self._next_check:
+            return []
+        self._next_check = now + most / CHECKS_PER_TIMEOUT
+        rooms = ((name, self.by_name[name]) for name in self.open)
+        late = [each for each in rooms if now - each[1].touched > most and not each[1].working]
+        why = f"nothing has happened for {most:g} s: it waits for"
+        return [(name, f"{why} {room.waits_for}.") for name, room in late]
+
+    def end(self, name: Room) -> None:
+        """A room has ended; its items are free unless a read may still write them."""
+        room = self.by_name[name]
+        self.open.discard(name)
+        self._free(name, room)
+        if room.declined:  # of no more use to its caller
+            self._declined.append((name, room))
+            if len(self._declined) > MAX_DECLINED:
+                name, room = self._declined.popleft()
+                if self.by_name.get(name) is room:
+                    self.forget(name)
+
+    def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
+        """None of a read's bytes can land any more; returns its room if that is open."""
+        room = self.known(read.room)
+        room.reading -= 1
+        room.touched = now
+        if read.room not in self.open:
+            self._free(read.room, room)
+        return self.current(read.room, read.attempt)
+
+    def forget(self, name: Room) -> None:
+        """Drops an ended room; raises RoomError if it has not ended."""
+        room = self.known(name)
+        if name in self.open or room.reading:
+            raise RoomError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
+        del self.by_name[name]
+        self.ended.drop(name)
+
+    def leases(self) -> Leases:
+        """Items of open rooms, and of ended ones to which a read may still write."""
+        ended = self.by_name.keys() - self.open
+        return Leases(
+            count_items(self.by_name[name].address for name in self.open),
+            count_items(self.by_name[name].address for name in ended if self.reading(name)),
+        )
+
+    def reading(self, name: Room) -> bool:
+        """Whether a read may still write to a room's pages."""
+        return self.known(name).reading > 0
+
+    def _free(self, name: Room, room: DecodeRoom) -> None:
+        """Gives the items of a room that has ended back, unless a read may still write them."""
+        if not room.reading:
+            self._written.release(name)
+            self.ended.add(name, room.failure)
