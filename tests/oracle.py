@@ -11,6 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -94,27 +95,28 @@ def overlaid(
     *,
     tensors: bool = False,
     padding: bool = False,
-    spare: int = 0,
+    leads: Mapping[str, int] = MappingProxyType({}),
 ) -> State:
     """State made by hand in which the items of all spaces lie over one another: each space's
-    (layer, template) pairs side by side from byte 0 of a block of one allocation, or (`tensors`)
-    the n-th of every space from byte 0 of a block of the n-th tensor.
+    (layer, template) pairs side by side in a block of one allocation, or (`tensors`) the n-th of
+    every space in a block of the n-th tensor. They begin at byte `leads[space]`, or 0.
 
-    `padding`: a space owns all of a block that it has, with `spare` bytes at the end.
+    `padding`: a space owns the rest of a block that it has.
     """
     sizes = {name: [item_bytes(each) for _, each in parts] for name, parts in groups.items()}
+    rows = [(leads.get(name, 0), held) for name, held in sizes.items()]
     if tensors:
         most = max(map(len, sizes.values()))
-        rows = [[size[n] for size in sizes.values() if n < len(size)] for n in range(most)]
-        strides = [max(row) + spare for row in rows]
+        strides = [max(lead + held[n] for lead, held in rows if n < len(held)) for n in range(most)]
     else:
-        strides = [max(map(sum, sizes.values())) + spare]
+        strides = [max(lead + sum(held) for lead, held in rows)]
     starts = [GUARD + n * GUARD + items * sum(strides[:n]) for n in range(len(strides))]
     slab = np.zeros(starts[-1] + items * strides[-1] + GUARD, dtype=np.uint8)
     buffers, regions = [], []
     for space, parts in groups.items():
         for number, (layer, template) in enumerate(parts):
             tensor, within = (number, 0) if tensors else (0, sum(sizes[space][:number]))
+            within += leads.get(space, 0)
             stride, size = strides[tensor], sizes[space][number]
             if padding and (tensors or number == len(parts) - 1):
                 size = stride - within

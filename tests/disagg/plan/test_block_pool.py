@@ -39,9 +39,9 @@ POOL = "blocks"
 class Side:
     """How one side holds the layers of a model: in which groups, each a space, and how these lie.
 
-    `groups` are (kind, layers); `page` is that of each group. `how` is `static` (memory and ids of
-    its own for every space), `blocks` (all spaces from byte 0 of a block of one allocation) or
-    `tensors` (the n-th layers of all spaces from byte 0 of a block of the n-th tensor).
+    `groups` are (kind, layers), each with its page and the byte of a block from which on it lies.
+    `how` is `static` (memory and ids of its own for every space), `blocks` (all spaces in blocks of
+    one allocation) or `tensors` (the n-th layers of all spaces in blocks of the n-th tensor).
     """
 
     groups: Sequence[tuple[str, Sequence[int]]]
@@ -50,7 +50,7 @@ class Side:
     ring: int
     heads_first: bool
     padding: bool
-    spare: int
+    leads: Sequence[int]
 
     def state(self, window: int, tokens: int) -> State:
         pool = None if self.how == "static" else POOL
@@ -71,8 +71,8 @@ class Side:
         if pool is None:
             rows = [(n, s, items, t) for s, held in parts.items() for n, t in held]
             return built(rows, spaces, padding=self.padding)
-        options = {"padding": self.padding, "spare": self.spare, "tensors": self.how == "tensors"}
-        return overlaid(parts, spaces, items, **options)
+        options = {"padding": self.padding, "leads": dict(zip(parts, self.leads))}
+        return overlaid(parts, spaces, items, tensors=self.how == "tensors", **options)
 
     def template(self, kind: str, page: int):
         if kind == "full":
@@ -105,7 +105,7 @@ def sides(draw, kinds):
         draw(st.sampled_from((4, 6))),
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.sampled_from((0, 0, 7))),
+        [draw(st.sampled_from((0, 0, 7, 40))) for _ in groups],
     )
 
 

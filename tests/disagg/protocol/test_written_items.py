@@ -134,8 +134,8 @@ def test_a_block_that_another_room_writes_through_another_space_is_refused():
 
 def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one():
     pair = Pair(held=pooled())
-    pair.request("one", blocks(32, kv=[3, 4], swa=[0, 6, 7, 8], state=[9]), start=16)
-    pair.request("two", blocks(32, kv=[3, 5], swa=[0, 10, 11, 12], state=[13]), start=16)
+    pair.request("one", blocks(32, kv=[3, 4], swa=[6, 7, 8, 9], state=[0]), start=16)
+    pair.request("two", blocks(32, kv=[3, 5], swa=[10, 11, 12, 13], state=[0]), start=16)
 
 
 def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():

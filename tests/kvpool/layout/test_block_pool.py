@@ -137,6 +137,14 @@ def test_buffers_whose_items_an_id_has_both_of_do_not_overlap():
     layout(buffer("kv"), buffer("c4", 32), buffer("swa", 0, 64), spaces=(*SPACES, shares))
 
 
+def test_a_buffer_behind_a_short_one_may_still_lie_in_a_long_one():
+    found = buffer("kv", 0, 40), buffer("swa", 8, 8), buffer("state", 24, 8)
+    layout(*found)
+    says = r"buffer state.24: base 24 lies inside buffer kv.0"
+    with pytest.raises(LayoutError, match=says):
+        layout(*found, spaces=(KV, SWA, replace(STATE, block_pool=None)))
+
+
 def test_regions_of_one_item_still_do_not_overlap():
     regions = [
         Region("target", 0, role, "kv.0", at, "uint8", (), 8) for role, at in (("k", 0), ("v", 7))
@@ -188,6 +196,7 @@ def test_the_lists_of_a_pool_are_named():
 
 def test_memory_of_a_block_pool_is_registered_once():
     assert hybrid().slabs() == [Slab(0, 256)]
+    assert layout(buffer("kv", 0, 64), buffer("swa", 8, 8)).slabs() == [Slab(0, 256)]
 
 
 @settings(max_examples=200)
