@@ -256,13 +256,13 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
             tuple(inside[buffers[0].name]),
             tuple(sorted({region.layer for b in buffers for region in inside[b.name]})),
             layout.space_by_name[buffers[0].space],
-            tuple(s.name for s in layout.spaces if any(s.name in over[b.name] for b in buffers)),
+            tuple(dict.fromkeys(name for b in buffers for name in over[b.name])),
         )
         for buffers in alike.values()
     ]
 
 
-def _overlaid(layout: PoolLayout) -> dict[str, set[str]]:
+def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
     """For each buffer by name, the spaces of its block pool whose items lie over its items."""
     pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
     pooled = [
@@ -270,7 +270,7 @@ def _overlaid(layout: PoolLayout) -> dict[str, set[str]]:
         for buffer in layout.buffers
         if (ids := layout.space_by_name[buffer.space].id_list) in pools
     ]
-    found: dict[str, set[str]] = {buffer.name: set() for buffer in layout.buffers}
+    found: dict[str, dict[str, None]] = {buffer.name: {} for buffer in layout.buffers}
     reached: list[tuple[str, str, Buffer]] = []
     for pool, memory, base, buffer in sorted(pooled, key=lambda each: each[:3]):
         reached = [
@@ -279,8 +279,8 @@ def _overlaid(layout: PoolLayout) -> dict[str, set[str]]:
             if each[:2] == (pool, memory) and each[2].base + each[2].item_bytes > base
         ]
         for other in (other for _, _, other in reached if other.space != buffer.space):
-            found[other.name].add(buffer.space)
-            found[buffer.name].add(other.space)
+            found[other.name][buffer.space] = None
+            found[buffer.name][other.space] = None
         reached.append((pool, memory, buffer))
     return found
 
