@@ -263,7 +263,8 @@ def test_spaces_of_two_block_pools_may_list_the_same_ids():
     spaces = Space("kv", block_pool="one"), Space("swa", window=4, block_pool="two")
     rows = [(0, "kv", 6, Cell("k", 4, "bf16")), (1, "swa", 6, Cell("latent", 8, "bf16"))]
     side = built(rows, spaces)
-    plan([side.layout], side.layout).bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4]))
+    made = plan([side.layout], side.layout)
+    assert made.bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4])).total == 2 * 8 + 2 * 16
 
 
 @settings(max_examples=200)
