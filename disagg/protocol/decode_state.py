@@ -8,6 +8,8 @@ from typing import Any
 
 from disagg.digest.digester import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.plan.bind import Columns
+from disagg.plan.block_pools import id_clash
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import Failure, Phase
@@ -190,6 +192,9 @@ class DecodeRoom:
         if wrong and not self.declined:
             raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
         address, aux = ready.address(), unpack_aux(ready.aux)
+        plan = self.link.plan
+        if plan and (twice := id_clash(plan.sources[source], address, Columns())):
+            raise ValueError(twice)
         if aux and not ready.last:
             raise ValueError("aux values travel with the last chunk.")
         known = {name: self.aux[name] for name in aux if name in self.aux}

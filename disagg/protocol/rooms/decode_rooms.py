@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections import deque
 
 from disagg.errors import RoomError, UnknownRoom
+from disagg.plan.bind import Columns
+from disagg.plan.block_pools import id_clash
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Room
@@ -28,18 +30,22 @@ class DecodeRooms:
         self.open: set[Room] = set()
         self.ended = EndedRooms()
         self._written = WrittenItems(layout)
+        self._layout, self._columns = layout, Columns()
         self._declined: deque[tuple[Room, DecodeRoom]] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, or if another room writes some of its items.
+        not have, if its block table lists an id for two spaces of one block pool, or if another
+        room writes some of its items.
         """
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")
         total = room.address.num_tokens
         if not 0 <= room.start <= total:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
+        if clash := id_clash(self._layout, room.address, self._columns):
+            raise RoomError(f"room {name!r}: {clash}")
         self._written.claim(name, room.address, room.start)
         self.by_name[name] = room
         self.open.add(name)
