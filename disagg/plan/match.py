@@ -1,26 +1,32 @@
 """Matches source regions to a destination region, or says why they do not match.
 
-The shard axes of both sides are intersected. Sources that hold the same part are replicas, of which
-one is elected.
+The shard axes of both sides are intersected, and the positions that their ranks hold. Sources that
+hold the same part are replicas, of which one is elected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
 
 from disagg.plan.runs import Box
-from kvpool.layout import PoolLayout, Region
+from kvpool.layout import Interleave, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part `box` of a destination region that the replicas `holders` all hold."""
+    """The part `box` of a destination region that the replicas `holders` all hold, for the entries
+    `held` of a request.
+    """
 
     dest: Region
     box: Box
+    held: Interleave
     holders: tuple[int, ...]
 
 
@@ -78,7 +84,58 @@ def mismatches(
 
 
 def tile(
-    region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
+    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> tuple[list[Overlap], list[str]]:
+    """Overlaps that cover the region's positions and shard exactly once, or the reasons why there
+    are none.
+
+    Ranks whose stretches are equally many and long hold every position once; of these all that meet
+    the destination's positions are needed, each for the whole shard.
+    """
+    space = dest.space_of(region)
+    families: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for holder in holders:
+        held = sources[holder].space_of(sources[holder].region_by_key[region.key]).held
+        families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
+    reasons: list[str] = []
+    for (ranks, size), by_rank in sorted(families.items()):
+        needed = _ranks_needed(size, ranks, space.held)
+        if missing := [rank for rank in needed if rank not in by_rank]:
+            stretch = size * space.tokens_per_entry
+            reasons.append(
+                f"rank{'s' * (len(missing) > 1)} {ranges(missing)} of the {ranks} that share out "
+                f"space {space.name} in stretches of {stretch} positions "
+                f"{'are' if len(missing) > 1 else 'is'} missing. Plan with the layouts of all "
+                "prefill ranks."
+            )
+        found: list[Overlap] = []
+        problems: list[str] = []
+        for rank in needed:
+            if rank in by_rank:
+                part = Interleave(size, rank, ranks)
+                overlaps, problem = _tile_shard(region, part, sources, by_rank[rank])
+                found += overlaps
+                problems += problem
+        if not missing and not problems:
+            return found, []
+        reasons += problems
+    return [], list(dict.fromkeys(reasons))
+
+
+def _ranks_needed(size: int, ranks: int, here: Interleave) -> list[int]:
+    """Of ranks that hold stretches of `size`, those that hold something of `here`."""
+    starts = np.arange(ranks, dtype=np.int64) * size
+    # what is held by both differs by a multiple of the period; a number of one stretch less a
+    # number of the other is anything from low to high
+    period = gcd(size * ranks, here.size * here.ranks)
+    high = starts + size - 1 - here.rank * here.size
+    low = starts - (here.rank + 1) * here.size + 1
+    found: list[int] = np.flatnonzero(high // period * period >= low).tolist()
+    return found
+
+
+def _tile_shard(
+    region: Region, held: Interleave, sources: Sequence[PoolLayout], holders: Sequence[int]
 ) -> tuple[list[Overlap], list[str]]:
     """Overlaps that cover the region's shard exactly once, or the reason why there are none."""
     axes = region.inner_axes
@@ -97,12 +154,13 @@ def tile(
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
     if sum(map(_volume, taken)) != _volume(needed):
-        held = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
+        offered = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
+        of = f" on rank {held.rank} of {held.ranks} of its positions" if held.ranks > 1 else ""
         return [], [
-            f"decode needs {_say(needed)}, prefill offers {held}, which does not cover it exactly "
-            "once. Plan with the layouts of all prefill ranks."
+            f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
+            "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Overlap(region, box, tuple(replicas[box])) for box in taken], []
+    return [Overlap(region, box, held, tuple(replicas[box])) for box in taken], []
 
 
 def elect(overlaps: Sequence[Overlap]) -> list[tuple[Overlap, int]]:

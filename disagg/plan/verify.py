@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from disagg.plan.bind import CopyBatch
-from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Span
+from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints, outer_sum, ragged
 
 BindAll = Callable[[Sequence[RequestAddress], RequestAddress], list[CopyBatch]]
@@ -59,15 +59,28 @@ def _tokens(layouts: list[PoolLayout]) -> int:
     ]
     if not paged:
         return 1
-    fits = min((items - space.reserved) * space.tokens_per_item for space, items in paged)
-    return max(1, min(fits, 2 * max(space.tokens_per_item for space, _ in paged) + 1))
+    fits = min(
+        space.held.number((items - space.reserved) * space.entries_per_item)
+        * space.tokens_per_entry
+        for space, items in paged
+    )
+    longest = max(
+        max(space.tokens_per_item, space.interleave.size if space.interleave else 1)
+        * space.held.ranks
+        for space, _ in paged
+    )
+    return max(1, min(fits, 2 * longest + 1))
 
 
 def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
     """Items in descending order, so that no two are adjacent by chance."""
     spans = {}
     for space in layout.spaces:
-        items = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
+        items = max(
+            1 if one.per_request else -(-one.alive(tokens).stop // one.entries_per_item)
+            for one in layout.spaces
+            if one.id_list == space.id_list
+        )
         spans[space.name] = Span(np.arange(space.reserved + items - 1, space.reserved - 1, -1))
     return RequestAddress(tokens, spans)
 
@@ -99,12 +112,22 @@ def _region_bytes(
         steps = np.arange(axis.start, axis.stop, dtype=np.int64) * inner
         meaning = (steps[:, None] + meaning.reshape(1, -1)).ravel()
         inner *= axis.total
-    entry = region.axis("entry")
-    for position in space.alive(tokens):
-        item = ids[position // space.entries_per_item] if space.kind == "paged" else ids[0]
-        step = (position % space.entries_per_item) * entry.stride if entry else 0
-        base = buffer.base + int(item) * buffer.item_stride + region.offset + step
-        yield base + cell, (number * (tokens + 1) + position) * inner + meaning
+    along = region.axis("entry")
+    alive = space.alive_in_request(tokens)
+    for place, entry in enumerate(_entries(space, alive.stop)):
+        if entry in alive:
+            item = ids[place // space.entries_per_item] if space.kind == "paged" else ids[0]
+            step = (place % space.entries_per_item) * along.stride if along else 0
+            base = buffer.base + int(item) * buffer.item_stride + region.offset + step
+            yield base + cell, (number * (tokens + 1) + entry) * inner + meaning
+
+
+def _entries(space: Space, stop: int) -> Iterator[int]:
+    """The entries of a request below `stop` that this rank holds, looked at one by one."""
+    part = space.interleave
+    for entry in range(stop):
+        if part is None or entry * space.tokens_per_entry // part.size % part.ranks == part.rank:
+            yield entry
 
 
 def _check_padding(pointers: Ints, layout: PoolLayout, address: RequestAddress, what: str) -> None:
