@@ -47,8 +47,10 @@ class Piece(NamedTuple):
 
     def numbers(self) -> Ints:
         """The entries, in the request's numbers."""
-        found = np.arange(self.entries.start, self.entries.stop, dtype=np.int64)
-        for part in self.held:
+        first, *others = sorted(self.held, key=lambda part: -part.ranks) or [EVERY]
+        indices = first.part(self.entries)
+        found = first.number(np.arange(indices.start, indices.stop, dtype=np.int64))
+        for part in others:
             found = found[found // part.size % part.ranks == part.rank]
         return found
 
@@ -88,7 +90,9 @@ def digests(
     for piece in pieces:
         region = _region(layout, piece)
         read, starts, numbers = _rows(layout, address, region, piece)
-        left -= starts.size * _volume(piece.box) * region.width
+        # looking for the entries of a piece takes time by this side's entries, all of them
+        mine = len(layout.space_of(region).held.part(piece.entries))
+        left -= mine * _volume(piece.box) * region.width
         if left < 0:
             raise ValueError(f"{region}: the pieces up to this one exceed the live bytes.")
         found = np.zeros(starts.size, dtype=np.uint64)
@@ -181,16 +185,16 @@ def from_wire(data: bytes) -> list[Piece]:
         raise ValueError(f"malformed pieces: {error}") from None
     if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
         raise ValueError("malformed pieces: a piece without its shape or its layer.")
-    shapes = []
-    for shape in found.shapes:
-        held = tuple(Interleave(*numbers) for numbers in shape.held)
-        entries = range(shape.start, shape.stop)
-        shapes.append((shape.owner, shape.role, (tuple(shape.box), entries, held)))
-    return [
-        Piece((owner, layer, role), *rest)
-        for (owner, role, rest), layer in (
-            (shapes[at], layer) for at, layer in zip(found.which, found.layers)
+    shapes = [
+        (
+            *(k.owner, k.role, tuple(k.box), range(k.start, k.stop)),
+            tuple(Interleave(*numbers) for numbers in k.held),
         )
+        for k in found.shapes
+    ]
+    return [
+        Piece((shapes[at][0], layer, shapes[at][1]), *shapes[at][2:])
+        for at, layer in zip(found.which, found.layers)
     ]
 
 
@@ -258,14 +262,15 @@ def _rows(
             f"{space.name} keeps {alive.start} to {alive.stop - 1} alive at {address.num_tokens} "
             "tokens."
         )
-    numbers, held = piece.numbers(), space.held
-    indices = held.index(numbers)
-    if not numbers.size or (held.number(indices) != numbers).any():
+    if space.interleave is not None and space.held not in piece.held:
         raise ValueError(
-            f"{region}: a piece has no entries, or some of other ranks than {held_words(space)}, "
-            f"which space {space.name} holds."
+            f"{region}: a piece has entries of all ranks, space {space.name} those of "
+            f"{held_words(space)}."
         )
-    items, steps = np.divmod(indices, space.entries_per_item)
+    numbers = piece.numbers()
+    if not numbers.size:
+        raise ValueError(f"{region}: a piece has no entries that all of {piece.held} hold.")
+    items, steps = np.divmod(space.held.index(numbers), space.entries_per_item)
     ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return reader(buffer), starts, numbers

@@ -13,7 +13,7 @@ from math import gcd
 import numpy as np
 
 from disagg.plan.runs import Box
-from kvpool.layout import Interleave, PoolLayout, Region
+from kvpool.layout import Interleave, PoolLayout, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
@@ -92,34 +92,42 @@ def tile(
     Ranks whose stretches are equally many and long hold every position once; of these all that meet
     the destination's positions are needed, each for the whole shard.
     """
-    space = dest.space_of(region)
+    here = dest.space_of(region).held
     families: dict[tuple[int, int], dict[int, list[int]]] = {}
     for holder in holders:
         held = sources[holder].space_of(sources[holder].region_by_key[region.key]).held
         families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
-        needed = _ranks_needed(size, ranks, space.held)
-        if missing := [rank for rank in needed if rank not in by_rank]:
-            stretch = size * space.tokens_per_entry
-            reasons.append(
-                f"rank{'s' * (len(missing) > 1)} {ranges(missing)} of the {ranks} that share out "
-                f"space {space.name} in stretches of {stretch} positions "
-                f"{'are' if len(missing) > 1 else 'is'} missing. Plan with the layouts of all "
-                "prefill ranks."
-            )
         found: list[Overlap] = []
         problems: list[str] = []
-        for rank in needed:
-            if rank in by_rank:
-                part = Interleave(size, rank, ranks)
-                overlaps, problem = _tile_shard(region, part, sources, by_rank[rank])
-                found += overlaps
-                problems += problem
-        if not missing and not problems:
+        missing: list[int] = []
+        for rank in _ranks_needed(size, ranks, here):
+            if rank not in by_rank:
+                missing.append(rank)
+                continue
+            part = Interleave(size, rank, ranks)
+            overlaps, problem = _tile_shard(region, part, sources, by_rank[rank])
+            found += overlaps
+            problems += problem
+        if missing:
+            known = sources[next(iter(by_rank.values()))[0]]
+            space = known.space_of(known.region_by_key[region.key])
+            problems.insert(0, _say_missing(space, missing))
+        if not problems:
             return found, []
         reasons += problems
     return [], list(dict.fromkeys(reasons))
+
+
+def _say_missing(space: Space, missing: Sequence[int]) -> str:
+    """Names ranks that share out a space of prefill's with the rank of `space`."""
+    size = space.held.size * space.tokens_per_entry
+    ranks, are = ("ranks", "are") if len(missing) > 1 else ("rank", "is")
+    return (
+        f"{ranks} {ranges(missing)} of {space.held.ranks} of prefill's space {space.name}, in "
+        f"stretches of {size} positions, {are} missing. Plan with the layouts of all prefill ranks."
+    )
 
 
 def _ranks_needed(size: int, ranks: int, here: Interleave) -> list[int]:

@@ -14,10 +14,14 @@ TOP = (1 << 63) - 1
 
 
 def stretched(layout: PoolLayout, choices: Choices) -> bytes:
-    """The layout with other numbers of entries, steps or items, and enough bytes for them."""
+    """The layout with other numbers of entries, steps, items or stretches, and enough bytes for
+    them.
+    """
     raw: dict[str, Any] = msgspec.msgpack.decode(layout.to_msgpack())
     for _ in range(choices.number(1, 3)):
-        pick(choices, (_entries, _entries, _axis, _items, _apart, _far, _padding))(raw, choices)
+        pick(choices, (_entries, _entries, _axis, _items, _apart, _far, _padding, _shared))(
+            raw, choices
+        )
     reach = 64
     for buffer in raw["buffers"]:
         inside = [region for region in raw["regions"] if region["buffer"] == buffer["name"]]
@@ -61,6 +65,11 @@ def _apart(raw: dict[str, Any], choices: Choices) -> None:
 
 def _padding(raw: dict[str, Any], choices: Choices) -> None:
     pick(choices, raw["buffers"])["padding"] = bool(choices.number(0, 1))
+
+
+def _shared(raw: dict[str, Any], choices: Choices) -> None:
+    part = {"size": pick(choices, SIZES), "ranks": pick(choices, (1, 2, 3, 1024))}
+    pick(choices, raw["spaces"])["interleave"] = part | {"rank": part["ranks"] - 1}
 
 
 def _far(raw: dict[str, Any], choices: Choices) -> None:

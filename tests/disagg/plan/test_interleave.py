@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from disagg.digest.digest import digests, from_wire, pieces, to_wire
+from disagg.digest.digest import Piece, digests, from_wire, pieces, to_wire
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
@@ -169,8 +169,8 @@ def layouts(sizes, page=4, kind="mla", **more):
 @pytest.mark.parametrize(
     ("held", "sentence"),
     [
-        ([0, 1, 3], "rank 2 of the 4 that share out space kv in stretches of 2 positions is"),
-        ([1], "ranks 0, 2-3 of the 4 that share out space kv in stretches of 2 positions are"),
+        ([0, 1, 3], "rank 2 of 4 of prefill's space kv, in stretches of 2 positions, is"),
+        ([1], "ranks 0, 2-3 of 4 of prefill's space kv, in stretches of 2 positions, are"),
     ],
 )
 def test_missing_ranks_are_refused_by_number(held, sentence):
@@ -180,7 +180,7 @@ def test_missing_ranks_are_refused_by_number(held, sentence):
     text = str(refused.value)
     assert f"target layers 0-2 latent: {sentence} missing. Plan with the" in text
     # compressed entries of two tokens lie in stretches twice as long
-    assert "target layer 2 c2: " in text and "space c2 in stretches of 4 positions" in text
+    assert "target layer 2 c2: " in text and "space c2, in stretches of 4 positions" in text
     assert "swa" not in text
 
 
@@ -190,7 +190,7 @@ def test_every_reason_is_given_where_ranks_and_shards_are_missing():
     with pytest.raises(IncompatibleLayouts) as refused:
         plan(sources, Side().state("heads", 8, 60).layout)
     text = str(refused.value)
-    assert "layers 0-2 k: rank 2 of the 3 that share out space kv" in text
+    assert "layers 0-2 k: rank 2 of 3 of prefill's space kv" in text
     assert (
         "layers 0-2 k: decode needs head 0-3, prefill offers head 2-3 on rank 1 of 3 of its "
         "positions, which does not cover it exactly once." in text
@@ -208,7 +208,7 @@ def test_ranks_that_hold_nothing_of_it_need_not_be_there():
     batches = wider.bind_all(there, here)
     kept = {key[2] for route in wider.routes if route.source == 0 for key in route.keys}
     assert kept <= {"swa"} and batches[1].runs  # every rank holds the window's layer
-    with pytest.raises(IncompatibleLayouts, match="rank 1 of the 2 that share out space kv"):
+    with pytest.raises(IncompatibleLayouts, match="rank 1 of 2 of prefill's space kv"):
         plan([both[0].layout], dest.layout)
 
 
@@ -296,6 +296,19 @@ def test_plans_of_other_stretches_are_not_confused_by_the_cache():
     assert (cache.hits, cache.misses) == (0, 2)
 
 
+def test_many_pieces_of_few_entries_cost_as_much_as_all_of_them():
+    """A peer names stretches of its own, of which hardly any entry is held here."""
+    (source,) = layouts([(1, 1, 2)])
+    address = place(source, 40)
+    held = Interleave(1, 1, 2), Interleave(1, 1, 1024)
+    (space,) = (space for space in source.layout.spaces if space.name == KV)
+    piece = Piece(("target", 0, "latent"), (), range(40), held)
+    most = source.layout.live_bytes(40) // (len(space.alive(40)) * 6)
+    list(digests(source.layout, address, [piece] * most))
+    with pytest.raises(ValueError, match="latent: the pieces up to this one exceed"):
+        list(digests(source.layout, address, [piece] * (most + 1)))
+
+
 def test_a_digest_of_other_ranks_entries_is_refused():
     (source,) = layouts([(2, 1, 2)])
     made = plan([source.layout], source.layout)
@@ -303,8 +316,8 @@ def test_a_digest_of_other_ranks_entries_is_refused():
     address = place(source, 40)
     assert len(list(digests(source.layout, address, [piece]))) == 1
     for wrong in (piece._replace(held=()), piece._replace(held=(Interleave(2, 0, 2),))):
-        with pytest.raises(ValueError, match=r"latent: .* of other ranks than rank 1 of 2"):
+        with pytest.raises(ValueError, match=r"latent: .* of all ranks, .* those of rank 1 of 2"):
             list(digests(source.layout, address, [wrong]))
     none = piece._replace(entries=range(2))
-    with pytest.raises(ValueError, match="latent: a piece has no entries"):
+    with pytest.raises(ValueError, match="latent: a piece has no entries that all"):
         list(digests(source.layout, address, [none]))
