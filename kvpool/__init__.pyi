@@ -4,6 +4,7 @@ from .device.quant import scaled as scaled
 from .layout import (
     Axis as Axis,
     Buffer as Buffer,
+    Interleave as Interleave,
     LayoutError as LayoutError,
     PoolLayout as PoolLayout,
     Region as Region,

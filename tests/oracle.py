@@ -155,7 +155,8 @@ def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestA
                 for b in layout.buffers
                 if layout.space_by_name[b.space].id_list == space.name
             )
-            count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
+            lists = [each for each in layout.spaces if each.id_list == space.name]
+            count = max(_items(each, tokens) for each in lists)
             usable = np.arange(space.reserved, items)
             ids = usable if seed is None else random.permutation(usable)
             if space.block_pool is not None:
@@ -165,6 +166,30 @@ def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestA
                 assert ids.size >= count, f"space {space.name}: {ids.size} items are left"
             spans[space.name] = Span(ids[:count])
     return RequestAddress(tokens, spans)
+
+
+def _items(space: Space, tokens: int) -> int:
+    """Items of a request: enough for what this rank holds of it."""
+    if space.kind != "paged":
+        return 1
+    if space.interleave is None:
+        return -(-tokens // (space.entries_per_item * space.tokens_per_entry))
+    return -(-len(packed(space, tokens)) // space.entries_per_item)
+
+
+def packed(space: Space, tokens: int) -> dict[int, int]:
+    """Where the entries of a rank lie that holds some stretches of positions: one behind the other,
+    as they are met position by position.
+    """
+    part, found = space.interleave, {}
+    stretch, left = 0, part.size  # whose turn it is, and for how many positions more
+    for position in range(tokens):
+        if stretch == part.rank and (position + 1) % space.tokens_per_entry == 0:
+            found[position // space.tokens_per_entry] = len(found)
+        left -= 1
+        if left == 0:
+            stretch, left = (stretch + 1) % part.ranks, part.size
+    return found
 
 
 def elsewhere(holder: KVPool | State, address: RequestAddress) -> RequestAddress:
@@ -239,15 +264,20 @@ def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> N
             continue
         if region.axis("entry") is None:
             view = view[:, None]
+        at = entries
+        if space.interleave is not None:
+            place = packed(space, address.num_tokens)
+            entries = np.array([e for e in entries.tolist() if e in place], dtype=np.int64)
+            at = np.array([place[e] for e in entries.tolist()], dtype=np.int64)
         inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
         what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
         span, size = address.spans[space.id_list], space.entries_per_item
         if region.packing:
             size = 1
         if space.kind == "paged":
-            view[span.ids[entries // size - span.first_item], entries % size] = what
+            view[span.ids[at // size - span.first_item], at % size] = what
         else:
-            view[span.ids[np.zeros_like(entries)], entries % size] = what
+            view[span.ids[np.zeros_like(at)], at % size] = what
 
 
 def fill(holder, address: RequestAddress, positions: range | None = None) -> None:
@@ -305,16 +335,24 @@ def _dead_tail(held: State, address: RequestAddress) -> list[np.ndarray]:
     blank(held)
     for region in held.layout.regions:
         space, view = held.layout.space_of(region), held.views[region.key]
-        size, closed = space.entries_per_item, address.num_tokens // space.tokens_per_entry
+        size, tokens = space.entries_per_item, address.num_tokens
+        entries = np.arange(tokens // space.tokens_per_entry + size)
+        if space.interleave is not None:
+            rounds = (
+                size * space.tokens_per_entry + space.interleave.size
+            ) * space.interleave.ranks
+            entries = np.array(list(packed(space, tokens + rounds)))
+        closed = int((entries < tokens // space.tokens_per_entry).sum())
         if space.kind != "paged" or region.packing or closed % size == 0:
             continue
-        entries = np.arange(closed, -(-closed // size) * size)
+        entries = entries[closed : -(-closed // size) * size]
         if region.axis("entry") is None:
             view = view[:, None]
         inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
         span = address.spans[space.id_list]
         item = span.ids[closed // size - span.first_item]
-        view[item, entries % size] = values(region.key, [entries, *inner, np.arange(region.width)])
+        steps = np.arange(closed % size, size)
+        view[item, steps] = values(region.key, [entries, *inner, np.arange(region.width)])
     return [memory.copy() for memory in held.memory]
 
 

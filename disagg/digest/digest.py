@@ -20,10 +20,10 @@ from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
 from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
-from kvpool.layout import Axis, Key, PoolLayout, Region, RequestAddress
+from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import axis_steps, by_layers, ranges
-from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
+from kvpool.layout.sentences import axis_steps, by_layers, held_words, ranges
+from kvpool.layout.types import EVERY, MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
 
 STEP_BYTES = 4 << 20
 """Work between two yields, in bytes."""
@@ -34,7 +34,8 @@ MAX_POSITION_RANGES = 16
 
 
 class Piece(NamedTuple):
-    """Part of region `key`: steps `box` of its axes, and `entries`.
+    """Part of region `key`: steps `box` of its axes, and those of `entries` that each of `held`
+    holds.
 
     Steps count in the whole model, entries in the whole request. A slot is one entry, and so is an
     item of a packed region.
@@ -43,23 +44,35 @@ class Piece(NamedTuple):
     key: Key
     box: Box
     entries: range
+    held: tuple[Interleave, ...] = ()
+
+    def numbers(self) -> Ints:
+        """The entries, in the request's numbers."""
+        first, *others = sorted(self.held, key=lambda part: -part.ranks) or [EVERY]
+        indices = first.part(self.entries)
+        found = first.number(np.arange(indices.start, indices.stop, dtype=np.int64))
+        for part in others:
+            found = found[found // part.size % part.ranks == part.rank]
+        return found
 
 
 def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[Piece]:
     """What `plan.bind` moves from source rank `source` for positions `tokens` of a request of
     `total` tokens.
     """
-    entries: dict[tuple[str, bool], range] = {}
+    moved: dict[tuple[str, Interleave, bool], Piece | None] = {}
     found = []
     for overlap, elected in plan.elected:
         if elected == source:
             space, packed = plan.dest.space_of(overlap.dest), bool(overlap.dest.packing)
-            at = space.name, packed
-            if at not in entries:
-                needed = needed_items if packed else needed_entries
-                entries[at] = needed(space, tokens, total)
-            if entries[at]:
-                found.append(Piece(overlap.dest.key, overlap.box, entries[at]))
+            about = space.name, overlap.held, packed
+            if about not in moved:
+                entries = (needed_items if packed else needed_entries)(space, tokens, total)
+                held = tuple({h: None for h in (overlap.held, space.held) if h != EVERY})
+                piece = Piece(overlap.dest.key, overlap.box, entries, held)
+                moved[about] = piece if piece.numbers().size else None
+            if alike := moved[about]:
+                found.append(alike._replace(key=overlap.dest.key, box=overlap.box))
     return found
 
 
@@ -77,11 +90,12 @@ def digests(
     work = 0
     for piece in pieces:
         region = _region(layout, piece)
-        read, starts = _rows(layout, address, region, piece.entries)
-        left -= starts.size * _volume(piece.box) * region.width
+        read, starts, numbers = _rows(layout, address, region, piece)
+        # looking for the entries of a piece takes time by this side's entries, all of them
+        mine = len(layout.space_of(region).held.part(piece.entries))
+        left -= mine * _volume(piece.box) * region.width
         if left < 0:
             raise ValueError(f"{region}: the pieces up to this one exceed the live bytes.")
-        numbers = np.arange(piece.entries.start, piece.entries.stop, dtype=np.int64)
         found = np.zeros(starts.size, dtype=np.uint64)
         work += PIECE_SETUP_COST
         for cells in cells_of(region.inner_axes, region.width, piece.box):
@@ -106,7 +120,7 @@ def differing(
 
     `one` and `other` hold an array per piece, of one digest per entry; else raises ValueError.
     """
-    counts = [len(piece.entries) for piece in pieces]
+    counts = [piece.numbers().size for piece in pieces]
     if any([array.size for array in side] != counts for side in (one, other)):
         raise ValueError("digests to compare: need an array per piece, of one number per entry.")
     found = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, one, other))
@@ -130,6 +144,8 @@ class _PieceShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     box: Annotated[list[tuple[_BoundedName, _Number, _Number]], Meta(max_length=MAX_AXES)]
     start: _Number
     stop: _Number
+    held: Annotated[list[tuple[_Number, _Number, _Number]], Meta(max_length=2)]
+    """Size, rank and ranks of each interleave."""
 
 
 class _Pieces(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -147,11 +163,17 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
     """Encodes pieces for `from_wire`. Raises ValueError above `MAX_PARTS` pieces."""
     if len(pieces) > MAX_PARTS:
         raise ValueError(f"{len(pieces)} pieces: at most {MAX_PARTS} are sent at once.")
-    shapes: dict[tuple[str, str, Box, range], int] = {}
-    which = [shapes.setdefault((p.key[0], p.key[2], p.box, p.entries), len(shapes)) for p in pieces]
+    shapes: dict[tuple[str, str, Box, range, tuple[Interleave, ...]], int] = {}
+    which = [
+        shapes.setdefault((p.key[0], p.key[2], p.box, p.entries, p.held), len(shapes))
+        for p in pieces
+    ]
     made = [
-        _PieceShape(owner, role, list(box), entries.start, entries.stop)
-        for owner, role, box, entries in shapes
+        _PieceShape(
+            *(owner, role, list(box), entries.start, entries.stop),
+            [(part.size, part.rank, part.ranks) for part in held],
+        )
+        for owner, role, box, entries, held in shapes
     ]
     return msgspec.msgpack.encode(_Pieces(made, which, [piece.key[1] for piece in pieces]))
 
@@ -164,7 +186,13 @@ def from_wire(data: bytes) -> list[Piece]:
         raise ValueError(f"malformed pieces: {error}") from None
     if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
         raise ValueError("malformed pieces: a piece without its shape or its layer.")
-    shapes = [(k.owner, k.role, tuple(k.box), range(k.start, k.stop)) for k in found.shapes]
+    shapes = [
+        (
+            *(k.owner, k.role, tuple(k.box), range(k.start, k.stop)),
+            tuple(Interleave(*numbers) for numbers in k.held),
+        )
+        for k in found.shapes
+    ]
     return [
         Piece((shapes[at][0], layer, shapes[at][1]), *shapes[at][2:])
         for at, layer in zip(found.which, found.layers)
@@ -188,13 +216,14 @@ def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
     space = layout.space_of(region)
     if space.kind == "slot" or (region.packing and space.per_request):
         return "its state differs."
-    breaks = np.flatnonzero(np.diff(at) > 1) + 1
+    numbers = piece.numbers()[at]
+    breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
     more = ""
     if breaks.size >= MAX_POSITION_RANGES:
-        at = at[: breaks[MAX_POSITION_RANGES - 1]]
+        numbers = numbers[: breaks[MAX_POSITION_RANGES - 1]]
         more = f" and {breaks.size + 1 - MAX_POSITION_RANGES} more ranges"
     size = space.tokens_per_item if region.packing else space.tokens_per_entry
-    tokens = (piece.entries.start + at[:, None]) * size + np.arange(size)
+    tokens = numbers[:, None] * size + np.arange(size)
     if tokens.size == 1:
         return f"position {tokens.item()} differs."
     return f"positions {ranges(tokens.ravel().tolist())}{more} differ."
@@ -222,25 +251,32 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
 
 
 def _rows(
-    layout: PoolLayout, address: RequestAddress, region: Region, entries: range
-) -> tuple[ReadCells, Ints]:
-    """A reader of a region's buffer, and the offset of each entry. Raises ValueError for entries
-    that are not alive.
+    layout: PoolLayout, address: RequestAddress, region: Region, piece: Piece
+) -> tuple[ReadCells, Ints, Ints]:
+    """A reader of a region's buffer, and the offset and number of each entry. Raises ValueError for
+    entries that are not alive, or another rank's.
     """
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
-    packed, total = bool(region.packing), address.num_tokens
-    alive = space.alive_items(total) if packed else space.alive(total)
+    packed, total, entries = bool(region.packing), address.num_tokens, piece.entries
+    alive = space.alive_items(total) if packed else space.alive_in_request(total)
     if not (entries.step == 1 and alive.start <= entries.start < entries.stop <= alive.stop):
         raise ValueError(
             f"{region}: a piece has {'items' if packed else 'entries'} {entries.start} to "
             f"{entries.stop - 1}, space {space.name} keeps {alive.start} to {alive.stop - 1} alive "
             f"at {total} tokens."
         )
-    numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
-    items, steps = np.divmod(numbers, 1 if packed else space.entries_per_item)
+    if space.interleave is not None and space.held not in piece.held:
+        raise ValueError(
+            f"{region}: a piece has entries of all ranks, space {space.name} those of "
+            f"{held_words(space)}."
+        )
+    numbers = piece.numbers()
+    if not numbers.size:
+        raise ValueError(f"{region}: a piece has no entries that all of {piece.held} hold.")
+    items, steps = np.divmod(space.held.index(numbers), 1 if packed else space.entries_per_item)
     ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
-    return reader(buffer), starts
+    return reader(buffer), starts, numbers
 
 
 def _volume(box: Box) -> int:

@@ -44,7 +44,7 @@ class Verification:
 
 def differences(check: Verification, who: str) -> tuple[Verification | None, str]:
     """Of digests that are not equal: a finer check, or a sentence that names what differs."""
-    counts = [len(piece.entries) if check.each else 1 for piece in check.pieces]
+    counts = [piece.numbers().size if check.each else 1 for piece in check.pieces]
     sizes = [len(side or b"") for side in (check.own, check.theirs)]
     if sizes != 2 * [8 * sum(counts)]:
         return None, f"{who} gave {sizes[1]} bytes of digests, here they are {sizes[0]}."

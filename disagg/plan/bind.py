@@ -198,6 +198,7 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     entries, count = route.dst_entries, int(pairs.count[-1])
     if (
         route.dst_space.kind != "paged"
+        or route.src_space.held != route.dst_space.held
         or count == entries
         or pairs.src_step[-1]
         or pairs.dst_step[-1]

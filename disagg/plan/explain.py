@@ -10,7 +10,7 @@ from disagg.plan.bind import cost
 from disagg.plan.positions import scattered, scattered_items
 from disagg.plan.runs import Route
 from kvpool.layout import Axis, Key, PoolLayout, Region
-from kvpool.layout.sentences import ranges
+from kvpool.layout.sentences import held_words, ranges
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,6 +133,10 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
         if (theirs := there.axis(ours.name))
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
+    if route.src_space.held != route.dst_space.held:
+        spaces = route.src_space, route.dst_space
+        words = [held_words(space) or "all positions" for space in spaces]
+        cut.append(f"{words[0]} on the source, {words[1]} on the destination")
     if cut:
         return "resharded", "; ".join(cut)
     change = f"items of {pages[0]} entries on the source, {pages[1]} on the destination"

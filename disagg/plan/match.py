@@ -1,26 +1,32 @@
 """Matches source regions to a destination region, or says why they do not match.
 
-The shard axes of both sides are intersected. Sources that hold the same part are replicas, of which
-one is elected.
+The shard axes of both sides are intersected, and the positions that their ranks hold. Sources that
+hold the same part are replicas, of which one is elected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
 
 from disagg.plan.runs import Box
-from kvpool.layout import PoolLayout, Region
+from kvpool.layout import Interleave, PoolLayout, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part `box` of a destination region that the replicas `holders` all hold."""
+    """The part `box` of a destination region that the replicas `holders` all hold, for the entries
+    `held` of a request.
+    """
 
     dest: Region
     box: Box
+    held: Interleave
     holders: tuple[int, ...]
 
 
@@ -101,7 +107,66 @@ def _other_packing(theirs: Region, ours: Region) -> str:
 
 
 def tile(
-    region: Region, sources: Sequence[PoolLayout], holders: Sequence[int]
+    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
+) -> tuple[list[Overlap], list[str]]:
+    """Overlaps that cover the region's positions and shard exactly once, or the reasons why there
+    are none.
+
+    Ranks whose stretches are equally many and long hold every position once; of these all that meet
+    the destination's positions are needed, each for the whole shard.
+    """
+    here = dest.space_of(region).held
+    families: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for holder in holders:
+        held = sources[holder].space_of(sources[holder].region_by_key[region.key]).held
+        families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
+    reasons: list[str] = []
+    for (ranks, size), by_rank in sorted(families.items()):
+        found: list[Overlap] = []
+        problems: list[str] = []
+        missing: list[int] = []
+        for rank in _ranks_needed(size, ranks, here):
+            if rank not in by_rank:
+                missing.append(rank)
+                continue
+            part = Interleave(size, rank, ranks)
+            overlaps, problem = _tile_shard(region, part, sources, by_rank[rank])
+            found += overlaps
+            problems += problem
+        if missing:
+            known = sources[next(iter(by_rank.values()))[0]]
+            space = known.space_of(known.region_by_key[region.key])
+            problems.insert(0, _say_missing(space, missing))
+        if not problems:
+            return found, []
+        reasons += problems
+    return [], list(dict.fromkeys(reasons))
+
+
+def _say_missing(space: Space, missing: Sequence[int]) -> str:
+    """Names ranks that share out a space of prefill's with the rank of `space`."""
+    size = space.held.size * space.tokens_per_entry
+    ranks, are = ("ranks", "are") if len(missing) > 1 else ("rank", "is")
+    return (
+        f"{ranks} {ranges(missing)} of {space.held.ranks} of prefill's space {space.name}, in "
+        f"stretches of {size} positions, {are} missing. Plan with the layouts of all prefill ranks."
+    )
+
+
+def _ranks_needed(size: int, ranks: int, here: Interleave) -> list[int]:
+    """Of ranks that hold stretches of `size`, those that hold something of `here`."""
+    starts = np.arange(ranks, dtype=np.int64) * size
+    # what is held by both differs by a multiple of the period; a number of one stretch less a
+    # number of the other is anything from low to high
+    period = gcd(size * ranks, here.size * here.ranks)
+    high = starts + size - 1 - here.rank * here.size
+    low = starts - (here.rank + 1) * here.size + 1
+    found: list[int] = np.flatnonzero(high // period * period >= low).tolist()
+    return found
+
+
+def _tile_shard(
+    region: Region, held: Interleave, sources: Sequence[PoolLayout], holders: Sequence[int]
 ) -> tuple[list[Overlap], list[str]]:
     """Overlaps that cover the region's shard exactly once, or the reason why there are none."""
     axes = region.inner_axes
@@ -120,12 +185,13 @@ def tile(
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
     if sum(map(_volume, taken)) != _volume(needed):
-        held = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
+        offered = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
+        of = f" on rank {held.rank} of {held.ranks} of its positions" if held.ranks > 1 else ""
         return [], [
-            f"decode needs {_say(needed)}, prefill offers {held}, which does not cover it exactly "
-            "once. Plan with the layouts of all prefill ranks."
+            f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
+            "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Overlap(region, box, tuple(replicas[box])) for box in taken], []
+    return [Overlap(region, box, held, tuple(replicas[box])) for box in taken], []
 
 
 def elect(overlaps: Sequence[Overlap]) -> list[tuple[Overlap, int]]:

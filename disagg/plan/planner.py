@@ -155,7 +155,7 @@ def plan(
             continue
         problems = mismatches(region, dest, sources, holders)
         if not problems:
-            found, problems = tile(region, sources, holders)
+            found, problems = tile(region, dest, sources, holders)
             overlaps.extend(found)
         reasons.extend(Reason(*region.key, problem) for problem in problems)
     if reasons:

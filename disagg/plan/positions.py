@@ -68,9 +68,7 @@ class EntryPairs:
 def scattered(src_space: Space, dst_space: Space, tokens: int) -> EntryPairs:
     """The pairs of a request of `tokens` tokens in the worst case: no two items adjacent."""
     needed = needed_entries(dst_space, range(tokens), tokens)
-    sizes = src_space.entries_per_item, dst_space.entries_per_item
-    starts, count = _stretches(needed, *sizes)
-    (src, src_step), (dst, dst_step) = (np.divmod(starts, size) for size in sizes)
+    src, src_step, dst, dst_step, count = _paired(src_space, dst_space, needed).columns()
     return EntryPairs(2 * src, src_step, 2 * dst, dst_step, count)
 
 
@@ -94,14 +92,13 @@ class BlockLookup:
             raise ValueError(f"{who}: its block table has no ids for space {self.space.id_list!r}.")
         at = index - span.first_item if self.space.kind == "paged" else np.zeros_like(index)
         if at[0] < 0 or at[-1] >= span.ids.size:
-            size = self.space.tokens_per_item
-            held = range(span.first_item * size, (span.first_item + span.ids.size) * size)
-            wanted = f"{int(index[0]) * size} to {(int(index[-1]) + 1) * size - 1}"
+            wanted = self._positions(int(index[0]), int(index[-1]) + 1)
+            held = self._positions(span.first_item, span.first_item + span.ids.size)
             raise IncompleteTransfer(
                 f"{who}: space {self.space.name} needs items for positions {wanted}, its block "
-                f"table covers {held.start} to {held.stop - 1}."
+                f"table covers {held}."
             )
-        if at[-1] - at[0] + 1 == at.size:
+        if at[-1] - at[0] + 1 == at.size and (at[1:] > at[:-1]).all():
             ids = span.ids[int(at[0]) : int(at[-1]) + 1]
         else:
             ids = span.ids[at]
@@ -114,22 +111,26 @@ class BlockLookup:
             )
         return ids
 
+    def _positions(self, first: int, stop: int) -> str:
+        """First and last position that items `first` to `stop` hold."""
+        space = self.space
+        if first == stop:
+            return "none"
+        size, per = space.entries_per_item, space.tokens_per_entry
+        last = space.held.number(stop * size - 1)
+        return f"{space.held.number(first * size) * per} to {(last + 1) * per - 1}"
+
 
 def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
-    """Pairs the entries of `tokens` that the destination keeps alive."""
+    """Pairs the entries of `tokens` that the destination keeps alive and both sides hold."""
     needed = needed_entries(dst.space, tokens, dst.address.num_tokens)
     _check_offered(src, needed, tokens, dst.address.num_tokens)
-    if not needed:
-        none = np.empty(0, dtype=np.int64)
-        return EntryPairs(none, none, none, none, none)
-    sizes = src.space.entries_per_item, dst.space.entries_per_item
-    starts, count = _stretches(needed, *sizes)
-    src_index, src_step = np.divmod(starts, sizes[0])
-    same = sizes[0] == sizes[1]
-    dst_index, dst_step = (src_index, src_step) if same else np.divmod(starts, sizes[1])
-    return EntryPairs(
-        src.ids(src_index, "source"), src_step, dst.ids(dst_index, "destination"), dst_step, count
-    )
+    found = _paired(src.space, dst.space, needed)
+    if not found.count.size:
+        return found
+    src_item = src.ids(found.src_item, "source")
+    dst_item = dst.ids(found.dst_item, "destination")
+    return EntryPairs(src_item, found.src_step, dst_item, found.dst_step, found.count)
 
 
 def pair_items(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
@@ -169,8 +170,10 @@ def needed_items(space: Space, tokens: range, total: int) -> range:
 
 
 def needed_entries(space: Space, tokens: range, total: int) -> range:
-    """Entries of `tokens` that are alive once a request has `total` tokens."""
-    alive = space.alive(total)
+    """Entries of `tokens` that are alive once a request has `total` tokens, in the request's
+    numbers, whichever rank holds them.
+    """
+    alive = space.alive_in_request(total)
     if space.per_request:  # it changes until the last position is written
         return alive if tokens.stop == total else range(0)
     per = space.tokens_per_entry
@@ -193,7 +196,7 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
         )
     if space.window is not None:
         # of a chunk, what is alive at the end: until then, prefill may free the rest
-        alive = space.alive(max(held, total))
+        alive = space.alive_in_request(max(held, total))
         if needed.start < alive.start:
             raise IncompleteTransfer(
                 f"source: space {space.name} keeps entries from {alive.start} on alive, the "
@@ -202,14 +205,55 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
             )
 
 
+def _paired(src: Space, dst: Space, needed: range) -> EntryPairs:
+    """Pairs those of the request's entries `needed` that both spaces hold; `src_item` and
+    `dst_item` are numbers of items of the request.
+    """
+    sizes = src.entries_per_item, dst.entries_per_item
+    if src.held == dst.held:
+        src_starts, count = _stretches(src.held.part(needed), *sizes)
+        dst_starts = src_starts
+    else:
+        src_starts, dst_starts, count = _common(src, dst, needed)
+    src_item, src_step = np.divmod(src_starts, sizes[0])
+    same = src_starts is dst_starts and sizes[0] == sizes[1]
+    dst_item, dst_step = (src_item, src_step) if same else np.divmod(dst_starts, sizes[1])
+    return EntryPairs(src_item, src_step, dst_item, dst_step, count)
+
+
+def _common(src: Space, dst: Space, needed: range) -> tuple[Ints, Ints, Ints]:
+    """The entries that both of two spaces hold, interleaved differently: starts in the numbers of
+    either, and counts.
+    """
+    sides = []
+    for space in (src, dst):
+        starts, count = _stretches(space.held.part(needed), space.held.size, space.entries_per_item)
+        sides.append((starts, space.held.number(starts), count))
+    if not all(count.size for _, _, count in sides):
+        none = np.empty(0, dtype=np.int64)
+        return none, none, none
+    edges = np.unique(np.concatenate([n + more for _, n, c in sides for more in (0, c)]))
+    begins, count = edges[:-1], np.diff(edges)
+    both = np.ones(begins.size, dtype=np.bool_)
+    found = []
+    for starts, numbers, counts in sides:
+        at = np.searchsorted(numbers, begins, side="right") - 1
+        within = begins - numbers[at]
+        both &= (at >= 0) & (within < counts[at])
+        found.append(starts[at] + within)
+    return found[0][both], found[1][both], count[both]
+
+
 def _stretches(entries: range, one: int, other: int) -> tuple[Ints, Ints]:
-    """Starts and counts of a range of entries, cut at the items of both sides' sizes."""
+    """Starts and counts of a range of entries, cut at multiples of both sizes."""
 
     def cuts(size: int) -> Ints:
         found = np.arange(entries.start // size * size, entries.stop, size, dtype=np.int64)
         found[:1] = entries.start
         return found
 
+    if not entries:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     nested = one % other == 0 or other % one == 0
     starts = cuts(min(one, other))
     if not nested:  # np.union1d loads numpy.ma: milliseconds of the first request

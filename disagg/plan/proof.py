@@ -1,8 +1,9 @@
 """A quick proof of a new plan: on either side its runs cover the bytes that they are to move, each
 once, and beside them nothing but declared padding.
 
-It follows from regions, boxes and padding alone, however the runs were joined. `verify` is the slow
-check, which also compares what each byte means.
+It follows from regions, boxes and padding alone, however the runs were joined. That the parts cover
+shards and positions once is for `match.tile` to show. `verify` is the slow check, which also
+compares what each byte means.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import count, takewhile
 
 import numpy as np
 
 from disagg.plan.bind import CopyBatch
-from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Span
+from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints, outer_sum, ragged
 
 BindAll = Callable[[Sequence[RequestAddress], RequestAddress], list[CopyBatch]]
@@ -29,7 +30,8 @@ def verify(
     here = _address(dest, tokens)
     keys = {r.key: number for number, r in enumerate(dest.regions) if r.key not in missing}
     # numbers of entries that no dead entry of a last item exceeds
-    entries = tokens + max(space.entries_per_item for e in [*sources, dest] for space in e.spaces)
+    parts = [(s.entries_per_item, s.interleave) for e in [*sources, dest] for s in e.spaces]
+    entries = tokens + max(size if p is None else (size + p.size) * p.ranks for size, p in parts)
     required = _meanings(dest, here, tokens, keys, entries)
     allowed = _meanings(dest, here, tokens, keys, entries, dead=True)
     written: list[tuple[Ints, Ints]] = []
@@ -48,9 +50,9 @@ def verify(
     if (wanted != what).any():
         at = int(np.flatnonzero(wanted != what)[0])
         raise RuntimeError(f"destination byte {where[at]} is written from the wrong byte.")
-    count = np.isin(where, required[0]).sum()
-    if count != required[0].size:
-        raise RuntimeError(f"{required[0].size} bytes are required, {count} are written.")
+    found = np.isin(where, required[0]).sum()
+    if found != required[0].size:
+        raise RuntimeError(f"{required[0].size} bytes are required, {found} are written.")
 
 
 def _tokens(layouts: list[PoolLayout]) -> int:
@@ -61,9 +63,16 @@ def _tokens(layouts: list[PoolLayout]) -> int:
         for name in layout.items_by_space
         if layout.space_by_name[name].kind == "paged"
     ]
-    most = 2 * max((space.tokens_per_item for space in paged), default=0) + 1
+    longest = max(
+        (
+            max(space.tokens_per_item, space.interleave.size if space.interleave else 1)
+            * space.held.ranks
+            for space in paged
+        ),
+        default=0,
+    )
     return bisect_left(
-        range(1, most + 1),
+        range(1, 2 * longest + 2),
         True,
         key=lambda tokens: not all(_fits(layout, tokens) for layout in layouts),
     )
@@ -73,7 +82,7 @@ def _fits(layout: PoolLayout, tokens: int) -> bool:
     """Whether the ids of a request are items of every buffer."""
     spans = _address(layout, tokens).spans
     return all(
-        int(spans[layout.space_by_name[name].id_list].ids.max()) < items
+        int(spans[layout.space_by_name[name].id_list].ids.max(initial=-1)) < items
         for name, items in layout.items_by_space.items()
     )
 
@@ -84,12 +93,18 @@ def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
     """
     spans, taken = {}, dict.fromkeys(layout.block_pools, 0)
     for space in layout.spaces:
-        count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else min(tokens, 1)
+        items = max(
+            min(tokens, 1)
+            if one.per_request
+            else -(-one.alive(tokens).stop // one.entries_per_item)
+            for one in layout.spaces
+            if one.id_list == space.id_list
+        )
         first = space.reserved
         if space.block_pool is not None:
             first += taken[space.block_pool]
-            taken[space.block_pool] += count
-        spans[space.name] = Span(np.arange(first + count - 1, first - 1, -1))
+            taken[space.block_pool] += items
+        spans[space.name] = Span(np.arange(first + items - 1, first - 1, -1))
     return RequestAddress(tokens, spans)
 
 
@@ -132,16 +147,26 @@ def _region_bytes(
         steps = np.arange(axis.start, axis.stop, dtype=np.int64) * inner
         meaning = (steps[:, None] + meaning.reshape(1, -1)).ravel()
         inner *= axis.total
-    entry = region.axis("entry")
+    along = region.axis("entry")
     size = 1 if region.packing else space.entries_per_item
-    alive = space.alive_items(tokens) if region.packing else space.alive(tokens)
+    alive = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
+    stop = sum(1 for _ in takewhile(lambda entry: entry < alive.stop, _entries(space)))
     if dead and space.kind == "paged":
-        alive = range(alive.start, -(-alive.stop // size) * size)
-    for position in alive:
-        item = ids[position // size] if space.kind == "paged" else ids[0]
-        step = (position % size) * entry.stride if entry else 0
-        base = buffer.base + int(item) * buffer.item_stride + region.offset + step
-        yield base + cell, (number + position) * inner + meaning
+        stop = -(-stop // size) * size
+    for place, entry in zip(range(stop), _entries(space)):
+        if entry >= alive.start:
+            item = ids[place // size] if space.kind == "paged" else ids[0]
+            step = (place % size) * along.stride if along else 0
+            base = buffer.base + int(item) * buffer.item_stride + region.offset + step
+            yield base + cell, (number + entry) * inner + meaning
+
+
+def _entries(space: Space) -> Iterator[int]:
+    """The entries of a request that this rank holds, looked at one by one."""
+    part = space.interleave
+    for entry in count():
+        if part is None or entry * space.tokens_per_entry // part.size % part.ranks == part.rank:
+            yield entry
 
 
 def _check_padding(pointers: Ints, layout: PoolLayout, address: RequestAddress, what: str) -> None:

@@ -20,7 +20,7 @@ from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_TEXT = 1 << 16

@@ -17,7 +17,16 @@ from functools import cached_property
 from kvpool.layout.foreign import ForeignBytes
 from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
-from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab, Space
+from kvpool.layout.types import (
+    Axis,
+    Buffer,
+    Interleave,
+    Key,
+    LayoutError,
+    Region,
+    Slab,
+    Space,
+)
 from kvpool.layout.validate import VERSION, check_layout
 
 __all__ = [
@@ -25,6 +34,7 @@ __all__ = [
     "Axis",
     "Buffer",
     "Holder",
+    "Interleave",
     "Key",
     "LayoutError",
     "Pin",

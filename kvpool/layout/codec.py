@@ -21,6 +21,7 @@ from kvpool.layout.types import (
     MAX_REASON,
     Axis,
     Buffer,
+    Interleave,
     LayoutError,
     Region,
     Space,
@@ -44,11 +45,12 @@ def _list(kind: Any, most: int) -> Any:
 
 
 _WireRegion = _strict(Region, axes=_list(_strict(Axis), MAX_AXES))
+_WireSpace = _strict(Space, interleave=_strict(Interleave) | None)
 WireLayout = _strict(
     PoolLayout,
     buffers=_list(_strict(Buffer), MAX_PARTS),
     regions=_list(_WireRegion, MAX_PARTS),
-    spaces=_list(_strict(Space), MAX_PARTS),
+    spaces=_list(_WireSpace, MAX_PARTS),
 )
 
 

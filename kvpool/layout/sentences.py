@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from kvpool.layout.types import Axis, Key
+from kvpool.layout.types import Axis, Key, Space
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -28,6 +28,15 @@ def axis_steps(axis: Axis) -> str:
     if axis.size == axis.total:
         return f"{axis.name} {axis.size:,}"
     return f"{axis.name} {ranges(range(axis.start, axis.stop))} of {axis.total:,}"
+
+
+def held_words(space: Space) -> str:
+    """`rank 0 of 2 in stretches of 16 tokens`; empty for a space that holds all positions."""
+    part = space.interleave
+    if part is None:
+        return ""
+    tokens = "token" if part.size == 1 else "tokens"
+    return f"rank {part.rank} of {part.ranks:,} in stretches of {part.size:,} {tokens}"
 
 
 def by_layers(sentences: Iterable[tuple[Key, str]]) -> list[str]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_INT = (1 << 63) - 1
 MAX_NAME = 128
 MAX_AXES = 8
 MAX_PARTS = 1 << 16
+MAX_RANKS = 1 << 10
+"""Ranks over which a space's positions are interleaved."""
+MAX_ROUND = 1 << 40
+"""Positions of one stretch of every rank."""
 MAX_REASON = 4096
 """Characters of one reason, in an error, a message or the log."""
 HOST = "cpu"
@@ -210,6 +218,61 @@ class Buffer:
         return self.base + (self.items - 1) * self.item_stride + self.item_bytes
 
 
+_Numbers = TypeVar("_Numbers", int, "npt.NDArray[np.int64]")
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """What rank `rank` of `ranks` holds of consecutive numbers (positions, or entries): every
+    `ranks`-th stretch of `size`, so number x if `x // size % ranks == rank`.
+
+    The numbers that it holds are counted densely: its `index` 0, 1, ... are the first, the second.
+    """
+
+    size: int
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        _need_int(self.size, 1, "interleave size")
+        _need(
+            1 <= self.ranks <= MAX_RANKS,
+            "interleave ranks",
+            f"1 to {MAX_RANKS}, got {self.ranks}.",
+        )
+        _need(
+            0 <= self.rank < self.ranks,
+            "interleave rank",
+            f"0 to {self.ranks - 1} of {self.ranks} ranks, got {self.rank}.",
+        )
+        _need(
+            self.size * self.ranks <= MAX_ROUND,
+            "interleave",
+            f"stretches of {self.size} over {self.ranks} ranks: at most 2**40 in all.",
+        )
+
+    def number(self, index: _Numbers) -> _Numbers:
+        """The number at an index."""
+        return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
+
+    def index(self, number: _Numbers) -> _Numbers:
+        """The index of a number that this rank holds."""
+        return number // (self.size * self.ranks) * self.size + number % self.size
+
+    def below(self, number: int) -> int:
+        """How many numbers below `number` this rank holds."""
+        rounds, rest = divmod(number, self.size * self.ranks)
+        return rounds * self.size + min(max(rest - self.rank * self.size, 0), self.size)
+
+    def part(self, numbers: range) -> range:
+        """Indices of those of consecutive numbers that this rank holds."""
+        return range(self.below(numbers.start), self.below(numbers.stop))
+
+
+EVERY = Interleave(MAX_ROUND, 0, 1)
+"""One rank holds all, in one stretch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """Which list of ids addresses a buffer's items, and which positions an item holds.
@@ -227,6 +290,13 @@ class Space:
     `block_pool`: the pool of blocks that the ids come from (None: ids of its own). An id of a block
     pool is in use by one of its id lists at a time, so their buffers may lie over one another, item
     over item.
+
+    `interleave`: the positions of which this rank holds the entries, where ranks share them out
+    (context parallelism; paged spaces only). Its entries are then numbered densely, as those of a
+    request that has no others: entry e of this rank is entry `held.number(e)` of the request,
+    and lies in item `ids[e // entries_per_item]`. Windows and `RequestAddress.num_tokens` count
+    the whole request's. A stretch is a multiple of `tokens_per_entry`, so that each entry is one
+    rank's. None: this rank holds them all.
     """
 
     name: str
@@ -238,6 +308,7 @@ class Space:
     ids: str | None = None
     window_step: int = 1
     block_pool: str | None = None
+    interleave: Interleave | None = None
 
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
@@ -271,6 +342,21 @@ class Space:
                 f"its ids are those of space {self.ids}: give that space block_pool "
                 f"{self.block_pool!r}, and this one none.",
             )
+        if self.interleave is not None and self.interleave.ranks == 1:
+            object.__setattr__(self, "interleave", None)  # one rank holds all, whatever the size
+        if self.interleave is not None:
+            _need(
+                self.kind == "paged",
+                f"{where} interleave",
+                f"a {self.kind} is one request's whole state, of which a rank cannot hold some "
+                "positions. Only paged spaces are interleaved.",
+            )
+            _need(
+                self.interleave.size % self.tokens_per_entry == 0,
+                f"{where} interleave",
+                f"stretches of {self.interleave.size} positions would cut entries of "
+                f"{self.tokens_per_entry}: a multiple of {self.tokens_per_entry} is needed.",
+            )
         if self.kind == "ring":
             keeps = None if self.window is None else self.window + self.window_step - 1
             _need(
@@ -291,8 +377,22 @@ class Space:
         """Whether the items of a request grow with its tokens: pages without a window."""
         return self.kind == "paged" and self.window is None
 
+    @property
+    def held(self) -> Interleave:
+        """Which entries of a request this rank holds."""
+        if self.interleave is None:
+            return EVERY
+        size = self.interleave.size // self.tokens_per_entry
+        return Interleave(size, self.interleave.rank, self.interleave.ranks)
+
     def alive(self, tokens: int) -> range:
-        """Live entries of a request of `tokens` tokens. A slot is one entry."""
+        """Live entries of a request of `tokens` tokens, in this rank's numbers. A slot is one
+        entry.
+        """
+        return self.held.part(self.alive_in_request(tokens))
+
+    def alive_in_request(self, tokens: int) -> range:
+        """Live entries of a request of `tokens` tokens on all ranks, in the request's numbers."""
         if self.kind == "slot":
             return range(min(tokens, 1))
         entries = tokens // self.tokens_per_entry
@@ -319,6 +419,13 @@ class Space:
     def tokens_per_item(self) -> int:
         """Positions that one item of a paged space holds."""
         return self.entries_per_item * self.tokens_per_entry
+
+    @property
+    def item_span(self) -> int:
+        """Positions that lie in items of one number on all ranks together: of a paged space whose
+        stretches divide an item, item i of every rank holds positions from `i * item_span` on.
+        """
+        return self.tokens_per_item * self.held.ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,27 @@ def _check_shared_ids(spaces: Sequence[Space]) -> None:
             raise LayoutError(
                 f"space {space.name}: shares the ids of {space.ids!r}, which has no id list itself."
             )
-        if space.kind == first.kind == "paged" and space.tokens_per_item != first.tokens_per_item:
+        if space.kind != "paged" or first.kind != "paged":
+            continue
+        if space.item_span != first.item_span:
             raise LayoutError(
-                f"space {space.name}: an item holds {space.tokens_per_item} tokens, but an item "
-                f"of {first.name}, whose ids it shares, {first.tokens_per_item}."
+                f"space {space.name}: an item holds {_tokens(space)}, but an item of "
+                f"{first.name}, whose ids it shares, {_tokens(first)}."
             )
+        for each in (space, first) if space.interleave != first.interleave else ():
+            if each.interleave is not None and each.tokens_per_item % each.interleave.size:
+                raise LayoutError(
+                    f"space {each.name}: stretches of {each.interleave.size} positions do not "
+                    f"divide an item of {each.tokens_per_item}, and {space.name} shares the ids of "
+                    f"{first.name}, which is interleaved otherwise: their items would hold other "
+                    "positions. Make the stretches divide an item."
+                )
+
+
+def _tokens(space: Space) -> str:
+    """How many tokens an item holds, as text: `8 of 32 tokens` where ranks share them out."""
+    of = "" if space.interleave is None else f"{space.tokens_per_item} of "
+    return f"{of}{space.item_span} tokens"
 
 
 def _check_block_pools(layout: PoolLayout) -> None:
@@ -111,6 +127,12 @@ def _check_block_pools(layout: PoolLayout) -> None:
 
 def _check_entries(region: Region, space: Space) -> None:
     if region.packing:  # its item is one whole
+        if space.interleave is not None:
+            raise LayoutError(
+                f"{region}: packing {region.packing!r} in space {space.name}, of whose positions "
+                "this rank holds some: which entries lie in an item is not known to move. Describe "
+                "what is in it, or give the space no interleave."
+            )
         return
     entry = region.axis("entry")
     size = entry.size if entry else 1

@@ -94,6 +94,12 @@ def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[st
     """Spaces of buffers and of their id lists, by name with prefix `names`."""
     known: dict[str, Space] = {}
     for space in spaces:
+        if space.interleave is not None:
+            raise LayoutError(
+                f"space {space.name}: interleave={space.interleave}: a pool holds all positions of "
+                "its requests, and its allocator counts them. Describe memory that an engine "
+                "interleaves with kvpool.describe."
+            )
         ids, pool = (None if n is None else names + n for n in (space.ids, space.block_pool))
         known[names + space.name] = replace(
             space, name=names + space.name, ids=ids, block_pool=pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.layout import PoolLayout, Region, Space
-from kvpool.layout.sentences import axis_steps, steps
+from kvpool.layout.sentences import axis_steps, held_words, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,6 +56,8 @@ def space_words(space: Space) -> str:
     if space.window is not None:
         steps = f", in steps of {space.window_step:,}" if space.window_step > 1 else ""
         words.append(f"window {space.window:,}{steps}")
+    if space.interleave is not None:
+        words.append(held_words(space))
     if space.ids is not None:
         words.append(f"ids of {space.ids}")
     if space.block_pool is not None:

@@ -55,7 +55,7 @@ def run(data: bytes) -> str:
         except ValueError:
             continue
         count = sum(part.size for part in made if part is not None)
-        if count != sum(len(piece.entries) if each else 1 for piece in asked):
+        if count != sum(piece.numbers().size if each else 1 for piece in asked):
             raise Finding(f"{count} digests of {len(asked)} pieces.")
         outcome = "digested"
     return outcome

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
+from kvpool.layout import Buffer, Interleave, PoolLayout, RequestAddress, Space, Span
 
 TOKENS = 21
 Part = tuple[int, str, int, Template]
@@ -140,6 +140,22 @@ def packed(page: int, base: int, start: int, size: int, packing: str = "amx") ->
     return PoolLayout(tuple(buffers), tuple(regions), (space,), 4, "model", "g1")
 
 
+def shared_out(page: int, base: int, size: int, rank: int, ranks: int) -> PoolLayout:
+    """Rows and compressed entries of a rank's stretches of positions, and index keys of all."""
+    part = Interleave(size, rank, ranks)
+    spaces = [
+        Space("kv", "paged", page, interleave=part),
+        Space("c2", "paged", page // 2, 2, ids="kv", interleave=part),
+        Space("index", "paged", page * ranks, ids="kv"),
+    ]
+    parts: list[Part] = [
+        (0, "kv", 12, Repeat("entry", page, Cell("latent", 4, "bf16"))),
+        (0, "c2", 12, Repeat("entry", page // 2, Cell("c2.latent", 3, "bf16"))),
+        (0, "index", 12, Repeat("entry", page * ranks, Cell("index_key", 2, "bf16"))),
+    ]
+    return laid_out(parts, spaces, base)
+
+
 HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
 CASES = (
     Case(
@@ -174,6 +190,14 @@ CASES = (
         [[hybrid(4, THERE, "blocks")], [hybrid(8, FAR, "others", True)], [hybrid(4, FAR, None)]],
     ),
     Case(hybrid(8, HERE, None), [[hybrid(4, THERE, "blocks")], [hybrid(8, THERE, "blocks")]]),
+    Case(
+        shared_out(4, HERE, 2, 1, 2),
+        [
+            [shared_out(8, THERE, 2, 0, 1)],
+            [shared_out(4, THERE, 2, 1, 2)],
+            [shared_out(4, base, 4, rank, 3) for rank, base in enumerate((THERE, FAR, 1 << 47))],
+        ],
+    ),
 )
 LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for layout in peers]
 
@@ -197,7 +221,7 @@ def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
                 for buffer in layout.buffers
                 if layout.space_by_name[buffer.space].id_list == space.name
             )
-            count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
+            count = -(-tokens // space.item_span) if space.kind == "paged" else 1
             usable = [*range(items - 1, space.reserved - 1, -2), *range(items - 2, 0, -2)]
             first = taken.get(space.block_pool or "", 0)
             if space.block_pool is not None:

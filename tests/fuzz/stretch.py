@@ -14,11 +14,13 @@ TOP = (1 << 63) - 1
 
 
 def stretched(layout: PoolLayout, choices: Choices) -> bytes:
-    """The layout with other numbers of entries, steps or items, and enough bytes for them."""
+    """The layout with other numbers of entries, steps, items or stretches, and enough bytes for
+    them.
+    """
     raw: dict[str, Any] = msgspec.msgpack.decode(layout.to_msgpack())
     for _ in range(choices.number(1, 3)):
-        changes = _entries, _entries, _axis, _items, _apart, _far, _padding, _packing, _pool
-        pick(choices, changes)(raw, choices)
+        changes = _entries, _entries, _axis, _items, _apart, _far, _padding, _packing
+        pick(choices, (*changes, _pool, _shared))(raw, choices)
     reach = 64
     for buffer in raw["buffers"]:
         inside = [region for region in raw["regions"] if region["buffer"] == buffer["name"]]
@@ -70,6 +72,11 @@ def _packing(raw: dict[str, Any], choices: Choices) -> None:
 
 def _pool(raw: dict[str, Any], choices: Choices) -> None:
     pick(choices, raw["spaces"])["block_pool"] = pick(choices, (None, "blocks"))
+
+
+def _shared(raw: dict[str, Any], choices: Choices) -> None:
+    part = {"size": pick(choices, SIZES), "ranks": pick(choices, (1, 2, 3, 1024))}
+    pick(choices, raw["spaces"])["interleave"] = part | {"rank": part["ranks"] - 1}
 
 
 def _far(raw: dict[str, Any], choices: Choices) -> None:

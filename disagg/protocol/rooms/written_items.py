@@ -71,7 +71,11 @@ class WrittenItems:
             return np.empty(0, dtype=np.int64)
         ids = span.ids
         if not any(space.per_request for space in spaces):
-            first = start // spaces[0].tokens_per_item
+            # a list's spaces may be interleaved differently: from the first item that one writes
+            first = min(
+                space.held.below(start // space.tokens_per_entry) // space.entries_per_item
+                for space in spaces
+            )
             ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
         reserved = min(space.reserved for space in spaces)
         return ids[(ids >= reserved) & (ids < self._taken[name].size)]

@@ -18,6 +18,7 @@ from disagg.digest.digester import Digester
 from disagg.plan import TransferPlan, plan
 from kvpool import MHA, PoolLayout, RequestAddress, Shard, Space, Span
 from kvpool.item import Cell, Repeat, Seq, Skip
+from kvpool.layout import Interleave
 from kvpool.layout.types import MAX_PARTS
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import blank, built, fill, live, merged, move, place, state
@@ -454,11 +455,13 @@ def test_memory_of_a_device_that_cannot_be_read_is_refused_by_name():
 
 numbers = st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1))
 names = st.one_of(st.sampled_from(("target", "k", "v", "head")), st.text(max_size=128))
+interleaves = st.builds(Interleave, st.integers(1, 8), st.integers(0, 1), st.integers(2, 1024))
 wild = st.builds(
     Piece,
     st.tuples(names, numbers, names),
     st.lists(st.tuples(names, numbers, numbers), max_size=8).map(tuple),
     st.builds(range, numbers, numbers),
+    st.lists(interleaves, max_size=2).map(tuple),
 )
 
 
@@ -482,7 +485,7 @@ def test_arbitrary_bytes_are_refused(data, draw):
         from_wire(data[:cut] + draw.draw(st.binary(max_size=3)) + data[cut:])
 
 
-KIND = ["target", "k", [["head", 0, 1]], 0, 4]
+KIND = ["target", "k", [["head", 0, 1]], 0, 4, []]
 RUBBISH = {
     "a kind that is not there": [[KIND], [0, 1], [0, 1]],
     "a layer too few": [[KIND], [0, 0], [0]],
@@ -490,7 +493,8 @@ RUBBISH = {
     "a layer above 63 bits": [[KIND], [0], [2**63]],
     "too many pieces": [[KIND], [0] * (MAX_PARTS + 1), [0] * (MAX_PARTS + 1)],
     "a long name": [[["t" * 129, *KIND[1:]]], [0], [0]],
-    "too many axes": [[[*KIND[:2], [["head", 0, 1]] * 9, 0, 4]], [0], [0]],
+    "too many axes": [[[*KIND[:2], [["head", 0, 1]] * 9, 0, 4, []]], [0], [0]],
+    "too many interleaves": [[[*KIND[:5], [[4, 0, 2]] * 3]], [0], [0]],
     "one thing more": [[KIND], [0], [0], 1],
 }
 

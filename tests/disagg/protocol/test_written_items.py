@@ -9,11 +9,10 @@ from disagg import KVPoll, RoomError
 from disagg.protocol import messages
 from disagg.protocol.events import ReadEnded, Received
 from disagg.protocol.rooms.written_items import WrittenItems
-from kvpool import RequestAddress, Span
+from kvpool import Interleave, RequestAddress, Space, Span
 from kvpool.item import Cell, Repeat
-from kvpool.layout import Space
 from tests.disagg.protocol.pair import Pair, pool
-from tests.oracle import overlaid
+from tests.oracle import built, overlaid
 from tests.pools import CLASSES
 
 
@@ -83,6 +82,19 @@ def test_slots_and_rings_are_written_whole_whatever_start_is(name):
             items.release("two")
     items.release("one")
     items.claim("two", RequestAddress(5, spans), 0)
+
+
+def test_pages_before_start_are_counted_as_the_rank_holds_them():
+    """Rank 1 of 2, stretches of 4: 32 positions are two of its pages of 8."""
+    page = Repeat("entry", 8, Cell("latent", 2, "bf16"))
+    spaces = [Space("kv", "paged", 8, interleave=Interleave(4, 1, 2))]
+    items = WrittenItems(built([(0, "kv", 12, page)], spaces).layout)
+    items.claim("one", table(40, [1, 2, 3]), 32)
+    items.claim("two", table(40, [1, 2, 4]), 32)
+    items.claim("three", table(40, [1, 6, 7]), 28)  # positions 28 to 31 are in its second page
+    with pytest.raises(RoomError, match="item 6 of"):
+        items.claim("four", table(40, [1, 6, 8]), 28)
+    items.claim("five", table(40, [5, 6, 9]), 32)
 
 
 def test_ids_that_no_buffer_has_are_left_to_the_read_which_refuses_them():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvpool import MHAPool, NSAPool, Shard
 from kvpool.cli.describe import describe
-from kvpool.layout import PoolLayout
+from kvpool.layout import Interleave, PoolLayout
 from kvpool.layout.sentences import steps
 from kvpool.models import declare, declare_draft
 
@@ -51,6 +52,15 @@ def test_a_layout_file_is_printed_region_by_region(file):
     for words in ("layout.json", "target latent.scale", "0-2", "from 8,192", "entry 64 x 656"):
         assert words in said
     assert "space kv: pages of 64 entries" in said
+
+
+def test_which_positions_a_rank_holds_is_printed(tmp_path):
+    layout, part = nsa(), Interleave(16, 1, 4)
+    spaces = tuple(replace(space, interleave=part) for space in layout.spaces)
+    path = tmp_path / "layout.json"
+    path.write_text(replace(layout, spaces=spaces).to_json())
+    said = " ".join(run(path).stdout.split())
+    assert "space kv: pages of 64 entries, rank 1 of 4 in stretches of 16 tokens" in said
 
 
 def test_json_and_msgpack_say_the_same(file):

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_bytes, item_regions
-from kvpool.layout import VERSION, Axis, Buffer, LayoutError, PoolLayout, Region, Space
+from kvpool.layout import (
+    VERSION,
+    Axis,
+    Buffer,
+    Interleave,
+    LayoutError,
+    PoolLayout,
+    Region,
+    Space,
+)
 from kvpool.layout.codec import MAX_BYTES, MAX_PARTS
 
 CODECS = {
@@ -21,7 +30,9 @@ both = pytest.mark.parametrize(("write", "read", "encode"), list(CODECS.values()
 
 
 def sample() -> PoolLayout:
-    """Two MLA layers of pages, one compressed space that shares their ids, one ring."""
+    """Two MLA layers of pages, one compressed space that shares their ids, one ring. Two ranks
+    share out the positions.
+    """
     row = Seq(Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16"))
     page = Repeat("entry", 4, row)
     short = Repeat("entry", 1, Repeat("head", 2, Cell("c4.latent", 8, "e4m3"), 2, 8))
@@ -33,8 +44,8 @@ def sample() -> PoolLayout:
         buffers.append(Buffer(f"b{n}", space, n << 20, size, size, 9))
         regions += item_regions(item, owner="target", layer=layer, buffer=f"b{n}")
     spaces = (
-        Space("kv", "paged", 4),
-        Space("c4", "paged", 1, 4, ids="kv"),
+        Space("kv", "paged", 4, interleave=Interleave(4, 1, 2)),
+        Space("c4", "paged", 1, 4, ids="kv", interleave=Interleave(4, 1, 2)),
         Space("ring", "ring", 8, window=4, reserved=0),
     )
     return PoolLayout(tuple(buffers), tuple(regions), spaces, 6, "model", "life")
@@ -73,6 +84,11 @@ def templates(draw, roles, depth=2):
             return Pad(draw(st.integers(1, 64)), draw(templates(roles, depth - 1)))
 
 
+INTERLEAVES = st.builds(
+    Interleave, st.sampled_from([128, 512]), st.integers(0, 1), st.integers(2, 1024)
+)
+
+
 @st.composite
 def layouts(draw):
     names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
@@ -84,6 +100,7 @@ def layouts(draw):
             draw(st.sampled_from([1, 4, 128])),
             draw(st.none() | st.integers(1, 9)),
             draw(st.integers(0, 2)),
+            interleave=draw(st.none() | INTERLEAVES),
         )
         for name in names
     ]
@@ -162,6 +179,13 @@ def test_msgpack_is_read_from_any_bytes():
 def test_fields_with_defaults_may_be_left_out(write, read, encode):
     spare = {"version": VERSION, "buffers": [], "regions": [], "spaces": [], "total_kv_layers": 0}
     assert read(encode(spare)) == PoolLayout((), (), (), 0)
+
+
+@both
+def test_a_space_that_does_not_say_so_holds_all_positions(write, read, encode):
+    spare = {"version": VERSION, "buffers": [], "regions": [], "total_kv_layers": 0}
+    (space,) = read(encode(spare | {"spaces": [{"name": "s"}]})).spaces
+    assert space.interleave is None and space.alive(9) == range(9)
 
 
 # malformed
@@ -268,13 +292,22 @@ def test_what_is_no_layout_at_all_is_refused(write, read, encode, value):
         read(encode(value))
 
 
-PARTS = {"layout": PoolLayout, "buffers": Buffer, "regions": Region, "spaces": Space, "axes": Axis}
+PARTS = {
+    "layout": PoolLayout,
+    "buffers": Buffer,
+    "regions": Region,
+    "spaces": Space,
+    "axes": Axis,
+    "interleave": Interleave,
+}
 
 
 def part(spoilt: dict, where: str) -> dict:
     """One part of a kind, in a raw layout."""
     if where == "layout":
         return spoilt
+    if where == "interleave":
+        return spoilt["spaces"][0]["interleave"]
     return spoilt["regions"][0]["axes"][0] if where == "axes" else spoilt[where][0]
 
 
@@ -334,6 +367,10 @@ def test_an_inconsistent_layout_is_refused_as_by_the_constructor(write, read, en
     spoilt["regions"][0]["offset"] = 2
     with pytest.raises(LayoutError, match=r"target layer 0 latent: overlaps target layer 0 rope"):
         read(encode(spoilt))
+    spoilt["spaces"][0]["interleave"]["rank"] = 2
+    with pytest.raises(LayoutError, match=r"interleave rank: 0 to 1 of 2 ranks, got 2"):
+        read(encode(spoilt))
+    spoilt["spaces"][0]["interleave"]["rank"] = 1
     spoilt["regions"][0]["dtype"] = "float7"
     with pytest.raises(LayoutError, match=r"target layer 0 latent: dtype 'float7' is not known"):
         read(encode(spoilt))

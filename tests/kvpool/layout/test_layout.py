@@ -14,6 +14,7 @@ from kvpool.layout import (
     VERSION,
     Axis,
     Buffer,
+    Interleave,
     LayoutError,
     PoolLayout,
     Region,
@@ -177,6 +178,18 @@ def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
             {"kind": "ring", "entries_per_item": 8, "window": 6, "window_step": 4},
             r"space s: window: at most 5 in a ring of 8 entries and steps of 4, got 6",
         ),
+        (
+            {"kind": "slot", "interleave": Interleave(4, 1, 2)},
+            r"space s interleave: a slot is one request's whole state, of which a rank cannot",
+        ),
+        (
+            {"kind": "ring", "window": 1, "interleave": Interleave(4, 1, 2)},
+            r"space s interleave: a ring is one request's whole state.* Only paged spaces",
+        ),
+        (
+            {"tokens_per_entry": 4, "interleave": Interleave(6, 1, 2)},
+            r"space s interleave: stretches of 6 positions would cut entries of 4: a multiple of 4",
+        ),
         ({"window_step": 0}, r"space s window_step: 1 to 2\*\*63-1, got 0"),
         ({"window_step": 4}, r"space s: a window_step of 4 needs a window"),
         ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
@@ -189,6 +202,67 @@ def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
 def test_a_space_that_cannot_be_is_refused(wrong, says):
     with pytest.raises(LayoutError, match=says):
         Space(**{"name": "s", **wrong})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((0, 0, 2), r"interleave size: 1 to 2\*\*63-1, got 0"),
+        ((16, 2, 2), r"interleave rank: 0 to 1 of 2 ranks, got 2"),
+        ((16, -1, 2), r"interleave rank: 0 to 1 of 2 ranks, got -1"),
+        ((16, 0, 0), r"interleave ranks: 1 to 1024, got 0"),
+        ((16, 0, 1025), r"interleave ranks: 1 to 1024, got 1025"),
+        ((1 << 40, 0, 2), r"interleave: stretches of 1099511627776 over 2 ranks: at most 2\*\*40"),
+    ],
+)
+def test_stretches_that_cannot_be_are_refused(numbers, says):
+    with pytest.raises(LayoutError, match=says):
+        Interleave(*numbers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_entries_lie_where_vllm_puts_them(size, ranks):
+    """`slot = table[p // virtual] * block + local`, of vllm/v1/worker/block_table.py."""
+    block = 16
+    virtual = block * ranks
+    for rank in range(ranks):
+        space = Space("kv", entries_per_item=block, interleave=Interleave(size, rank, ranks))
+        for p in range(5 * virtual):
+            inside = p % virtual
+            if inside // size % ranks == rank:
+                local = inside // (ranks * size) * size + inside % size
+                assert divmod(space.held.index(p), block) == (p // virtual, local)
+                assert space.held.number(p // virtual * block + local) == p
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(0, 30)),
+    st.integers(1, 4),
+    st.integers(0, 200),
+)
+def test_ranks_share_out_what_is_alive(size, ranks, per, window, step, tokens):
+    """Of a window too, each rank keeps alive what it holds of the request's live entries."""
+    more = {} if window is None else {"window": window + 1, "window_step": step}
+    whole = Space("s", tokens_per_entry=per, **more).alive(tokens)
+    seen = []
+    for rank in range(ranks):
+        part = Interleave(size * per, rank, ranks)
+        space = Space("s", tokens_per_entry=per, interleave=part, **more)
+        mine = [e for e in range(tokens // per) if e * per // (size * per) % ranks == rank]
+        alive = space.alive(tokens)
+        assert [space.held.number(e) for e in alive] == [e for e in mine if e in whole]
+        assert [mine[e] for e in alive] == [e for e in mine if e in whole]
+        assert space.alive_in_request(tokens) == whole
+        seen += [mine[e] for e in alive]
+    assert sorted(seen) == [*whole]
+
+
+def test_one_rank_holds_all_whatever_the_stretches():
+    assert Space("s", interleave=Interleave(16, 0, 1)) == Space("s")
 
 
 @pytest.mark.parametrize("window", [1, 8])
@@ -479,6 +553,17 @@ def test_compressed_pages_share_the_ids_of_their_tokens_pages():
     assert {space.id_list for space in layout(buffers=(), spaces=(kv, c4, c128)).spaces} == {"kv"}
 
 
+HALF = Interleave(4, 1, 2)
+
+
+def test_what_every_rank_holds_shares_ids_with_what_ranks_share_out():
+    """Index keys beside interleaved latents: an item of either ranges over the same positions."""
+    kv = Space("kv", "paged", 8, interleave=HALF)
+    index = Space("index", "paged", 16, ids="kv")
+    c4 = Space("c4", "paged", 2, 4, ids="kv", interleave=HALF)
+    assert layout(buffers=(), spaces=(kv, index, c4)).space_by_name["index"].id_list == "kv"
+
+
 @pytest.mark.parametrize(
     ("spaces", "says"),
     [
@@ -493,6 +578,17 @@ def test_compressed_pages_share_the_ids_of_their_tokens_pages():
         (
             (Space("kv", entries_per_item=256), Space("c4", "paged", 32, 4, ids="kv")),
             r"space c4: an item holds 128 tokens, but an item of kv, whose ids it shares, 256",
+        ),
+        (
+            (Space("kv", "paged", 8, interleave=HALF), Space("index", "paged", 8, ids="kv")),
+            r"space index: an item holds 8 tokens, but an item of kv, whose ids it shares, 8 of 16",
+        ),
+        (
+            (
+                Space("kv", "paged", 6, interleave=HALF),
+                Space("index", "paged", 12, ids="kv"),
+            ),
+            r"space kv: stretches of 4 positions do not divide an item of 6, and index shares",
         ),
     ],
 )
@@ -703,6 +799,10 @@ OTHER = {
     "Space.reserved": pool(s={"reserved": 2}),
     "Space.ids": pool(s={"ids": "other"}),
     "Space.block_pool": pool(s={"block_pool": "blocks"}),
+    "Space.interleave": pool(s={"interleave": Interleave(4, 0, 2)}),
+    "Interleave.size": pool(s={"interleave": Interleave(8, 0, 2)}),
+    "Interleave.rank": pool(s={"interleave": Interleave(4, 1, 2)}),
+    "Interleave.ranks": pool(s={"interleave": Interleave(4, 0, 3)}),
     "PoolLayout.total_kv_layers": pool(total=9),
     "PoolLayout.model": pool(model="n"),
 }
@@ -727,7 +827,7 @@ def test_no_two_fingerprints_are_alike():
 def test_every_field_of_a_layout_is_ignored_or_told_apart_above():
     every = {
         f"{kind.__name__}.{field.name}"
-        for kind in (Axis, Region, Buffer, Space, PoolLayout)
+        for kind in (Axis, Region, Buffer, Space, Interleave, PoolLayout)
         for field in fields(kind)
     }
     held = {f"PoolLayout.{name}" for name in ("version", "buffers", "regions", "spaces")}

@@ -16,6 +16,7 @@ import torch
 
 from kvpool import BufferSpec, DeviceUnavailable, KVPool, LayoutError, MHAPool, MLAPool, Shard
 from kvpool.item import Cell, Repeat, Seq, item_regions
+from kvpool.layout import Interleave, Space
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 
 MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
@@ -568,6 +569,26 @@ def test_what_was_read_does_not_keep_the_memory():
     got = mla().get_kv_buffer(0, [5])
     assert mappings() == before
     assert got[0].shape == (1, LATENT)
+
+
+class SharedOut(MLAPool):
+    """A pool whose spaces are interleaved."""
+
+    def spaces(self):
+        yield Space("kv", "paged", self.page_size, interleave=Interleave(4, 0, 2))
+
+
+def test_a_pool_of_some_positions_is_refused():
+    said = r"space kv: interleave=.* a pool holds all positions .* with kvpool.describe"
+    with pytest.raises(LayoutError, match=said):
+        SharedOut(
+            layers=[0],
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            num_pages=4,
+            page_size=4,
+            dtype="bf16",
+        )
 
 
 def test_pools_leak_no_file_descriptors():
