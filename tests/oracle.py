@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,6 +94,15 @@ def _grid(layout, region, slab):
     shape, strides = zip(*grid, (region.width, 1))
     start = buffer.base - slab.ctypes.data + region.offset
     return np.lib.stride_tricks.as_strided(slab[start:], shape, strides)
+
+
+def of_layers(holder: KVPool | State, layers: range) -> State:
+    """A holder to whom the bytes of all other layers are somebody else's."""
+    held = state(holder)
+    regions = tuple(region for region in held.layout.regions if region.layer in layers)
+    inside = {region.buffer for region in regions}
+    buffers = tuple(buffer for buffer in held.layout.buffers if buffer.name in inside)
+    return replace(held, layout=replace(held.layout, regions=regions, buffers=buffers))
 
 
 def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestAddress:

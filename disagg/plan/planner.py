@@ -19,7 +19,6 @@ from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers
 
-
 Pair = tuple[int, int, int, tuple[str, int] | None]
 """A source rank, a record of it and one of the destination, and the layer if there is one."""
 

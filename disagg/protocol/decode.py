@@ -122,6 +122,10 @@ class DecodeMachine:
         """Whether a read may still write to the room's pages."""
         return self._rooms.reading(name)
 
+    def layer_ready(self, name: Room, owner: str, layer: int) -> bool:
+        """Whether all that is lacking of a layer was read."""
+        return self._rooms.known(name).layer_ready(owner, layer)
+
     def rooms(self) -> Mapping[Room, DecodeRoom]:
         """All rooms that are not forgotten."""
         return self._rooms.by_name
@@ -222,8 +226,7 @@ class DecodeMachine:
                 self._fail(name, failure, except_rank, tell=link.refusal is None)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
-        room.phase = room.phase.to(Phase.REQUESTED)
-        room.metrics.plan_seconds = room.link.plan_seconds
+        room.asked()
         asked = room.start, room.address.num_tokens, self.readers, self._rooms.offer_timeout
         self._tell(room, lambda g: messages.ReadRequest(g, name, room.attempt, *asked))
 
@@ -236,7 +239,7 @@ class DecodeMachine:
             self._fail(ready.room, Failure("decode", problem, "protocol"))
             return
         if address is None:
-            return  # a duplicate
+            return  # a duplicate, or layers of roles that decode lacks
         room.touched = self._now
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
@@ -245,7 +248,7 @@ class DecodeMachine:
         if read is None:
             self._advance(ready.room, room)
             return
-        room.reading += 1
+        room.reads.add(read)
         self._effects.append(StartRead(read))
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:

@@ -27,13 +27,7 @@ from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import (
-    PROTOCOL,
-    Hello,
-    Room,
-    decode,
-    room_name,
-)
+from disagg.protocol.messages import PROTOCOL, Hello, Room, decode, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import Failure, KVPoll
@@ -121,16 +115,7 @@ class Endpoint(Generic[M]):
         seconds, and EndpointClosed if the endpoint is closed before.
         """
         name = room_name(room)
-        if not self._wait(lambda: self.machine.poll(name).ended, timeout):
-            self._check_open()
-            with self._lock:
-                state = self.machine.poll(name)
-                if not state.ended:
-                    raise TimeoutError(
-                        f"room {name!r} is {state} after {timeout:g} s: it waits for "
-                        f"{self.machine.waits_for(name)}."
-                    )
-        return self.poll(room)
+        return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout)
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on which side; None if it did not."""
@@ -237,6 +222,18 @@ class Endpoint(Generic[M]):
         while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
             self._turn(0.0 if self._busy else min(self._pause, left))
         return ended()
+
+    def _wait_in_room(self, name: Room, ended: Callable[[], bool], timeout: float | None) -> KVPoll:
+        """Waits until `ended()`; the room's state then. Raises as `wait` does."""
+        if not self._wait(ended, timeout):
+            self._check_open()
+            with self._lock:
+                if not ended():
+                    raise TimeoutError(
+                        f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
+                        f"for {self.machine.waits_for(name)}."
+                    )
+        return self.poll(name)
 
     def _run_turn(self, wake: int) -> bool:
         """One turn of the endpoint's thread; whether there is another."""

@@ -26,6 +26,7 @@ from disagg import (
     UsageError,
 )
 from disagg.digest.digest import from_wire
+from disagg.plan.bind import Columns
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded
@@ -335,9 +336,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
 def _bind(read: Read) -> None:
     """Binds a read as the reader does, and checks the batch."""
     try:
-        batch = read.plan.bind(
-            read.source, read.source_address, read.dest_address, tokens=read.tokens
-        )
+        batch = read.bind(Columns())
     except ValueError:
         return
     source = read.plan.sources[read.source]

@@ -331,7 +331,7 @@ def test_a_hello_of_another_protocol_is_refused_by_number(pair, other):
     with dial(pair[0].address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
         answer = messages.decode(stranger.receive())
-        assert f"protocol 4 here, {other} there" in answer.reasons[0]
+        assert f"protocol 5 here, {other} there" in answer.reasons[0]
 
 
 def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, monkeypatch):
