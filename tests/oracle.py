@@ -170,7 +170,18 @@ def live(space: Space, positions: range, tokens: int) -> np.ndarray:
 
 def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> None:
     """Writes the values of all live entries of `positions`."""
-    held = state(holder)
+    for view, where, what in _live_values(state(holder), address, positions, salt):
+        view[where] = what
+
+
+def holds(holder, address: RequestAddress, salt: int = 0) -> bool:
+    """Whether all live entries of a request have their values. Touches nothing."""
+    parts = _live_values(state(holder), address, range(address.num_tokens), salt)
+    return all((view[where] == what).all() for view, where, what in parts)
+
+
+def _live_values(held: State, address: RequestAddress, positions: range, salt: int):
+    """For each region a view, where in it the live entries of `positions` lie, and their values."""
     for region in held.layout.regions:
         space, view = held.layout.space_of(region), held.views[region.key]
         entries = live(space, positions, address.num_tokens)
@@ -181,10 +192,8 @@ def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> N
         inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
         what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
         span, size = address.spans[space.id_list], space.entries_per_item
-        if space.kind == "paged":
-            view[span.ids[entries // size - span.first_item], entries % size] = what
-        else:
-            view[span.ids[np.zeros_like(entries)], entries % size] = what
+        item = entries // size - span.first_item if space.kind == "paged" else entries * 0
+        yield view, (span.ids[item], entries % size), what
 
 
 def fill(holder, address: RequestAddress, positions: range | None = None) -> None:

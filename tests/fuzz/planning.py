@@ -143,6 +143,7 @@ def ready(
         "num_tokens": address.num_tokens,
         "spans": messages.spans_of(address),
         "aux": messages.pack_aux({}),
+        "layers": None,
     }
     return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **{**fields, **about}))
 

@@ -389,19 +389,15 @@ class Prefill(Node):
         held = self.held.get(name)
         if held is None:
             held = Held(self.alloc.new_request(), total, next(self.world.numbers))
-        chunk, layer = range(held.request.num_tokens, stop), layer
+        chunk = range(held.request.num_tokens, stop)
         if held.begun is not None:
             chunk, layer = held.begun[0], 1 - held.begun[1]
         self.grow(held, chunk.stop - held.request.num_tokens)
         self.held[name] = held
-        address, layers = (
-            held.request.address(),
-            LAYERS if layer is None else range(layer, layer + 1),
-        )
-        oracle.write(oracle.of_layers(self.pool, layers), address, chunk, held.salt)
+        address, some = held.request.address(), None if layer is None else range(layer, layer + 1)
+        oracle.write(oracle.of_layers(self.pool, some or LAYERS), address, chunk, held.salt)
         last = chunk.stop == held.tokens and (layer is None or held.begun is not None)
         aux = {"first": held.salt} if last and self.address.endswith("rank 0") else {}
-        some = None if layer is None else layers
         held.begun = (chunk, layer) if held.begun is None and layer is not None else None
         self.endpoint.send(name, address, tokens=chunk, layers=some, last=last, aux=aux)
         self.observe()

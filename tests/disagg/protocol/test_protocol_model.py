@@ -152,7 +152,7 @@ class Protocol(RuleBasedStateMachine):
             self._want(node, name, service, start)
         self.world.live(rounds, pace)
         for node in ranks:
-            if name in node.held and node.held[name].begun and pick % 4:
+            if node.able and name in node.held and node.held[name].begun and pick % 4:
                 self._send(node, name, 9)
         if layer is not None:
             self.world.live(rounds, pace)
