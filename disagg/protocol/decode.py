@@ -231,11 +231,10 @@ class DecodeMachine:
         self._tell(room, lambda g: messages.ReadRequest(g, name, room.attempt, *asked))
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
-        link = room.link
         try:
             address = room.take(source, ready)
         except ValueError as error:
-            problem = f"{link.name(source)}: {error}"
+            problem = f"{room.link.name(source)}: {error}"
             self._fail(ready.room, Failure("decode", problem, "protocol"))
             return
         if address is None:
@@ -244,12 +243,10 @@ class DecodeMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
             room.metrics.wait_seconds = self._now - room.opened_at
-        read = room.read_of(source, ready, address)
-        if read is None:
+        if read := room.begin_read(source, ready, address):
+            self._effects.append(StartRead(read))
+        else:
             self._advance(ready.room, room)
-            return
-        room.reads.add(read)
-        self._effects.append(StartRead(read))
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:
         """Verifies or releases once every rank has closed the room and every read has ended."""

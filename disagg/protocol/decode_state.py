@@ -202,8 +202,8 @@ class DecodeRoom:
             else None
         )
 
-    def read_of(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
-        """What is to be read of a chunk that lies at `address` on its rank."""
+    def begin_read(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
+        """What is to be read of a chunk that lies at `address` on its rank, if anything."""
         plan, hello, some = self.link.plan, self.link.hellos[source], ready.layers
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
@@ -214,7 +214,8 @@ class DecodeRoom:
         if source not in plan.contributors(*meant):
             return None
         about = ready.room, self.attempt, self.link, source, hello, plan, tokens, some, address
-        return Read(*about, self.address, self.metrics)
+        self.reads.add(read := Read(*about, self.address, self.metrics))
+        return read
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.

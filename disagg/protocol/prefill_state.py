@@ -35,7 +35,7 @@ class Decode:
 class PrefillRoom:
     """One request: what was computed, which readers ask for it, which have read it."""
 
-    offered: Offered = field(default_factory=Offered)
+    offered: Offered
     opened_at: float = 0.0
     phase: Phase = Phase.HANDSHAKE
     chunks: list[ChunkReady] = field(default_factory=list)
