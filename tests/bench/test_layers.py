@@ -1,5 +1,5 @@
-"""A request whose layers are computed one after another: offered layer by layer, against whole and
-against chunks of positions.
+"""From the first layer's computation to the last byte on decode: a request that is offered whole,
+in chunks of positions, or layer by layer, against its computation alone.
 """
 
 from __future__ import annotations
@@ -55,27 +55,28 @@ def serve(pipe, engine, pages, seconds):
                 prefill.send(room, address, tokens=tokens, layers=layers, last=last)
 
 
-@pytest.mark.parametrize("other", ["whole", "chunks"])
+@pytest.mark.parametrize("how", ["whole", "chunks", "layers"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_layers_arrive_while_later_ones_are_computed(paired, engine, other, pytestconfig):
+def test_arrival(paired, engine, how, pytestconfig):
     timed = pytestconfig.getoption("benchmark_enable")
     pages = ((64 if timed else 1) << 20) // (LAYERS * 2 * 8 * 128 * 2 * PAGE) or 1
     dest, address, rooms = pool_of(pages), place(pages, 1), count()
     oracle.blank(dest)
     here, away = FORKS.Pipe()
-    given = away, engine, pages, LAYER_SECONDS if timed else 0.0
+    seconds = LAYER_SECONDS if timed else 0.0
+    given = away, engine, pages, seconds
     process = FORKS.Process(target=serve, args=given, daemon=True)
     process.start()
     with DecodeEndpoint(dest.layout, create_engine(engine)) as decode:
         decode.connect([here.recv()], timeout=60)
 
-        def hand_over(how):
+        def hand_over():
             room = next(rooms)
             decode.receive(room, address)
             here.send((room, how))
             assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
 
-        paired(lambda: hand_over("layers"), lambda: hand_over(other))
+        paired(hand_over, lambda: time.sleep(LAYERS * seconds))
         assert oracle.holds(dest, address)
     here.send(None)
     process.join(30)
