@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -142,6 +142,15 @@ def _grid(layout, region, slab):
     return np.lib.stride_tricks.as_strided(slab[start:], shape, strides)
 
 
+def of_layers(holder: KVPool | State, layers: range) -> State:
+    """A holder to whom the bytes of all other layers are somebody else's."""
+    held = state(holder)
+    regions = tuple(region for region in held.layout.regions if region.layer in layers)
+    inside = {region.buffer for region in regions}
+    buffers = tuple(buffer for buffer in held.layout.buffers if buffer.name in inside)
+    return replace(held, layout=replace(held.layout, regions=regions, buffers=buffers))
+
+
 def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestAddress:
     """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive). No id of a
     block pool is taken twice.
@@ -256,7 +265,18 @@ def live_items(space: Space, positions: range, tokens: int) -> np.ndarray:
 
 def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> None:
     """Writes the values of all live entries of `positions`, of packed regions those of items."""
-    held = state(holder)
+    for view, where, what in _live_values(state(holder), address, positions, salt):
+        view[where] = what
+
+
+def holds(holder, address: RequestAddress, salt: int = 0) -> bool:
+    """Whether all live entries of a request have their values. Touches nothing."""
+    parts = _live_values(state(holder), address, range(address.num_tokens), salt)
+    return all((view[where] == what).all() for view, where, what in parts)
+
+
+def _live_values(held: State, address: RequestAddress, positions: range, salt: int):
+    """For each region a view, where in it the live entries of `positions` lie, and their values."""
     for region in held.layout.regions:
         space, view = held.layout.space_of(region), held.views[region.key]
         entries = (live_items if region.packing else live)(space, positions, address.num_tokens)
@@ -274,10 +294,8 @@ def write(holder, address: RequestAddress, positions: range, salt: int = 0) -> N
         span, size = address.spans[space.id_list], space.entries_per_item
         if region.packing:
             size = 1
-        if space.kind == "paged":
-            view[span.ids[at // size - span.first_item], at % size] = what
-        else:
-            view[span.ids[np.zeros_like(at)], at % size] = what
+        item = at // size - span.first_item if space.kind == "paged" else np.zeros_like(at)
+        yield view, (span.ids[item], at % size), what
 
 
 def fill(holder, address: RequestAddress, positions: range | None = None) -> None:

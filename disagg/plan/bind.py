@@ -25,13 +25,15 @@ must be saved.
 
 class Block(NamedTuple):
     """Runs of a route: `[A]` runs of an item or entry at each of `[F]` steps of the request, for
-    each of the route's `[B]` record pairs.
+    each of `[B]` of its record pairs, whose bases are given.
 
     `src`, `dst` and `nbytes` are offsets from a pair's bases and lengths, `[A, F]`; a batch holds
     the block's runs in the order `[B, A, F]`.
     """
 
     route: Route
+    src_base: Ints
+    dst_base: Ints
     src: Ints
     dst: Ints
     nbytes: Ints
@@ -39,12 +41,12 @@ class Block(NamedTuple):
     @property
     def runs(self) -> int:
         """Number of runs."""
-        return self.route.src_base.size * self.src.size
+        return self.src_base.size * self.src.size
 
     @property
     def total(self) -> int:
         """Total bytes."""
-        return self.route.src_base.size * int(self.nbytes.sum())
+        return self.src_base.size * int(self.nbytes.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +120,11 @@ def bind(
     dest_address: RequestAddress,
     tokens: range,
     columns: Columns,
+    layers: range | None = None,
 ) -> CopyBatch:
-    """Runs of `routes` for positions `tokens` of one request. See TransferPlan.bind."""
+    """Runs of `routes` for positions `tokens` of one request, of all their layers or of `layers`.
+    See TransferPlan.bind.
+    """
     if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= dest_address.num_tokens:
         raise ValueError(
             f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
@@ -134,6 +139,12 @@ def bind(
     pairs: dict[tuple[str, str, bool], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:
+        bases = route.src_base, route.dst_base
+        if layers is not None:
+            inside = route.within(layers)
+            if not inside.any():
+                continue
+            bases = route.src_base[inside], route.dst_base[inside]
         pair = route.src_space.name, route.dst_space.name, route.packed
         if pair not in pairs:
             pairs[pair] = (pair_items if route.packed else pair_entries)(
@@ -142,15 +153,15 @@ def bind(
                 tokens,
             )
         if pairs[pair].count.size:
-            blocks.extend(_blocks(route, pairs[pair], ends))
+            blocks.extend(_blocks(route, bases, pairs[pair], ends))
     lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
     out = columns.take(sum(block.runs for block in blocks))
     start = 0
     for block in blocks:
-        route, stop = block.route, start + block.runs
-        shape = (route.src_base.size, *block.src.shape)
-        for column, bases, more in ((0, route.src_base, block.src), (1, route.dst_base, block.dst)):
-            np.add(bases[:, None, None], more, out=out[column, start:stop].reshape(shape))
+        stop = start + block.runs
+        shape = (block.src_base.size, *block.src.shape)
+        for column, base, more in ((0, block.src_base, block.src), (1, block.dst_base, block.dst)):
+            np.add(base[:, None, None], more, out=out[column, start:stop].reshape(shape))
         if len(lengths) > 1:
             out[2, start:stop].reshape(shape)[...] = block.nbytes
         start = stop
@@ -163,15 +174,24 @@ def bind(
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    blocks = list(_blocks(route, pairs, ends=True)) if pairs.count.size else []
+    bases = route.src_base, route.dst_base
+    blocks = list(_blocks(route, bases, pairs, ends=True)) if pairs.count.size else []
     return sum(block.runs for block in blocks), sum(block.total for block in blocks)
 
 
-def _blocks(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[Block]:
+def _blocks(
+    route: Route, bases: tuple[Ints, Ints], pairs: EntryPairs, ends: bool
+) -> Iterator[Block]:
     """`ends`: the last of the pairs are those of the request's last positions."""
+    for runs in _runs(route, pairs, ends):
+        yield Block(route, *bases, *runs)
+
+
+def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Offsets of runs on both sides and their lengths, `[A, F]` each."""
     src_entries, dst_entries = route.src_entries, route.dst_entries
     if route.linear:
-        yield _entry_block(route, route.chains, pairs.coalesced(src_entries, dst_entries))
+        yield _entry_runs(route, route.chains, pairs.coalesced(src_entries, dst_entries))
         return
     rest = pairs
     if route.whole is not None:
@@ -179,13 +199,13 @@ def _blocks(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[Block]:
             pairs = _with_whole_tail(route, route.whole, pairs)
         full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            yield _whole_block(route, route.whole, pairs.select(full))
+            yield _whole_runs(route, route.whole, pairs.select(full))
         rest = pairs.select(~full)
     if rest.count.size:
         if route.chains.size:
-            yield _entry_block(route, route.chains, rest)
+            yield _entry_runs(route, route.chains, rest)
         if route.singles.size:
-            yield _entry_block(route, route.singles, rest.entries())
+            yield _entry_runs(route, route.singles, rest.entries())
 
 
 def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
@@ -214,23 +234,21 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     return replace(pairs, count=counts)
 
 
-def _whole_block(route: Route, whole: Runs, pairs: EntryPairs) -> Block:
+def _whole_runs(route: Route, whole: Runs, pairs: EntryPairs) -> tuple[Ints, Ints, Ints]:
     spread = np.zeros_like(pairs.count)
     if route.dense:
         pairs = pairs.coalesced(entries := route.src_entries, entries)
         spread = (pairs.count // entries - 1) * route.src_stride
-    return Block(
-        route,
+    return (
         whole.src[:, None] + pairs.src_item * route.src_stride,
         whole.dst[:, None] + pairs.dst_item * route.dst_stride,
         whole.nbytes[:, None] + spread,
     )
 
 
-def _entry_block(route: Route, runs: EntryRuns, pairs: EntryPairs) -> Block:
+def _entry_runs(route: Route, runs: EntryRuns, pairs: EntryPairs) -> tuple[Ints, Ints, Ints]:
     src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
-    return Block(
-        route,
+    return (
         runs.src[:, None] + pairs.src_item * route.src_stride + pairs.src_step * src_step,
         runs.dst[:, None] + pairs.dst_item * route.dst_stride + pairs.dst_step * dst_step,
         runs.nbytes[:, None] + (pairs.count - 1) * dst_step,

@@ -51,23 +51,28 @@ class PlanCache:
             return made
         self.hits += 1
         self._plans.move_to_end(key)
-        return TransferPlan(
-            tuple(sources),
-            dest,
-            tuple(_rebased(route, sources[route.source], dest) for route in known.routes),
-            known.unsent,
-            known.missing,
-            known.elected,
+        routes = layer_routes = _rebased(known.routes, sources, dest)
+        if known.layer_routes is not known.routes:
+            layer_routes = _rebased(known.layer_routes, sources, dest)
+        skipped = known.unsent, known.missing
+        return TransferPlan(tuple(sources), dest, routes, *skipped, known.elected, layer_routes)
+
+
+def _rebased(
+    routes: Sequence[Route], sources: Sequence[PoolLayout], dest: PoolLayout
+) -> tuple[Route, ...]:
+    """The routes with the base pointers of other layouts."""
+    found = []
+    for route in routes:
+        src, dst = (
+            np.array([layout.buffer_by_name[name].base for name in names], dtype=np.int64)
+            for layout, names in (
+                (sources[route.source], route.src_buffers),
+                (dest, route.dst_buffers),
+            )
         )
-
-
-def _rebased(route: Route, source: PoolLayout, dest: PoolLayout) -> Route:
-    """The route with the base pointers of other layouts."""
-    src, dst = (
-        np.array([layout.buffer_by_name[name].base for name in names], dtype=np.int64)
-        for layout, names in ((source, route.src_buffers), (dest, route.dst_buffers))
-    )
-    return replace(route, src_base=src, dst_base=dst)
+        found.append(replace(route, src_base=src, dst_base=dst))
+    return tuple(found)
 
 
 def _shape(layout: PoolLayout) -> Shape:

@@ -6,7 +6,7 @@ destination exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from disagg.errors import PeerError
@@ -19,8 +19,10 @@ from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers
 
-_Pair = tuple[int, bool, int, int]
-"""A source rank, whether its regions are packed, and the records on both sides."""
+_Pair = tuple[int, bool, int, int, tuple[str, int] | None]
+"""A source rank, whether its regions are packed, the records on both sides, and the layer if there
+is one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,16 @@ class TransferPlan:
     missing: tuple[Key, ...]
     elected: tuple[tuple[Overlap, int], ...] = field(repr=False, compare=False)
     """Each part of a destination region, and the source rank that it is read from."""
+    layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
+    """The same copies, no run of which is of two layers; `routes` where these are so already."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
 
-    def contributors(self) -> list[int]:
-        """Source ranks that bytes are read from."""
-        return sorted({each.source for each in self.routes})
+    def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
+        """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
+        if layers is None:
+            return sorted({each.source for each in self.routes})
+        mine = (each for each in self.layer_routes if each.owner == owner)
+        return sorted({each.source for each in mine if each.within(layers).any()})
 
     def bind(
         self,
@@ -72,10 +79,12 @@ class TransferPlan:
         dest_address: RequestAddress,
         *,
         tokens: range | None = None,
+        layers: range | None = None,
+        owner: str = "target",
         columns: Columns | None = None,
     ) -> CopyBatch:
         """Runs that move positions `tokens` (default: all of the destination's) from source rank
-        `source`.
+        `source`; with `layers`, a range of layer numbers, of these layers of `owner` only.
 
         Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
         (default: the plan's own for that source) is used again. Items of packed regions move
@@ -91,9 +100,13 @@ class TransferPlan:
             )
         tokens = range(dest_address.num_tokens) if tokens is None else tokens
         into = self._columns.setdefault(source, Columns()) if columns is None else columns
-        routes = [each for each in self.routes if each.source == source]
+        if layers is None:
+            routes = [each for each in self.routes if each.source == source]
+        else:
+            mine = (each for each in self.layer_routes if each.owner == owner)
+            routes = [each for each in mine if each.source == source]
         layouts = self.sources[source], self.dest
-        return bind(routes, *layouts, source_address, dest_address, tokens, into)
+        return bind(routes, *layouts, source_address, dest_address, tokens, into, layers)
 
     def bind_all(
         self,
@@ -101,6 +114,8 @@ class TransferPlan:
         dest_address: RequestAddress,
         *,
         tokens: range | None = None,
+        layers: range | None = None,
+        owner: str = "target",
     ) -> list[CopyBatch]:
         """`bind` for every source rank, one batch each (empty where nothing is read)."""
         if len(source_addresses) != len(self.sources):
@@ -108,7 +123,7 @@ class TransferPlan:
                 f"{len(source_addresses)} block tables for {len(self.sources)} sources."
             )
         return [
-            self.bind(source, address, dest_address, tokens=tokens)
+            self.bind(source, address, dest_address, tokens=tokens, layers=layers, owner=owner)
             for source, address in enumerate(source_addresses)
         ]
 
@@ -162,16 +177,24 @@ def plan(
         raise IncompatibleLayouts(reasons)
     elected = tuple(elect(overlaps))
     routes = _routes(sources, dest, elected)
-    prove(sources, dest, elected, routes)
-    return TransferPlan(tuple(sources), dest, routes, tuple(offered), tuple(missing), elected)
+    layer_routes = routes
+    if any((each.layers < 0).any() for each in routes):
+        layer_routes = _routes(sources, dest, elected, by_layer=True)
+    both = tuple(sources), dest
+    return TransferPlan(*both, routes, tuple(offered), tuple(missing), elected, layer_routes)
 
 
 def _routes(
-    sources: Sequence[PoolLayout], dest: PoolLayout, elected: Iterable[tuple[Overlap, int]]
+    sources: Sequence[PoolLayout],
+    dest: PoolLayout,
+    elected: Collection[tuple[Overlap, int]],
+    by_layer: bool = False,
 ) -> tuple[Route, ...]:
-    """Joins the runs of every record pair, and groups pairs of equal shape into routes."""
-    here = records(dest)
-    there = [records(layout) for layout in sources]
+    """Joins the runs of every record pair, and groups pairs of equal shape into routes, which are
+    proved. With `by_layer`, runs of two layers are not joined.
+    """
+    here = records(dest, by_layer)
+    there = [records(layout, by_layer) for layout in sources]
     parts: dict[_Pair, list[EntryRuns]] = {}
     keys: dict[_Pair, list[Key]] = {}
     ends: dict[_Pair, tuple[Record, Record]] = {}
@@ -179,7 +202,8 @@ def _routes(
         dst, dst_at = here[overlap.dest.buffer]
         other = sources[source].region_by_key[overlap.dest.key]
         src, src_at = there[source][other.buffer]
-        pair = source, bool(overlap.dest.packing), id(src), id(dst)
+        layer = overlap.dest.key[:2] if by_layer else None
+        pair = source, bool(overlap.dest.packing), id(src), id(dst), layer
         ends[pair] = src, dst
         keys.setdefault(pair, []).append(overlap.dest.key)
         runs = entry_runs(other, src_at, overlap.dest, dst_at, overlap.box)
@@ -203,4 +227,5 @@ def _routes(
         moved = tuple(key for pair in pairs for key in keys[pair])
         alike = [ends[pair] for pair in pairs]
         routes.append(route(source, alike, joined[pairs[0]], moved, packed))
+    prove(sources, dest, elected, routes, by_layer)
     return tuple(routes)

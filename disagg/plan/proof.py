@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from disagg.plan.match import Overlap
-from disagg.plan.runs import Route, adjacent_buffers
+from disagg.plan.runs import Route, grouped
 from kvpool.layout import Buffer, PoolLayout, Region
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
 
@@ -26,14 +26,16 @@ def prove(
     dest: PoolLayout,
     elected: Iterable[tuple[Overlap, int]],
     routes: Iterable[Route],
+    by_layer: bool = False,
 ) -> None:
-    """Checks one record pair of each route: all pairs of a route have the same runs.
+    """Checks one record pair of each route: all pairs of a route have the same runs. With
+    `by_layer`, buffers are records of their own.
 
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
     """
     parts = {(source, overlap.dest.key): overlap for overlap, source in elected}
-    there = [_Records(layout) for layout in sources]
-    here = _Records(dest)
+    there = [_Records(layout, by_layer) for layout in sources]
+    here = _Records(dest, by_layer)
     for route in routes:
         keys = route.keys[: len(route.keys) // len(route.dst_buffers)]
         moved = [parts[route.source, key] for key in keys]
@@ -45,8 +47,8 @@ def prove(
 class _Records:
     """The records of a layout, grouped when first asked for."""
 
-    def __init__(self, layout: PoolLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: PoolLayout, by_layer: bool) -> None:
+        self.layout, self._by_layer = layout, by_layer
         self._groups: dict[str, list[Buffer]] = {}
         self._regions: dict[str, list[Region]] = {}
 
@@ -55,7 +57,8 @@ class _Records:
         `first`, sorted.
         """
         if not self._groups:
-            self._groups = {group[0].name: group for group in adjacent_buffers(self.layout)}
+            groups = grouped(self.layout, self._by_layer)
+            self._groups = {group[0].name: group for group in groups}
             for region in self.layout.regions:
                 self._regions.setdefault(region.buffer, []).append(region)
         group = self._groups[first]

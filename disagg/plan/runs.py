@@ -106,6 +106,8 @@ class Route:
     dst_buffers: tuple[str, ...]
     src_base: Ints
     dst_base: Ints
+    layers: Ints
+    """The layer of each pair `[B]`, or -1 where its runs may join those of other layers."""
     src_stride: int
     dst_stride: int
     chains: EntryRuns
@@ -125,6 +127,15 @@ class Route:
     def dst_entries(self) -> int:
         """Entries of a destination item."""
         return 1 if self.packed else self.dst_space.entries_per_item
+
+    @property
+    def owner(self) -> str:
+        """The owner of its layers, where pairs are of one layer."""
+        return self.keys[0][0]
+
+    def within(self, layers: range) -> npt.NDArray[np.bool_]:
+        """Which pairs are of a range of layers, `[B]`."""
+        return (self.layers >= layers.start) & (self.layers < layers.stop)
 
 
 def adjacent_buffers(layout: PoolLayout) -> list[list[Buffer]]:
@@ -146,14 +157,19 @@ def adjacent_buffers(layout: PoolLayout) -> list[list[Buffer]]:
     return groups
 
 
-def records(layout: PoolLayout) -> dict[str, tuple[Record, int]]:
+def grouped(layout: PoolLayout, by_layer: bool) -> list[list[Buffer]]:
+    """Groups of buffers that are one record each: neighbours, or with `by_layer` each alone."""
+    return [[buffer] for buffer in layout.buffers] if by_layer else adjacent_buffers(layout)
+
+
+def records(layout: PoolLayout, by_layer: bool = False) -> dict[str, tuple[Record, int]]:
     """For each buffer by name, its record and its offset in the record's items."""
     regions: dict[str, list[Region]] = {}
     for region in layout.regions:
         regions.setdefault(region.buffer, []).append(region)
     found: dict[str, tuple[Record, int]] = {}
     known: dict[object, tuple[Ints, Ints]] = {}
-    for group in adjacent_buffers(layout):
+    for group in grouped(layout, by_layer):
         first, base = group[0], group[0].base
         shape = tuple(
             (
@@ -282,6 +298,7 @@ def route(
         tuple(pair[1].first for pair in pairs),
         np.array([pair[0].base for pair in pairs], dtype=np.int64),
         np.array([pair[1].base for pair in pairs], dtype=np.int64),
+        _layers(keys, len(pairs)),
         src.stride,
         dst.stride,
         chains,
@@ -290,6 +307,14 @@ def route(
         linear,
         dense=whole is not None and _dense(src, dst, whole),
     )
+
+
+def _layers(keys: Sequence[Key], pairs: int) -> Ints:
+    """The layer of each of some pairs, that have equally many `keys` each."""
+    size = len(keys) // pairs
+    moved = [{key[:2] for key in keys[at : at + size]} for at in range(0, len(keys), size)]
+    found = [next(iter(each))[1] if len(each) == 1 else -1 for each in moved]
+    return np.array(found, dtype=np.int64)
 
 
 def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]:

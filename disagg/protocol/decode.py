@@ -124,6 +124,10 @@ class DecodeMachine:
         """Whether a read may still write to the room's pages."""
         return self._rooms.reading(name)
 
+    def layer_ready(self, name: Room, owner: str, layer: int) -> bool:
+        """Whether all that is lacking of a layer was read."""
+        return self._rooms.known(name).layer_ready(owner, layer)
+
     def rooms(self) -> Mapping[Room, DecodeRoom]:
         """All rooms that are not forgotten."""
         return self._rooms.by_name
@@ -222,31 +226,27 @@ class DecodeMachine:
                 self._fail(name, failure, except_rank, tell=link.refusal is None)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
-        room.phase = room.phase.to(Phase.REQUESTED)
-        room.metrics.plan_seconds = room.link.plan_seconds
+        room.asked()
         asked = room.start, room.address.num_tokens, self.readers, self._rooms.offer_timeout
         self._tell(room, lambda g: messages.ReadRequest(g, name, room.attempt, *asked))
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
-        link = room.link
         try:
             address = room.take(source, ready)
         except ValueError as error:
-            problem = f"{link.name(source)}: {error}"
+            problem = f"{room.link.name(source)}: {error}"
             self._fail(ready.room, Failure("decode", problem, "protocol"))
             return
         if address is None:
-            return  # a duplicate
+            return  # a duplicate, or layers of roles that decode lacks
         room.touched = self._now
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
             room.metrics.wait_seconds = self._now - room.opened_at
-        read = room.read_of(source, ready, address)
-        if read is None:
+        if read := room.begin_read(source, ready, address):
+            self._effects.append(StartRead(read))
+        else:
             self._advance(ready.room, room)
-            return
-        room.reading += 1
-        self._effects.append(StartRead(read))
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:
         """Verifies or releases once every rank has closed the room and every read has ended."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from disagg.errors import RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.plan.cache import PlanCache
+from disagg.plan.offered import layers_by_owner
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, HangUp
@@ -222,6 +223,7 @@ class DecodePeers:
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             link.error = error if isinstance(error, IncompatibleLayouts) else None
             return self._refuse(link, [str(error)], "decode")
+        link.held = [layers_by_owner(layout) for layout in layouts]
         link.plan_seconds = self.plans.seconds - before
         if link.lost is not None:
             log.info("%s is back", link.name(source))

@@ -8,12 +8,14 @@ from typing import Any
 
 from disagg.digest.digester import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
-from disagg.plan.bind import Columns
+from disagg.plan.bind import Columns, CopyBatch
 from disagg.plan.block_pools import id_clash
+from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import Failure, Phase
 from kvpool.layout import RequestAddress
+from kvpool.layout.grid import Ints
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +40,8 @@ class Link:
     plan_seconds: float = 0.0
     unconnected: set[int] = field(default_factory=set)
     """Ranks to which the engine has still to be connected."""
+    held: list[dict[str, Ints]] = field(default_factory=list)
+    """By rank, the layers of each owner, as far as decode knows; with `plan`."""
     lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
@@ -65,8 +69,8 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A chunk to be read from rank `source` of a link: positions `tokens`, of the request that lies
-    at `source_address` there and at `dest_address` here.
+    """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
+    The request lies at `source_address` there and at `dest_address` here.
 
     `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's.
     """
@@ -78,10 +82,24 @@ class Read:
     hello: Hello
     plan: TransferPlan
     tokens: range
+    layers: LayerRange | None
     source_address: RequestAddress
     dest_address: RequestAddress
     metrics: RoomMetrics
     cancelled: bool = False
+
+    def bind(self, columns: Columns) -> CopyBatch:
+        """Its runs, in `columns`. Raises as TransferPlan.bind."""
+        some, tables = self.layers, (self.source_address, self.dest_address)
+        layers, owner = (some.layers, some.owner) if some else (None, "")
+        return self.plan.bind(
+            self.source, *tables, tokens=self.tokens, layers=layers, owner=owner, columns=columns
+        )
+
+    def moves(self, owner: str, layer: int) -> bool:
+        """Whether it is of that layer."""
+        some = self.layers
+        return some is None or (some.owner == owner and layer in some.layers)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,14 +115,12 @@ class DecodeRoom:
     expected: frozenset[str] = frozenset()
     declined: bool = False
     phase: Phase = Phase.HANDSHAKE
-    offered: list[int] = field(default_factory=list)
-    """By source rank, positions up to which chunks are ready."""
-    closed: list[bool] = field(default_factory=list)
-    """By source rank, whether its last chunk is ready."""
-    seen: set[tuple[int, int, int, bool]] = field(default_factory=set)
-    """Chunks by source rank, start, stop and last."""
-    reading: int = 0
-    """Reads that have not ended."""
+    offered: list[Offered] = field(default_factory=list)
+    """By source rank, which positions and layers are ready."""
+    seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
+    """Chunks by source rank, start, stop, last and layers."""
+    reads: set[Read] = field(default_factory=set)
+    """Those that have not ended."""
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     released: set[int] = field(default_factory=set)
@@ -115,13 +131,22 @@ class DecodeRoom:
 
     def __post_init__(self) -> None:
         self.touched = self.opened_at
-        self.offered = [0] * len(self.link.addresses)
-        self.closed = [False] * len(self.link.addresses)
+        self.offered = [Offered() for _ in self.link.addresses]
+
+    @property
+    def closed(self) -> list[bool]:
+        """By source rank, whether its last chunk is ready."""
+        return [each.closed for each in self.offered]
+
+    @property
+    def reading(self) -> bool:
+        """Whether a read has not ended."""
+        return bool(self.reads)
 
     @property
     def working(self) -> bool:
         """Whether this side has something to do for it: a read, or a digest."""
-        return self.reading > 0 or any(check.own is None for check in self.checks.values())
+        return self.reading or any(check.own is None for check in self.checks.values())
 
     @property
     def waits_for(self) -> str:
@@ -136,10 +161,10 @@ class DecodeRoom:
             return f"digests of {link.names(sorted(self.checks))}"
         if self.phase is Phase.RELEASING:
             return f"the ack of {link.names(n for n in ranks if n not in self.released)}"
-        open_ranks = [n for n in ranks if not self.closed[n]]
-        return f"chunks from position {min(self.offered[n] for n in open_ranks)} on, of " + (
-            link.names(open_ranks)
-        )
+        open_ranks = [n for n in ranks if not self.offered[n].closed]
+        first = min((self.offered[n] for n in open_ranks), key=lambda each: each.stop)
+        awaited = first.awaited or f"chunks from position {first.stop} on,"
+        return f"{awaited} of {link.names(open_ranks)}"
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""
@@ -153,6 +178,22 @@ class DecodeRoom:
             "seconds": round(self.metrics.total_seconds, 6),
         }
 
+    def asked(self) -> None:
+        """Every rank is asked, and known."""
+        self.phase = self.phase.to(Phase.REQUESTED)
+        self.offered = [Offered(held) for held in self.link.held]
+        self.metrics.plan_seconds = self.link.plan_seconds
+
+    def layer_ready(self, owner: str, layer: int) -> bool:
+        """Whether all that is lacking of a layer was read, from every rank that has any of it."""
+        plan = self.link.plan
+        if plan is None or self.phase in (Phase.HANDSHAKE, Phase.SUCCESS, Phase.FAILED):
+            return self.phase is Phase.SUCCESS
+        total, ranks = self.address.num_tokens, plan.contributors(range(layer, layer + 1), owner)
+        return all(self.offered[n].reaches(total, owner, layer) for n in ranks) and not any(
+            read.moves(owner, layer) for read in self.reads if read.source in ranks
+        )
+
     def missing_aux(self) -> str | None:
         """Why the aux values that came do not do."""
         missing = sorted(self.expected - self.aux.keys())
@@ -163,31 +204,35 @@ class DecodeRoom:
             else None
         )
 
-    def read_of(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
-        """What is to be read of a chunk that lies at `address` on its rank."""
+    def begin_read(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
+        """What is to be read of a chunk that lies at `address` on its rank, if anything."""
         if self.declined:
             return None
-        plan, hello = self.link.plan, self.link.hellos[source]
+        plan, hello, some = self.link.plan, self.link.hellos[source], ready.layers
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
-        needed = tokens or (ready.last and self.start == self.address.num_tokens)
-        if plan is None or hello is None or source not in plan.contributors() or not needed:
+        ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
+        if plan is None or hello is None or not (tokens or (ends and self.start == ready.stop)):
             return None
-        about = ready.room, self.attempt, self.link, source, hello, plan, tokens, address
-        return Read(*about, self.address, self.metrics)
+        meant = (some.layers, some.owner) if some else ()
+        if source not in plan.contributors(*meant):
+            return None
+        about = ready.room, self.attempt, self.link, source, hello, plan, tokens, some, address
+        self.reads.add(read := Read(*about, self.address, self.metrics))
+        return read
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
-        """Notes a chunk that a rank offers: its block table there, or None for a duplicate. Raises
-        ValueError for a chunk that cannot be one.
+        """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
+        Raises ValueError for a chunk that cannot be one.
         """
-        chunk = source, ready.start, ready.stop, ready.last
-        total = self.address.num_tokens
-        if chunk in self.seen:
+        chunk = source, ready.start, ready.stop, ready.last, ready.layers
+        tokens, some, last = range(ready.start, ready.stop), ready.layers, ready.last
+        offered, total = self.offered[source], self.address.num_tokens
+        # layers of which decode has no role are not known here
+        if chunk in self.seen or not (some is None or last or offered.holds(some)):
             return None
-        if ready.start != self.offered[source] or ready.stop < ready.start or self.closed[source]:
-            raise ValueError(
-                f"chunk {ready.start} to {ready.stop} does not follow {self.offered[source]}."
-            )
+        if problem := offered.problem(tokens, some, last):
+            raise ValueError(problem)
         wrong = ready.stop > total or (ready.last and ready.stop != total)
         if wrong and not self.declined:
             raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
@@ -202,6 +247,6 @@ class DecodeRoom:
         if clash:
             raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
         self.seen.add(chunk)
-        self.offered[source], self.closed[source] = ready.stop, ready.last
+        offered.take(tokens, some, last)
         self.aux.update(aux)
         return address

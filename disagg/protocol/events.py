@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from disagg.plan.offered import LayerRange
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import Aux, Message, Room
@@ -78,8 +79,8 @@ class AbortAll:
 
 @dataclass(frozen=True, slots=True)
 class OfferChunk:
-    """Prefill's caller offers positions `tokens` of a request, once the device has done the work
-    before `after`.
+    """Prefill's caller offers positions `tokens` of a request, of `layers` or of all, once the
+    device has done the work before `after`.
     """
 
     room: Room
@@ -88,6 +89,7 @@ class OfferChunk:
     last: bool
     aux: Aux = field(default_factory=dict)
     after: DeviceEvent | None = None
+    layers: LayerRange | None = None
 
 
 @dataclass(frozen=True, slots=True)

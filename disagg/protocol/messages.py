@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from disagg.errors import RoomError, WireError
+from disagg.plan.offered import LayerRange
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.types import MAX_NAME, MAX_REASON
@@ -110,8 +111,8 @@ class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkReady(_OfRoom, frozen=True, tag="chunk_ready"):
-    """Prefill has computed positions `start` to `stop`; `spans` is its block table, `last` ends the
-    room.
+    """Prefill has computed positions `start` to `stop`, of `layers` or of all; `spans` is its block
+    table, `last` ends the room.
     """
 
     start: Count
@@ -121,6 +122,7 @@ class ChunkReady(_OfRoom, frozen=True, tag="chunk_ready"):
     spans: dict[Name, WireSpan]
     aux: bytes
     """A msgpack map of names to values, see `Aux`."""
+    layers: LayerRange | None = None
 
     def address(self) -> RequestAddress:
         """The block table, validated."""

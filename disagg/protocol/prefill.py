@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from disagg.errors import RoomError, UnknownRoom
 from disagg.plan.bind import Columns
 from disagg.plan.block_pools import id_clash
+from disagg.plan.offered import Offered, layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
@@ -51,7 +52,7 @@ class PrefillMachine:
         self._layout, self._columns = layout, Columns()
         self._effects = Effects()
         self.peers = PrefillPeers(hello, layout, self._effects, now)
-        self._lease, self._now = lease, now
+        self._lease, self._now, self._layers = lease, now, layers_by_owner(layout)
         self._rooms: dict[Room, PrefillRoom] = {}
         self._open: set[Room] = set()
         self._unsent: set[Room] = set()
@@ -103,7 +104,7 @@ class PrefillMachine:
         return self._effects.drain()
 
     def computed(self, name: Room) -> int:
-        """Positions of a room that were offered so far."""
+        """Positions of a room of which all layers were offered so far."""
         room = self._rooms.get(name)
         return room.computed if room else 0
 
@@ -141,19 +142,18 @@ class PrefillMachine:
 
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, address, tokens = chunk.room, chunk.address, chunk.tokens
-        problem = self._rooms.get(name, PrefillRoom()).chunk_problem(address, tokens, chunk.last)
-        if chunk.aux and not chunk.last:
-            problem = "aux values travel with the last chunk."
-        problem = problem or id_clash(self._layout, address, self._columns)
+        known = self._rooms.get(name) or PrefillRoom(Offered(self._layers))
+        problem = known.chunk_problem(chunk) or id_clash(self._layout, address, self._columns)
         if problem is not None:
             raise RoomError(f"room {name!r}: {problem}")
         rest = address.num_tokens, messages.spans_of(address), messages.pack_aux(chunk.aux)
         about = self.hello.generation, name, LONGEST_ATTEMPT, tokens.start, tokens.stop
-        ready = messages.ChunkReady(*about, chunk.last, *rest)
+        ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)
         messages.encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._room(name)
         self._forgotten.drop(name)
         self._unsent.discard(name)
+        room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
         room.addresses.append(address)
         if room.phase is Phase.REQUESTED:
@@ -328,7 +328,7 @@ class PrefillMachine:
     def _room(self, name: Room) -> PrefillRoom:
         """The room of that name, opened if there is none."""
         if name not in self._rooms:
-            self._rooms[name] = PrefillRoom(opened_at=self._now)
+            self._rooms[name] = PrefillRoom(Offered(self._layers), self._now)
             self._open.add(name)
             self._unsent.add(name)
         return self._rooms[name]

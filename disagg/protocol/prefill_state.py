@@ -6,11 +6,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from disagg.plan.offered import Offered, layer_names
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
 from disagg.protocol.status import Failure, Phase
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
+    from disagg.protocol.events import OfferChunk
     from kvpool.device import Event
 
 FORGOTTEN_SECONDS = 600.0
@@ -33,6 +35,7 @@ class Decode:
 class PrefillRoom:
     """One request: what was computed, which readers ask for it, which have read it."""
 
+    offered: Offered
     opened_at: float = 0.0
     phase: Phase = Phase.HANDSHAKE
     chunks: list[ChunkReady] = field(default_factory=list)
@@ -56,13 +59,13 @@ class PrefillRoom:
 
     @property
     def computed(self) -> int:
-        """Positions offered so far."""
-        return self.chunks[-1].stop if self.chunks else 0
+        """Positions of which all layers were offered so far."""
+        return self.offered.stop
 
     @property
     def closed(self) -> bool:
         """Whether the last chunk was offered."""
-        return bool(self.chunks) and self.chunks[-1].last
+        return self.offered.closed
 
     @property
     def published(self) -> int:
@@ -86,7 +89,8 @@ class PrefillRoom:
         if self.phase is Phase.HANDSHAKE:
             return "a decode to ask for it"
         if not self.closed:
-            return f"the chunk from position {self.computed} (`send`)"
+            awaited = self.offered.awaited or f"the chunk from position {self.computed}"
+            return f"{awaited} (`send`)"
         if self.unpublished:
             return "the device to compute what was sent"
         readers = next(iter(self.requests.values())).readers
@@ -112,19 +116,19 @@ class PrefillRoom:
             "bytes_moved": 0,
         }
 
-    def chunk_problem(self, address: RequestAddress, tokens: range, last: bool) -> str | None:
-        """Why positions `tokens` cannot be offered next."""
-        end = address.num_tokens
-        if self.closed:
-            return "its last chunk was sent already."
-        if tokens.step != 1 or tokens.start != self.computed or tokens.stop < tokens.start:
-            return (
-                f"positions up to {self.computed} were sent, "
-                f"the next chunk starts there, got {tokens}."
-            )
-        if tokens.stop > end or (last and tokens.stop != end):
-            return f"the block table holds {end} tokens, got {tokens} with last={last}."
-        return None
+    def chunk_problem(self, chunk: OfferChunk) -> str | None:
+        """Why positions and layers cannot be offered next."""
+        end, tokens, last = chunk.address.num_tokens, chunk.tokens, chunk.last
+        if tokens.step != 1:
+            return f"tokens={tokens}: a range of positions."
+        if chunk.layers is not None and not self.offered.holds(chunk.layers):
+            return f"{chunk.layers} are not here, but {layer_names(self.offered.held)}."
+        problem = self.offered.problem(tokens, chunk.layers, last)
+        if problem is None and (tokens.stop > end or (last and tokens.stop != end)):
+            problem = f"the block table holds {end} tokens, got {tokens} with last={last}."
+        if problem is None and chunk.aux and not last:
+            problem = "aux values travel with the last chunk."
+        return problem
 
     def reject_reason(self, peer: bytes, request: ReadRequest) -> str | None:
         """Why this peer cannot read it, while it is open."""

@@ -18,12 +18,14 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
+from disagg.plan.offered import layer_names, layers_by_owner
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.status import KVPoll
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options
 from disagg.runtime.pinned import pinned
@@ -62,6 +64,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         staging: int = STAGING_BYTES,
         **options: Unpack[Options],
     ) -> None:
+        self._layers = layers_by_owner(layout)
         if verify not in (None, "checksum"):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:
@@ -189,6 +192,31 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         with self._lock:
             link = link or self._only_link(name)
             self._call(RequestRoom(name, NOTHING, 0, link, declined=True))
+
+    def layer_ready(self, room: Room, layer: int, *, owner: str = "target") -> bool:
+        """Whether all that the room lacks of a layer was read, from every rank that has any of it.
+        The bytes are void if the room fails later. Raises RoomError for a layer that is not here.
+        """
+        name, number = room_name(room), index(layer)
+        if number not in self._layers.get(owner, ()):
+            held = layer_names(self._layers)
+            raise RoomError(f"room {name!r}: {owner} layer {number} is not here, but {held}.")
+        with self._lock:
+            return self.machine.layer_ready(name, owner, number)
+
+    def wait_layer(
+        self, room: Room, layer: int, timeout: float | None = None, *, owner: str = "target"
+    ) -> KVPoll:
+        """Blocks until `layer_ready`, or until the room has failed; returns the room's state.
+
+        Raises what `layer_ready` and `wait` do.
+        """
+        name = room_name(room)
+        return self._wait_in_room(
+            name,
+            lambda: self.layer_ready(name, layer, owner=owner) or self.machine.poll(name).ended,
+            timeout,
+        )
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""

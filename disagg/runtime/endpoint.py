@@ -109,16 +109,7 @@ class Endpoint(Generic[M]):
         seconds, and EndpointClosed if the endpoint is closed before.
         """
         name = room_name(room)
-        if not self._wait(lambda: self.machine.poll(name).ended, timeout):
-            self._check_open()
-            with self._lock:
-                state = self.machine.poll(name)
-                if not state.ended:
-                    raise TimeoutError(
-                        f"room {name!r} is {state} after {timeout:g} s: it waits for "
-                        f"{self.machine.waits_for(name)}."
-                    )
-        return self.poll(room)
+        return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout)
 
     def ended(self) -> list[Ended]:
         """The rooms that have ended since the last call, and whose pages may be reused (on decode
@@ -232,6 +223,18 @@ class Endpoint(Generic[M]):
         while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
             self._turn(0.0 if self._busy else min(self._pause, left))
         return ended()
+
+    def _wait_in_room(self, name: Room, ended: Callable[[], bool], timeout: float | None) -> KVPoll:
+        """Waits until `ended()`; the room's state then. Raises as `wait` does."""
+        if not self._wait(ended, timeout):
+            self._check_open()
+            with self._lock:
+                if not ended():
+                    raise TimeoutError(
+                        f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
+                        f"for {self.machine.waits_for(name)}."
+                    )
+        return self.poll(name)
 
     def _run_turn(self, wake: int) -> bool:
         """One turn of the endpoint's thread; whether there is another."""

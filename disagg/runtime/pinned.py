@@ -61,7 +61,7 @@ def pinned(
 def _needs(room: PrefillRoom | DecodeRoom, address: RequestAddress, chunks: int) -> bool:
     """Whether a room needs a block table, that of its first `chunks` chunks on prefill."""
     if isinstance(room, DecodeRoom):
-        return room.reading > 0 or not room.phase.poll.ended
+        return room.reading or not room.phase.poll.ended
     # the pin of a later chunk of the same request says at least as much
     later = any(each.holder is address.holder for each in room.addresses[chunks:])
     return not (later or room.phase.poll.ended)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
+from disagg.plan.offered import layer_range
 from disagg.protocol.events import OfferChunk
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
@@ -67,6 +68,8 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         address: RequestAddress,
         *,
         tokens: range | None = None,
+        layers: range | None = None,
+        owner: str = "target",
         last: bool = True,
         aux: Aux | None = None,
         after: Event | None = None,
@@ -80,16 +83,22 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         or Failed: `request.address()` pins its request as long (docs/connectors.md says what that
         refuses), the pages of any other block table are yours to keep.
 
-        Raises RoomError for a chunk that does not follow the one before, and for an id that the
-        block table lists for two spaces of one block pool; ValueError if the request is not what
-        its block table says any more, RequestPinned while a room receives it.
+        With `layers`, a range of layer numbers of `owner`, only what this rank holds of them is
+        offered, as soon as it is computed: the same chunk is sent in parts, in any order, until
+        each layer was sent once; `last` goes with the last part of the last chunk. Slots and rings
+        of a layer come with its part of the chunk that holds the last position.
+
+        Raises RoomError for a chunk that does not follow the one before, for layers that were sent
+        already, that are not here, or that are left out, and for an id that the block table lists
+        for two spaces of one block pool; ValueError if the request is not what its block table says
+        any more, RequestPinned while a room receives it.
         """
-        name = room_name(room)
+        name, some = room_name(room), layer_range(layers, owner)
         with self._lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
             with pinned(self.machine, name, address, self.layout, last=last):
-                self._call(OfferChunk(name, address, chunk, last, aux or {}, after))
+                self._call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
 
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""

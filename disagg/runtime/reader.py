@@ -222,13 +222,7 @@ class Reader:
             return
         lane.connect(self._engine, read.hello)
         began = time.perf_counter()
-        batch = read.plan.bind(
-            read.source,
-            read.source_address,
-            read.dest_address,
-            tokens=read.tokens,
-            columns=lane.columns,
-        )
+        batch = read.bind(lane.columns)
         read.metrics.bound(batch, time.perf_counter() - began)
         source = read.plan.sources[read.source]
         lane.active = _Active(read, self._stage.parts(batch, source, self._engine))

@@ -26,6 +26,7 @@ from disagg import (
     UsageError,
 )
 from disagg.digest.digest import from_wire
+from disagg.plan.bind import Columns
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded
@@ -41,6 +42,11 @@ MOST_STEPS = 40
 ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM_NAME)
 PEERS = (b"a", b"b", b"\x00" * 255)
 KINDS = build.message_types()
+LAYERS = [
+    {"owner": owner, "start": start, "stop": stop}
+    for owner in ("target", "draft", "nobody")
+    for start, stop in ((0, 1), (1, 2), (1, 99), (0, 1 << 40), (3, 2))
+]
 AUXES = b"\x81\xa1x\x07", b"\x81\xa1x\x08", b"\x81\xa2ab\x91\x07", b"\xc1"
 
 
@@ -88,6 +94,7 @@ def hostile(
         "leased": (True, False),
         "final": (True, False, False),
         "aux": (*[b"\x80"] * 2, *AUXES),
+        "layers": (*[None] * 5, *LAYERS),
         "values": (b"", bytes(8), bytes(7), bytes(800)),
         "problem": ("", "", "no"),
     }
@@ -258,7 +265,9 @@ def _offer(endpoint: Any, name: Any, choices: Choices, address: RequestAddress) 
     stop = choices.number(endpoint.machine.computed(name), samples.TOKENS)
     last = stop == samples.TOKENS
     tokens = range(endpoint.machine.computed(name), stop)
-    endpoint.send(name, address, tokens=tokens, last=last, aux={"first": 7} if last else {})
+    layers = pick(choices, (None, None, range(1), range(1, 9)))
+    aux = {"first": 7} if last else {}
+    endpoint.send(name, address, tokens=tokens, layers=layers, last=last, aux=aux)
 
 
 @no_message_raises()
@@ -325,7 +334,10 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
     about = {"room": asked.room, "attempt": asked.attempt, "generation": asked.generation}
     if isinstance(asked, messages.ReadRequest):
         start, stop = pick(choices, ((0, samples.TOKENS), (0, samples.TOKENS), (0, 9), (9, 21)))
-        return messages.decode(planning.ready(peer, start, stop, about))
+        layers = pick(choices, (*[None] * 3, *LAYERS))
+        last = stop == samples.TOKENS and choices.number(0, 2) > 0
+        more = {"layers": layers, "last": last} if layers else {}
+        return messages.decode(planning.ready(peer, start, stop, {**about, **more}))
     if isinstance(asked, messages.ReadDone):
         released = build.message(messages.ReleaseAck, choices, **about, leased=True)
         return sent(released, messages.ReleaseAck)
@@ -338,9 +350,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
 def _bind(read: Read) -> None:
     """Binds a read as the reader does, and checks the batch."""
     try:
-        batch = read.plan.bind(
-            read.source, read.source_address, read.dest_address, tokens=read.tokens
-        )
+        batch = read.bind(Columns())
     except ValueError:
         return
     source = read.plan.sources[read.source]

@@ -55,13 +55,16 @@ def run(data: bytes) -> str:
             if not isinstance(ready, messages.ChunkReady):
                 continue
             address = ready.address()
-            batch = made.bind(source, address, dest, tokens=range(ready.start, ready.stop))
+            meant = {"tokens": range(ready.start, ready.stop)}
+            if some := ready.layers:
+                meant |= {"layers": some.layers, "owner": some.owner}
+            batch = made.bind(source, address, dest, **meant)
         except (IncompleteTransfer, ValueError):
             continue
         outcome = "bound" if batch.runs else outcome
         check(batch, peers[source], address, own, dest)
         if fresh is not made:
-            again = fresh.bind(source, address, dest, tokens=range(ready.start, ready.stop))
+            again = fresh.bind(source, address, dest, **meant)
             if sorted(zip(*batch)) != sorted(zip(*again)):
                 raise Finding("a cached plan moves other bytes than a new one.")
     return outcome
@@ -120,12 +123,19 @@ def seeds() -> Iterator[bytes]:
     """Every case with every peer, whole and in part."""
     for number, case in enumerate(samples.CASES):
         for peers in case.peers:
-            for start, stop in ((0, samples.TOKENS), (5, samples.TOKENS), (0, 9)):
+            layers = {"owner": "target", "start": 0, "stop": 1}
+            for start, stop, some in (
+                (0, samples.TOKENS, None),
+                (5, samples.TOKENS, None),
+                (0, samples.TOKENS, layers),
+                (0, 9, layers),
+            ):
+                about = {"layers": some}
                 yield build.packed(
                     [
                         number,
                         [peer.to_msgpack() for peer in peers],
-                        [ready(peer, start, stop) for peer in peers],
+                        [ready(peer, start, stop, about) for peer in peers],
                     ]
                 )
 
@@ -143,6 +153,7 @@ def ready(
         "num_tokens": address.num_tokens,
         "spans": messages.spans_of(address),
         "aux": messages.pack_aux({}),
+        "layers": None,
     }
     return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **{**fields, **about}))
 

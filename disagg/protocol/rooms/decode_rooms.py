@@ -102,7 +102,7 @@ class DecodeRooms:
     def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
-        room.reading -= 1
+        room.reads.remove(read)
         room.touched = now
         if read.room not in self.open:
             self._free(read.room, room)
@@ -126,7 +126,7 @@ class DecodeRooms:
 
     def reading(self, name: Room) -> bool:
         """Whether a read may still write to a room's pages."""
-        return self.known(name).reading > 0
+        return self.known(name).reading
 
     def _free(self, name: Room, room: DecodeRoom) -> None:
         """Gives the items of a room that has ended back, unless a read may still write them."""

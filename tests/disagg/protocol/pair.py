@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disagg.plan.offered import layer_range
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
@@ -25,8 +26,8 @@ TIMEOUT = 10.0
 """Seconds of silence after which either side is dead."""
 
 
-def pool(**more):
-    return MLAPool(layers=[0], **MLA | more)
+def pool(layers=(0,), **more):
+    return MLAPool(layers=layers, **MLA | more)
 
 
 def hello(generation, layout=None):
@@ -38,9 +39,11 @@ def hello(generation, layout=None):
 class Pair:
     """A prefill and a decode, and what they have sent and not received."""
 
-    def __init__(self, verify=False, lease=None, offer_timeout=None, held=None) -> None:
+    def __init__(
+        self, verify=False, lease=None, offer_timeout=None, held=None, layers=(0,)
+    ) -> None:
         self.now = 0.0
-        held = held or pool()
+        held = held or pool(layers)
         self.table = oracle.place(held, 30)
         self.prefill = PrefillMachine(hello("p", held.layout), held.layout, lease, now=0.0)
         options = {"offer_timeout": offer_timeout, "now": 0.0}
@@ -96,8 +99,11 @@ class Pair:
         nothing = RequestAddress(0, {})
         self.tell(self.decode, RequestRoom(name, nothing, 0, self.link, declined=True))
 
-    def offer(self, tokens=range(30), last=True, aux=None, after=None, name="r") -> None:
-        self.tell(self.prefill, OfferChunk(name, self.table, tokens, last, aux or {}, after))
+    def offer(
+        self, tokens=range(30), last=True, aux=None, after=None, name="r", layers=None
+    ) -> None:
+        about = name, self.table, tokens, last, aux or {}, after
+        self.tell(self.prefill, OfferChunk(*about, layer_range(layers, "target")))
 
     def abort(self, machine, reason="gave up", name="r") -> None:
         self.tell(machine, AbortRoom(name, reason))

@@ -39,6 +39,8 @@ FREED = 255
 STEP = 0.5
 """Seconds between two looks of everybody while time passes."""
 READ_TIMEOUT = 6.0
+LAYERS = range(2)
+"""Of every pool here."""
 LOSS = 0.15
 """Part of the messages that a network loses that does."""
 
@@ -75,6 +77,8 @@ class Held:
     attempt: str = ""
     link: Link | None = field(default=None, repr=False)
     plan: TransferPlan | None = field(default=None, repr=False)
+    begun: tuple[range, int] | None = None
+    """A chunk of prefill's that was sent of one layer."""
     ended: KVPoll | None = None
     given_back: bool = False
     reported: int = 0
@@ -389,19 +393,24 @@ class Prefill(Node):
         )
         world.prefills[address] = self
 
-    def send(self, name, stop: int, total: int) -> None:
-        """Computes and offers up to position `stop` of `total`; raises OutOfPages."""
+    def send(self, name, stop: int, total: int, layer: int | None = None) -> None:
+        """Computes and offers up to position `stop` of `total`, of both layers or of one; then the
+        next call is for the other layer. Raises OutOfPages.
+        """
         held = self.held.get(name)
         if held is None:
             held = Held(self.alloc.new_request(), total, next(self.world.numbers))
-        start = held.request.num_tokens
-        self.grow(held, stop - start)
+        chunk = range(held.request.num_tokens, stop)
+        if held.begun is not None:
+            chunk, layer = held.begun[0], 1 - held.begun[1]
+        self.grow(held, chunk.stop - held.request.num_tokens)
         self.held[name] = held
-        address, chunk = held.request.address(), range(start, stop)
-        oracle.write(self.pool, address, chunk, held.salt)
-        last = stop == held.tokens
+        address, some = held.request.address(), None if layer is None else range(layer, layer + 1)
+        oracle.write(oracle.of_layers(self.pool, some or LAYERS), address, chunk, held.salt)
+        last = chunk.stop == held.tokens and (layer is None or held.begun is not None)
         aux = {"first": held.salt} if last and self.address.endswith("rank 0") else {}
-        self.endpoint.send(name, address, tokens=chunk, last=last, aux=aux)
+        held.begun = (chunk, layer) if held.begun is None and layer is not None else None
+        self.endpoint.send(name, address, tokens=chunk, layers=some, last=last, aux=aux)
         self.observe()
 
     def forget(self, name) -> None:
@@ -503,6 +512,7 @@ class Decode(Node):
         salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]
         assert None not in salts, f"{name!r} succeeded and not every rank had said so"
         assert not self.machine.reading(name)
+        assert all(self.endpoint.layer_ready(name, layer) for layer in LAYERS)
         sources = list(zip(held.plan.sources, salts))
         positions = range(held.start, held.tokens)
         check_bytes(self.pool, held.request.address(), positions, sources)

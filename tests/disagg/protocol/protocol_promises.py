@@ -26,7 +26,7 @@ REASONS = {
     "asked for it already|one reader says": "twice",
     "decode made room for": "longer",
     "cannot be served": "rubbish",
-    "does not follow": "reorder, loss",
+    "the next chunk starts there|were not sent|were sent already": "reorder, loss",
     "released its pages before|gives no digests": "reorder, loss",
     "differs from": "reorder",
     "no longer asks for this room": "unread, reorder, repeat, loss",
@@ -235,6 +235,7 @@ def succeed(name, service: int, decodes) -> None:
         return
     world = decodes[0].world
     for node in world.ranks(service):
+        node.send(name, 2, 2, layer=1)
         node.send(name, 2, 2)
     for node in decodes:
         node.want(name, service, 2, 0)

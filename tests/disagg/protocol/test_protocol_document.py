@@ -34,6 +34,8 @@ def words(kind):
             return f"list of {words(item)}"
         case inspect.DictType(key_type=key, value_type=inspect.StructType(cls=value)):
             return f"map of {words(key)} to {value.__name__}"
+        case inspect.StructType(cls=struct):
+            return struct.__name__
         case inspect.UnionType(types=types):
             return " or ".join(map(words, types))
     return name

@@ -63,6 +63,7 @@ PICK, NAMES = st.integers(0, 99), st.sampled_from(list(TOKENS))
 SERVICE, WHO = st.sampled_from([0, 0, 1]), st.sampled_from([2, 2, 2, 0, 1])  # 2: all
 DECLINE = -1
 START = st.sampled_from([0, 0, 0, 3, 9, DECLINE])
+LAYER = st.sampled_from([None, 0, 1])
 ROUNDS, PACE = st.sampled_from([1, 2, 4, 8, 25]), st.sampled_from([ALL, 1, 4, 0])
 RARELY = st.integers(0, 9).map(lambda number: number == 9)
 
@@ -132,12 +133,13 @@ class Protocol(RuleBasedStateMachine):
         one=PICK,
         who=WHO,
         start=START,
+        layer=LAYER,
         rounds=ROUNDS,
         pace=PACE,
         then=st.sampled_from(["", "", *STRIKES, *TIMES]),
         pick=PICK,
     )
-    def hand_over(self, service, name, one, who, start, rounds, pace, then, pick) -> None:
+    def hand_over(self, service, name, one, who, start, layer, rounds, pace, then, pick) -> None:
         """A room is sent and wanted, all goes on for a while, and then something happens to it."""
         every = self.readers == (2, 2) or (self.readers == (1, 2) and one % 3 == 2)
         readers = one_or_all(self.world.decodes, 2 if every else one % 2)
@@ -146,10 +148,15 @@ class Protocol(RuleBasedStateMachine):
             if name in node.held and node.held[name].given_back:
                 node.forget(name)
         for node in ranks:
-            self._send(node, name, 9)
+            self._send(node, name, 9, layer)
         for node in readers:
             self._want(node, name, service, start)
         self.world.live(rounds, pace)
+        for node in ranks:
+            if node.able and name in node.held and node.held[name].begun and pick % 4:
+                self._send(node, name, 9)
+        if layer is not None:
+            self.world.live(rounds, pace)
         if then in TIMES:
             self.world.pass_time(TIMES[then], False)
         elif then:
@@ -157,7 +164,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(service=SERVICE, name=NAMES, one=PICK, start=START)
     def hand_over_in_peace(self, service, name, one, start) -> None:
-        self.hand_over(service, name, one, 2, start, 25, ALL, "", 0)
+        self.hand_over(service, name, one, 2, start, None, 25, ALL, "", 0)
 
     @rule(service=SERVICE, name=NAMES, who=WHO, start=START)
     def want(self, service, name, who, start) -> None:
@@ -182,12 +189,12 @@ class Protocol(RuleBasedStateMachine):
         with suppress(OutOfPages):
             node.want(name, service, TOKENS[name], min(start, TOKENS[name]))
 
-    @rule(service=SERVICE, name=NAMES, who=WHO, more=st.integers(0, 9), longer=RARELY)
-    def send(self, service, name, who, more, longer) -> None:
+    @rule(service=SERVICE, name=NAMES, who=WHO, more=st.integers(0, 9), layer=LAYER, longer=RARELY)
+    def send(self, service, name, who, more, layer, longer) -> None:
         for node in one_or_all(self.world.ranks(service), who):
-            self._send(node, name, more, longer)
+            self._send(node, name, more, layer, longer)
 
-    def _send(self, node, name, more, longer=False) -> None:
+    def _send(self, node, name, more, layer=None, longer=False) -> None:
         held = node.held.get(name)
         if held is None:
             total, sent = TOKENS[name] + longer, 0
@@ -198,7 +205,7 @@ class Protocol(RuleBasedStateMachine):
         else:
             total, sent = held.tokens, held.request.num_tokens
         with suppress(OutOfPages):
-            node.send(name, min(sent + more, total), total)
+            node.send(name, min(sent + more, total), total, layer)
 
     @precondition(lambda self: self.some_room(lambda held: held.given_back))
     @rule(pick=PICK)

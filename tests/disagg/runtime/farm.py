@@ -20,7 +20,8 @@ def offered(engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterato
     """Endpoints over the pools of each rank, a target's and its drafts', for `tokens` tokens.
 
     Yields their addresses and what can be called: `send(room, positions, aux)` writes positions
-    just before it offers them, so that bytes that are read too early are wrong.
+    just before it offers them, so that bytes that are read too early are wrong; `send_layers(room,
+    positions, layers)` does so with some layers, in ascending order.
     """
     from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
@@ -42,10 +43,31 @@ def offered(engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterato
                 part = address if last else RequestAddress(positions.stop, address.spans)
                 endpoint.send(room, part, tokens=positions, last=last, aux=aux)
 
+        def send_layers(room, positions, layers):
+            for holder, address, endpoint in held:
+                mine = [r.layer for r in holder.layout.regions]
+                if not set(mine).intersection(layers):
+                    continue
+                oracle.write(oracle.of_layers(holder, layers), address, positions)
+                last = positions.stop == tokens and max(mine) in layers
+                part = (
+                    address
+                    if positions.stop == tokens
+                    else RequestAddress(positions.stop, address.spans)
+                )
+                endpoint.send(room, part, tokens=positions, layers=layers, last=last)
+
         def wait(room):
             return [(each.wait(room, PATIENCE / 4), each.failure(room)) for _, _, each in held]
 
-        yield [endpoint.address for _, _, endpoint in held], {"send": send, "wait": wait}
+        yield (
+            [endpoint.address for _, _, endpoint in held],
+            {
+                "send": send,
+                "send_layers": send_layers,
+                "wait": wait,
+            },
+        )
 
 
 def serve(pipe: Any) -> None:
