@@ -107,6 +107,7 @@ class Endpoint(Generic[M]):
         self._thread: IOThread | None = None
         if options.get("threaded", True):
             self._thread = IOThread(self._run_turn, type(self).__name__)
+            engine.notify(self._thread.waker)
         abandon_in_child(self)
 
     def poll(self, room: Room) -> KVPoll:

@@ -18,6 +18,11 @@ class IOThread:
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def waker(self) -> int:
+        """A byte that is written to this descriptor wakes the thread too."""
+        return self._write
+
     def start(self) -> None:
         """Begins."""
         self._thread.start()
