@@ -12,6 +12,7 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.engines.local.host import read_process, unreadable
 from disagg.engines.local.offer import ENDED, Connection
+from disagg.host.waker import Waker
 from kvpool import _native
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
@@ -23,17 +24,17 @@ class HostCopies:
     def __init__(self) -> None:
         self.native = _native.availability() is None
         self._worker: _native.Worker | None = None
-        self._tell = -1
+        self._waker = Waker()
 
     @property
     def notifies(self) -> bool:
         """Whether jobs that end are told."""
-        return self._tell >= 0
+        return self._waker.descriptor >= 0
 
     def notify(self, descriptor: int) -> None:
         """See Engine.notify."""
-        if self.native and self._worker is None and self._tell < 0:
-            self._tell = os.dup(descriptor)
+        if self.native and self._worker is None:
+            self._waker.set(descriptor)
 
     def mapped(self, keep: Any, src: Ints, dst: Ints, nbytes: Ints) -> _native.Job | None:
         """Copies from memory of this process; `keep` is what keeps it mapped."""
@@ -59,17 +60,11 @@ class HostCopies:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Closes this process's descriptor only."""
-        if self._tell >= 0:
-            os.close(self._tell)
-            self._tell = -1
+        self._waker.close()
 
     def _thread(self) -> _native.Worker:
         if self._worker is None:
-            self._worker = _native.Worker(self._tell)
+            self._worker = _native.Worker(self._waker.descriptor)
         return self._worker
 
 

@@ -250,7 +250,6 @@ class LocalEngine(Engine):
         if self._server is not None:
             self._server.abandon()
         self._files.close()
-        self._copies.abandon()
         for peer in self._peers:
             _hang_up(peer)
 

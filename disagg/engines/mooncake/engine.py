@@ -30,6 +30,7 @@ from disagg.engines.mooncake.package import (
 from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
 from disagg.host.loopback import is_loopback
+from disagg.host.waker import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST, MAX_INT
@@ -71,6 +72,8 @@ class MooncakeEngine(Engine):
     """
 
     name = "mooncake"
+    max_bytes = 128 << 20  # a read is queued for a thread, which returns to Python once a call
+    parts_in_flight = 4
     run_overhead_bytes = 48 << 10
     progress_seconds = 0.05  # Mooncake's threads answer peers
     token_bytes: ClassVar[int] = 16
@@ -101,6 +104,8 @@ class MooncakeEngine(Engine):
         self._peers: list[MooncakePeer] = []
         self._engine: Any = None
         self._held: list[np.ndarray] = []
+        self._waker = Waker()
+        self._pauses = True
         self._exposed = False
 
     @classmethod
@@ -116,6 +121,16 @@ class MooncakeEngine(Engine):
         except EngineUnavailable as reason:
             return str(reason)
         return None
+
+    @property
+    def notifies(self) -> bool:  # type: ignore[override]
+        """Once a descriptor is known."""
+        return self._waker.descriptor >= 0
+
+    def notify(self, descriptor: int) -> None:
+        """See Engine."""
+        self._waker.set(descriptor)
+        self._pauses = False
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs in ranges; deferred until `metadata` where only peers need it."""
@@ -174,6 +189,7 @@ class MooncakeEngine(Engine):
             self._reading if shared is None else lambda: shared,
             self._shared,
             self._scope(),
+            self._waker.wake,
         )
         peer = MooncakePeer(ranges, thread)
         self._peers.append(peer)
@@ -187,10 +203,12 @@ class MooncakeEngine(Engine):
         return peer.thread.read(self._own.cut(batch, batch.dst, "this engine"))
 
     def poll(self, transfer: MooncakeTransfer | None) -> bool:
-        """Whether the thread has completed it; waits a moment, which leaves it the processor."""
+        """Whether the thread has completed it. Where that is not notified, waits a moment, which
+        leaves it the processor.
+        """
         if transfer is None:
             return True
-        if not transfer.ended.wait(POLL_SECONDS):
+        if not (transfer.ended.is_set() or (self._pauses and transfer.ended.wait(POLL_SECONDS))):
             return False
         if transfer.problem is not None:
             raise TransferError(transfer.problem)
@@ -219,6 +237,7 @@ class MooncakeEngine(Engine):
             with self._scope():
                 hasten(self._engine)
                 self._engine = None
+        self._waker.close()
 
     def _check(self, slabs: Sequence[Slab]) -> None:
         """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
