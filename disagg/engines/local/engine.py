@@ -25,6 +25,7 @@ from disagg.engines.local.device import Attached, DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
 from disagg.engines.local.offer import Connection, Incoming, Offer, dial
 from disagg.engines.local.server import OfferServer
+from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import Slab
@@ -95,6 +96,7 @@ class LocalEngine(Engine):
         self._segments: list[Segment] = []
         self._shared: list[DeviceSegment] = []
         self._memory = ""
+        self._prefault = Prefault()
         self._files = Files()
         self._server: OfferServer | None = None
         self._peers: list[LocalPeer] = []
@@ -240,6 +242,7 @@ class LocalEngine(Engine):
             self._server.close()
             self._server = None
         self._copies.close()
+        self._prefault.close()
         self._segments.clear()
         self._shared.clear()
         self._files.close()
@@ -283,6 +286,9 @@ class LocalEngine(Engine):
             own = peer.connection.pid == os.getpid()  # what comes from here was registered here
             peer.attached, moved = attach(offer.devices, self._memory, own=own)
             rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
+        for base, nbytes, shift, way in rows:
+            if way == BY_MAPPING:
+                self._prefault.peers(base + shift, nbytes)
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
         bases, sizes, peer.shifts, peer.ways = table.T
         peer.bases, peer.ends = bases, bases + sizes
