@@ -40,9 +40,9 @@ class Engine(ABC):
     """Most runs per `read`."""
     parts_in_flight: int = 2
     """Parts of one request that are posted before the first of them has arrived, at most."""
-    notifies: bool = False
-    """Whether every transfer that ends writes to the descriptor of `notify`. If not, transfers in
-    flight are polled without a pause.
+    background: bool = False
+    """Whether other threads move the bytes and tell the descriptor of `notify` when they have. Then
+    `read` and `poll` never wait, and nothing is gained by polling without a pause.
     """
     run_overhead_bytes: ClassVar[int] = 0
     """Fixed cost of a run, as the number of bytes moved in that time. If not 0, small runs are read

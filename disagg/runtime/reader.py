@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("disagg")
 
 SPIN_SECONDS = 1.0
-"""How long parts in flight are polled without a pause after the last one has arrived, if the engine
-does not say when one has.
+"""How long parts in flight are polled without a pause after the last one has arrived, unless they
+arrive in the background.
 """
 
 
@@ -138,7 +138,7 @@ class Reader:
         if any(moved):
             self._moved = now
         in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
-        spins = in_flight and not self._engine.notifies and now - self._moved < SPIN_SECONDS
+        spins = in_flight and not self._engine.background and now - self._moved < SPIN_SECONDS
         self.busy = any(moved) or spins
         return self._take_events()
 

@@ -26,11 +26,6 @@ class HostCopies:
         self._worker: _native.Worker | None = None
         self._waker = Waker()
 
-    @property
-    def notifies(self) -> bool:
-        """Whether jobs that end are told."""
-        return self._waker.descriptor >= 0
-
     def notify(self, descriptor: int) -> None:
         """See Engine.notify."""
         if self.native and self._worker is None:

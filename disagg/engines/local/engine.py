@@ -93,6 +93,7 @@ class LocalEngine(Engine):
         self._copies = HostCopies()
         if self._copies.native:  # which needs no turn of the reader's thread, nor holds it up
             self.max_bytes, self.max_runs, self.parts_in_flight = NATIVE_BYTES, NATIVE_RUNS, 4
+            self.background = True
         self._segments: list[Segment] = []
         self._shared: list[DeviceSegment] = []
         self._memory = ""
@@ -117,6 +118,7 @@ class LocalEngine(Engine):
                 self._segments.extend(self._files.find(slab))
             elif self._memory in ("", slab.memory):
                 self._shared.append(share(slab))
+                self.background = False  # events of a device are polled
                 self._memory = slab.memory
             else:
                 raise TransferError(
@@ -147,11 +149,6 @@ class LocalEngine(Engine):
             self.fence(peer)
             raise
         return peer
-
-    @property
-    def notifies(self) -> bool:  # type: ignore[override]
-        """Of host memory. Events of a device are polled."""
-        return self._copies.notifies and not self._shared
 
     def notify(self, descriptor: int) -> None:
         """See Engine."""
