@@ -4,6 +4,7 @@ endpoint between pieces of Python work, against the same room while the main thr
 
 from __future__ import annotations
 
+import mmap
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,9 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
+from disagg.host.prefault import Prefault
 from kvpool import MHAPool, RequestAddress, Span
+from kvpool.device.host_copy import copy_runs
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
 
@@ -146,3 +149,32 @@ def test_main_thread_steps(paired, engine, shared, pytestconfig):
             for decode in (stepped, threaded):
                 decode.connect([url], timeout=60)
             paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=7)
+
+
+def test_first_copy_into_memory(paired, pytestconfig):
+    """128 MiB in runs of 256 KiB into new memory: touched before, against untouched."""
+    size = (128 if pytestconfig.getoption("benchmark_enable") else 1) << 20
+    source, width = np.ones(size, dtype=np.uint8), 256 << 10
+    offsets = np.arange(0, size, width)
+    lengths = lengths
+    held = []
+
+    def memory():
+        """As an engine's pool: the kernel gives no large pages unless it is asked."""
+        held.append(mmap.mmap(-1, size))
+        return np.frombuffer(held[-1], dtype=np.uint8)
+
+    def touched():
+        found, advice = memory(), Prefault()
+        advice.own(found.ctypes.data, size)
+        advice.join()
+        return found
+
+    ready, fresh = ([each() for _ in range(5)] for each in (touched, memory))
+
+    def into(places):
+        dest = places.pop()
+        copy_runs(source.ctypes.data + offsets, dest.ctypes.data + offsets, lengths)
+        assert dest[-1] == 1
+
+    paired(lambda: into(ready), lambda: into(fresh), rounds=3)
