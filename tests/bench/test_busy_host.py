@@ -156,7 +156,7 @@ def test_first_copy_into_memory(paired, pytestconfig):
     size = (128 if pytestconfig.getoption("benchmark_enable") else 1) << 20
     source, width = np.ones(size, dtype=np.uint8), 256 << 10
     offsets = np.arange(0, size, width)
-    lengths = lengths
+    lengths = np.full(offsets.size, width)
     held = []
 
     def memory():
