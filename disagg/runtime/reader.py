@@ -16,13 +16,15 @@ from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
-from disagg.runtime.staging import ReadPart, StagingBuffers
+from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
 
 if TYPE_CHECKING:
     from kvpool.device import Event
 
 log = logging.getLogger("disagg")
 
+STAGED_IN_FLIGHT = NUM_BUFFERS // 2
+"""Parts of one read that are in buffers at once: a rank that is stuck leaves some to the others."""
 SPIN_SECONDS = 1.0
 """How long parts in flight are polled without a pause after the last one has arrived, unless they
 arrive in the background.
@@ -230,7 +232,8 @@ class Reader:
             return True
         read, buffer = part.read, None
         if part.scatter is not None:
-            buffer = self._stage.take()
+            if len(active.buffers) < STAGED_IN_FLIGHT:
+                buffer = self._stage.take()
             active.next = part if buffer is None else None
             if buffer is None:
                 return False
