@@ -27,7 +27,7 @@ help:  ## list what can be made
 
 venv: $(STAMP)  ## make the environment at .venv
 
-$(STAMP): pyproject.toml setup.py
+$(STAMP): pyproject.toml setup.py kvpool/_native/runs.c
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Try: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "the demo's transformers need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }

@@ -1,5 +1,38 @@
-"""Everything is said in pyproject.toml."""
+"""Everything but the compiled copy is said in pyproject.toml. Where that cannot be compiled, kvpool
+is installed without it and copies in Python.
+"""
 
-from setuptools import setup
+import sys
 
-setup()
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildOrWarn(build_ext):
+    """Says what goes missing if there is no compiler."""
+
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception as error:  # what a missing or broken compiler raises differs
+            self.warn(
+                f"{ext.name} was NOT compiled ({error}). kvpool works without it; transfers are "
+                "slow while the program's main thread is busy. `kvpool doctor` shows it."
+            )
+
+
+# no Python inside, so that one file serves every release from 3.10 on
+RUNS = Extension(
+    "kvpool._native.runs",
+    ["kvpool/_native/runs.c"],
+    extra_compile_args=["-O2", "-std=gnu11", "-pthread"],
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+    optional=True,
+)
+
+setup(
+    ext_modules=[RUNS] if sys.platform == "linux" else [],
+    cmdclass={"build_ext": BuildOrWarn},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

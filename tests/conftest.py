@@ -7,11 +7,23 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvpool import _native
+
 settings.register_profile(
     "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.register_profile("long", settings.get_profile("kvpool"), max_examples=500)
 settings.load_profile("kvpool")
+
+
+@pytest.fixture(params=["outside Python", "in Python"])
+def copies(request, monkeypatch):
+    """Runs are copied by the compiled thread, and as they are where there was no compiler."""
+    if request.param == "in Python":
+        monkeypatch.setenv("KVPOOL_NATIVE", "0")
+    else:
+        assert _native.availability() is None, "kvpool's C code is not compiled"
+    return request.param
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

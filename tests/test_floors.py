@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 MOST_MODULES = 14
 FLOORS = {  # lowest first; folders and modules of one floor do not import one another
     "kvpool": (
-        {"layout", "version"},
+        {"_native", "layout", "version"},
         {"device"},
         {"pools"},
         {"block_table"},

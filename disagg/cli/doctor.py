@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from kvpool import _native
+
 PACKAGES = (
     "kvpool",
     "torch",
@@ -27,7 +29,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """An installed device or engine; `problem` is None if it works here."""
+    """An installed device, engine or helper; `problem` is None if it works here."""
 
     kind: str
     name: str
@@ -36,10 +38,11 @@ class Availability:
 
 
 def availabilities() -> list[Availability]:
-    """Every installed device and engine."""
+    """Every installed device and engine, and what copies outside Python."""
     return [
         *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
         *_check("engine", "disagg.engines", lambda found, _: found.availability()),
+        Availability("helper", "native copies", "kvpool", _native.availability()),
     ]
 
 
@@ -67,7 +70,7 @@ def versions() -> dict[str, str]:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """List which devices and engines work here, and why others do not.
+    """List which devices, engines and helpers work here, and why others do not.
 
     Exit status 1 if no device or no engine works.
     """
@@ -77,7 +80,7 @@ def doctor(
     else:
         _print(found, packages)
     works = {each.kind for each in found if each.problem is None}
-    if works != {"device", "engine"}:
+    if not works >= {"device", "engine"}:
         raise typer.Exit(1)
 
 

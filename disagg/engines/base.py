@@ -32,10 +32,18 @@ class Engine(ABC):
     """Reads batches from peers. The types of peers and transfers are the engine's own."""
 
     name: ClassVar[str]
-    max_bytes: ClassVar[int] = 16 << 20
-    """Most bytes per `read`, so that control messages are served in between."""
-    max_runs: ClassVar[int] = 16384
+    max_bytes: int = 16 << 20
+    """Most bytes per `read`: a part. If `read` or `poll` copy before they return, few enough that
+    control messages are served in between; else many, since each part needs the reader's thread.
+    """
+    max_runs: int = 16384
     """Most runs per `read`."""
+    parts_in_flight: int = 2
+    """Parts of one request that are posted before the first of them has arrived, at most."""
+    background: bool = False
+    """Whether other threads move the bytes and tell the descriptor of `notify` when they have. Then
+    `read` and `poll` never wait, and nothing is gained by polling without a pause.
+    """
     run_overhead_bytes: ClassVar[int] = 0
     """Fixed cost of a run, as the number of bytes moved in that time. If not 0, small runs are read
     through `disagg.runtime.staging`.
@@ -70,6 +78,12 @@ class Engine(ABC):
     @abstractmethod
     def poll(self, transfer: Any) -> bool:
         """Whether every byte has arrived. Raises TransferError if the transfer has failed."""
+
+    def notify(self, descriptor: int) -> None:
+        """Names a non-blocking descriptor, once and before the first read: an engine whose
+        transfers end in other threads writes a byte to it whenever one may have ended. It keeps a
+        duplicate of its own.
+        """
 
     def progress(self) -> None:
         """Lets peers' reads proceed; called often on the side that is read."""

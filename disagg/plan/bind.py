@@ -77,6 +77,9 @@ class CopyBatch:
 
     def split(self, max_bytes: int, max_runs: int) -> Iterator[CopyBatch]:
         """Consecutive parts of at most `max_runs` runs and `max_bytes` bytes."""
+        if 0 < self.runs <= max_runs and self.total <= max_bytes:
+            yield CopyBatch(self.src, self.dst, self.nbytes)
+            return
         whole = self._cut(max_bytes)
         edge = np.cumsum(whole.nbytes)
         start = 0

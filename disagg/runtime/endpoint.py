@@ -23,6 +23,7 @@ from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
 from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
+from disagg.host.prefault import Prefault
 from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
@@ -83,6 +84,11 @@ class Endpoint(Generic[M]):
         self.machine: M = machine(hello, clock())
         self._clock = clock
         self._reader = Reader(engine, read_timeout, clock, stage)
+        self._prefault = Prefault()
+        if not serves and options.get("prefault", True):
+            for slab in (*self.layout.slabs(), *stage.slabs):
+                if slab.on_host:
+                    self._prefault.own(slab.base, slab.nbytes)
         self._digester = Digester()
         self._pending: deque[Effect] = deque()
         self._pause = engine.progress_seconds if serves else READ_PAUSE_SECONDS
@@ -95,6 +101,7 @@ class Endpoint(Generic[M]):
         self._thread: IOThread | None = None
         if options.get("threaded", True):
             self._thread = IOThread(self._run_turn, type(self).__name__)
+            engine.notify(self._thread.waker)
         abandon_in_child(self)
 
     def poll(self, room: Room) -> KVPoll:
@@ -190,6 +197,7 @@ class Endpoint(Generic[M]):
 
     def _release(self) -> None:
         """Gives up thread, transport and engine."""
+        self._prefault.close()
         if self._thread is not None:
             self._thread.join()
         self._close_transport()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+_libc = ctypes.PyDLL(None)
+"""It keeps the GIL, which a busy host gives back late: the read of a pipe does not wait."""
+_libc.read.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_libc.read.restype = ctypes.c_ssize_t
 
 
 class IOThread:
@@ -14,9 +20,15 @@ class IOThread:
     def __init__(self, turn: Callable[[int], bool], name: str) -> None:
         self._turn = turn
         self._read, self._write = os.pipe()
+        self._taken = ctypes.create_string_buffer(4096)
         for end in (self._read, self._write):
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def waker(self) -> int:
+        """A byte that is written to this descriptor wakes the thread too."""
+        return self._write
 
     def start(self) -> None:
         """Begins."""
@@ -29,8 +41,7 @@ class IOThread:
 
     def clear(self) -> None:
         """Takes note of all wake-ups; the turn looks at what they are about after this."""
-        with suppress(BlockingIOError):
-            os.read(self._read, 4096)
+        _libc.read(self._read, self._taken, len(self._taken))
 
     def join(self) -> None:
         """Waits until the last turn is over."""

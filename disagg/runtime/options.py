@@ -36,6 +36,10 @@ class Options(TypedDict, total=False):
     """Seconds, monotonic."""
     threaded: bool
     """Without a thread (False), the caller calls `step()`; rooms move only then, and in `wait`."""
+    prefault: bool
+    """Decode allocates host memory that reads write to in the background, before the first read
+    (True). False leaves it to the first read of each page.
+    """
 
 
 def check_options(endpoint: str, options: Options) -> float:

@@ -5,6 +5,7 @@ side, the reads of one rank one after another, so that one failure stops no othe
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,19 +17,21 @@ from disagg.plan.bind import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadEnded, ReadFailed
 from disagg.protocol.messages import Hello
-from disagg.runtime.staging import ReadPart, StagingBuffers
+from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
 
 if TYPE_CHECKING:
     from kvpool.device import Event
 
 log = logging.getLogger("disagg")
 
-DEPTH = 2
-"""Parts of one read that are in flight at once."""
+STAGED_IN_FLIGHT = NUM_BUFFERS // 2
+"""Parts of one read that are in buffers at once: a rank that is stuck leaves some to the others."""
 LOOKS_PER_TIMEOUT = 4
 """A longer pause between two steps than this part of the time-out is no time that a read took."""
 SPIN_SECONDS = 1.0
-"""How long parts in flight are polled without a pause after the last one has arrived."""
+"""How long parts in flight are polled without a pause after the last one has arrived, unless they
+arrive in the background.
+"""
 
 
 ReadEvent = ReadFailed | ReadEnded
@@ -58,6 +61,8 @@ class _Active:
     parts: Iterator[ReadPart]
     left: bool = True
     next: ReadPart | None = None
+    landed: float = -math.inf
+    """When the last part arrived."""
     in_flight: deque[_InFlight] = field(default_factory=deque)
     buffers: set[int] = field(default_factory=set)
 
@@ -158,7 +163,8 @@ class Reader:
         if any(moved):
             self._moved = now
         in_flight = any(lane.active and lane.active.in_flight for lane in self._lanes.values())
-        self.busy = any(moved) or (in_flight and now - self._moved < SPIN_SECONDS)
+        spins = in_flight and not self._engine.background and now - self._moved < SPIN_SECONDS
+        self.busy = any(moved) or spins
         return self._take_events()
 
     def close(self) -> list[ReadEvent]:
@@ -191,7 +197,7 @@ class Reader:
         self._events.append(ReadEnded(read, problem))
 
     def _step(self, lane: _Lane) -> bool:
-        """Connects, begins, posts or polls one thing; whether anything has moved."""
+        """Connects, begins a read, posts or polls its parts; whether anything has moved."""
         if lane.early is not None:
             self._connect_early(lane, *lane.early)
             return True
@@ -200,10 +206,12 @@ class Reader:
         if read is None:
             return False
         try:
-            if active is None:
-                self._begin(lane, read)
-                return True
-            return self._go_on(lane, active)
+            if active is not None:
+                return self._go_on(lane, active)
+            self._begin(lane, read)
+            if lane.active is not None:
+                self._go_on(lane, lane.active)
+            return True
         except Exception as error:  # whatever goes wrong in one read fails that room and no other
             self._give_up(lane, read, error)
             return True
@@ -231,16 +239,19 @@ class Reader:
         moved = False
         while active.in_flight and self._landed(active, active.in_flight[0]):
             part = active.in_flight.popleft()
-            active.read.metrics.moved(part.part.payload, self._clock() - part.posted)
+            active.landed = self._clock()
+            active.read.metrics.moved(part.part.payload, active.landed - part.posted)
             moved = True
         if active.in_flight:
-            spent = self._clock() - active.in_flight[0].posted
+            spent = self._clock() - max(active.in_flight[0].posted, active.landed)
             if spent > self._timeout:
                 raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
         if active.left and active.read.cancelled:
             active.left = False
-        if active.left and len(active.in_flight) < DEPTH:
-            moved = self._post(lane, active) or moved
+        while active.left and len(active.in_flight) < self._engine.parts_in_flight:
+            if not self._post(lane, active):
+                break
+            moved = True
         if not active.left and not active.in_flight:
             lane.active = None
             self._end(active.read, None)
@@ -255,7 +266,8 @@ class Reader:
             return True
         read, buffer = part.read, None
         if part.scatter is not None:
-            buffer = self._stage.take()
+            if len(active.buffers) < STAGED_IN_FLIGHT:
+                buffer = self._stage.take()
             active.next = part if buffer is None else None
             if buffer is None:
                 return False

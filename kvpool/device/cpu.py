@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from kvpool.device import DeviceUnavailable, Event, torch_ops
 from kvpool.device.host_copy import copy_runs
+
+MADV_POPULATE_WRITE = 23
 
 
 class CompletedEvent:
@@ -56,8 +59,7 @@ class CPUDevice:
             # the size is sealed, so that a reader cannot fault beyond the end
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-            # populate all pages now, not one by one in the first transfer
-            memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = _populated(handle, nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(
                 f"cannot allocate {nbytes:,} bytes of shared memory: {error}."
@@ -93,6 +95,20 @@ class CPUDevice:
     def wait(self, event: Event) -> None:
         """Blocks the host until the event has ended."""
         event.synchronize()
+
+
+def _populated(handle: int, nbytes: int) -> mmap.mmap:
+    """A mapping of a file whose pages are all there, and not to be found one by one in the first
+    transfer; large pages where the kernel gives them (`shmem_enabled`).
+    """
+    try:
+        memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(MADV_POPULATE_WRITE)
+        return memory
+    except OSError:  # before Linux 5.14
+        return mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 class MetaDevice:

@@ -1,8 +1,8 @@
-"""Copies of many runs of host memory, without a Python object per small run.
+"""Copies of many runs of host memory: one compiled call (`kvpool._native`).
 
-A large run is one `memcpy`. Small runs are grouped by length, and each group is gathered into a
-buffer that fits the cache and scattered from there: the fastest way measured without a compiled
-loop (docs/engines.md).
+Where that was not compiled, a large run is one `memcpy`, and small runs are grouped by length; each
+group is gathered into a buffer that fits the cache and scattered from there, the fastest way
+measured without a compiled loop (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool import _native
 from kvpool.layout.grid import Ints
 
 LARGE = 16 << 10
@@ -25,6 +26,8 @@ _memcpy.restype = None
 
 def copy_runs(src: Ints, dst: Ints, nbytes: Ints) -> None:
     """Copies `nbytes` bytes from each pointer `src` to each pointer `dst`, `[N]`."""
+    if _native.copy(src, dst, nbytes):
+        return
     large = nbytes >= LARGE
     if large.any():
         for run in zip(dst[large].tolist(), src[large].tolist(), nbytes[large].tolist()):

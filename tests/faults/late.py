@@ -48,5 +48,7 @@ class LateEngine(LocalEngine):
 
     def _land(self, peer, batch):
         time.sleep(self._seconds)
-        super().read(peer, batch)
+        transfer = super().read(peer, batch)
+        while not self.poll(transfer):
+            time.sleep(0.001)
         self._landed.set()

@@ -75,7 +75,9 @@ def run(data: bytes) -> str:
                 batch = CopyBatch(*np.array([[start], [_dest.ctypes.data], [8]], dtype=np.int64))
                 _dest[:] = 0
                 try:
-                    engine.read(peer, batch)
+                    transfer = engine.read(peer, batch)
+                    while not engine.poll(transfer):
+                        pass
                 except TransferError:
                     continue
                 outcome = "read"

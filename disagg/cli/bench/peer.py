@@ -17,6 +17,7 @@ from kvpool.layout import Slab
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for the peer process or a read."""
+PAUSE_SECONDS = 0.0001
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
 
@@ -37,6 +38,8 @@ class PeerReader:
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
                     raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
+                if self.engine.background:  # the processor is for the threads that move the bytes
+                    time.sleep(PAUSE_SECONDS)
 
 
 class PeerReaders:

@@ -20,20 +20,24 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
+from disagg.engines.local.copies import HostCopies, finished
 from disagg.engines.local.device import Attached, DeviceSegment, attach, share
-from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, read_process, this_host
+from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
 from disagg.engines.local.offer import Connection, Incoming, Offer, dial
 from disagg.engines.local.server import OfferServer
+from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch
-from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import Slab
 
 if TYPE_CHECKING:
+    from kvpool._native import Job
     from kvpool.device import Event
 
 BY_MAPPING, BY_KERNEL, BY_DEVICE = range(3)
 """How a segment is read."""
+NATIVE_BYTES, NATIVE_RUNS = 256 << 20, 1 << 20
+"""Most of a part that is copied outside Python."""
 CONNECT_SECONDS = 0.1
 """How long `connect` waits for an offer. If it takes longer, reads wait, and other peers do not."""
 
@@ -52,7 +56,7 @@ class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(eq=False)
 class LocalPeer:
     """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
-    none while its offer is `incoming`.
+    none while its offer is `incoming`. `jobs` are copies of which a byte may still land.
     """
 
     connection: Connection
@@ -63,26 +67,37 @@ class LocalPeer:
     ways: Ints = field(default_factory=_none)
     mappings: list[object] = field(default_factory=list)
     attached: Attached | None = None
+    jobs: list[Job] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class LateRead:
-    """A read that starts when its peer's offer is here; then without a batch."""
+class LocalTransfer:
+    """A read; with a batch, if it starts when its peer's offer is here. `jobs` and `event` are the
+    copies that go on.
+    """
 
     peer: LocalPeer
-    batch: CopyBatch | None
+    batch: CopyBatch | None = None
+    jobs: list[Job] = field(default_factory=list)
     event: Event | None = None
 
 
 class LocalEngine(Engine):
-    """`read` copies host memory before it returns; a device copies its own memory."""
+    """A thread outside Python copies host memory, a device its own. Where kvpool was installed
+    without a compiler, `read` copies host memory before it returns.
+    """
 
     name = "local"
 
     def __init__(self) -> None:
+        self._copies = HostCopies()
+        if self._copies.native:  # which needs no turn of the reader's thread, nor holds it up
+            self.max_bytes, self.max_runs, self.parts_in_flight = NATIVE_BYTES, NATIVE_RUNS, 4
+            self.background = True
         self._segments: list[Segment] = []
         self._shared: list[DeviceSegment] = []
         self._memory = ""
+        self._prefault = Prefault()
         self._files = Files()
         self._server: OfferServer | None = None
         self._peers: list[LocalPeer] = []
@@ -103,6 +118,7 @@ class LocalEngine(Engine):
                 self._segments.extend(self._files.find(slab))
             elif self._memory in ("", slab.memory):
                 self._shared.append(share(slab))
+                self.background = False  # events of a device are polled
                 self._memory = slab.memory
             else:
                 raise TransferError(
@@ -134,16 +150,24 @@ class LocalEngine(Engine):
             raise
         return peer
 
-    def read(self, peer: LocalPeer, batch: CopyBatch) -> Event | LateRead | None:
-        """Copies host memory, and starts copying device memory."""
-        if not batch.runs:
-            return None
-        if not self._is_here(peer):
-            columns = batch.src, batch.dst, batch.nbytes
-            return LateRead(peer, CopyBatch(*(column.copy() for column in columns)))
-        return self._copy(peer, batch)
+    def notify(self, descriptor: int) -> None:
+        """See Engine."""
+        self._copies.notify(descriptor)
 
-    def _copy(self, peer: LocalPeer, batch: CopyBatch) -> Event | None:
+    def read(self, peer: LocalPeer, batch: CopyBatch) -> LocalTransfer:
+        """Starts copying."""
+        transfer = LocalTransfer(peer)
+        if not batch.runs:
+            return transfer
+        if self._is_here(peer):
+            self._copy(transfer, batch)
+        else:
+            columns = batch.src, batch.dst, batch.nbytes
+            transfer.batch = CopyBatch(*(column.copy() for column in columns))
+        return transfer
+
+    def _copy(self, transfer: LocalTransfer, batch: CopyBatch) -> None:
+        peer = transfer.peer
         if not peer.bases.size:
             raise TransferError("the peer has registered no memory.")
         at = np.maximum(np.searchsorted(peer.bases, batch.src, side="right") - 1, 0)
@@ -161,39 +185,45 @@ class LocalEngine(Engine):
                 f"a run between host memory and {self._memory}: engine local copies "
                 "from host to host and from device to device only. Use engine nixl."
             )
-        event = None
+        peer.jobs = [job for job in peer.jobs if not job.ended]
         for way in np.flatnonzero(np.bincount(ways)).tolist():
             some = runs if (ways == way).all() else tuple(column[ways == way] for column in runs)
+            job = None
             if way == BY_MAPPING:
-                copy_runs(*some)
+                job = self._copies.mapped(tuple(peer.mappings), *some)
             elif way == BY_KERNEL:
-                read_process(peer.connection.pid, peer.connection.check_alive, *some)
+                job = self._copies.of_process(peer.connection, *some)
             elif peer.attached is not None:
-                event = peer.attached.copy(*some)
-        return event
+                transfer.event = peer.attached.copy(*some)
+            if job is not None:
+                transfer.jobs.append(job)
+                peer.jobs.append(job)
 
-    def poll(self, transfer: Event | LateRead | None) -> bool:
-        """Whether the device has finished copying; host memory is complete when `read` returns,
-        unless the peer's offer was not here.
-        """
-        if not isinstance(transfer, LateRead):
-            return transfer is None or transfer.query()
+    def poll(self, transfer: LocalTransfer) -> bool:
+        """Whether every copy has finished."""
         if transfer.batch is not None:
             if not self._is_here(transfer.peer):
                 return False
             batch, transfer.batch = transfer.batch, None
-            transfer.event = self._copy(transfer.peer, batch)
+            self._copy(transfer, batch)
+        pid = transfer.peer.connection.pid
+        if not all(finished(job, pid) for job in transfer.jobs):
+            return False
         return transfer.event is None or transfer.event.query()
 
     def fence(self, peer: LocalPeer, timeout: float | None = None) -> bool:
-        """Waits for the device's copies, then unmaps the peer's memory and hangs up."""
+        """Ends copies of host memory, waits for the device's, then unmaps the peer's memory and
+        hangs up.
+        """
         stop = None if timeout is None else time.monotonic() + timeout
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
-        _hang_up(peer)
-        while peer.attached is not None and not peer.attached.quiet():
+        for job in peer.jobs:
+            job.cancel()
+        while not _quiet(peer):
             if stop is not None and time.monotonic() >= stop:
                 return False
             time.sleep(FENCE_POLL_SECONDS)
+        _hang_up(peer)
         if peer.attached is not None:
             peer.attached.close()
         peer.mappings.clear()
@@ -208,6 +238,8 @@ class LocalEngine(Engine):
         if self._server is not None:
             self._server.close()
             self._server = None
+        self._copies.close()
+        self._prefault.close()
         self._segments.clear()
         self._shared.clear()
         self._files.close()
@@ -251,6 +283,9 @@ class LocalEngine(Engine):
             own = peer.connection.pid == os.getpid()  # what comes from here was registered here
             peer.attached, moved = attach(offer.devices, self._memory, own=own)
             rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
+        for base, nbytes, shift, way in rows:
+            if way == BY_MAPPING:
+                self._prefault.peers(base + shift, nbytes)
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
         bases, sizes, peer.shifts, peer.ways = table.T
         peer.bases, peer.ends = bases, bases + sizes
@@ -261,6 +296,12 @@ class LocalEngine(Engine):
         for shared in self._shared:
             found |= (pointers >= shared.base) & (pointers < shared.base + shared.nbytes)
         return found
+
+
+def _quiet(peer: LocalPeer) -> bool:
+    """Whether nothing of a peer's memory is being copied."""
+    jobs_ended = all(job.ended for job in peer.jobs)
+    return jobs_ended and (peer.attached is None or peer.attached.quiet())
 
 
 def _hang_up(peer: LocalPeer) -> None:

@@ -198,10 +198,15 @@ def read_process(pid: int, check: Callable[[], None], src: Ints, dst: Ints, nbyt
         check()
         if got != wanted:
             reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
-            raise TransferError(
-                f"the memory of process {pid} cannot be read ({reason}). Allocate the peer's pool "
-                "on kvpool's CPU device, which shares its memory, or use engine nixl."
-            )
+            raise TransferError(unreadable(pid, reason))
+
+
+def unreadable(pid: int, reason: str) -> str:
+    """A sentence about private memory that the kernel did not read."""
+    return (
+        f"the memory of process {pid} cannot be read ({reason}). Allocate the peer's pool on "
+        "kvpool's CPU device, which shares its memory, or use engine nixl."
+    )
 
 
 def this_host() -> str:

@@ -30,6 +30,7 @@ from disagg.engines.mooncake.package import (
 from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
 from disagg.engines.ranges import Ranges
 from disagg.host.loopback import is_loopback
+from disagg.host.waker import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST, MAX_INT
@@ -37,8 +38,6 @@ from kvpool.layout.types import HOST, MAX_INT
 log = logging.getLogger("disagg")
 
 MAX_REGIONS = 1 << 16
-POLL_SECONDS = 0.0005
-"""Polling without a pause costs a third to two thirds of the rate on two cores."""
 HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
@@ -71,6 +70,9 @@ class MooncakeEngine(Engine):
     """
 
     name = "mooncake"
+    max_bytes = 128 << 20  # a read is queued for a thread, which returns to Python once a call
+    parts_in_flight = 4
+    background = True
     run_overhead_bytes = 48 << 10
     progress_seconds = 0.05  # Mooncake's threads answer peers
     token_bytes: ClassVar[int] = 16
@@ -101,6 +103,7 @@ class MooncakeEngine(Engine):
         self._peers: list[MooncakePeer] = []
         self._engine: Any = None
         self._held: list[np.ndarray] = []
+        self._waker = Waker()
         self._exposed = False
 
     @classmethod
@@ -116,6 +119,10 @@ class MooncakeEngine(Engine):
         except EngineUnavailable as reason:
             return str(reason)
         return None
+
+    def notify(self, descriptor: int) -> None:
+        """See Engine."""
+        self._waker.set(descriptor)
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs in ranges; deferred until `metadata` where only peers need it."""
@@ -174,6 +181,7 @@ class MooncakeEngine(Engine):
             self._reading if shared is None else lambda: shared,
             self._shared,
             self._scope(),
+            self._waker.wake,
         )
         peer = MooncakePeer(ranges, thread)
         self._peers.append(peer)
@@ -187,10 +195,10 @@ class MooncakeEngine(Engine):
         return peer.thread.read(self._own.cut(batch, batch.dst, "this engine"))
 
     def poll(self, transfer: MooncakeTransfer | None) -> bool:
-        """Whether the thread has completed it; waits a moment, which leaves it the processor."""
+        """Whether the thread has completed it."""
         if transfer is None:
             return True
-        if not transfer.ended.wait(POLL_SECONDS):
+        if not transfer.ended.is_set():
             return False
         if transfer.problem is not None:
             raise TransferError(transfer.problem)
@@ -219,6 +227,7 @@ class MooncakeEngine(Engine):
             with self._scope():
                 hasten(self._engine)
                 self._engine = None
+        self._waker.close()
 
     def _check(self, slabs: Sequence[Slab]) -> None:
         """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the

@@ -38,7 +38,8 @@ class PeerThread:
 
     `obtain` returns the `TransferEngine`; with `shared` other peers use it too, and it is not
     destroyed. The thread works in the context `scope`. `token` are the bytes that the peer keeps at
-    `token_at`; `scratch` has their size and must live as long as the `TransferEngine`.
+    `token_at`; `scratch` has their size and must live as long as the `TransferEngine`. `tell` is
+    called when a read has ended.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class PeerThread:
         obtain: Callable[[], Any],
         shared: bool,
         scope: AbstractContextManager[Any],
+        tell: Callable[[], None],
     ) -> None:
         self._address, self._token_at, self._token = address, token_at, token
         self._scratch, self._obtain, self._shared, self._scope = scratch, obtain, shared, scope
+        self._tell = tell
         self._queue: deque[MooncakeTransfer] = deque()
         self._changed = threading.Condition()
         self._given_up = self._doubt = self._ended = self._destroyed = False
@@ -115,6 +118,7 @@ class PeerThread:
                 transfer.problem = self._problem
                 transfer.ended.set()
             self._changed.notify_all()
+        self._tell()
 
     def _verify_peer(self, engine: Any) -> None:
         """Checks that the peer answers, and no other process. Writes the scratch only."""
@@ -158,3 +162,4 @@ class PeerThread:
             with self._changed:
                 self._queue.popleft()
             transfer.ended.set()
+            self._tell()

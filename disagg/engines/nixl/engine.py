@@ -58,6 +58,8 @@ class NixlEngine(Engine):
     """
 
     name = "nixl"
+    max_bytes = 128 << 20  # over CMA these are copied in one call, in some 20 ms
+    parts_in_flight = 4
     run_overhead_bytes = 8 << 10
     progress_seconds = 0.0002  # over TCP and shared memory the rate depends on it
 

@@ -28,6 +28,7 @@ from disagg.cli.bench.peer import PeerProcess
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
+from disagg.engines.local.engine import LocalTransfer
 from disagg.plan import TransferPlan, plan
 from kvpool import Allocator
 from kvpool.device.cpu import CPUDevice
@@ -180,6 +181,11 @@ def one_page(made, source, *addresses, bind=TransferPlan.bind):
     return bind(made, source, *addresses, tokens=range(64))
 
 
+def no_read(engine, peer, batch):
+    """A read of nothing, which is complete."""
+    return LocalTransfer(peer)
+
+
 def another_page(made, source, there, here, bind=TransferPlan.bind):
     """Runs of as many bytes, to another page."""
     ids = np.roll(here.spans["kv"].ids, 1)
@@ -199,7 +205,7 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
         ("plan", host, "plan", half_of_the_layers),
         ("bind", TransferPlan, "bind", one_page),
         ("bind", TransferPlan, "bind", another_page),
-        ("transfer", LocalEngine, "read", nothing),
+        ("transfer", LocalEngine, "read", no_read),
     ],
 )
 def test_a_case_with_a_wrong_result_fails(monkeypatch, tmp_path, group, owner, name, instead):

@@ -44,6 +44,7 @@ def test_installed_devices_and_engines_work():
     said = json.loads(done.stdout)
     works = {(each["kind"], each["name"]) for each in said["found"] if each["problem"] is None}
     assert works >= {("device", "cpu"), ("device", "meta"), *(("engine", name) for name in ENGINES)}
+    assert ("helper", "native copies") in works
     ascend = next(each for each in said["found"] if each["name"] == "ascend")
     assert ascend["problem"] is None or ascend["problem"].startswith("missing: ")
     assert said["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -53,7 +54,7 @@ def test_installed_devices_and_engines_work():
 
 def test_each_failure_has_a_reason_and_the_others_are_still_checked(monkeypatch):
     offer(monkeypatch, devices=["Missing"], engines=["Absent", "Broken"])
-    missing, absent, broken = doctor.availabilities()
+    missing, absent, broken, _ = doctor.availabilities()
     assert [each.kind for each in (missing, absent, broken)] == ["device", "engine", "engine"]
     assert "AttributeError" in missing.problem and "Missing" in missing.problem
     assert absent.problem == "no such card in this machine. Put one in."

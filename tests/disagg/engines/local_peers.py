@@ -38,6 +38,13 @@ def blank(size=SIZE):
     return np.zeros(size, dtype=np.uint8)
 
 
+def read(engine, peer, batch):
+    """Reads a batch, to its end."""
+    transfer = engine.read(peer, batch)
+    while not engine.poll(transfer):
+        pass
+
+
 @contextmanager
 def reading(memory):
     """An engine that reads into an array."""

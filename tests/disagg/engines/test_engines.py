@@ -9,7 +9,7 @@ import os
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from disagg.engines.base import (
     EngineUnavailable,
@@ -91,6 +91,7 @@ CASES = [(name, "shared") for name in ENGINES] + [
 ]
 
 
+@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_runs_of_every_length_arrive_and_nothing_else_changes(name, kind):
     random = np.random.default_rng(0)
@@ -169,6 +170,8 @@ def test_engines_are_known_by_name():
     assert all(engine_class(name).availability() is None for name in ENGINES)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("copies")
 @given(st.data())
 def test_copies_of_many_runs_equal_slices(data):
     count = data.draw(st.integers(0, 60))

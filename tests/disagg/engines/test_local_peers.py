@@ -31,10 +31,13 @@ from tests.disagg.engines.local_peers import (
     metadata,
     offer,
     offering,
+    read,
     reading,
 )
 from tests.disagg.engines.owners import Owner, pattern, until
 from tests.processes import FORKS, forked
+
+pytestmark = pytest.mark.usefixtures("copies")
 
 
 def test_a_peer_that_stalls_holds_neither_connect_nor_other_peers_up(monkeypatch):
@@ -51,7 +54,7 @@ def test_a_peer_that_stalls_holds_neither_connect_nor_other_peers_up(monkeypatch
         source = pattern(64)
         with offering(source) as (_, told):
             other = engine.connect(told)
-            engine.read(other, batch_of((source.ctypes.data, to + 64, 64)))
+            read(engine, other, batch_of((source.ctypes.data, to + 64, 64)))
             engine.fence(other)
         assert np.array_equal(memory[64:128], pattern(64))
         with pytest.raises(TransferError, match="not offered its memory within 1 s"):
@@ -100,7 +103,7 @@ def test_private_memory_of_a_process_that_has_ended_is_not_read():
         other.process.kill()
         other.process.join()
         with pytest.raises(TransferError, match="process has ended"):
-            engine.read(peer, batch_of((other.base, memory.ctypes.data, 8)))
+            read(engine, peer, batch_of((other.base, memory.ctypes.data, 8)))
     assert not memory.any()
 
 
@@ -110,7 +113,7 @@ def test_a_process_number_counts_only_while_its_connection_is_open_and_silent(si
     with FakePeer(offer([(source.ctypes.data, 64, -1, 0)])) as peer, reading(memory) as engine:
         other = engine.connect(peer.metadata)
         batch = batch_of((source.ctypes.data, memory.ctypes.data, 64))
-        engine.read(other, batch)
+        read(engine, other, batch)
         assert np.array_equal(memory[:64], source)
         memory[:] = 0
         if sign == "hangs up":
@@ -118,7 +121,7 @@ def test_a_process_number_counts_only_while_its_connection_is_open_and_silent(si
         else:
             peer.connections[0].send(b"x")
         with pytest.raises(TransferError, match="process has ended"):
-            engine.read(other, batch)
+            read(engine, other, batch)
     assert not memory.any()
 
 
@@ -143,7 +146,7 @@ def test_shared_memory_of_a_process_that_has_ended_stays_readable():
     with offering(source) as (other, told), reading(memory) as engine:
         peer = engine.connect(told)
         other.close()
-        engine.read(peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
+        read(engine, peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
     assert np.array_equal(memory, pattern(SIZE))
 
 
@@ -155,7 +158,7 @@ def test_a_reader_that_does_not_read_delays_no_other_and_is_given_up(monkeypatch
         idle.connect(server.path)
         peer = engine.connect(metadata(server.path))
         with pytest.raises(TransferError, match="cannot be read"):  # nothing lies at 4096
-            until(lambda: engine.poll(engine.read(peer, batch_of((4096, 0, 8)))))
+            read(engine, peer, batch_of((4096, 0, 8)))
         hung_up = select.poll()
         hung_up.register(idle, 0)
         assert hung_up.poll(20_000)
@@ -188,7 +191,10 @@ memory = np.zeros(64, dtype=np.uint8)
 try:
     engine = LocalEngine()
     peer = engine.connect(bytes.fromhex(sys.argv[1]))
-    engine.read(peer, CopyBatch(*np.array([[int(sys.argv[2])], [memory.ctypes.data], [64]])))
+    rows = [[int(sys.argv[2])], [memory.ctypes.data], [64]]
+    transfer = engine.read(peer, CopyBatch(*np.array(rows)))
+    while not engine.poll(transfer):
+        pass
     print(memory.tobytes().hex())
 except TransferError as error:
     print(error)
@@ -236,7 +242,7 @@ def test_a_forked_child_gives_up_and_its_parent_serves_on():
 
         with forked(give_up) as (_, left):
             assert left == "set()"
-            engine.read(peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
+            read(engine, peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
             assert np.array_equal(memory, source)
             engine.fence(engine.connect(told))
 
@@ -261,7 +267,7 @@ def test_a_process_that_was_killed_has_ended_although_its_child_lives():
             process.kill()
             process.join()
             with pytest.raises(TransferError, match="has ended"):
-                engine.read(peer, batch_of((base, memory.ctypes.data, SIZE)))
+                read(engine, peer, batch_of((base, memory.ctypes.data, SIZE)))
             with pytest.raises(TransferError, match="has ended"):
                 engine.connect(told)
     finally:

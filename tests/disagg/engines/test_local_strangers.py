@@ -39,9 +39,12 @@ from tests.disagg.engines.local_peers import (
     metadata,
     offer,
     offering,
+    read,
     reading,
 )
 from tests.processes import FORKS, forked
+
+pytestmark = pytest.mark.usefixtures("copies")
 
 NOBODY = 65534
 PAGE = {"layers": [0], "kv_lora_rank": 192, "qk_rope_head_dim": 64, "dtype": "f32", "page_size": 1}
@@ -270,7 +273,7 @@ def test_another_user_is_offered_nothing_even_where_it_can_dial(monkeypatch, cap
         folder.chmod(0o700)
         with reading(memory) as engine:
             peer = engine.connect(metadata(str(path)))
-            engine.read(peer, batch_of((4096, memory.ctypes.data, 64)))
+            read(engine, peer, batch_of((4096, memory.ctypes.data, 64)))
         assert memory[:64].all()
         server.close()
     folder.rmdir()
@@ -365,10 +368,10 @@ def test_only_the_offered_part_of_a_file_can_be_read():
     segments = [(1 << 30, 100, 0, 4000), ((1 << 30) + 4096, 100, 0, 9000)]
     with FakePeer(offer(segments), [handle]) as peer, reading(memory) as engine:
         other = engine.connect(peer.metadata)
-        engine.read(other, batch_of((1 << 30, here, 100), ((1 << 30) + 4096, here + 200, 100)))
+        read(engine, other, batch_of((1 << 30, here, 100), ((1 << 30) + 4096, here + 200, 100)))
         for start in ((1 << 30) - 1, (1 << 30) + 93, (1 << 30) + 4096 - 8, (1 << 30) + 4189):
             with pytest.raises(TransferError, match="do not lie in memory that the peer has"):
-                engine.read(other, batch_of((start, here + 400, 8)))
+                read(engine, other, batch_of((start, here + 400, 8)))
     os.close(handle)
     assert memory[:100].all() and memory[200:300].all() and memory.sum() == 200
 
@@ -380,7 +383,7 @@ def test_an_offer_of_more_files_than_one_message_carries_arrives():
     with reading(memory) as engine:
         peer = engine.connect(metadata(server.path))
         runs = [(4096 * (n + 1), memory.ctypes.data + 8 * n, 8) for n in range(300)]
-        engine.read(peer, batch_of(*runs))
+        read(engine, peer, batch_of(*runs))
     assert memory[:2400].all() and not memory[2400:].any()
     server.close()
     for handle in handles:

@@ -62,7 +62,8 @@ def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, tmp_path
     ):
         if transport != "keys":  # whose peers are authenticated by a thread
             started = {thread.name for thread in {*threading.enumerate()} - threads}
-            assert started == {"OfferServer"}  # the engine's, which sleeps until a peer dials
+            # the engine's, which sleeps until a peer dials, and one that ends by itself
+            assert started - {"Prefault"} == {"OfferServer"}
         decode.connect([prefill.address])
         decode.receive("r", into)
         prefill.send("r", given, aux={"first_token": 7})

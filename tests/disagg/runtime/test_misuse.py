@@ -21,11 +21,11 @@ from disagg import (
 )
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
-from disagg.plan.bind import CopyBatch
 from disagg.protocol import messages
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
+from tests.disagg.engines.local_peers import batch_of, read
 from tests.disagg.waiting import until
 from tests.streams import dial
 
@@ -373,7 +373,7 @@ def test_private_memory_that_the_kernel_keeps_in_two_mappings_is_one_segment():
     engine.register([Slab(memory.ctypes.data, memory.size)])
     dest = np.zeros_like(memory)
     peer = engine.connect(engine.metadata())
-    engine.read(peer, CopyBatch(*np.array([[memory.ctypes.data], [dest.ctypes.data], [8 << 20]])))
+    read(engine, peer, batch_of((memory.ctypes.data, dest.ctypes.data, 8 << 20)))
     assert (dest == 7).all()
     assert peer.bases.tolist() == [memory.ctypes.data]
     engine.close()
@@ -389,5 +389,5 @@ def test_a_dropped_pool_of_the_same_process_stays_readable_while_it_is_mapped():
     del pool
     gc.collect()
     dest = np.zeros(16, dtype=np.float32)
-    reader.read(peer, CopyBatch(*np.array([[base], [dest.ctypes.data], [64]])))
+    read(reader, peer, batch_of((base, dest.ctypes.data, 64)))
     assert (dest == 3).all()

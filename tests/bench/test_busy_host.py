@@ -1,0 +1,180 @@
+"""128 MiB in 512 runs between two processes: decode's main thread spins in Python, or steps the
+endpoint between pieces of Python work, against the same room while the main thread waits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.engines.base import create_engine
+from disagg.host.prefault import Prefault
+from kvpool import MHAPool, RequestAddress, Span
+from kvpool.device.host_copy import copy_runs
+from tests.disagg.engines.peers import ENGINES
+from tests.processes import FORKS
+
+LAYERS, PAGES, PAGE = 4, 64, 64
+SHAPE = {"num_kv_heads": 8, "head_dim": 256, "dtype": "bf16", "page_size": PAGE}
+"""A page of K or V of one layer is 256 KiB."""
+WORK_SECONDS = 0.001
+
+ways = pytest.mark.parametrize(
+    ("engine", "shared"),
+    [
+        (name, shared)
+        for name in ENGINES
+        for shared in ((True, False) if name == "local" else (True,))
+    ],
+    ids=lambda given: given if isinstance(given, str) else "memfd" if given else "private",
+)
+
+
+def pool_of(pages):
+    return MHAPool(layers=range(LAYERS), num_pages=2 * pages + 2, **SHAPE)
+
+
+def place(pages, seed):
+    """Every second page, in any order: no two runs are adjacent."""
+    ids = 1 + 2 * np.random.default_rng(seed).permutation(pages)
+    return RequestAddress(pages * PAGE, {"kv": Span(ids)})
+
+
+def last_page(pool, address):
+    """Bytes of the last page's last entry."""
+    at = PAGE * address.spans["kv"].ids[-1] + PAGE - 1
+    return pool.gather("v", LAYERS - 1, [at]).view(torch.uint8).numpy()
+
+
+def private(layout):
+    """The layout over a copy of its memory that no other process can map; and the copy."""
+    (slab,) = layout.slabs()
+    copy = np.empty(slab.nbytes, dtype=np.uint8)
+    torch.frombuffer(copy, dtype=torch.uint8).random_()
+    shift = copy.ctypes.data - slab.base
+    moved = tuple(replace(buffer, base=buffer.base + shift) for buffer in layout.buffers)
+    return replace(layout, buffers=moved), copy
+
+
+def serve(pipe, engine, pages, shared):
+    """Sends the same request in every room that the pipe names."""
+    source, address = pool_of(pages), place(pages, 0)
+    source._slab.random_()
+    layout = source.layout
+    if not shared:
+        layout, copy = private(layout)
+        source._slab.numpy()[:] = copy
+    with PrefillEndpoint(layout, create_engine(engine)) as prefill:
+        pipe.send((prefill.address, last_page(source, address)))
+        while (room := pipe.recv()) is not None:
+            prefill.send(room, address)
+            pipe.send(None)
+
+
+@contextmanager
+def rooms(engine, shared, pytestconfig):
+    """A function that hands a room over to a decode made with some options; `progress(decode,
+    room)` is what the main thread does until the room has ended.
+    """
+    pages = PAGES if pytestconfig.getoption("benchmark_enable") else 1
+    dest, address, numbers = pool_of(pages), place(pages, 1), count()
+    here, away = FORKS.Pipe()
+    process = FORKS.Process(target=serve, args=(away, engine, pages, shared), daemon=True)
+    process.start()
+    url, row = here.recv()
+
+    def hand_over(decode, progress):
+        room = next(numbers)
+        here.send(room)
+        here.recv()
+        decode.receive(room, address)
+        progress(decode, room)
+        assert decode.poll(room) is KVPoll.Success, decode.failure(room)
+
+    def decode(**options):
+        return DecodeEndpoint(dest.layout, create_engine(engine), **options), url
+
+    yield decode, hand_over
+    assert (last_page(dest, address) == row).all()
+    here.send(None)
+    process.join(30)
+    assert process.exitcode == 0
+
+
+def wait(decode, room):
+    decode.wait(room, 60)
+
+
+def work(until):
+    """Python that never lets the GIL go by itself."""
+    number = 0
+    while time.perf_counter() < until:
+        for _ in range(100):
+            number += 1
+
+
+def spin(decode, room):
+    while not decode.poll(room).ended:
+        work(time.perf_counter() + WORK_SECONDS)
+
+
+def step(decode, room):
+    while not decode.poll(room).ended:
+        decode.step()
+        work(time.perf_counter() + WORK_SECONDS)
+
+
+@ways
+def test_main_thread_spins(paired, engine, shared, pytestconfig):
+    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
+        decode, url = decode_of()
+        with decode:
+            decode.connect([url], timeout=60)
+            paired(lambda: hand_over(decode, spin), lambda: hand_over(decode, wait), rounds=7)
+
+
+@ways
+def test_main_thread_steps(paired, engine, shared, pytestconfig):
+    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
+        (stepped, url), (threaded, _) = decode_of(threaded=False), decode_of()
+        with stepped, threaded:
+            for decode in (stepped, threaded):
+                decode.connect([url], timeout=60)
+            paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=7)
+
+
+def test_first_copy_into_memory(paired, pytestconfig):
+    """128 MiB in runs of 256 KiB into new memory: touched before, against untouched."""
+    size = (128 if pytestconfig.getoption("benchmark_enable") else 1) << 20
+    source, width = np.ones(size, dtype=np.uint8), 256 << 10
+    offsets = np.arange(0, size, width)
+    lengths = np.full(offsets.size, width)
+    held = []
+
+    def memory():
+        """As an engine's pool: the kernel gives no large pages unless it is asked."""
+        held.append(mmap.mmap(-1, size))
+        return np.frombuffer(held[-1], dtype=np.uint8)
+
+    def touched():
+        found, advice = memory(), Prefault()
+        advice.own(found.ctypes.data, size)
+        advice.join()
+        return found
+
+    ready, fresh = ([each() for _ in range(5)] for each in (touched, memory))
+
+    def into(places):
+        dest = places.pop()
+        copy_runs(source.ctypes.data + offsets, dest.ctypes.data + offsets, lengths)
+        assert dest[-1] == 1
+
+    paired(lambda: into(ready), lambda: into(fresh), rounds=3)

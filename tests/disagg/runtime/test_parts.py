@@ -1,0 +1,113 @@
+"""How much of a read is posted at once, and how long it may take."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg import DecodeEndpoint, KVPoll, MemoryNetwork, MemoryTransport, PrefillEndpoint
+from disagg.engines.base import create_engine, engine_class
+from disagg.engines.local import LocalEngine
+from kvpool import MHAPool
+from tests import oracle
+from tests.disagg.engines.peers import ENGINES, prefills
+
+TOKENS = 150
+MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
+LAYERS = {"layers": range(3)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_chunk_of_many_runs_is_one_read(engine):
+    posted = []
+
+    class Counting(engine_class(engine)):
+        def read(self, peer, batch):
+            posted.append(batch.runs)
+            return super().read(peer, batch)
+
+    dest = MHAPool(**LAYERS, **MHA)
+    address = oracle.place(dest, TOKENS, seed=99)
+    oracle.blank(dest)
+    with (
+        prefills(engine, "MHAPool", [{**LAYERS, **MHA}], TOKENS) as [source],
+        DecodeEndpoint(dest.layout, Counting(), staging=0) as decode,
+    ):
+        decode.connect([source.address], timeout=60)
+        decode.receive("r1", address)
+        source.send("r1", 0, TOKENS)
+        assert decode.wait("r1", 60) is KVPoll.Success, decode.failure("r1")
+        oracle.assert_holds(dest, address)
+    assert len(posted) == 1 and posted[0] > 20
+
+
+class Gate(LocalEngine):
+    """A part arrives for each of `allowed`; `in_flight` are those that have not."""
+
+    def __init__(self, parts_in_flight):
+        super().__init__()
+        self.max_bytes, self.parts_in_flight = 64 << 10, parts_in_flight
+        self.allowed = self.posted = 0
+        self.arrived = []
+
+    def read(self, peer, batch):
+        self.posted += 1
+        return super().read(peer, batch)
+
+    def poll(self, transfer):
+        if not any(each is transfer for each in self.arrived):
+            if not self.allowed:
+                return False
+            self.allowed -= 1
+            self.arrived.append(transfer)
+        while not super().poll(transfer):  # it does arrive, whatever the clock says
+            pass
+        return True
+
+    @property
+    def in_flight(self):
+        return self.posted - len(self.arrived)
+
+
+@pytest.mark.parametrize("parts_in_flight", [1, 4])
+def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
+    source, dest = (MHAPool(**LAYERS, **MHA) for _ in range(2))
+    given, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, seed=99)
+    oracle.fill(source, given)
+    oracle.blank(dest)
+    now, engine = [0.0], Gate(parts_in_flight)
+    network = MemoryNetwork()
+    both = {"threaded": False, "clock": lambda: now[0], "peer_timeout": 3600.0}
+    with (
+        PrefillEndpoint(
+            source.layout, create_engine("local"), "p", transport=MemoryTransport(network), **both
+        ) as prefill,
+        DecodeEndpoint(
+            dest.layout, engine, read_timeout=10.0, transport=MemoryTransport(network), **both
+        ) as decode,
+    ):
+
+        def steps():
+            for _ in range(50):
+                prefill.step()
+                decode.step()
+
+        decode.connect([prefill.address])
+        for room in ("good", "stuck"):
+            decode.receive(room, into)
+            prefill.send(room, given)
+            steps()
+            arrived = len(engine.arrived)
+            assert engine.in_flight == parts_in_flight
+            while not decode.poll(room).ended:
+                now[0] += 6  # less than the time-out; all parts together take more
+                stuck = room == "stuck" and len(engine.arrived) > arrived + 2
+                engine.allowed = 0 if stuck else 1
+                steps()
+                assert engine.in_flight <= parts_in_flight
+            if room == "good":
+                assert decode.poll(room) is KVPoll.Success, decode.failure(room)
+                assert now[0] > 30
+                oracle.assert_holds(dest, into)
+                oracle.blank(dest)
+        assert decode.poll("stuck") is KVPoll.Failed
+        assert "nothing has arrived for 12.0 s" in str(decode.failure("stuck"))
