@@ -84,7 +84,12 @@ def built(
         at = -(-(at + items * size + GUARD) // 64) * 64
     layers = max(layer for layer, _, _, _ in parts) + 1
     layout = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces.values()), layers)
-    return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in regions})
+    return over(layout, slab)
+
+
+def over(layout: PoolLayout, slab: np.ndarray) -> State:
+    """State that a layout describes in existing memory, all of it the uint8 array `slab`."""
+    return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in layout.regions})
 
 
 def _grid(layout, region, slab):
