@@ -98,6 +98,13 @@ class Allocator:
         self.on_fork: list[Callable[[Request, Request, int], None]] = []
         first, *others = (pool.layout for pool in pools)
         self.layout = PoolLayout.merge(first, *others) if others else first
+        for name, lists in self.layout.block_pools.items():
+            if len(lists) > 1:
+                raise ValueError(
+                    f"spaces {', '.join(lists)} take their ids from block pool {name}, but an "
+                    "allocator has a free list for each. Give block tables of your own, or "
+                    "declare these spaces without block_pool."
+                )
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
         self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
         self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}

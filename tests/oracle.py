@@ -11,6 +11,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -92,6 +93,47 @@ def over(layout: PoolLayout, slab: np.ndarray) -> State:
     return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in layout.regions})
 
 
+def overlaid(
+    groups: Mapping[str, Sequence[tuple[int, Template]]],
+    spaces: Iterable[Space],
+    items: int,
+    *,
+    tensors: bool = False,
+    padding: bool = False,
+    leads: Mapping[str, int] = MappingProxyType({}),
+) -> State:
+    """State made by hand in which the items of all spaces lie over one another: each space's
+    (layer, template) pairs side by side in a block of one allocation, or (`tensors`) the n-th of
+    every space in a block of the n-th tensor. They begin at byte `leads[space]`, or 0.
+
+    `padding`: a space owns the rest of a block that it has.
+    """
+    sizes = {name: [item_bytes(each) for _, each in parts] for name, parts in groups.items()}
+    rows = [(leads.get(name, 0), held) for name, held in sizes.items()]
+    if tensors:
+        most = max(map(len, sizes.values()))
+        strides = [max(lead + held[n] for lead, held in rows if n < len(held)) for n in range(most)]
+    else:
+        strides = [max(lead + sum(held) for lead, held in rows)]
+    starts = [GUARD + n * GUARD + items * sum(strides[:n]) for n in range(len(strides))]
+    slab = np.zeros(starts[-1] + items * strides[-1] + GUARD, dtype=np.uint8)
+    buffers, regions = [], []
+    for space, parts in groups.items():
+        for number, (layer, template) in enumerate(parts):
+            tensor, within = (number, 0) if tensors else (0, sum(sizes[space][:number]))
+            within += leads.get(space, 0)
+            stride, size = strides[tensor], sizes[space][number]
+            if padding and (tensors or number == len(parts) - 1):
+                size = stride - within
+            name = f"{space}.{number}"
+            base = slab.ctypes.data + starts[tensor] + within
+            buffers.append(Buffer(name, space, base, stride, size, items, padding=padding))
+            regions.extend(item_regions(template, owner="target", layer=layer, buffer=name))
+    layers = 1 + max(layer for parts in groups.values() for layer, _ in parts)
+    layout = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), layers)
+    return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in regions})
+
+
 def _grid(layout, region, slab):
     """The formula of kvpool.layout, word for word."""
     buffer = layout.buffer_of(region)
@@ -102,8 +144,11 @@ def _grid(layout, region, slab):
 
 
 def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestAddress:
-    """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive)."""
+    """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive). No id of a
+    block pool is taken twice.
+    """
     layout, spans, random = holder.layout, {}, np.random.default_rng(seed)
+    taken: dict[str, list[int]] = {}
     for space in layout.spaces:
         if space.ids is None:
             items = min(
@@ -114,18 +159,27 @@ def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestA
             count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
             usable = np.arange(space.reserved, items)
             ids = usable if seed is None else random.permutation(usable)
+            if space.block_pool is not None:
+                others = taken.setdefault(space.block_pool, [])
+                ids = ids[~np.isin(ids, others)]
+                others.extend(ids[:count].tolist())
+                assert ids.size >= count, f"space {space.name}: {ids.size} items are left"
             spans[space.name] = Span(ids[:count])
     return RequestAddress(tokens, spans)
 
 
 def elsewhere(holder: KVPool | State, address: RequestAddress) -> RequestAddress:
     """An address of as many tokens, in items of which `address` has none."""
-    spans = {}
+    spans: dict[str, Span] = {}
+    pools = {space.name: space.block_pool for space in holder.layout.spaces}
     for name, span in address.spans.items():
         spaces = [s for s in holder.layout.spaces if s.id_list == name]
         sizes = holder.layout.items_by_space
         items = min(sizes[space.name] for space in spaces if space.name in sizes)
         free = np.setdiff1d(np.arange(max(s.reserved for s in spaces), items), span.ids)
+        for other, held in (*address.spans.items(), *spans.items()):
+            if pools.get(name) is not None and pools.get(other) == pools[name]:
+                free = np.setdiff1d(free, held.ids)
         assert free.size >= span.ids.size, f"space {name}: {free.size} items are left"
         spans[name] = Span(free[: span.ids.size], span.first_item)
     return RequestAddress(address.num_tokens, spans)
@@ -244,8 +298,9 @@ def _padding(held: State, address: RequestAddress) -> list[np.ndarray]:
                 for item in address.spans[layout.space_by_name[buffer.space].id_list].ids:
                     start = at + int(item) * buffer.item_stride
                     memory[start : start + buffer.item_bytes] = 1
-    for view in held.views.values():
-        view[...] = 0
+    for region in layout.regions:  # of these items: what is not, another space may claim
+        span = address.spans[layout.space_of(region).id_list]
+        held.views[region.key][span.ids] = 0
     return [memory.astype(bool) for memory in held.memory]
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from disagg.plan.block_pools import id_clash
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
@@ -118,6 +119,12 @@ def bind(
         raise ValueError(
             f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
         )
+    for who, layout, address in (
+        ("source", source, source_address),
+        ("destination", dest, dest_address),
+    ):
+        if clash := id_clash(layout, address, columns):
+            raise ValueError(f"{who}: {clash}")
     pairs: dict[tuple[str, str], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:

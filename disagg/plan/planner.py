@@ -77,7 +77,7 @@ class TransferPlan:
         Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
         (default: the plan's own for that source) is used again. Raises IncompleteTransfer if the
         source does not hold a position that the destination needs, and ValueError if a page id
-        lies outside its buffer.
+        lies outside its buffer, or is listed for two spaces of one block pool.
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(

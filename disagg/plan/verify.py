@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -50,25 +51,42 @@ def verify(
 
 
 def _tokens(layouts: list[PoolLayout]) -> int:
-    """A number of tokens that fits every buffer and ends within a page."""
+    """A number of tokens that fits every buffer and ends within a page; 0 if none fits."""
     paged = [
-        (layout.space_by_name[b.space], b.items)
+        layout.space_by_name[name]
         for layout in layouts
-        for b in layout.buffers
-        if layout.space_by_name[b.space].kind == "paged"
+        for name in layout.items_by_space
+        if layout.space_by_name[name].kind == "paged"
     ]
-    if not paged:
-        return 1
-    fits = min((items - space.reserved) * space.tokens_per_item for space, items in paged)
-    return max(1, min(fits, 2 * max(space.tokens_per_item for space, _ in paged) + 1))
+    most = 2 * max((space.tokens_per_item for space in paged), default=0) + 1
+    return bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda tokens: not all(_fits(layout, tokens) for layout in layouts),
+    )
+
+
+def _fits(layout: PoolLayout, tokens: int) -> bool:
+    """Whether the ids of a request are items of every buffer."""
+    spans = _address(layout, tokens).spans
+    return all(
+        int(spans[layout.space_by_name[name].id_list].ids.max()) < items
+        for name, items in layout.items_by_space.items()
+    )
 
 
 def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
-    """Items in descending order, so that no two are adjacent by chance."""
-    spans = {}
+    """Items in descending order, so that no two are adjacent by chance; those of one block pool
+    follow one another.
+    """
+    spans, taken = {}, dict.fromkeys(layout.block_pools, 0)
     for space in layout.spaces:
-        items = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
-        spans[space.name] = Span(np.arange(space.reserved + items - 1, space.reserved - 1, -1))
+        count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else min(tokens, 1)
+        first = space.reserved
+        if space.block_pool is not None:
+            first += taken[space.block_pool]
+            taken[space.block_pool] += count
+        spans[space.name] = Span(np.arange(first + count - 1, first - 1, -1))
     return RequestAddress(tokens, spans)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from disagg.digest.digester import Verification
 from disagg.errors import RoomError, UnknownRoom
 from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.plan.bind import Columns
+from disagg.plan.block_pools import id_clash
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
@@ -186,6 +188,9 @@ class DecodeRoom:
         if ready.stop > total or (ready.last and ready.stop != total):
             raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
         address, aux = ready.address(), unpack_aux(ready.aux)
+        plan = self.link.plan
+        if plan and (twice := id_clash(plan.sources[source], address, Columns())):
+            raise ValueError(twice)
         if aux and not ready.last:
             raise ValueError("aux values travel with the last chunk.")
         known = {name: self.aux[name] for name in aux if name in self.aux}
@@ -207,17 +212,21 @@ class DecodeRooms:
         self.by_name: dict[Room, DecodeRoom] = {}
         self.open: set[Room] = set()
         self._written = WrittenItems(layout)
+        self._layout, self._columns = layout, Columns()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, or if another room writes some of its items.
+        not have, if its block table lists an id for two spaces of one block pool, or if another
+        room writes some of its items.
         """
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")
         total = room.address.num_tokens
         if not 0 <= room.start <= total:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
+        if clash := id_clash(self._layout, room.address, self._columns):
+            raise RoomError(f"room {name!r}: {clash}")
         self._written.claim(name, room.address, room.start)
         self.by_name[name] = room
         self.open.add(name)

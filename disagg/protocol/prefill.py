@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from disagg.errors import RoomError, UnknownRoom
+from disagg.plan.bind import Columns
+from disagg.plan.block_pools import id_clash
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
@@ -47,6 +49,7 @@ class PrefillMachine:
         self, hello: Hello, layout: PoolLayout, lease: float | None = None, *, now: float
     ) -> None:
         self.hello = hello
+        self._layout, self._columns = layout, Columns()
         self._effects = Effects()
         self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._lease, self._now = lease, now
@@ -141,6 +144,7 @@ class PrefillMachine:
         problem = self._rooms.get(name, PrefillRoom()).chunk_problem(address, tokens, chunk.last)
         if chunk.aux and not chunk.last:
             problem = "aux values travel with the last chunk."
+        problem = problem or id_clash(self._layout, address, self._columns)
         if problem is not None:
             raise RoomError(f"room {name!r}: {problem}")
         rest = address.num_tokens, messages.spans_of(address), messages.pack_aux(chunk.aux)

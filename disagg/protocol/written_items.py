@@ -18,25 +18,29 @@ MAX_NAMED = 20
 
 
 class WrittenItems:
-    """Items by id list (`kv`, `swa`, `state`, ...). A room has its items from `claim` to
-    `release`.
+    """Items by id list (`kv`, `swa`, `state`, ...); the id lists of one block pool have the same
+    items. A room has its items from `claim` to `release`.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._spaces: dict[str, list[Space]] = {}
         self._taken: dict[str, npt.NDArray[np.bool_]] = {}
+        pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
         sizes: dict[str, int] = {}
         for name, items in layout.items_by_space.items():
             space = layout.space_by_name[name]
             self._spaces.setdefault(space.id_list, []).append(space)
             sizes[space.id_list] = max(items, sizes.get(space.id_list, 0))
+        shared: dict[str, npt.NDArray[np.bool_]] = {}
         for name, size in sizes.items():
-            self._taken[name] = np.zeros(size, dtype=np.bool_)
+            mine = np.zeros(size, dtype=np.bool_)
+            self._taken[name] = shared.setdefault(pools[name], mine) if name in pools else mine
+        self._pools = pools
         self._rooms: dict[Room, dict[str, Ints]] = {}
 
     def claim(self, room: Room, address: RequestAddress, start: int) -> None:
         """Takes what a room writes that lacks positions from `start` on. Raises RoomError, and
-        changes nothing, if another room has any of it.
+        changes nothing, if another room has any of it. No id is listed twice for a block pool.
         """
         wanted = {name: self._written(name, address, start) for name in self._taken}
         for name, ids in wanted.items():
@@ -53,7 +57,7 @@ class WrittenItems:
 
     def _written(self, name: str, address: RequestAddress, start: int) -> Ints:
         """Ids of one list: of pages those from the item of position `start` on, of slots and rings
-        all. Ids that no buffer has are left out: reads refuse them.
+        all. Ids that no buffer has, and reserved ones, are left out: reads refuse them.
         """
         span, spaces = address.spans.get(name), self._spaces[name]
         if span is None:
@@ -62,15 +66,22 @@ class WrittenItems:
         if not any(space.per_request for space in spaces):
             first = start // spaces[0].tokens_per_item
             ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
-        return ids[ids < self._taken[name].size]
+        reserved = min(space.reserved for space in spaces)
+        return ids[(ids >= reserved) & (ids < self._taken[name].size)]
 
     def _refuse(self, room: Room, name: str, ids: Ints) -> None:
         for other, held in self._rooms.items():
-            both = np.intersect1d(ids, held[name])
-            if both.size:
-                more = f" and {both.size - MAX_NAMED} more" if both.size > MAX_NAMED else ""
-                raise RoomError(
-                    f"room {room!r}: item {ranges(both[:MAX_NAMED].tolist())}{more} of id list "
-                    f"{name} is written by room {other!r}, until that has ended and `reading` is "
-                    "false. Give every room items of its own; only pages before `start` are shared."
-                )
+            for theirs, others in held.items():
+                if self._taken[theirs] is not self._taken[name]:  # one array for a block pool
+                    continue
+                both = np.intersect1d(ids, others)
+                if both.size:
+                    more = f" and {both.size - MAX_NAMED} more" if both.size > MAX_NAMED else ""
+                    through = "" if theirs == name else f" through id list {theirs}"
+                    pool = f" (block pool {self._pools[name]})" if name in self._pools else ""
+                    raise RoomError(
+                        f"room {room!r}: item {ranges(both[:MAX_NAMED].tolist())}{more} of id list "
+                        f"{name}{pool} is written by room {other!r}{through}, until that has ended "
+                        "and `reading` is false. Give every room items of its own; only pages "
+                        "before `start` are shared."
+                    )

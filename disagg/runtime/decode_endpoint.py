@@ -159,8 +159,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         to keep. Slots and rings come whole, whatever `start` is. Allocate with
         `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
 
-        Raises RoomError for a room that is there already, and for items that another room writes
-        (pages before `start` are only kept, and may be shared); ValueError if the request is not
+        Raises RoomError for a room that is there already, for items that another room writes (pages
+        before `start` are only kept, and may be shared), and for an id that the block table lists
+        for two spaces of one block pool; ValueError if the request is not
         what its block table says any more, or shares pages that would be written; RequestPinned
         while another room offers or receives it.
         """

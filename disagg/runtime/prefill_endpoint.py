@@ -80,8 +80,9 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         or Failed: `request.address()` pins its request as long (docs/connectors.md says what that
         refuses), the pages of any other block table are yours to keep.
 
-        Raises RoomError for a chunk that does not follow the one before, ValueError if the request
-        is not what its block table says any more, RequestPinned while a room receives it.
+        Raises RoomError for a chunk that does not follow the one before, and for an id that the
+        block table lists for two spaces of one block pool; ValueError if the request is not what
+        its block table says any more, RequestPinned while a room receives it.
         """
         name = room_name(room)
         with self._lock:

@@ -87,6 +87,15 @@ class PoolLayout:
         return found
 
     @cached_property
+    def block_pools(self) -> dict[str, tuple[str, ...]]:
+        """The id lists whose ids come from one pool of blocks, by its name."""
+        found: dict[str, list[str]] = {}
+        for space in self.spaces:
+            if space.block_pool is not None:
+                found.setdefault(space.block_pool, []).append(space.name)
+        return {pool: tuple(lists) for pool, lists in found.items()}
+
+    @cached_property
     def foreign_bytes(self) -> ForeignBytes:
         """Where the bytes are that no region claims and nobody has declared padding."""
         return ForeignBytes(self)
@@ -108,7 +117,9 @@ class PoolLayout:
         return found
 
     def slabs(self) -> list[Slab]:
-        """The memory to register for all buffers; touching or interleaved buffers are one slab."""
+        """The memory to register for all buffers, no byte of it twice; buffers that touch,
+        interleave or overlap are one slab.
+        """
         slabs: list[Slab] = []
         for buffer in sorted(self.buffers, key=lambda b: (b.memory, b.base)):
             last = slabs[-1] if slabs else None

@@ -1,5 +1,8 @@
 """Foreign bytes: those in and between the items of a layout that no region claims and nobody has
 declared padding. They belong to somebody else.
+
+Where items of a block pool's spaces lie over one another, a byte is foreign that none of them
+claims.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ class ForeignBytes:
         self._gaps: list[_Gaps] = []
         found: list[_Stretch] = []
         for group, before, items in _interleaved(layout.buffers):
-            first, last = group[0], group[-1]
-            reach = last.base + last.item_bytes - first.base
+            first = group[0]
+            reach = max(buffer.base + buffer.item_bytes for buffer in group) - first.base
             stride = first.item_stride if items > 1 else reach
             claims = [(buffer.base - first.base, _claims(buffer, inside)) for buffer in group]
             shape = msgspec.msgpack.encode((stride, claims))  # hashes of tuples can collide
@@ -92,16 +95,14 @@ class ForeignBytes:
 
 def _interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
     """Buffers of which each has an item in every stride, in memory order: the number of their first
-    item, and how many follow until one of them ends.
+    item, and how many follow until one of them ends. Those of one block pool may overlap.
     """
     groups: list[list[Buffer]] = []
     for buffer in sorted(buffers, key=lambda b: (b.memory, b.base)):
-        first, last = (groups[-1][0], groups[-1][-1]) if groups else (None, None)
+        first = groups[-1][0] if groups else None
         if (
             first is not None
-            and last is not None
             and (first.memory, first.item_stride) == (buffer.memory, buffer.item_stride)
-            and buffer.base >= last.base + last.item_bytes
             and buffer.base + buffer.item_bytes <= first.base + first.item_stride
         ):
             groups[-1].append(buffer)

@@ -211,6 +211,10 @@ class Space:
     its last position. `window`: of n entries those from `n // window_step * window_step - window`
     are alive (None: all). The first `reserved` items are padding. `ids`: the space whose id list
     this one shares (None: it has its own).
+
+    `block_pool`: the pool of blocks that the ids come from (None: ids of its own). An id of a block
+    pool is in use by one of its id lists at a time, so their buffers may lie over one another, item
+    over item.
     """
 
     name: str
@@ -221,6 +225,7 @@ class Space:
     reserved: int = 1
     ids: str | None = None
     window_step: int = 1
+    block_pool: str | None = None
 
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
@@ -246,6 +251,14 @@ class Space:
             _need(False, where, f"a window_step of {self.window_step} needs a window.")
         if self.ids is not None:
             _need_name(self.ids, f"{where} ids")
+        if self.block_pool is not None:
+            _need_name(self.block_pool, f"{where} block_pool")
+            _need(
+                self.ids is None,
+                where,
+                f"its ids are those of space {self.ids}: give that space block_pool "
+                f"{self.block_pool!r}, and this one none.",
+            )
         if self.kind == "ring":
             keeps = None if self.window is None else self.window + self.window_step - 1
             _need(

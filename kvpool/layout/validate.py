@@ -48,6 +48,7 @@ def check_layout(layout: PoolLayout) -> None:
                 f"{space.reserved}."
             )
     _check_shared_ids(layout.spaces)
+    _check_block_pools(layout)
     inside: dict[str, list[Region]] = defaultdict(list)
     for region in layout.regions:
         if region.buffer not in layout.buffer_by_name:
@@ -58,7 +59,7 @@ def check_layout(layout: PoolLayout) -> None:
     listed = 0
     for name, regions in inside.items():
         listed += _check_item(layout.buffer_by_name[name], regions, shapes, MAX_RUNS - listed)
-    _check_apart(layout.buffers)
+    _check_apart(layout)
 
 
 def _check_unique(
@@ -84,6 +85,28 @@ def _check_shared_ids(spaces: Sequence[Space]) -> None:
                 f"space {space.name}: an item holds {space.tokens_per_item} tokens, but an item "
                 f"of {first.name}, whose ids it shares, {first.tokens_per_item}."
             )
+
+
+def _check_block_pools(layout: PoolLayout) -> None:
+    """Checks that all spaces of a block pool have the same ids, and reserve the same."""
+    known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def need_same(space: Space, what: str, where: str, value: int) -> None:
+        pool = layout.space_by_name[space.id_list].block_pool
+        if pool is None:
+            return
+        first, other = known.setdefault((pool, what), (where, value))
+        if value != other:
+            raise LayoutError(
+                f"block pool {pool}: {where} has {what} {value}, {first} {other}. An id of a "
+                f"block pool can be any of its spaces': give them all the same {what}."
+            )
+
+    for space in layout.spaces:
+        need_same(space, "reserved", f"space {space.name}", space.reserved)
+    for buffer in layout.buffers:
+        space = layout.space_by_name[buffer.space]
+        need_same(space, "items", f"buffer {buffer.name} of space {space.name}", buffer.items)
 
 
 def _check_entries(region: Region, space: Space) -> None:
@@ -145,26 +168,54 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], m
     return runs
 
 
-def _check_apart(buffers: Sequence[Buffer]) -> None:
-    """Checks that buffers do not overlap: they lie apart, or interleave at one stride."""
-    solid = sorted((b for b in buffers if b.memory != "meta"), key=lambda b: (b.memory, b.base))
-    cluster: list[Buffer] = []
+def _check_apart(layout: PoolLayout) -> None:
+    """Checks that buffers lie apart, or interleave at one stride. Those that interleave may overlap
+    within an item if their ids are two lists of one block pool.
+    """
+    solid = [buffer for buffer in layout.buffers if buffer.memory != "meta"]
+    first = last = None  # of buffers that interleave: the first, and where their items reach
+    by_list: dict[str, Buffer] = {}
     reach = 0
-    for buffer in solid:
-        if cluster and (buffer.memory != cluster[0].memory or buffer.base >= reach):
-            cluster, reach = [], 0
-        if cluster and not _interleaves(cluster[0], cluster[-1], buffer):
-            raise LayoutError(
-                f"buffer {buffer.name}: base {buffer.base} lies inside buffer {cluster[-1].name} "
-                f"({cluster[-1].base} to {cluster[-1].end}, items of {cluster[-1].item_bytes} "
-                f"every {cluster[-1].item_stride})."
-            )
-        cluster.append(buffer)
+    for buffer in sorted(solid, key=lambda b: (b.memory, b.base)):
+        ids = layout.space_by_name[buffer.space].id_list
+        if first is None or last is None or buffer.memory != first.memory or buffer.base >= reach:
+            first = last = buffer
+            by_list, reach = {ids: buffer}, buffer.end
+            continue
+        within = buffer.base + buffer.item_bytes - first.base <= first.item_stride
+        if not within or buffer.item_stride != first.item_stride:
+            raise LayoutError(_overlap(layout, buffer, last))
+        # what overlaps here is of one block pool: `last` stands for all of it
+        if buffer.base < last.base + last.item_bytes and not _one_pool(layout, buffer, last):
+            raise LayoutError(_overlap(layout, buffer, last))
+        mine = by_list.get(ids)
+        if mine is not None and buffer.base < mine.base + mine.item_bytes:
+            raise LayoutError(_overlap(layout, buffer, mine))
+        by_list[ids] = buffer
         reach = max(reach, buffer.end)
+        if buffer.base + buffer.item_bytes > last.base + last.item_bytes:
+            last = buffer
 
 
-def _interleaves(first: Buffer, before: Buffer, buffer: Buffer) -> bool:
-    """Whether `buffer` fits between `before` and the next item of `first`."""
-    behind = buffer.base - before.base >= before.item_bytes
-    within = buffer.base + buffer.item_bytes - first.base <= first.item_stride
-    return behind and within and buffer.item_stride == first.item_stride
+def _one_pool(layout: PoolLayout, one: Buffer, other: Buffer) -> bool:
+    """Whether the ids of both come from one block pool."""
+    lists = [layout.space_by_name[layout.space_by_name[b.space].id_list] for b in (one, other)]
+    return lists[0].block_pool is not None and lists[0].block_pool == lists[1].block_pool
+
+
+def _overlap(layout: PoolLayout, buffer: Buffer, other: Buffer) -> str:
+    """Why `buffer` may not lie where it does, and what would make it right."""
+    says = (
+        f"buffer {buffer.name}: base {buffer.base} lies inside buffer {other.name} ({other.base} "
+        f"to {other.end}, items of {other.item_bytes} every {other.item_stride})."
+    )
+    one, two = (layout.space_by_name[each.space] for each in (other, buffer))
+    if one.id_list == two.id_list:
+        return f"{says} An id of {one.id_list} is an item of both."
+    alike = "item i over item i only: at one stride, and not beyond it"
+    if _one_pool(layout, buffer, other):
+        return f"{says} Buffers of one block pool lie over one another {alike}."
+    return (
+        f"{says} If an id is in use by only one of spaces {one.name} and {two.name} at a time, "
+        f"give both the same block_pool: then they may lie over one another, {alike}."
+    )

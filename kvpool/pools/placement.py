@@ -94,8 +94,10 @@ def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[st
     """Spaces of buffers and of their id lists, by name with prefix `names`."""
     known: dict[str, Space] = {}
     for space in spaces:
-        ids = None if space.ids is None else names + space.ids
-        known[names + space.name] = replace(space, name=names + space.name, ids=ids)
+        ids, pool = (None if n is None else names + n for n in (space.ids, space.block_pool))
+        known[names + space.name] = replace(
+            space, name=names + space.name, ids=ids, block_pool=pool
+        )
     unknown = named - set(known)
     if unknown:
         raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")

@@ -110,12 +110,16 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class ItemMap:
-    """One item and all buffers that have such items; `regions` are those of the first buffer."""
+    """One item and all buffers that have such items; `regions` are those of the first buffer.
+
+    `over`: the spaces of the same block pool whose items lie over these.
+    """
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
     layers: tuple[int, ...]
     space: Space
+    over: tuple[str, ...] = ()
 
     @property
     def item_bytes(self) -> int:
@@ -245,15 +249,40 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
         looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
         sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space
         alike.setdefault((*sizes, buffer.padding, *looks), []).append(buffer)
+    over = _overlaid(layout)
     return [
         ItemMap(
             tuple(buffers),
             tuple(inside[buffers[0].name]),
             tuple(sorted({region.layer for b in buffers for region in inside[b.name]})),
             layout.space_by_name[buffers[0].space],
+            tuple(s.name for s in layout.spaces if any(s.name in over[b.name] for b in buffers)),
         )
         for buffers in alike.values()
     ]
+
+
+def _overlaid(layout: PoolLayout) -> dict[str, set[str]]:
+    """For each buffer by name, the spaces of its block pool whose items lie over its items."""
+    pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
+    pooled = [
+        (pools[ids], buffer.memory, buffer.base, buffer)
+        for buffer in layout.buffers
+        if (ids := layout.space_by_name[buffer.space].id_list) in pools
+    ]
+    found: dict[str, set[str]] = {buffer.name: set() for buffer in layout.buffers}
+    reached: list[tuple[str, str, Buffer]] = []
+    for pool, memory, base, buffer in sorted(pooled, key=lambda each: each[:3]):
+        reached = [
+            each
+            for each in reached
+            if each[:2] == (pool, memory) and each[2].base + each[2].item_bytes > base
+        ]
+        for other in (other for _, _, other in reached if other.space != buffer.space):
+            found[other.name].add(buffer.space)
+            found[buffer.name].add(other.space)
+        reached.append((pool, memory, buffer))
+    return found
 
 
 def span(first: ByteLocation | None, last: ByteLocation | None) -> str:

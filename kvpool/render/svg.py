@@ -74,6 +74,8 @@ def facts(item: ItemMap) -> str:
         words.append(f"{item.unclaimed_name}: {item.unclaimed:,}")
     many = f" in each of {len(item.buffers):,} buffers" if len(item.buffers) > 1 else ""
     words.append(f"items: {buffer.items:,}{many}")
+    if item.over:
+        words.append(f"in the same memory as {', '.join(item.over)}")
     return "; ".join([*words, space_words(item.space)])
 
 

@@ -58,6 +58,8 @@ def space_words(space: Space) -> str:
         words.append(f"window {space.window:,}{steps}")
     if space.ids is not None:
         words.append(f"ids of {space.ids}")
+    if space.block_pool is not None:
+        words.append(f"ids from block pool {space.block_pool}")
     return f"space {space.name}: {', '.join(words)}"
 
 

@@ -84,6 +84,36 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
     return laid_out(parts, spaces, base)
 
 
+def hybrid(page: int, base: int, pool: str | None, padding: bool = False) -> PoolLayout:
+    """Pages, a window's pages and a state: each in memory of its own, or (`pool`) all over one
+    another in blocks of one allocation.
+    """
+    spaces = [
+        Space("kv", "paged", page, block_pool=pool),
+        Space("swa", "paged", 4, window=8, block_pool=pool),
+        Space("state", "slot", block_pool=pool),
+    ]
+    row = Repeat("entry", page, Seq(Cell("k", 4, "bf16"), Cell("v", 4, "bf16"), Skip(4)))
+    state = Repeat("tap", 3, Cell("conv.q", 5, "f32"))
+    parts: list[Part] = [
+        (0, "kv", 30, row),
+        (2, "kv", 30, row),
+        (1, "swa", 30, Repeat("entry", 4, Cell("swa.latent", 12, "bf16"))),
+        (3, "state", 30, state),
+    ]
+    bare = [replace(space, block_pool=None) for space in spaces]
+    apart = laid_out(parts, bare, base, padding=padding)
+    if pool is None:
+        return apart
+    block = sum(item_bytes(template) for _, space, _, template in parts if space == "kv")
+    starts = (0, item_bytes(row), 0, 0)
+    buffers = tuple(
+        replace(buffer, base=base + start, item_stride=block)
+        for buffer, start in zip(apart.buffers, starts)
+    )
+    return replace(apart, buffers=buffers, spaces=tuple(spaces))
+
+
 def padded(page: int, base: int, multiple: int = 64, padding: bool = True) -> PoolLayout:
     """Rows followed by scales, pages padded; or what would be padding is somebody else's."""
     row = Repeat("entry", page, Seq(Cell("latent", 7, "e4m3"), Cell("rope", 2, "bf16"), Skip(1)))
@@ -119,6 +149,11 @@ CASES = (
         padded(4, HERE, padding=False),
         [[padded(4, THERE, padding=False)], [padded(4, FAR)]],
     ),
+    Case(
+        hybrid(4, HERE, "blocks"),
+        [[hybrid(4, THERE, "blocks")], [hybrid(8, FAR, "others", True)], [hybrid(4, FAR, None)]],
+    ),
+    Case(hybrid(8, HERE, None), [[hybrid(4, THERE, "blocks")], [hybrid(8, THERE, "blocks")]]),
 )
 LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for layout in peers]
 
@@ -130,8 +165,11 @@ def moved(layout: PoolLayout, by: int) -> PoolLayout:
 
 
 def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
-    """A block table of `tokens` tokens: every other item, from the last one down."""
+    """A block table of `tokens` tokens: every other item, from the last one down, those of one
+    block pool after one another.
+    """
     spans = {}
+    taken: dict[str, int] = {}
     for space in layout.spaces:
         if space.ids is None:
             items = min(
@@ -141,5 +179,8 @@ def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
             )
             count = -(-tokens // space.tokens_per_item) if space.kind == "paged" else 1
             usable = [*range(items - 1, space.reserved - 1, -2), *range(items - 2, 0, -2)]
-            spans[space.name] = Span(usable[:count])  # type: ignore[arg-type]
+            first = taken.get(space.block_pool or "", 0)
+            if space.block_pool is not None:
+                taken[space.block_pool] = first + count
+            spans[space.name] = Span(usable[first : first + count])  # type: ignore[arg-type]
     return RequestAddress(tokens, spans)

@@ -17,7 +17,8 @@ def stretched(layout: PoolLayout, choices: Choices) -> bytes:
     """The layout with other numbers of entries, steps or items, and enough bytes for them."""
     raw: dict[str, Any] = msgspec.msgpack.decode(layout.to_msgpack())
     for _ in range(choices.number(1, 3)):
-        pick(choices, (_entries, _entries, _axis, _items, _apart, _far, _padding))(raw, choices)
+        changes = _entries, _entries, _axis, _items, _apart, _far, _padding, _pool
+        pick(choices, changes)(raw, choices)
     reach = 64
     for buffer in raw["buffers"]:
         inside = [region for region in raw["regions"] if region["buffer"] == buffer["name"]]
@@ -61,6 +62,10 @@ def _apart(raw: dict[str, Any], choices: Choices) -> None:
 
 def _padding(raw: dict[str, Any], choices: Choices) -> None:
     pick(choices, raw["buffers"])["padding"] = bool(choices.number(0, 1))
+
+
+def _pool(raw: dict[str, Any], choices: Choices) -> None:
+    pick(choices, raw["spaces"])["block_pool"] = pick(choices, (None, "blocks"))
 
 
 def _far(raw: dict[str, Any], choices: Choices) -> None:

@@ -38,13 +38,13 @@ def hello(generation, layout=None):
 class Pair:
     """A prefill and a decode, and what they have sent and not received."""
 
-    def __init__(self, verify=False, lease=None, offer_timeout=None) -> None:
+    def __init__(self, verify=False, lease=None, offer_timeout=None, held=None) -> None:
         self.now = 0.0
-        held = pool()
+        held = held or pool()
         self.table = oracle.place(held, 30)
-        self.prefill = PrefillMachine(hello("p"), held.layout, lease, now=0.0)
+        self.prefill = PrefillMachine(hello("p", held.layout), held.layout, lease, now=0.0)
         options = {"offer_timeout": offer_timeout, "now": 0.0}
-        self.decode = DecodeMachine(hello("d"), held.layout, 1, verify, **options)
+        self.decode = DecodeMachine(hello("d", held.layout), held.layout, 1, verify, **options)
         self.link = Link(("x",))
         self.queues = {self.prefill: [], self.decode: []}
         self.reads, self.dials = [], []

@@ -26,7 +26,8 @@ from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.prefill_peers import shared_part
 from kvpool import MLAPool, NSAPool
-from kvpool.layout import PoolLayout
+from kvpool.item import Cell
+from kvpool.layout import PoolLayout, Space
 from tests import oracle
 from tests.disagg.protocol.pair import MLA, TIMEOUT, Pair, hello, pool
 from tests.pools import CLASSES
@@ -276,3 +277,11 @@ def test_bytes_that_a_decode_is_not_told_of_are_no_padding():
     assert shared_part(whole, {("target", "latent"), ("target", "rope")}) == whole
     (part,) = shared_part(whole, {("target", "latent")}).buffers
     assert whole.buffers[0].padding and not part.padding
+
+
+def test_what_a_decode_is_told_of_a_block_pool_keeps_it():
+    spaces = Space("kv", block_pool="blocks"), Space("swa", window=4, block_pool="blocks")
+    parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
+    whole = oracle.overlaid(parts, spaces, 6).layout
+    assert shared_part(whole, {("target", "k"), ("target", "latent")}) == whole
+    assert shared_part(whole, {("target", "latent")}).block_pools == {"blocks": ("swa",)}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from disagg import RoomError
-from disagg.protocol.events import ReadEnded
+from disagg import KVPoll, RoomError
+from disagg.protocol import messages
+from disagg.protocol.events import ReadEnded, Received
 from disagg.protocol.written_items import WrittenItems
 from kvpool import RequestAddress, Span
+from kvpool.item import Cell, Repeat
+from kvpool.layout import Space
 from tests.disagg.protocol.pair import Pair, pool
+from tests.oracle import overlaid
 from tests.pools import CLASSES
 
 
@@ -86,6 +91,78 @@ def test_ids_that_no_buffer_has_are_left_to_the_read_which_refuses_them():
         items.claim(room, table(30, [1000 + (room == "two"), 99]), 0)
     for room in ("one", "two"):
         items.release(room)
+
+
+def pooled():
+    """Pages of tokens, a window's and a slot over one another in blocks of one pool."""
+    parts = {
+        "kv": [(0, Repeat("entry", 16, Cell("k", 2, "bf16")))],
+        "swa": [(1, Repeat("entry", 8, Cell("k", 2, "bf16")))],
+        "state": [(2, Cell("state", 9, "f32"))],
+    }
+    spaces = (
+        Space("kv", entries_per_item=16, block_pool="blocks"),
+        Space("swa", entries_per_item=8, window=8, block_pool="blocks"),
+        Space("state", "slot", block_pool="blocks"),
+    )
+    return overlaid(parts, spaces, 20)
+
+
+def blocks(tokens, **ids):
+    return RequestAddress(tokens, {name: Span(each) for name, each in ids.items()})
+
+
+def test_a_block_that_another_room_writes_through_another_space_is_refused():
+    pair = Pair(held=pooled())
+    pair.request("one", blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[9]))
+    says = (
+        r"'two': item {} of id list {} \(block pool blocks\) is written by room 'one' through id "
+        "list {}, until"
+    )
+    for wrong, item, name, through in (
+        ({"kv": [10, 8]}, 8, "kv", "swa"),
+        ({"state": [4]}, 4, "state", "kv"),
+        ({"swa": [11, 12, 13, 9]}, 9, "swa", "state"),
+    ):
+        free = {"kv": [14, 15], "swa": [11, 12, 13, 16], "state": [17]}
+        with pytest.raises(RoomError, match=says.format(item, name, through)):
+            pair.request("two", blocks(30, **free | wrong))
+    pair.request("two", blocks(30, **free))
+    pair.abort(pair.decode, name="one")
+    pair.request("three", blocks(30, kv=[9, 5], swa=[3, 6, 7, 8], state=[4]))
+
+
+def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one():
+    pair = Pair(held=pooled())
+    pair.request("one", blocks(32, kv=[3, 4], swa=[6, 7, 8, 9], state=[0]), start=16)
+    pair.request("two", blocks(32, kv=[3, 5], swa=[10, 11, 12, 13], state=[0]), start=16)
+
+
+def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():
+    pair = Pair(held=pooled())
+    wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
+    says = r"room 'r': item 4 of block pool blocks is listed in spaces kv and state, but it can be"
+    with pytest.raises(RoomError, match=says):
+        pair.request(table=wrong)
+    pair.table = wrong
+    with pytest.raises(RoomError, match=says):
+        pair.offer()
+    assert not pair.decode.rooms() and not pair.prefill.rooms()
+
+
+def test_such_a_block_table_of_a_peer_fails_the_room_before_a_byte_is_read():
+    pair = Pair(held=pooled())
+    pair.request()
+    pair.pump()
+    pair.offer()
+    (ready,) = pair.lose(pair.prefill)
+    wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
+    pair.tell(pair.decode, Received(0, replace(ready, spans=messages.spans_of(wrong))))
+    pair.pump()
+    assert pair.polls() == (KVPoll.Failed, KVPoll.Failed) and not pair.reads
+    failure = pair.decode.failure("r")
+    assert failure.kind == "protocol"
+    assert "item 4 of block pool blocks is listed in spaces kv and state" in failure.reason
 
 
 def test_a_refusal_names_few_items_of_many():

@@ -700,6 +700,7 @@ OTHER = {
     "Space.window_step": pool(s={"window": 128, "window_step": 4}),
     "Space.reserved": pool(s={"reserved": 2}),
     "Space.ids": pool(s={"ids": "other"}),
+    "Space.block_pool": pool(s={"block_pool": "blocks"}),
     "PoolLayout.total_kv_layers": pool(total=9),
     "PoolLayout.model": pool(model="n"),
 }

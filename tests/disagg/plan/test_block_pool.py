@@ -1,0 +1,299 @@
+"""Spaces that take their ids from one block pool, and lie over one another for it, pair with any
+others: every byte of both sides is compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from disagg.plan import plan
+from disagg.plan.bind import Columns
+from disagg.plan.block_pools import id_clash
+from disagg.plan.proof import prove
+from disagg.runtime.staging import coalesce
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip
+from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from tests.oracle import (
+    State,
+    assert_holds,
+    blank,
+    built,
+    elsewhere,
+    fill,
+    overlaid,
+    place,
+    write,
+)
+
+POOL = "blocks"
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side holds the layers of a model: in which groups, each a space, and how these lie.
+
+    `groups` are (kind, layers), each with its page and the byte of a block from which on it lies.
+    `how` is `static` (memory and ids of its own for every space), `blocks` (all spaces in blocks of
+    one allocation) or `tensors` (the n-th layers of all spaces in blocks of the n-th tensor).
+    """
+
+    groups: Sequence[tuple[str, Sequence[int]]]
+    pages: Sequence[int]
+    how: str
+    ring: int
+    heads_first: bool
+    padding: bool
+    leads: Sequence[int]
+
+    def state(self, window: int, tokens: int) -> State:
+        pool = None if self.how == "static" else POOL
+        spaces, parts = [], {}
+        for number, ((kind, layers), page) in enumerate(zip(self.groups, self.pages)):
+            name = f"{kind}{number}"
+            parts[name] = [(layer, self.template(kind, page)) for layer in layers]
+            spaces.append(
+                {
+                    "full": Space(name, "paged", page, block_pool=pool),
+                    "window": Space(name, "paged", page, window=window, block_pool=pool),
+                    "state": Space(name, "slot", block_pool=pool),
+                    "ring": Space(name, "ring", self.ring, window=4, block_pool=pool),
+                }[kind]
+            )
+        # two requests, the reserved item, and two more
+        items = 2 * sum(-(-tokens // page) for page in self.pages) + 3
+        if pool is None:
+            rows = [(n, s, items, t) for s, held in parts.items() for n, t in held]
+            return built(rows, spaces, padding=self.padding)
+        options = {"padding": self.padding, "leads": dict(zip(parts, self.leads))}
+        return overlaid(parts, spaces, items, tensors=self.how == "tensors", **options)
+
+    def template(self, kind: str, page: int):
+        if kind == "full":
+            heads = [Repeat("head", 2, Cell(role, 2, "bf16")) for role in ("k", "v")]
+            if self.heads_first:
+                return Seq(*(Repeat("head", 2, Repeat("entry", page, each.of)) for each in heads))
+            return Repeat("entry", page, Seq(*heads))
+        if kind == "window":
+            row = Seq(Cell("latent", 3, "bf16"), Cell("rope", 1, "bf16"), Skip(2))
+            return Pad(16, Repeat("entry", page, row))
+        if kind == "ring":
+            return Repeat("entry", self.ring, Cell("c.state", 3, "f32"))
+        conv = Repeat("tap", 3, Cell("conv", 2, "f32"))
+        return Seq(conv, Skip(4), Repeat("head", 2, Cell("temporal", 5, "f32")))
+
+
+@st.composite
+def sides(draw, kinds):
+    """Layers of a kind in one group or two."""
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        layers = [number for number, each in enumerate(kinds) if each == kind]
+        cut = draw(st.integers(0, len(layers) - 1))
+        groups += [(kind, part) for part in (layers[:cut], layers[cut:]) if part]
+    groups = draw(st.permutations(groups))
+    return Side(
+        groups,
+        [draw(st.integers(1, 5)) for _ in groups],
+        draw(st.sampled_from(("static", "blocks", "tensors"))),
+        draw(st.sampled_from((4, 6))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        [draw(st.sampled_from((0, 0, 7, 40))) for _ in groups],
+    )
+
+
+@st.composite
+def transfers(draw):
+    """A source with a request, a destination, and where it and another request are there."""
+    kinds = draw(
+        st.lists(st.sampled_from(("full", "window", "state", "ring")), min_size=1, max_size=6)
+    )
+    tokens, window = draw(st.integers(1, 14)), draw(st.integers(1, 6))
+    source, dest = (draw(sides(kinds)).state(window, tokens) for _ in range(2))
+    there, here = (place(side, tokens, draw(st.integers(0, 999))) for side in (source, dest))
+    return source, dest, there, here, elsewhere(dest, here)
+
+
+def copy(batch):
+    for src, dst, nbytes in zip(*(column.tolist() for column in batch)):
+        ctypes.memmove(dst, src, nbytes)
+
+
+def covered(side: State, pointers: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Which bytes of a side's memory lie in these runs."""
+    found = np.zeros(side.memory[0].size, dtype=bool)
+    for start, size in zip((pointers - side.memory[0].ctypes.data).tolist(), nbytes.tolist()):
+        assert start >= 0 and start + size <= found.size
+        found[start : start + size] = True
+    return found
+
+
+def theirs(side: State, address: RequestAddress) -> np.ndarray:
+    """Bytes of a side's memory that are the request's: in a region of one of its items, or in
+    declared padding of one.
+    """
+    found, memory = np.zeros(side.memory[0].size, dtype=bool), side.memory[0]
+    base = memory.ctypes.data
+    for buffer in side.layout.buffers:
+        space = side.layout.space_by_name[buffer.space]
+        for item in address.spans[space.ids or space.name].ids.tolist():
+            at = buffer.base + item * buffer.item_stride - base
+            found[at : at + buffer.item_bytes] |= buffer.padding
+    marks = memory.copy()
+    memory[...] = 0
+    for region in side.layout.regions:
+        space = side.layout.space_of(region)
+        side.views[region.key][address.spans[space.ids or space.name].ids] = 1
+    found |= memory.astype(bool)
+    memory[...] = marks
+    return found
+
+
+@settings(max_examples=400)
+@given(transfers(), st.data())
+def test_any_spaces_of_a_block_pool_pair_with_any_others_to_the_byte(transfer, data):
+    source, dest, there, here, other = transfer
+    tokens = here.num_tokens
+    kept = range(data.draw(st.sampled_from((0, 0, tokens // 2)), label="prefix"))
+    fill(source, there)
+    before = source.memory[0].copy()
+    blank(dest)
+    write(dest, other, range(tokens))
+    write(dest, here, kept, salt=1)
+    made = plan([source.layout], dest.layout)
+    batch = made.bind(0, there, here, tokens=range(kept.stop, tokens))
+    assert not (covered(source, batch.src, batch.nbytes) & ~theirs(source, there)).any()
+    copy(batch)
+    assert_holds(dest, here, range(kept.stop, tokens), kept=kept, also=[other])
+    assert (source.memory[0] == before).all()
+
+
+@settings(max_examples=150)
+@given(transfers())
+def test_the_slow_check_agrees(transfer):
+    source, dest, *_ = transfer
+    plan([source.layout], dest.layout).verify()
+    plan([dest.layout], source.layout).verify()
+
+
+@settings(max_examples=200)
+@given(transfers())
+def test_a_read_through_a_buffer_reads_what_some_space_describes(transfer):
+    source, dest, there, here, other = transfer
+    fill(source, there)
+    blank(dest)
+    write(dest, other, range(other.num_tokens))
+    batch = plan([source.layout], dest.layout).bind(0, there, here)
+    found = coalesce(batch, source.layout, 1 << 20)
+    if found is None:
+        return
+    items = {b.space: np.arange(b.items) for b in source.layout.buffers}
+    described = theirs(source, RequestAddress(0, {s: Span(ids) for s, ids in items.items()}))
+    assert not (covered(source, found.read.src, found.read.nbytes) & ~described).any()
+    buffer = np.zeros(found.read.total, dtype=np.uint8)
+    copy(replace(found.read, dst=found.read.dst + buffer.ctypes.data))
+    copy(replace(found.scatter, src=found.scatter.src + buffer.ctypes.data))
+    assert_holds(dest, here, also=[other])
+
+
+# one page of keys, one of a window's, over one another
+
+
+def pair(padding=False, items=6):
+    """A block of 16 bytes: 8 of keys in space `kv`, or all 16 of latents in space `swa`."""
+    parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
+    spaces = Space("kv", block_pool=POOL), Space("swa", window=4, block_pool=POOL)
+    return overlaid(parts, spaces, items, padding=padding)
+
+
+def table(kv, swa, tokens=2):
+    return RequestAddress(tokens, {"kv": Span(kv), "swa": Span(swa)})
+
+
+def test_what_another_space_claims_of_a_block_is_not_moved_with_it():
+    for padding, nbytes in ((False, 2 * 8 + 2 * 16), (True, 16 + 8 + 2 * 16)):
+        source, dest = pair(padding), pair(padding)
+        made = plan([source.layout], dest.layout)
+        batch = made.bind(0, table([1, 2], [3, 4]), table([3, 4], [1, 2]))
+        assert batch.total == nbytes  # padding between kv's own blocks may travel
+        made.verify()
+
+
+def test_a_run_over_what_only_another_space_claims_is_refused_by_the_proof():
+    both = [pair(padding=True).layout for _ in range(2)]
+    made = plan([both[0]], both[1])
+    bare = [
+        replace(each, buffers=tuple(replace(b, padding=False) for b in each.buffers))
+        for each in both
+    ]
+    for source, dest, who in ((bare[0], both[1], "source"), (both[0], bare[1], "destination")):
+        with pytest.raises(RuntimeError, match=rf"layer 0 k: on the {who}.* one run, of which 8"):
+            prove([source], dest, made.elected, made.routes)
+
+
+@pytest.mark.parametrize("who", ["source", "destination"])
+def test_an_id_in_two_spaces_of_a_block_pool_is_refused_by_name(who):
+    made = plan([pair().layout], pair().layout)
+    good, bad = table([1, 2], [3, 4]), table([1, 4], [3, 4])
+    tables = (bad, good) if who == "source" else (good, bad)
+    says = rf"{who}: item 4 of block pool blocks is listed in spaces kv and swa, but .*first_item"
+    with pytest.raises(ValueError, match=says):
+        made.bind(0, *tables)
+    with pytest.raises(ValueError, match=says):
+        made.bind(0, *tables, tokens=range(1))  # whatever is moved of it
+
+
+def test_the_reserved_item_may_be_listed_for_all_spaces():
+    source, dest = pair(), pair()
+    there, here = table([0, 1, 2], [0, 3, 4], 3), table([0, 4, 5], [0, 1, 2], 3)
+    made = plan([source.layout], dest.layout)
+    made.bind(0, there, here, tokens=range(1, 3))
+    with pytest.raises(ValueError, match="item 0 of space kv lies outside 1 to 5"):
+        made.bind(0, there, here)  # nothing is read or written there
+
+
+def test_spaces_of_two_block_pools_may_list_the_same_ids():
+    spaces = Space("kv", block_pool="one"), Space("swa", window=4, block_pool="two")
+    rows = [(0, "kv", 6, Cell("k", 4, "bf16")), (1, "swa", 6, Cell("latent", 8, "bf16"))]
+    side = built(rows, spaces)
+    plan([side.layout], side.layout).bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4]))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_ids_of_any_number_of_spaces_are_compared(data):
+    count = data.draw(st.integers(1, 4))
+    reserved = data.draw(st.integers(0, 2))
+    names = [f"s{n}" for n in range(count)]
+    spaces = [Space(name, reserved=reserved, block_pool=POOL) for name in names]
+    layout = PoolLayout((), (), (*spaces, Space("own")), 0)
+    ids = st.lists(st.integers(0, 9), max_size=4, unique=True)
+    lists = {name: data.draw(ids) for name in (*names, "own") if data.draw(st.booleans())}
+    seen = [each for name in names for each in lists.get(name, ())]
+    twice = sorted({each for each in seen if seen.count(each) > 1 and each >= reserved})
+    address = RequestAddress(4, {name: Span(found) for name, found in lists.items()})
+    found = id_clash(layout, address, Columns())
+    assert (found is not None) == bool(twice)
+    if found:
+        mine = [name for name in names if twice[0] in lists.get(name, ())][:2]
+        assert found.startswith(
+            f"item {twice[0]} of block pool blocks is listed in spaces {mine[0]} and {mine[1]}"
+        )
+
+
+def test_comparing_ids_takes_no_memory_of_its_own():
+    layout, columns, many = pair().layout, Columns(), 100_000
+    address = table(np.arange(1, many), np.arange(many, 2 * many), many)
+    id_clash(layout, address, columns)
+    tracemalloc.start()
+    assert id_clash(layout, address, columns) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000

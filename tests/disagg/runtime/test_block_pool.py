@@ -1,0 +1,111 @@
+"""A hybrid cache whose groups lie over one another in one allocation, handed over in one room."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, RoomError, create_engine
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip
+from kvpool.layout import RequestAddress, Space, Span
+from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, place, write
+
+TOKENS, WINDOW, ITEMS = 75, 24, 64
+
+
+def hybrid(how, page=16, short=8, padding=False):
+    """Two layers of keys and values, three of a window's, and one of a state."""
+    rows = Seq(Repeat("head", 2, Cell("k", 8, "bf16")), Repeat("head", 2, Cell("v", 8, "bf16")))
+    state = Seq(Repeat("tap", 3, Cell("conv", 8, "f32")), Skip(8), Cell("temporal", 64, "f32"))
+    parts = {
+        "kv": [(n, Repeat("entry", page, rows)) for n in (0, 3)],
+        "swa": [
+            (n, Pad(256, Repeat("entry", short, Cell("latent", 24, "bf16")))) for n in (1, 2, 5)
+        ],
+        "state": [(4, state)],
+    }
+    pool = None if how == "static" else "blocks"
+    spaces = (
+        Space("kv", entries_per_item=page, block_pool=pool),
+        Space("swa", entries_per_item=short, window=WINDOW, block_pool=pool),
+        Space("state", "slot", block_pool=pool),
+    )
+    if pool is None:
+        return built([(n, s, ITEMS, t) for s, held in parts.items() for n, t in held], spaces)
+    return overlaid(parts, spaces, ITEMS, padding=padding, tensors=how == "tensors")
+
+
+@contextmanager
+def connected(source, dest, **options):
+    with (
+        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        yield prefill, decode
+
+
+@pytest.mark.parametrize("staging", [0, 16 << 20], ids=["direct", "staged"])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (("blocks",), ("blocks",)),
+        (("blocks", 16, 8, True), ("blocks", 16, 8, True)),
+        (("blocks", 8, 16), ("tensors", 16, 4)),
+        (("tensors",), ("static",)),
+        (("static", 32), ("blocks", 16, 8, True)),
+    ],
+)
+def test_a_hybrid_cache_arrives_in_one_room(there, here, staging):
+    source, dest = hybrid(*there), hybrid(*here)
+    offered, wanted = place(source, TOKENS, 1), place(dest, TOKENS, 2)
+    fill(source, offered)
+    before = source.memory[0].copy()
+    blank(dest)
+    write(dest, beside := elsewhere(dest, wanted), range(TOKENS))
+    with connected(source, dest, verify="checksum", staging=staging) as (prefill, decode):
+        decode.receive("r", wanted)
+        prefill.send("r", offered, tokens=range(40), last=False)
+        prefill.send("r", offered)
+        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        assert prefill.wait("r", 30) is KVPoll.Success
+    assert_holds(dest, wanted, also=[beside])
+    assert (source.memory[0] == before).all()
+
+
+def test_a_block_that_a_window_freed_may_be_another_space_s_between_chunks():
+    source, dest = hybrid("blocks"), hybrid("static")
+    offered, wanted = place(source, TOKENS, 1), place(dest, TOKENS, 2)
+    first, free = offered.spans["swa"].ids[0], offered.spans["swa"].ids[1:]
+    pages = offered.spans["kv"].ids.copy()
+    pages[-1] = first  # of positions 64 to 74: the window's first page is given to keys
+    later = {**offered.spans, "kv": Span(pages), "swa": Span(free, 1)}
+    fill(source, offered, range(40))
+    blank(dest)
+    with connected(source, dest) as (prefill, decode):
+        decode.receive("r", wanted)
+        spans = {**offered.spans, "kv": Span(pages[:3])}
+        prefill.send("r", RequestAddress(40, spans), last=False)
+        write(source, offered := RequestAddress(TOKENS, later), range(TOKENS))
+        prefill.send("r", offered)
+        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+    assert_holds(dest, wanted)
+
+
+def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
+    source, dest = hybrid("blocks"), hybrid("blocks")
+    good = place(source, TOKENS)
+    item = int(good.spans["kv"].ids[0])
+    bad = RequestAddress(TOKENS, {**good.spans, "state": Span([item])})
+    says = rf"room 'r': item {item} of block pool blocks is listed in spaces kv and state"
+    with connected(source, dest) as (prefill, decode):
+        for call in (prefill.send, decode.receive):
+            with pytest.raises(RoomError, match=says):
+                call("r", bad)
+        fill(source, good)
+        blank(dest)
+        prefill.send("r", good)
+        decode.receive("r", good)
+        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+    assert_holds(dest, good)
