@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -91,14 +91,15 @@ def engine_layout(
             ],
             kv_cache_config.num_blocks,
         )
-        found = {space_of(layer, spec, name, blocks) for layer, spec in specs.items()}
+        pool = "blocks" if len(ids) > 1 else None
+        found = {space_of(layer, spec, name, blocks, pool) for layer, spec in specs.items()}
         if len(found) > 1:
             raise UnknownFormat(
                 f"KV cache group {number}: layers of several spaces are not known: "
                 f"{'; '.join(sorted(map(str, found)))}. Use a model whose groups have one block "
                 f"size and window each, or {HERE}."
             )
-        spaces += (in_block_pool(space) if len(ids) > 1 else space for space in found)
+        spaces += found
         state: Literal["first", "position"] | None = None
         if isinstance(layers[0], Linear):
             state = "first" if first.mamba_cache_mode == "none" else "position"
@@ -124,14 +125,6 @@ def refuse_context_parallel(parallel: Any) -> None:
             )
 
 
-def in_block_pool(space: Space) -> Space:
-    """The space, with its ids from the pool of blocks that all groups share."""
-    if "block_pool" not in {field.name for field in fields(Space)}:
-        raise UnknownFormat("several KV cache groups need Space.block_pool.")
-    shared: dict[str, Any] = {"block_pool": "blocks"}
-    return replace(space, **shared)
-
-
 def layer_specs(group: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
     """The specs of a group's layers that have state of their own."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
@@ -154,7 +147,7 @@ def layer_specs(group: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def space_of(layer: str, spec: Any, name: str, blocks: int) -> Space:
+def space_of(layer: str, spec: Any, name: str, blocks: int, pool: str | None) -> Space:
     """The space of a layer's blocks, of `blocks` items each.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
@@ -162,7 +155,7 @@ def space_of(layer: str, spec: Any, name: str, blocks: int) -> Space:
     """
     kind, window, step = SPECS[type(spec).__name__], None, 1
     if kind == "state":
-        return Space(name, "slot", reserved=blocks)
+        return Space(name, "slot", reserved=blocks, block_pool=pool)
     if kind == "swa":
         window = spec.sliding_window - 1 + spec.extra_retained_tokens
         if window < 1:
@@ -170,7 +163,15 @@ def space_of(layer: str, spec: Any, name: str, blocks: int) -> Space:
     if kind == "chunk":
         window, step = 0, spec.attention_chunk_size
     tokens = spec.block_size // blocks
-    return Space(name, "paged", tokens, window=window, window_step=step, reserved=blocks)
+    return Space(
+        name,
+        "paged",
+        tokens,
+        window=window,
+        window_step=step,
+        reserved=blocks,
+        block_pool=pool,
+    )
 
 
 def fold_blocks(layers: Sequence[Layer], blocks: int) -> tuple[list[Layer], int]:
