@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     compute_layout_strides,
     create_kv_cache_views,
 )
@@ -201,12 +202,8 @@ def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
     layers = [*names(0), "model.layers.0.self_attn.indexer.k_cache"]
     config, _, views = allocate([(layers[:1], rows)])
     _, _, keys = allocate([(layers[1:], spec_of("DEEPSEEK_V32_INDEXER"))])
-    both = SimpleNamespace(kv_cache_specs={layers[1]: spec_of("DEEPSEEK_V32_INDEXER")})
-    config.kv_cache_groups[0] = SimpleNamespace(
-        layer_names=layers, kv_cache_spec=SimpleNamespace(kv_cache_specs={
-            layers[0]: rows, layers[1]: both.kv_cache_specs[layers[1]],
-        }), enable_kv_transfer=True,
-    )  # fmt: skip
+    each = dict(zip(layers, (rows, spec_of("DEEPSEEK_V32_INDEXER"))))
+    config.kv_cache_groups[0] = KVCacheGroupSpec(layers, UniformTypeKVCacheSpecs(TOKENS, each))
     modules = {
         layers[0]: Module(backend=CLASSES["FLASHMLA_SPARSE"], kv_cache_dtype="fp8_ds_mla"),
         layers[1]: Module(backend=DeepseekV32IndexerBackend),
@@ -220,9 +217,6 @@ def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
         "index_key": ("float8_e4m3fn", 128),
         "index_key.scale": ("float32", 4),
     }
-
-
-# what the kernels of this machine write ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,9 +346,6 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
     mamba_utils.get_conv_state_layout.cache_clear()
 
 
-# groups, shards, owners --------------------------------------------------------------------------
-
-
 def flash(*layers, **said):
     return {n: Module(backend=CLASSES["FLASH_ATTN"], **said) for n in names(*layers)}
 
@@ -401,6 +392,22 @@ def test_kernel_blocks_are_one_item_where_their_tokens_are_one_stride_apart(orde
     items = IDS[:3] if folds else ids[:10]
     oracle.write(held, RequestAddress(150, {"kv0": Span(items)}), range(150))
     assert actual.equal(raw)
+
+
+def test_a_group_without_layers_on_this_stage_has_no_space():
+    config, _, views = allocate([(names(0), heads_spec()), (names(1), heads_spec())])
+    config.kv_cache_groups[0].layer_names = []
+    seen = engine_layout(config_for(flash(1)), config, views)
+    assert [group.space for group in seen.groups] == ["", "kv1"]
+    assert {region.layer for region in seen.layout.regions} == {1}
+
+
+def test_groups_of_unequal_kernel_blocks_are_refused():
+    split = heads_spec(block_size=64)
+    config, _, views = allocate([(names(0), split), (names(1), split)])
+    _, _, cut = allocate([(names(0), split)], kernel_block=16)
+    with pytest.raises(UnknownFormat, match=r"kv0 4, kv1 1.*LBNHC"):
+        engine_layout(config_for(flash(0, 1)), config, views | cut)
 
 
 @pytest.mark.parametrize(

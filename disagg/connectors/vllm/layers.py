@@ -155,9 +155,6 @@ def join_nested(layers: Iterable[Described]) -> Described:
     return Described(tuple(home for home, _ in found), tuple(r for _, rs in found for r in rs))
 
 
-# what the kernels write ------------------------------------------------------------------------
-
-
 def keys_and_values(layer: Attention) -> list[Part]:
     """`[K | V]` a token and head: all of these split the content at the head size. With scales per
     token and head it is `[K | scale | V | scale]` (`_ensure_scale_caches` of triton_attn.py).

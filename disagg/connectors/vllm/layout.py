@@ -44,10 +44,11 @@ QUANTISED = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEA
 class Group:
     """A transferable KV cache group of vLLM, in the order of `transfer_group_ids`.
 
-    `space`: the space whose ids are this group's. `blocks`: kernel blocks a manager block, so that
-    block b is ids `b * blocks` to `(b + 1) * blocks - 1`. `tokens`: positions a manager block
-    holds. `state`: which of a slot group's blocks is the live state of n tokens: the request's
-    first, or that of position n - 1, block number `(n - 1) // tokens`.
+    `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
+    pipeline stage). `blocks`: kernel blocks a manager block, so that block b is ids `b * blocks`
+    to `(b + 1) * blocks - 1`. `tokens`: positions a manager block holds. `state`: which of a slot
+    group's blocks is the live state of n tokens: the request's first, or that of position n - 1,
+    block number `(n - 1) // tokens`.
     """
 
     space: str
@@ -82,6 +83,9 @@ def engine_layout(
     regions: list[Region] = []
     for number in ids:
         specs = layer_specs(kv_cache_config.kv_cache_groups[number], modules)
+        if not specs:
+            groups.append(Group("", "paged", 1, 1))
+            continue
         first = next(iter(specs.values()))
         name = f"{SPECS[type(first).__name__]}{number}"
         layers, blocks = fold_blocks(
@@ -108,6 +112,14 @@ def engine_layout(
         seen = join_nested(map(describe_layer, layers))
         buffers += seen.buffers
         regions += seen.regions
+    here = [group for group in groups if group.space]
+    if len({group.blocks for group in here}) > 1:
+        ratios = ", ".join(f"{group.space} {group.blocks}" for group in here)
+        raise UnknownFormat(
+            f"KV cache groups of one pool of blocks, with kernel blocks a block of {ratios}: not "
+            "known, only equal ones. Set VLLM_KV_CACHE_LAYOUT=LBNHC, or a block size that all "
+            "backends take."
+        )
     model = vllm_config.model_config
     total, called = model.get_total_num_hidden_layers(), str(model.model).rstrip("/")
     called = called.rpartition("/")[2]

@@ -208,8 +208,6 @@ def test_the_planes_of_b12x_are_found():
     assert actual.view(torch.uint8).equal(view.view(torch.uint8))
 
 
-# linear attention ------------------------------------------------------------------------------
-
 Q, V, HEAD = 2, 4, 8  # heads of the model and their dim
 LINEAR = {
     "GDN_ATTN": (("conv.q", Q, HEAD), ("conv.k", Q, HEAD), ("conv.v", V, HEAD)),
