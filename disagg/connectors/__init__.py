@@ -1,0 +1,1 @@
+"""Connectors that serving engines load, one folder an engine."""

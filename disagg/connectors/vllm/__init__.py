@@ -1,0 +1,1 @@
+"""A KV connector for vLLM."""

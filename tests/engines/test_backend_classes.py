@@ -1,0 +1,485 @@
+"""The table of layers against vLLM's own backend classes, specs, views and CPU kernels.
+
+Run in an environment with vLLM (0.32 or 0.33) and kvpool:
+`VLLM_CPU_OMP_THREADS_BIND=nobind python -m pytest tests/engines`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator,
+    is_conv_state_dim_first,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from disagg.connectors.vllm.layers import ATTENTION, UnknownFormat
+from disagg.connectors.vllm.layout import Group, engine_layout
+from kvpool.layout import RequestAddress, Span
+from tests import oracle
+from tests.disagg.connectors.vllm import kernels
+
+current_platform.import_kernels()
+BLOCKS, TOKENS, D, LATENT, ROPE = 6, 32, 32, 512, 64
+BF16, U8 = torch.bfloat16, torch.uint8
+IDS = [3, 1, 4, 2, 5]
+
+
+def backend(name):
+    """vLLM's own class; None where it needs a package or a device that is not here."""
+    if name == "DEEPSEEK_V32_INDEXER":
+        return DeepseekV32IndexerBackend
+    try:
+        return AttentionBackendEnum[name].get_class()
+    except (ImportError, AssertionError):
+        return None
+
+
+CLASSES = {name: backend(name) for name in ATTENTION}
+HERE = [name for name, held in CLASSES.items() if held is not None]
+MLA = [name for name in HERE if name.endswith("MLA") or "MLA_SPARSE" in name]
+
+
+def heads_spec(**more):
+    common = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": D, "dtype": BF16}
+    return FullAttentionSpec(**{**common, **more})
+
+
+def mla_spec(**more):
+    common = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": LATENT + ROPE, "dtype": BF16}
+    return MLAAttentionSpec(**{**common, **more})
+
+
+def spec_of(name):
+    """The spec that vLLM's layer makes for a backend (its `get_kv_cache_spec`), customised."""
+    if name == "DEEPSEEK_V32_INDEXER":
+        return mla_spec(head_size=132, dtype=U8)
+    made = mla_spec() if name in MLA else heads_spec()
+    if name.endswith("DIFFKV"):
+        made = heads_spec(head_size_v=48)
+    return CLASSES[name].customize_spec(made)
+
+
+class Module(SimpleNamespace):
+    """An attention module of a model: what the layout reads of it."""
+
+    def get_attn_backend(self):
+        return self.backend
+
+
+def config_for(modules, layers=8, tp=1, rank=0, kv_heads=2, **more):
+    """The part of a VllmConfig that the layout reads."""
+    text = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128)
+    model = SimpleNamespace(
+        model="/models/tiny/",
+        hf_text_config=text,
+        get_total_num_hidden_layers=lambda: layers,
+        get_total_num_kv_heads=lambda: kv_heads,
+    )
+    parallel = {"tensor_parallel_size": tp, "rank": rank, "decode_context_parallel_size": 1}
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(**parallel, **more),
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+        speculative_config=None,
+        num_speculative_tokens=0,
+    )
+
+
+def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
+    """Groups of (layer names, spec) over one another, as `allocate_kv_cache` lays them: the
+    KVCacheConfig, the raw tensor, and vLLM's view of every layer.
+    """
+    order, placed = KVCacheLayout[layout], []
+    for names, spec in groups:
+        layer, block, *_ = compute_layout_strides(spec, blocks, len(names), order)
+        placed.append((spec, KVCacheTensor(0, list(names), layer, block)))
+    size = max(spec.page_size_bytes * blocks * len(t.layers) for spec, t in placed)
+    raw, views = torch.zeros(size, dtype=torch.int8), {}
+    for spec, tensor in placed:
+        made = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel_block)
+        views |= dict(zip(tensor.layers, made))
+    held = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
+    return KVCacheConfig(blocks, [tensor for _, tensor in placed], held), raw, views
+
+
+def names(*layers):
+    return [f"model.layers.{n}.self_attn.attn" for n in layers]
+
+
+def found(layout, raw):
+    return oracle.over(layout, raw.view(U8).numpy())
+
+
+def kernel_for(name, view, layer, ids=IDS):
+    if name == "DEEPSEEK_V32_INDEXER":
+        return kernels.IndexKeys(view, layer, ids)
+    if name in MLA:
+        return kernels.LatentRows(view, layer, ids, latent=LATENT)
+    if name == "B12X":
+        return kernels.PlanesOfHeads(view, layer, ids, range(2))
+    if name == "CPU_ATTN":
+        return kernels.TransposedKeys(view, layer, ids, range(2))
+    return kernels.KeysAndValues(view, layer, ids, range(2), key=D)
+
+
+def layouts_of(name):
+    """Layouts that a backend takes, without LHBNC, which no pool of blocks' items can be."""
+    known = CLASSES[name].supported_kv_cache_layouts() or tuple(KVCacheLayout)
+    dense = name == "DEEPSEEK_V32_INDEXER"
+    skip = ("LHBNC", "BHLNC") if dense else ("LHBNC",)
+    return [each.name for each in known if each.name not in skip]
+
+
+def test_vllm_knows_every_backend_of_the_table_by_this_name():
+    others = set(ATTENTION) - {"DEEPSEEK_V32_INDEXER"}
+    assert others <= {member.name for member in AttentionBackendEnum}
+    assert {name: held.get_name() for name, held in CLASSES.items() if held} == dict(
+        zip(HERE, HERE)
+    )
+    assert {"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN", "CPU_MLA", "FLASHMLA_SPARSE"} <= set(HERE)
+
+
+@pytest.mark.parametrize(("name", "order"), [(n, o) for n in HERE for o in layouts_of(n)])
+def test_views_that_vllm_makes_for_a_backend_are_found(name, order):
+    layers = names(0, 1, 2)
+    config, raw, views = allocate([(layers, spec_of(name))], order)
+    modules = {n: Module(backend=CLASSES[name], isa="vec") for n in layers}
+    seen = engine_layout(config_for(modules), config, views)
+    assert seen.groups == (Group("kv0", "paged", 1, TOKENS),)
+    for number, layer in enumerate(layers):
+        kernel_for(name, views[layer], number).write(range(70))
+    held, actual = found(seen.layout, raw), raw.clone()
+    oracle.blank(held, 0)
+    oracle.write(held, RequestAddress(70, {"kv0": Span(IDS[:3])}), range(70))
+    assert actual.equal(raw)
+
+
+@pytest.mark.parametrize("mode", ["INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"])
+def test_scales_per_token_and_head_are_found_in_tritons_content(mode):
+    dtype = torch.int8 if mode.startswith("INT8") else U8
+    spec = CLASSES["TRITON_ATTN"].customize_spec(
+        heads_spec(dtype=dtype, kv_quant_mode=KVQuantMode[mode])
+    )
+    config, raw, views = allocate([(names(0), spec)], "LBNHC")
+    module = Module(backend=CLASSES["TRITON_ATTN"], kv_cache_dtype=mode.lower())
+    seen = engine_layout(config_for({names(0)[0]: module}), config, views)
+    kernels.TokenHeadScales(views[names(0)[0]], 0, IDS, range(2)).write(range(40))
+    held, actual = found(seen.layout, raw), raw.clone()
+    oracle.blank(held, 0)
+    oracle.write(held, RequestAddress(40, {"kv0": Span(IDS[:2])}), range(40))
+    assert actual.equal(raw)
+
+
+def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
+    rows = mla_spec(dtype=U8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656)
+    layers = [*names(0), "model.layers.0.self_attn.indexer.k_cache"]
+    config, _, views = allocate([(layers[:1], rows)])
+    _, _, keys = allocate([(layers[1:], spec_of("DEEPSEEK_V32_INDEXER"))])
+    each = dict(zip(layers, (rows, spec_of("DEEPSEEK_V32_INDEXER"))))
+    config.kv_cache_groups[0] = KVCacheGroupSpec(layers, UniformTypeKVCacheSpecs(TOKENS, each))
+    modules = {
+        layers[0]: Module(backend=CLASSES["FLASHMLA_SPARSE"], kv_cache_dtype="fp8_ds_mla"),
+        layers[1]: Module(backend=DeepseekV32IndexerBackend),
+    }
+    seen = engine_layout(config_for(modules), config, views | keys).layout
+    widths = {region.role: (region.dtype, region.width) for region in seen.regions}
+    assert widths == {
+        "latent": ("float8_e4m3fn", 512),
+        "latent.scale": ("float32", 16),
+        "rope": ("bfloat16", 128),
+        "index_key": ("float8_e4m3fn", 128),
+        "index_key.scale": ("float32", 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("isa", "tokens", "dim", "dtype"),
+    [
+        ("vec", 32, 64, torch.float32),
+        ("vec", 64, 128, BF16),
+        ("vec16", 16, 80, torch.float32),
+        ("vec16", 48, 32, BF16),
+    ],
+)
+def test_the_cpu_kernel_writes_where_the_regions_say(isa, tokens, dim, dtype):
+    (layer,) = names(0)
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=3, head_size=dim, dtype=dtype)
+    config, raw, views = allocate([([layer], spec)])
+    module = Module(backend=CPUAttentionBackend, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    seen = engine_layout(config_for({layer: module}), config, views)
+    count = 2 * tokens + 5
+    key, value = (torch.randn(count, 3, dim).to(dtype) for _ in "kv")
+    slots = torch.tensor([IDS[t // tokens] * tokens + t % tokens for t in range(count)])
+    impl = object.__new__(CPUAttentionBackendImpl)
+    impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
+    impl.do_kv_cache_update(module, key, value, views[layer], slots)
+    held, order = found(seen.layout, raw), np.arange(count)
+    block, entry = np.array(IDS)[order // tokens], order % tokens
+    k = held.views["target", 0, "k"][block, entry]  # [token, head, dim, byte]
+    v = held.views["target", 0, "v"][block, entry]  # [token, head, byte]
+    assert np.array_equal(k.reshape(count, 3, -1), key.view(U8).numpy())
+    assert np.array_equal(v, value.view(U8).numpy())
+
+
+def test_the_cpu_mla_kernel_writes_where_the_regions_say():
+    (layer,) = names(0)
+    config, raw, views = allocate([([layer], mla_spec(block_size=16))])
+    module = Module(backend=CLASSES["CPU_MLA"])
+    seen = engine_layout(config_for({layer: module}), config, views)
+    latent, rope = torch.randn(40, LATENT).to(BF16), torch.randn(40, 1, ROPE).to(BF16)
+    slots = torch.tensor([IDS[t // 16] * 16 + t % 16 for t in range(40)])
+    cache = views[layer].squeeze(1)
+    object.__new__(CPUMLAImpl).do_kv_cache_update(latent, rope, cache, slots, "auto", None)
+    held, order = found(seen.layout, raw), np.arange(40)
+    at = np.array(IDS)[order // 16], order % 16
+    assert np.array_equal(held.views["target", 0, "latent"][at], latent.view(U8).numpy())
+    assert np.array_equal(held.views["target", 0, "rope"][at], rope[:, 0].view(U8).numpy())
+
+
+@pytest.mark.skipif(not hasattr(torch.ops._C, "concat_and_cache_mla_cpu"), reason="not built")
+def test_the_compiled_cpu_mla_kernel_writes_the_same_rows():
+    view = torch.zeros(BLOCKS, 16, LATENT + ROPE, dtype=BF16)
+    other = view.clone()
+    latent, rope = torch.randn(40, LATENT).to(BF16), torch.randn(40, ROPE).to(BF16)
+    slots = torch.tensor([IDS[t // 16] * 16 + t % 16 for t in range(40)])
+    ops.amx_mla_concat_and_cache(latent, rope, view, slots)
+    object.__new__(CPUMLAImpl).do_kv_cache_update(latent, rope[:, None], other, slots, "auto", None)
+    assert view.equal(other)
+
+
+class LinearLayer(MambaBase):
+    """A layer whose states vLLM's own `bind_kv_cache` cuts out of its pages."""
+
+    def __init__(self, kind, shapes):
+        self.kind, self.shapes = kind, shapes
+
+    def get_state_shape(self):
+        return self.shapes
+
+    def get_state_dtype(self):
+        return BF16, torch.float32
+
+    @property
+    def mamba_type(self):
+        return MambaAttentionBackendEnum[self.kind]
+
+
+SHAPES = {
+    "GDN_ATTN": lambda tp: MambaStateShapeCalculator.gated_delta_net_state_shape(
+        tp, 4, 8, 16, 16, 4
+    ),
+    "MAMBA2": lambda tp: MambaStateShapeCalculator.mamba2_state_shape(tp, 128, 1, 8, 16, 32, 4),
+    "MAMBA1": lambda tp: MambaStateShapeCalculator.mamba1_state_shape(tp, 64, 16, 4),
+}
+SECTIONS = {
+    "GDN_ATTN": [("q", 4, 16), ("k", 4, 16), ("v", 8, 16)],
+    "MAMBA2": [("x", 8, 16), ("b", 1, 32), ("c", 1, 32)],
+    "MAMBA1": [("x", 64, 1)],
+}
+
+
+@pytest.mark.parametrize("dim_first", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first, monkeypatch):
+    from vllm.model_executor.layers.mamba import mamba_utils
+
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS" if dim_first else "SD")
+    mamba_utils.get_conv_state_layout.cache_clear()
+    assert is_conv_state_dim_first() is dim_first
+    rank = tp - 1
+    layer = LinearLayer(kind, tuple(SHAPES[kind](tp)))
+    layer.norm = SimpleNamespace(n_groups=1)
+    spec = MambaSpec(
+        block_size=TOKENS, shapes=layer.shapes, dtypes=layer.get_state_dtype(),
+        mamba_type=layer.mamba_type, page_size_padded=32768,
+    )  # fmt: skip
+    config, raw, views = allocate([(names(0), spec)])
+    layer.bind_kv_cache(views[names(0)[0]])
+    conv, temporal = layer.kv_cache
+    conv.copy_(torch.randn(conv.shape))
+    temporal.copy_(torch.randn(temporal.shape))
+    seen = engine_layout(config_for({names(0)[0]: layer}, tp=tp, rank=rank), config, views)
+    assert seen.groups == (Group("state0", "slot", 1, TOKENS, "first"),)
+    held = found(seen.layout, raw)
+    channels, at = (conv if dim_first else conv.transpose(1, 2)), 0
+    for role, total, dim in SECTIONS[kind]:
+        count = max(1, total // tp)
+        region = seen.layout.region_by_key["target", 0, f"conv.{role}"]
+        assert (
+            region.axis("head").start == rank * total // tp and region.axis("head").total == total
+        )
+        part = channels[:, at : at + count * dim].contiguous().view(U8)
+        view = held.views["target", 0, f"conv.{role}"]
+        assert np.array_equal(view.reshape(BLOCKS, count * dim, -1), part.numpy())
+        at += count * dim
+    assert at == channels.shape[1]
+    view = held.views["target", 0, "temporal"]
+    assert np.array_equal(view.reshape(BLOCKS, -1), temporal.flatten(1).view(U8).numpy())
+    mamba_utils.get_conv_state_layout.cache_clear()
+
+
+def flash(*layers, **said):
+    return {n: Module(backend=CLASSES["FLASH_ATTN"], **said) for n in names(*layers)}
+
+
+def test_groups_lie_over_one_another_and_share_one_pool_of_blocks():
+    window = SlidingWindowSpec(
+        block_size=TOKENS, num_kv_heads=2, head_size=D, dtype=BF16, sliding_window=100
+    )
+    chunk = ChunkedLocalAttentionSpec(
+        block_size=TOKENS, num_kv_heads=2, head_size=D, dtype=BF16, attention_chunk_size=64
+    )
+    parts = [(names(0, 1), heads_spec()), (names(2, 3), window), (names(4, 5), chunk)]
+    config, _, views = allocate(parts)
+    seen = engine_layout(config_for(flash(*range(6))), config, views)
+    said = {s.name: (s.window, s.window_step, s.block_pool) for s in seen.layout.spaces}
+    assert said == {
+        "kv0": (None, 1, "blocks"),
+        "swa1": (99, 1, "blocks"),
+        "chunk2": (0, 64, "blocks"),
+    }
+    assert [group.space for group in seen.groups] == ["kv0", "swa1", "chunk2"]
+    roles = {region.layer: region.role for region in seen.layout.regions if "v" in region.role}
+    assert roles == {0: "v", 1: "v", 2: "swa.v", 3: "swa.v", 4: "v", 5: "v"}
+    bases = {b.space: b.base for b in reversed(seen.layout.buffers)}
+    assert len(set(bases.values())) == 1
+
+
+def test_a_windowed_layer_whose_blocks_are_all_kept_is_paged():
+    config, _, views = allocate([(names(0), heads_spec(sliding_window=100))])
+    (space,) = engine_layout(config_for(flash(0)), config, views).layout.spaces
+    assert (space.kind, space.window) == ("paged", None)
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])
+def test_kernel_blocks_are_one_item_where_their_tokens_are_one_stride_apart(order):
+    config, raw, views = allocate([(names(0), heads_spec(block_size=64))], order, kernel_block=16)
+    seen = engine_layout(config_for(flash(0)), config, views)
+    folds = order == "LBNHC"
+    assert seen.groups == (Group("kv0", "paged", 1 if folds else 4, 64),)
+    ids = [4 * block + n for block in IDS for n in range(4)]
+    kernels.KeysAndValues(views[names(0)[0]], 0, ids, range(2), key=D).write(range(150))
+    held, actual = found(seen.layout, raw), raw.clone()
+    oracle.blank(held, 0)
+    items = IDS[:3] if folds else ids[:10]
+    oracle.write(held, RequestAddress(150, {"kv0": Span(items)}), range(150))
+    assert actual.equal(raw)
+
+
+def test_a_group_without_layers_on_this_stage_has_no_space():
+    config, _, views = allocate([(names(0), heads_spec()), (names(1), heads_spec())])
+    config.kv_cache_groups[0].layer_names = []
+    seen = engine_layout(config_for(flash(1)), config, views)
+    assert [group.space for group in seen.groups] == ["", "kv1"]
+    assert {region.layer for region in seen.layout.regions} == {1}
+
+
+def test_groups_of_unequal_kernel_blocks_are_refused():
+    split = heads_spec(block_size=64)
+    config, _, views = allocate([(names(0), split), (names(1), split)])
+    _, _, cut = allocate([(names(0), split)], kernel_block=16)
+    with pytest.raises(UnknownFormat, match=r"kv0 4, kv1 1.*LBNHC"):
+        engine_layout(config_for(flash(0, 1)), config, views | cut)
+
+
+@pytest.mark.parametrize(
+    ("total", "tp", "rank", "shard"),
+    [(8, 4, 3, (6, 8)), (2, 4, 3, (1, 2)), (2, 4, 1, (0, 2)), (1, 4, 2, (0, 1)), (4, 4, 2, (2, 4))],
+)
+def test_ranks_hold_their_share_of_the_heads(total, tp, rank, shard):
+    held = max(1, total // tp)
+    config, _, views = allocate([(names(0), heads_spec(num_kv_heads=held))])
+    made = config_for(flash(0), tp=tp, rank=tp + rank, kv_heads=total)
+    axis = engine_layout(made, config, views).layout.regions[0].axis("head")
+    assert (axis.start, axis.total, axis.size) == (*shard, held)
+
+
+def test_layers_behind_the_targets_and_marked_ones_are_a_drafts():
+    config, _, views = allocate([(names(3, 4, 2), heads_spec())])
+    config.kv_cache_groups[0].is_eagle_group = True
+    modules = flash(3, 4) | flash(2, is_draft_layer=True)
+    regions = engine_layout(config_for(modules, layers=4), config, views).layout.regions
+    assert {(r.owner, r.layer) for r in regions} == {("target", 3), ("draft", 4), ("draft", 2)}
+
+
+def test_a_layer_that_shares_anothers_cache_has_no_state():
+    config, _, views = allocate([(names(0), heads_spec())])
+    config.kv_cache_groups[0].layer_names.append(names(1)[0])
+    views[names(1)[0]] = views[names(0)[0]]
+    modules = flash(0) | flash(1, kv_sharing_target_layer_name=names(0)[0])
+    seen = engine_layout(config_for(modules), config, views)
+    assert {region.layer for region in seen.layout.regions} == {0}
+
+
+class Other(CLASSES["FLASH_ATTN"]):
+    @staticmethod
+    def get_name():
+        return "CUSTOM"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said", "words"),
+    [
+        (heads_spec(), {"backend": Other}, ["FLASH_ATTN", "CUSTOM", "--attention-backend"]),
+        (
+            CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=D, dtype=BF16),
+            {},
+            ["CrossAttentionSpec", "FullAttentionSpec"],
+        ),
+        (mla_spec(model_version="deepseek_v4"), {}, ["MLAAttentionSpec of deepseek_v4"]),
+        (mla_spec(tokens_per_state=4), {}, ["4 tokens a state"]),
+        (
+            heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4),
+            {},
+            ["TURBOQUANT_K8V4", "FP8_PER_TENSOR"],
+        ),
+        (
+            heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
+            {"kv_cache_dtype": "fp8", "_k_scale_float": 0.5, "_v_scale_float": 1.0},
+            ["k 0.5 and v 1.0", "only 1.0"],
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name_before_any_request(spec, said, words):
+    config, _, views = allocate([(names(3), spec)])
+    module = Module(**{"backend": CLASSES["FLASH_ATTN"], **said})
+    with pytest.raises(UnknownFormat) as refused:
+        engine_layout(config_for({names(3)[0]: module}), config, views)
+    assert all(word in str(refused.value) for word in ["model.layers.3", *words]), refused.value
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_by_name(name):
+    config, _, views = allocate([(names(0), heads_spec())])
+    made = config_for(flash(0))
+    setattr(made.parallel_config, name, 2)
+    with pytest.raises(UnknownFormat, match=f"{name} 2"):
+        engine_layout(made, config, views)
