@@ -1,1 +1,1 @@
-"""Connectors that serving engines load, one folder an engine."""
+"""Serving engines that use `disagg`, one folder each. Nothing else here imports an engine."""

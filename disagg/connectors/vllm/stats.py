@@ -1,0 +1,85 @@
+"""What an operator sees: rooms, bytes, seconds by phase and failures, through vLLM's own channels.
+
+A worker counts; vLLM carries the numbers to its log ("KV Transfer metrics") and to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from disagg.protocol.metrics import PHASES, RoomMetrics
+from disagg.protocol.status import Failure
+
+Numbers = dict[str, Any]
+"""`rooms`: read, failed to be read, served and not served; `bytes`; `seconds`: lists by phase, one
+number a room; `failures`: how many by `side/kind`.
+"""
+ROOMS = ("read", "failed", "served", "unserved")
+
+
+def empty() -> Numbers:
+    """No room."""
+    return {
+        "rooms": dict.fromkeys(ROOMS, 0),
+        "bytes": 0,
+        "seconds": {phase: [] for phase in PHASES},
+        "failures": {},
+    }
+
+
+class Stats:
+    """Numbers of one worker since they were taken."""
+
+    def __init__(self) -> None:
+        self._numbers = empty()
+
+    def sent(self, failure: Failure | None) -> None:
+        """Counts a room of prefill that has ended."""
+        self._count("unserved" if failure else "served", failure)
+
+    def received(self, metrics: RoomMetrics, failure: Failure | None) -> None:
+        """Counts a room of decode that has ended."""
+        self._count("failed" if failure else "read", failure)
+        if failure is None:
+            for phase, seconds in self._numbers["seconds"].items():
+                seconds.append(getattr(metrics, f"{phase}_seconds"))
+        self._numbers["bytes"] += metrics.bytes_moved
+
+    def take(self) -> Numbers | None:
+        """The numbers since the last call; None where nothing has ended."""
+        if not any(self._numbers["rooms"].values()):
+            return None
+        taken, self._numbers = self._numbers, empty()
+        return taken
+
+    def _count(self, what: str, failure: Failure | None) -> None:
+        self._numbers["rooms"][what] += 1
+        if failure:
+            failures = self._numbers["failures"]
+            kind = f"{failure.side}/{failure.kind}"
+            failures[kind] = failures.get(kind, 0) + 1
+
+
+def total(one: Numbers, other: Mapping[str, Any]) -> Numbers:
+    """Both together."""
+    return {
+        "rooms": dict(Counter(one["rooms"]) + Counter(other["rooms"])),
+        "bytes": one["bytes"] + other["bytes"],
+        "seconds": {phase: one["seconds"][phase] + other["seconds"][phase] for phase in PHASES},
+        "failures": dict(Counter(one["failures"]) + Counter(other["failures"])),
+    }
+
+
+def summary(numbers: Numbers) -> dict[str, int | float]:
+    """One log line: counts, MB, and the mean milliseconds of each phase."""
+    rooms = numbers["rooms"]
+    line: dict[str, int | float] = {f"Rooms {what}": rooms.get(what, 0) for what in ROOMS}
+    line["MB read"] = round(numbers["bytes"] / 1e6, 3)
+    for phase, seconds in numbers["seconds"].items():
+        if seconds and any(seconds):
+            line[f"Mean {phase} (ms)"] = round(1e3 * sum(seconds) / len(seconds), 3)
+    for kind, count in numbers["failures"].items():
+        line[f"Failures {kind}"] = count
+    return line

@@ -1,0 +1,177 @@
+"""What the scheduler half decides, from requests as vLLM has them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from disagg.connectors.vllm.scheduler import Decline, Scheduler
+
+
+class Groups(SimpleNamespace):
+    """Two cache groups, both handed over."""
+
+    def select_transfer_block_ids(self, blocks):
+        return tuple(blocks)
+
+
+class Status(SimpleNamespace):
+    """A member of vLLM's RequestStatus."""
+
+
+def request(name, tokens, status="FINISHED_LENGTH_CAPPED", **params):
+    ids = list(range(tokens))
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=ids,
+        _all_token_ids=list(ids),
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        max_tokens=16,
+        status=Status(name=status),
+        kv_transfer_params=params,
+    )
+
+
+def output(request, count, blocks, resumed=()):
+    return SimpleNamespace(
+        num_scheduled_tokens={request.request_id: count},
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: blocks),
+    )
+
+
+def scheduler(stream=False, cuts=False):
+    made = Scheduler(Groups(), stream=stream, cuts=cuts)
+    made.serve(["ipc:///a", "ipc:///b"])
+    return made
+
+
+def prefilled(made, tokens=40, **changes):
+    """Prefill's answer for a request of so many tokens."""
+    asked = request("p", tokens, do_remote_decode=True, **changes)
+    made.arrived(asked)
+    stays, params = made.finished(asked, ([1, 2, 3], [0, 4, 5]))
+    assert stays
+    return params
+
+
+BLOCKS = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9], [0, 6, 5]))
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_all_tokens_but_the_last_are_handed_over(cuts):
+    there, here = scheduler(cuts=cuts), scheduler()
+    params = prefilled(there)
+    (send,) = there.step().sends
+    assert (send.start, send.stop, send.last) == (0, 39, True)
+    assert send.blocks == ((1, 2, 3), (0, 4, 5))
+    asked = request("d", 40, **params)
+    assert here.matched(asked, 0) == (39, True)
+    here.allocated(asked, BLOCKS, 39)
+    (receive,) = here.step().receives
+    assert (receive.room, receive.start, receive.stop) == (send.room, 0, 39)
+    assert receive.addresses == ("ipc:///a", "ipc:///b")
+    assert receive.blocks == ((7, 8, 9), (0, 6, 5))
+    here.allocated(asked, BLOCKS, 0)  # vLLM calls again when the state has come
+    assert here.step() == scheduler().step()
+
+
+def test_a_prefix_that_decode_has_is_not_asked_for():
+    made = scheduler()
+    asked = request("d", 40, **prefilled(scheduler()))
+    assert made.matched(asked, 32) == (7, True)
+    made.allocated(asked, BLOCKS, 7)
+    assert made.step().receives[0].start == 32
+
+
+def test_a_decode_that_has_everything_declines():
+    made, params = scheduler(), prefilled(scheduler())
+    asked = request("d", 40, **params)
+    assert made.matched(asked, 39) == (0, False)
+    made.allocated(asked, BLOCKS, 0)
+    assert made.step().declines == [Decline(params["remote_request_id"], ("ipc:///a", "ipc:///b"))]
+
+
+def test_a_request_that_is_stopped_before_it_is_scheduled_declines():
+    made, params = scheduler(), prefilled(scheduler())
+    assert made.finished(request("d", 40, "FINISHED_ABORTED", **params), ()) == (False, None)
+    assert [each.room for each in made.step().declines] == [params["remote_request_id"]]
+
+
+def test_a_request_that_is_stopped_while_it_waits_aborts_its_room():
+    made = scheduler()
+    asked = request("d", 40, "FINISHED_ABORTED", **prefilled(scheduler()))
+    made.matched(asked, 0)
+    made.allocated(asked, BLOCKS, 39)
+    made.finished(asked, ())
+    assert made.step().aborts == ["d"]
+
+
+def test_another_prompt_is_computed_here(caplog):
+    made = scheduler()
+    asked = request("d", 41, **prefilled(scheduler()))
+    assert made.matched(asked, 0) == (0, False)
+    assert "another prompt" in caplog.text
+    assert len(made.step().declines) == 1
+
+
+def test_parameters_of_another_connector_are_named(caplog):
+    asked = request("d", 40, do_remote_prefill=True, remote_block_ids=[1])
+    assert scheduler().matched(asked, 0) == (0, False)
+    assert "remote_request_id, remote_addresses" in caplog.text
+
+
+def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first():
+    made, params = scheduler(), prefilled(scheduler())
+    first, second = (request(name, 40, **params) for name in ("0_d", "1_d"))
+    made.matched(first, 0)
+    made.allocated(first, BLOCKS, 39)
+    assert made.matched(second, 0) == (0, False)
+    step = made.step()
+    assert len(step.receives) == 1
+    assert not step.declines
+
+
+def test_an_aborted_prefill_is_not_handed_over():
+    made = scheduler()
+    asked = request("p", 40, "FINISHED_ABORTED", do_remote_decode=True)
+    made.arrived(asked)
+    assert made.finished(asked, ([1], [2])) == (False, None)
+    assert made.step() == scheduler().step()
+
+
+def test_rooms_of_one_engine_have_different_names():
+    made = scheduler()
+    assert len({prefilled(made)["remote_request_id"] for _ in range(3)}) == 3
+
+
+def test_a_prompt_is_offered_while_it_is_computed():
+    made = scheduler(stream=True)
+    asked = request("p", 40, do_remote_decode=True)
+    made.arrived(asked)
+    for count, table in ((16, ([1], [9])), (16, ([1, 2], [9, 8])), (8, ([1, 2, 3], [0, 8, 7]))):
+        made.scheduled(output(asked, count, table))
+        asked.num_computed_tokens += count
+    sends = made.step().sends
+    assert [(send.start, send.stop, send.last) for send in sends] == [
+        (0, 16, False),
+        (16, 32, False),
+        (32, 39, True),
+    ]
+    assert sends[2].blocks == ((1, 2, 3), (0, 8, 7))
+    assert made.finished(asked, ([1, 2, 3], [0, 8, 7]))[0]
+    assert not made.step().sends
+
+
+def test_what_was_offered_of_a_preempted_request_is_taken_back():
+    made = scheduler(stream=True)
+    asked = request("p", 40, do_remote_decode=True)
+    made.arrived(asked)
+    made.scheduled(output(asked, 16, ([1], [2])))
+    first = made.step().sends[0].room
+    made.scheduled(output(asked, 40, ([3], [4]), resumed=("p",)))
+    step = made.step()
+    assert step.aborts == ["p"]
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 39, True)]
+    assert step.sends[0].room != first
+    assert made.finished(asked, ([3], [4]))[1]["remote_request_id"] == step.sends[0].room
