@@ -99,14 +99,14 @@ def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
             arrived = len(engine.arrived)
             assert engine.in_flight == parts_in_flight
             while not decode.poll(room).ended:
-                now[0] += 6  # less than the time-out; all parts together take more
+                now[0] += 2.4  # a longer pause counts as no time of the read
                 stuck = room == "stuck" and len(engine.arrived) > arrived + 2
                 engine.allowed = 0 if stuck else 1
                 steps()
                 assert engine.in_flight <= parts_in_flight
             if room == "good":
                 assert decode.poll(room) is KVPoll.Success, decode.failure(room)
-                assert now[0] > 30
+                assert now[0] > 10  # the time-out
                 oracle.assert_holds(dest, into)
                 oracle.blank(dest)
         assert decode.poll("stuck") is KVPoll.Failed
