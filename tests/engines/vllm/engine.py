@@ -1,0 +1,124 @@
+"""One real vLLM engine in a process of its own, driven by lines of JSON over a socket.
+
+`python -m tests.engines.vllm.engine FD '{"model": ..., ...}'`. Commands: `add` (a request),
+`abort`, `blocks` (blocks in use, requests), `busy` (seconds without a step), `close`. It steps
+while there is anything to do, as vLLM's own loop does. Each line that comes back is an event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class Served:
+    """The engine and its socket."""
+
+    def __init__(self, line: socket.socket, arguments: dict[str, Any]) -> None:
+        self.line, self.left = line, b""
+        began = time.monotonic()
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.budget = self.scheduler.max_num_scheduled_tokens
+        self.added: dict[str, float] = {}
+        self.reply(event="ready", seconds=time.monotonic() - began)
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's own."""
+        return self.engine.engine_core.engine_core.scheduler
+
+    def reply(self, **event: Any) -> None:
+        """Sends an event."""
+        self.line.sendall(json.dumps(event).encode() + b"\n")
+
+    def serve(self) -> None:
+        """Until it is closed."""
+        while True:
+            work = self.scheduler.has_requests()
+            ready, _, _ = select.select([self.line], [], [], 0.0 if work else 0.05)
+            if ready:
+                data = self.line.recv(1 << 20)
+                if not data:
+                    return
+                *lines, self.left = (self.left + data).split(b"\n")
+                for text in lines:
+                    if not self.do(json.loads(text)):
+                        return
+            if work:
+                self.step()
+
+    def step(self) -> None:
+        """One step, and the events that come of it."""
+        for output in self.engine.step():
+            name = output.request_id
+            for one in output.outputs:
+                if one.token_ids and name in self.added:
+                    self.reply(
+                        event="first", id=name, seconds=time.monotonic() - self.added.pop(name)
+                    )
+            if output.finished:
+                self.reply(
+                    event="finished",
+                    id=name,
+                    tokens=[list(one.token_ids) for one in output.outputs],
+                    reason=[one.finish_reason for one in output.outputs],
+                    params=output.kv_transfer_params,
+                    cached=output.num_cached_tokens,
+                )
+        if not self.scheduler.running:
+            time.sleep(0.001)  # as vLLM's loop does where only a connector has work
+
+    def do(self, command: dict[str, Any]) -> bool:
+        """One command; False ends the process."""
+        match command.pop("do"):
+            case "add":
+                extra = {"kv_transfer_params": command["params"]} if command.get("params") else None
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=command.get("tokens", 24),
+                    ignore_eos=True,
+                    n=command.get("n", 1),
+                    extra_args=extra,
+                )
+                # prefilled in two steps, the last token alone, as where another engine takes over
+                split = len(command["prompt"]) - 1 if command.get("split") else 0
+                self.scheduler.max_num_scheduled_tokens = split or self.budget
+                prompt = TokensPrompt(prompt_token_ids=command["prompt"])
+                self.added[command["id"]] = time.monotonic()
+                self.engine.add_request(command["id"], prompt, sampling)
+            case "abort":
+                self.engine.abort_request([command["id"]])
+            case "blocks":
+                pool = self.scheduler.kv_cache_manager.block_pool
+                self.reply(
+                    event="blocks",
+                    free=pool.get_num_free_blocks(),
+                    total=pool.num_gpu_blocks,
+                    requests=len(self.scheduler.requests),
+                )
+            case "busy":
+                time.sleep(command["seconds"])
+            case "close":
+                self.engine.engine_core.shutdown()
+                return False
+        return True
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as own:
+        Served(own, json.loads(sys.argv[2])).serve()

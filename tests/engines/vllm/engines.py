@@ -1,0 +1,197 @@
+"""Starts engine processes, and asks them for tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal
+
+Role = Literal["single", "prefill", "decode", "both"]
+KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+PREFILL = {
+    # what vLLM's proxies send
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class EngineFailed(RuntimeError):
+    """An engine process ended or is silent; the message has the end of its log."""
+
+
+class Engine:
+    """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
+    for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did
+    not come; other arguments are vLLM's.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: Path,
+        logs: Path,
+        *,
+        extra: dict[str, Any] | None = None,
+        watch: Path | None = None,
+        noise: bool = False,
+        policy: Literal["fail", "recompute"] = "fail",
+        connector: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        given: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1024,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        if role != "single":
+            module = "disagg.connectors.vllm" if watch is None else "tests.engines.vllm.watched"
+            name = "KvpoolConnector" if watch is None else "WatchedConnector"
+            given["kv_transfer_config"] = connector or {
+                "kv_connector": name,
+                "kv_connector_module_path": module,
+                "kv_role": KV_ROLE[role],
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": extra or {},
+            }
+        given |= arguments
+        environment = os.environ | {"KVPOOL_WATCH": str(watch or ""), "KVPOOL_SIDE": role}
+        environment["KVPOOL_NOISE"] = "1" if noise else ""
+        environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+        logs.mkdir(parents=True, exist_ok=True)
+        self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
+        self._line, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.engines.vllm.engine"]
+        with self.log.open("wb") as out, theirs:
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno()), json.dumps(given)],
+                pass_fds=[theirs.fileno()],
+                stdout=out,
+                stderr=out,
+                env=environment,
+                start_new_session=True,
+            )
+        self._left, self._events = b"", deque[dict[str, Any]]()
+        self._count = 0
+
+    def ready(self, timeout: float = 300.0) -> Engine:
+        """Waits until it serves."""
+        self.event("ready", timeout=timeout)
+        return self
+
+    def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
+        """Adds a request; `finished(name)` waits for it."""
+        self._count += 1
+        name = name or f"r{self._count}"
+        self.send(do="add", id=name, prompt=prompt, **more)
+        return name
+
+    def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
+        """The end of a request: `tokens`, `reason`, `params`."""
+        return self.event("finished", id=name, timeout=timeout)
+
+    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """All at once; `params`, if given, is a list."""
+        params = more.pop("params", [None] * len(prompts))
+        names = [self.add(prompt, params=one, **more) for prompt, one in zip(prompts, params)]
+        return [self.finished(name) for name in names]
+
+    def send(self, **command: Any) -> None:
+        """Sends a command."""
+        self._line.sendall(json.dumps(command).encode() + b"\n")
+
+    def blocks(self) -> tuple[int, int]:
+        """Blocks in use, and requests that are known."""
+        self.send(do="blocks")
+        found = self.event("blocks")
+        return found["total"] - 1 - found["free"], found["requests"]
+
+    def idle(self, timeout: float = 30.0) -> None:
+        """Waits until every block is free and no request is left."""
+        until = time.monotonic() + timeout
+        while (held := self.blocks()) != (0, 0):
+            if time.monotonic() > until:
+                raise EngineFailed(
+                    f"{self.role}: {held} blocks and requests are held.\n{self.tail()}"
+                )
+            time.sleep(0.02)
+
+    def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
+        """The next event of that kind and with those fields."""
+        until = time.monotonic() + timeout
+        while True:
+            for event in self._events:
+                if event["event"] == kind and fields.items() <= event.items():
+                    self._events.remove(event)
+                    return event
+            left = until - time.monotonic()
+            ready, _, _ = select.select([self._line], [], [], max(left, 0))
+            if not ready:
+                raise EngineFailed(
+                    f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
+                )
+            data = self._line.recv(1 << 20)
+            if not data:
+                raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
+            *lines, self._left = (self._left + data).split(b"\n")
+            self._events.extend(json.loads(text) for text in lines)
+
+    def tail(self, characters: int = 6000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def kill(self) -> None:
+        """SIGKILL, to it and to its workers."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """Ends it in good order."""
+        if self.process.poll() is None:
+            try:
+                self.send(do="close")
+                self.process.wait(30)
+            except (OSError, subprocess.TimeoutExpired):
+                self.kill()
+        self._line.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
+    """Random prompts of those lengths."""
+    source = random.Random(seed)
+    return [[source.randrange(4, 500) for _ in range(length)] for length in lengths]
+
+
+def handed_over(
+    prefill: Engine, decode: Engine, asked: list[list[int]], tokens: int = 24
+) -> list[list[int]]:
+    """Tokens of prompts that one engine prefills and the other decodes."""
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    params = [one["params"] for one in first]
+    last = decode.generate(asked, tokens=tokens, params=params)
+    return [one["tokens"][0] for one in last]

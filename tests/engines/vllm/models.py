@@ -1,0 +1,176 @@
+"""`python -m tests.engines.vllm.models FOLDER NAME...`: tiny models with random weights, saved.
+
+Weights are scaled up where that keeps greedy decoding from being a lottery of rounding: logits that
+lie far apart. MLA's are not: with them one engine alone disagrees with itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+)
+
+VOCABULARY = 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+
+
+def llama() -> PreTrainedConfig:
+    """Four layers of full attention, 4 KV heads of 32."""
+    return LlamaConfig(
+        **COMMON,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        tie_word_embeddings=False,
+    )
+
+
+def llama_wide() -> PreTrainedConfig:
+    """Sixteen layers, 8 KV heads of 64: 32 KiB of state a token in bfloat16."""
+    return LlamaConfig(
+        **COMMON,
+        intermediate_size=512,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+
+
+def deepseek_v3() -> PreTrainedConfig:
+    """Three layers of latent attention, two of them with experts."""
+    return DeepseekV3Config(
+        **COMMON,
+        **EXPERTS,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        topk_method="noaux_tc",  # vLLM reads it, transformers does not save it by itself
+        scoring_func="sigmoid",
+    )
+
+
+def gpt_oss() -> PreTrainedConfig:
+    """Windows of 128 and full attention in turns, with sinks."""
+    return GptOssConfig(
+        **COMMON,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
+def gemma3() -> PreTrainedConfig:
+    """Three layers of windows of 128, one of full attention."""
+    return Gemma3TextConfig(
+        **COMMON,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+    )
+
+
+def qwen3_next() -> PreTrainedConfig:
+    """Three layers of gated delta nets, one of full attention."""
+    return Qwen3NextConfig(
+        **COMMON,
+        **EXPERTS,
+        intermediate_size=512,
+        shared_expert_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=8,
+        decoder_sparse_step=1,
+    )
+
+
+SCALES = {"deepseek_v3": 1.0, "qwen3_next": 1.5}
+"""Of weights, where 3 is too much."""
+MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
+    made.__name__: made for made in (llama, llama_wide, deepseek_v3, gpt_oss, gemma3, qwen3_next)
+}
+
+
+def save(name: str, folder: Path) -> Path:
+    """Makes a model once; returns its folder."""
+    place = folder / name
+    if (place / "config.json").exists():
+        return place
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    scale = SCALES.get(name, 3.0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and not {"embed_tokens", "lm_head"} & {
+                *parameter_name.split(".")
+            }:
+                parameter.mul_(scale)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", pad_token="w3", unk_token="w0"
+    )
+    fast.save_pretrained(place)
+    model.save_pretrained(place)
+    return place
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:] or MODELS:
+        print(save(wanted, Path(sys.argv[1])))

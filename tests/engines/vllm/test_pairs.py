@@ -1,0 +1,168 @@
+"""One engine prefills, another decodes: the tokens are those of a single engine, and every live
+byte is equal, by an oracle that reads vLLM's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.conftest import LENGTHS, Tokens
+from tests.engines.vllm.engines import PREFILL, Engine, handed_over, prompts
+from tests.engines.vllm.watched import compare
+
+Start = Callable[..., Engine]
+Expected = Callable[..., Tokens]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What each side is started with."""
+
+    model: str
+    engine: str = "local"
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    both: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
+    """Block sizes of both sides."""
+    return {"prefill": {"block_size": prefill}, "decode": {"block_size": decode}}
+
+
+TP = {"tensor_parallel_size": 2}
+EXACT = {"dtype": "float32"}
+"""bfloat16 sums are rounded otherwise on two ranks than on one, and in other batches."""
+PAIRS = {
+    "llama 128 to 32": Pair("llama", **blocks(128, 32), both=EXACT),
+    "llama 32 to 128": Pair("llama", **blocks(32, 128), both=EXACT),
+    "llama tp 2 to 1": Pair("llama", prefill=TP, both=EXACT, extra={"verify": "checksum"}),
+    "llama tp 1 to 2": Pair("llama", decode=TP, both=EXACT),
+    "llama nixl": Pair("llama", "nixl", **blocks(128, 32)),
+    "llama mooncake": Pair("llama", "mooncake", **blocks(32, 128)),
+    "llama chunks": Pair("llama", extra={"stream": "chunks"}, **blocks(128, 32)),
+    "llama private memory": Pair("llama", extra={"shared_memory": False}),
+    "deepseek_v3": Pair("deepseek_v3"),
+    "deepseek_v3 nixl": Pair("deepseek_v3", "nixl"),
+    "gpt_oss": Pair("gpt_oss", **blocks(64, 32), both=EXACT),
+    "gpt_oss chunks": Pair("gpt_oss", both=EXACT, extra={"stream": "chunks"}),
+    "gemma3": Pair("gemma3", both=EXACT),
+    "gemma3 mooncake": Pair("gemma3", "mooncake", **blocks(32, 64), both=EXACT),
+    "qwen3_next": Pair("qwen3_next"),
+    "qwen3_next nixl": Pair("qwen3_next", "nixl"),
+    "qwen3_next chunks": Pair("qwen3_next", extra={"stream": "chunks"}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_tokens_and_bytes_are_those_of_one_engine(
+    name: str, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    pair = PAIRS[name]
+    common = {"extra": {"engine": pair.engine, **pair.extra}, "watch": tmp_path, **pair.both}
+    prefill = start("prefill", pair.model, **common, **pair.prefill)
+    decode = start("decode", pair.model, **common, **pair.decode)
+    asked = prompts(*LENGTHS)
+    got = handed_over(prefill.ready(), decode.ready(), asked)
+    tensors, nbytes, wrong = compare(tmp_path)
+    assert not wrong
+    assert tensors and nbytes
+    assert got == expected(pair.model, **pair.both)
+    prefill.idle()
+    decode.idle()
+
+
+def test_noise_in_what_was_received_changes_the_tokens(
+    start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    """The control: the prompts and models here can tell right state from wrong."""
+    prefill = start("prefill", "llama", watch=tmp_path)
+    decode = start("decode", "llama", watch=tmp_path, noise=True)
+    got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+    assert compare(tmp_path)[2]
+    assert all(one != other for one, other in zip(got[:2], expected("llama")))
+
+
+def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) -> None:
+    """With prefix caching on both sides, and with a prompt that decode has whole."""
+    prefill = start("prefill", "llama", enable_prefix_caching=True, block_size=32)
+    decode = start("decode", "llama", enable_prefix_caching=True, block_size=32)
+    prefill.ready(), decode.ready()
+    asked = prompts(*LENGTHS)
+    assert handed_over(prefill, decode, asked) == expected("llama")
+    assert handed_over(prefill, decode, asked) == expected("llama")
+    longer = [[*asked[0][:288], 9], asked[0] + prompts(70, seed=5)[0]]
+    first = handed_over(prefill, decode, longer)
+    with_one = start("single", "llama", block_size=32).ready()
+    assert first == [one["tokens"][0] for one in with_one.generate(longer)]
+    prefill.idle()
+    decode.idle()
+
+
+def test_a_prompt_of_one_token(start: Start) -> None:
+    prefill, decode = start("prefill", "llama"), start("decode", "llama")
+    single = start("single", "llama").ready()
+    got = handed_over(prefill.ready(), decode.ready(), [[7], [8, 9]])
+    assert got == [one["tokens"][0] for one in single.generate([[7], [8, 9]])]
+    prefill.idle()
+    decode.idle()
+
+
+def test_several_sequences_of_one_prompt(start: Start, expected: Expected) -> None:
+    prefill, decode = start("prefill", "llama"), start("decode", "llama")
+    asked = prompts(*LENGTHS)[:1]
+    first = prefill.ready().generate(asked, tokens=1, params=[dict(PREFILL)])
+    got = decode.ready().generate(asked, tokens=24, n=2, params=[first[0]["params"]])
+    assert got[0]["tokens"] == expected("llama")[:1] * 2
+    prefill.idle()
+    decode.idle()
+
+
+def test_preempted_requests_are_computed_again(start: Start) -> None:
+    """Decode has blocks for about one and a half of these requests at their end."""
+    few = {"num_gpu_blocks_override": 18, "max_model_len": 512, "block_size": 32}
+    prefill = start("prefill", "llama", block_size=32)
+    decode = start("decode", "llama", **few)
+    single = start("single", "llama", block_size=32).ready()
+    asked = prompts(200, 220, seed=3)
+    got = handed_over(prefill.ready(), decode.ready(), asked, tokens=150)
+    assert got == [one["tokens"][0] for one in single.generate(asked, tokens=150)]
+    prefill.idle()
+    decode.idle()
+
+
+def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
+    prefill = start("prefill", "llama").ready()
+    decode = start("decode", "gpt_oss").ready()
+    asked = prompts(40)
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
+    got = decode.generate(asked, params=[first[0]["params"]])
+    assert got[0]["reason"] == ["error"]
+    for side in (prefill, decode):
+        side.idle()
+        assert "target layer 0 k" in side.tail(100_000)
+
+
+def test_another_prompt_is_computed_by_decode_itself(start: Start, expected: Expected) -> None:
+    """A proxy that mixes requests up, or engines with two tokenizers."""
+    prefill, decode = start("prefill", "llama").ready(), start("decode", "llama").ready()
+    one, other = prompts(*LENGTHS)[:1], prompts(300, seed=9)
+    first = prefill.generate(other, tokens=1, params=[dict(PREFILL)])
+    got = decode.generate(one, params=[first[0]["params"]])
+    assert got[0]["tokens"] == expected("llama")[:1]
+    assert "another prompt" in decode.tail(100_000)
+    prefill.idle()
+    decode.idle()
+
+
+@pytest.mark.parametrize("extra", [{"engine": "none"}, {"lease": -1}, {"speed": 11}])
+def test_a_wrong_setting_ends_the_start(extra: dict[str, Any], start: Start) -> None:
+    engine = start("prefill", "llama", extra=extra)
+    assert engine.process.wait(120) != 0
+    assert next(iter(extra)) in engine.tail()

@@ -1,0 +1,180 @@
+"""Two vLLM API servers and the proxy, over HTTP, beside a single server.
+
+Prefill names the connector's module, decode finds it by its entry point (`vllm.general_plugins`).
+Engine cores and workers are processes of their own, as vLLM deploys them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from tests.engines.vllm import models
+from tests.engines.vllm.servers import PLUGIN, Server, api_server, greedy, proxy_server, tokens
+
+pytestmark = pytest.mark.timeout(900)
+CHAT = "/v1/chat/completions"
+LOST = "ipc:///nobody/listens"
+
+
+class Servers(NamedTuple):
+    prefill: Server
+    decode: Server
+    single: Server
+    pair: Server
+
+    def idle(self):
+        for server in self[:3]:
+            server.idle()
+
+    def read(self):
+        """Rooms that decode has read."""
+        return self.decode.metric("vllm:kvpool_rooms_total", outcome="read") or 0
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    model = models.save("llama", folder)
+    extra, exact = {"lease": 30.0}, {"dtype": "float32"}  # bfloat16 rounds as batches happen to be
+    with (
+        api_server("prefill", model, folder, extra=extra, **exact) as prefill,
+        api_server(
+            "decode", model, folder, extra=extra, **exact, transfer=PLUGIN, block_size=32
+        ) as decode,
+        api_server("single", model, folder, **exact) as single,
+        proxy_server(prefill, decode, folder) as pair,
+    ):
+        for server in (prefill, decode, single, pair):
+            server.ready(600)
+        yield Servers(prefill, decode, single, pair)
+
+
+def prompts(*lengths):
+    source = random.Random(sum(lengths))
+    return [[source.randrange(4, 500) for _ in range(length)] for length in lengths]
+
+
+def words(count):
+    return " ".join(f"w{number}" for number in prompts(count)[0])
+
+
+def test_completions_have_the_single_servers_tokens(servers):
+    before = servers.read()
+    for prompt in prompts(300, 77, 16, 513):
+        asked = {"model": "llama", "prompt": prompt}
+        ours, theirs = servers.pair.ask(**asked), servers.single.ask(**asked)
+        assert len(tokens(ours)) == 24 and tokens(ours) == tokens(theirs)
+        assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
+        events, _ = servers.pair.stream(**asked)
+        assert len(events) > 1 and tokens(events) == tokens(theirs)
+    assert servers.read() == before + 8
+    servers.idle()
+
+
+def test_chats_have_the_single_servers_tokens(servers):
+    before = servers.read()
+    asked = {"model": "llama", "messages": [{"role": "user", "content": words(200)}]}
+    ours, theirs = (one.ask(CHAT, **asked) for one in (servers.pair, servers.single))
+    assert len(tokens(ours)) == 24 and tokens(ours) == tokens(theirs)
+    assert ours["choices"][0]["message"] == theirs["choices"][0]["message"]
+    more = {"max_completion_tokens": 24, "stream_options": {"include_usage": True}}
+    events, _ = servers.pair.stream(CHAT, **asked, **more)
+    assert tokens(events) == tokens(theirs)
+    assert events[-1]["usage"].items() <= theirs["usage"].items()
+    assert servers.read() == before + 2
+    servers.idle()
+
+
+def test_concurrent_requests_have_the_single_servers_tokens(servers):
+    before = servers.read()
+    asked = [{"model": "llama", "prompt": one} for one in prompts(*range(20, 420, 25))]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        ours = [*pool.map(lambda one: servers.pair.ask(**one), asked)]
+        streamed = [*pool.map(lambda one: servers.pair.stream(**one)[0], asked)]
+    theirs = [tokens(servers.single.ask(**one)) for one in asked]
+    assert [tokens(one) for one in ours] == theirs
+    assert [tokens(one) for one in streamed] == theirs
+    assert servers.read() == before + 2 * len(asked)
+    servers.idle()
+
+
+def test_n_sequences_of_one_prompt_hold_no_blocks_afterwards(servers):
+    (prompt,) = prompts(300)
+    greedily = {"model": "llama", "prompt": prompt, "temperature": 1, "top_k": 1}
+    ours, theirs = servers.pair.ask(**greedily, n=2), servers.single.ask(**greedily)
+    assert tokens(ours, 0) == tokens(ours, 1) == tokens(theirs)
+    servers.idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_blocks_come_back_where_a_client_leaves(servers, stream):
+    (prompt,) = prompts(300)
+    body = greedy(model="llama", prompt=prompt, max_tokens=700, stream=stream)
+    before = servers.read()
+    connection = HTTPConnection(servers.pair.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    if stream:
+        assert connection.getresponse().readline()
+    else:
+        servers.decode.until("vllm:num_requests_running", 1)
+    connection.close()
+    servers.idle()
+    assert servers.read() <= before + 1
+    asked = {"model": "llama", "prompt": prompt}
+    assert tokens(servers.pair.ask(**asked)) == tokens(servers.single.ask(**asked))
+
+
+def test_metrics_of_both_sides_agree(servers):
+    (prompt,) = prompts(257)
+    before = servers.decode.metric("vllm:kvpool_bytes_total")
+    servers.pair.ask(model="llama", prompt=prompt)
+    servers.idle()
+    read, served = (
+        one.metric("vllm:kvpool_rooms_total", outcome=outcome)
+        for one, outcome in ((servers.decode, "read"), (servers.prefill, "served"))
+    )
+    assert read == served > 0
+    # 256 tokens of K and V: 4 layers, 4 heads of 32 float32 elements
+    assert servers.decode.metric("vllm:kvpool_bytes_total") - before == 256 * 2 * 4 * 4 * 32 * 4
+    for phase in ("plan", "wait", "wire", "total"):
+        assert servers.decode.metric("vllm:kvpool_seconds_count", phase=phase) == read
+
+
+def test_errors_of_both_sides_reach_the_client(servers):
+    (prompt,) = prompts(40)
+    asked = greedy(model="llama", prompt=prompt)
+    for wrong in ({"max_tokens": 5000}, {"min_tokens": 50}, {"model": "other"}, {"top_p": 7}):
+        ours, theirs = (
+            httpx.post(f"{one.url}/v1/completions", json=asked | wrong, timeout=60)
+            for one in (servers.pair, servers.single)
+        )
+        assert ours.is_error and ours.status_code == theirs.status_code, wrong
+        assert ours.json() == theirs.json(), wrong
+    asked["kv_transfer_params"] = {
+        "do_remote_prefill": True,
+        "remote_request_id": "r",
+        "remote_addresses": [LOST],
+    }
+    lost = httpx.post(f"{servers.decode.url}/v1/completions", json=asked, timeout=60)
+    assert lost.status_code == 500  # kv_load_failure_policy "fail", vLLM's default
+    assert LOST in servers.decode.tail()
+    assert servers.decode.metric("vllm:kvpool_failures_total", kind="prefill/lost")
+    servers.prefill.idle()  # its lease ends: decode refused one request before it asked
+
+
+def test_a_prefill_that_was_idle_while_decode_was_busy_serves_the_next_prompt(servers):
+    (prompt,) = prompts(100)
+    asked = {"model": "llama", "prompt": prompt}
+    servers.pair.ask(**asked)
+    until = time.monotonic() + 15  # longer than peer_timeout
+    while time.monotonic() < until:
+        servers.decode.ask(**asked, max_tokens=400)
+    assert tokens(servers.pair.ask(**asked)) == tokens(servers.single.ask(**asked))

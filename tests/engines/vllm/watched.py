@@ -1,0 +1,127 @@
+"""The connector, and beside it an oracle that saves what vLLM's own tensors hold of each room.
+
+Tests only. It does not use layouts: positions are looked up in vLLM's views by plain indexing, as
+the attention kernels do (`vec`, `vec16`: K `[dim, token]`, then V `[token, dim]`, per head).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from disagg.connectors.vllm.connector import KvpoolConnector
+from disagg.connectors.vllm.scheduler import Receive, Send
+
+WATCH, SIDE = os.environ.get("KVPOOL_WATCH", ""), os.environ.get("KVPOOL_SIDE", "")
+NOISE = bool(os.environ.get("KVPOOL_NOISE"))
+
+
+class WatchedConnector(KvpoolConnector):
+    """Saves `{side}.{room}.{rank}.pt`: state by (layer, part), positions first."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._views = kv_caches
+        config = self._vllm_config
+        self._modules = get_layers_from_vllm_config(config, AttentionLayerBase)
+        worker, asked = self._worker, {}
+        send, receive, received = worker._send, worker._receive, worker._received
+
+        def saw_send(told: Send) -> None:
+            if told.last:
+                self._save("prefill", told.room, told.blocks, told.stop)
+            send(told)
+
+        def saw_receive(told: Receive) -> None:
+            asked[told.room] = told
+            receive(told)
+
+        def saw_received(room: str, failure: Any) -> None:
+            if failure is None and room in asked:
+                told = asked[room]
+                if NOISE:
+                    self._roll(told.blocks)
+                self._save("decode", room, told.blocks, told.stop)
+            received(room, failure)
+
+        worker._send, worker._receive, worker._received = saw_send, saw_receive, saw_received
+
+    def _save(self, side: str, room: str, blocks: Any, tokens: int) -> None:
+        groups = self._kv_cache_config.transfer_groups
+        found: dict[str, torch.Tensor] = {}
+        for group, ids in zip(groups, blocks):
+            for name in group.layer_names:
+                spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(
+                    name, group.kv_cache_spec
+                )
+                self._one(found, name, spec, torch.tensor(list(ids)), tokens)
+        rank = get_tensor_model_parallel_rank()
+        name = room.replace("/", "_")
+        torch.save(found, Path(WATCH) / f"{side}.{name}.{rank}.pt")
+
+    def _one(self, found: Any, name: str, spec: Any, ids: torch.Tensor, tokens: int) -> None:
+        view, kind = self._views[name], type(spec).__name__
+        if kind == "MambaSpec":
+            live = ids[len(ids) - 1 - spec.num_speculative_blocks]
+            parts = view if isinstance(view, (list, tuple)) else [view]
+            for number, part in enumerate(parts):
+                flat = part[live].contiguous().view(torch.uint8).reshape(-1)
+                found[f"{name}/state{number}"] = flat[: spec.real_page_size_bytes].clone()
+            return
+        size, window = spec.block_size, None
+        if kind.startswith("SlidingWindow"):
+            window = spec.sliding_window - 1
+        at = torch.arange(0 if window is None else max(0, tokens - window), tokens)
+        block, step = ids[at // size], at % size
+        if "MLA" in kind:
+            found[f"{name}/row"] = view[block, 0, step].clone()
+            return
+        _, heads, _, content = view.shape
+        dim = content // 2
+        planes = view.view(view.shape[0], heads, 2, size * dim)
+        keys = planes[:, :, 0].view(-1, heads, dim, size)
+        values = planes[:, :, 1].view(-1, heads, size, dim)
+        found[f"{name}/k"] = keys[block, :, :, step].clone()  # [position, head, dim]
+        found[f"{name}/v"] = values[block, :, step].clone()
+
+    def _roll(self, blocks: Any) -> None:
+        """Noise: what was received, moved by one element."""
+        for group, ids in zip(self._kv_cache_config.transfer_groups, blocks):
+            live = [block for block in ids if block]
+            for name in group.layer_names:
+                view = self._views[name]
+                for part in view if isinstance(view, (list, tuple)) else [view]:
+                    part[live] = part[live].roll(1, -1)
+
+
+def compare(folder: Path) -> tuple[int, int, list[str]]:
+    """Tensors compared, bytes, and what differs, between the two sides of every room."""
+    tensors, nbytes, wrong = 0, 0, []
+    for first in sorted(folder.glob("decode.*.0.pt")):
+        room = first.name.removeprefix("decode.").removesuffix(".0.pt")
+        ours, theirs = (_ranks(folder, side, room) for side in ("decode", "prefill"))
+        if ours.keys() != theirs.keys():
+            wrong.append(f"{room}: {sorted(ours.keys() ^ theirs.keys())}")
+        for key in ours.keys() & theirs.keys():
+            one, other = (found[key].contiguous().view(torch.uint8) for found in (ours, theirs))
+            tensors += 1
+            nbytes += one.numel()
+            if one.shape != other.shape or not torch.equal(one, other) or not one.any():
+                wrong.append(f"{room} {key} {tuple(one.shape)} {tuple(other.shape)}")
+    return tensors, nbytes, wrong
+
+
+def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
+    """Both ranks' heads side by side."""
+    parts = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
+    joined = {}
+    for key in parts[0]:
+        sharded = len(parts) > 1 and key.endswith(("/k", "/v"))
+        joined[key] = torch.cat([part[key] for part in parts], 1) if sharded else parts[0][key]
+    return joined
