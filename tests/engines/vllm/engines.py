@@ -49,6 +49,7 @@ class Engine:
         noise: bool = False,
         policy: Literal["fail", "recompute"] = "fail",
         connector: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         given: dict[str, Any] = {
@@ -76,7 +77,7 @@ class Engine:
         given |= arguments
         environment = os.environ | {"KVPOOL_WATCH": str(watch or ""), "KVPOOL_SIDE": role}
         environment["KVPOOL_NOISE"] = "1" if noise else ""
-        environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+        environment |= environ or {}
         logs.mkdir(parents=True, exist_ok=True)
         self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
         self._line, theirs = socket.socketpair()
