@@ -35,6 +35,7 @@ class Served:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.budget = self.scheduler.max_num_scheduled_tokens
         self.added: dict[str, float] = {}
+        self.outputs: dict[str, dict[int, tuple[list[int], str | None]]] = {}
         self.reply(event="ready", seconds=time.monotonic() - began)
 
     @property
@@ -66,17 +67,20 @@ class Served:
         """One step, and the events that come of it."""
         for output in self.engine.step():
             name = output.request_id
+            held = self.outputs.setdefault(name, {})
             for one in output.outputs:
+                held[one.index] = list(one.token_ids), one.finish_reason
                 if one.token_ids and name in self.added:
                     self.reply(
                         event="first", id=name, seconds=time.monotonic() - self.added.pop(name)
                     )
             if output.finished:
+                each = [one for _, one in sorted(self.outputs.pop(name).items())]
                 self.reply(
                     event="finished",
                     id=name,
-                    tokens=[list(one.token_ids) for one in output.outputs],
-                    reason=[one.finish_reason for one in output.outputs],
+                    tokens=[tokens for tokens, _ in each],
+                    reason=[reason for _, reason in each],
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens,
                 )
@@ -89,7 +93,8 @@ class Served:
             case "add":
                 extra = {"kv_transfer_params": command["params"]} if command.get("params") else None
                 sampling = SamplingParams(
-                    temperature=0,
+                    temperature=0 if command.get("n", 1) == 1 else 1,
+                    top_k=1,  # greedy too: vLLM has no several sequences at temperature 0
                     max_tokens=command.get("tokens", 24),
                     ignore_eos=True,
                     n=command.get("n", 1),

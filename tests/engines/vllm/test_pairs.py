@@ -115,11 +115,11 @@ def test_a_prompt_of_one_token(start: Start) -> None:
 
 
 def test_several_sequences_of_one_prompt(start: Start, expected: Expected) -> None:
-    prefill, decode = start("prefill", "llama"), start("decode", "llama")
+    prefill, decode = start("prefill", "llama", **EXACT), start("decode", "llama", **EXACT)
     asked = prompts(*LENGTHS)[:1]
     first = prefill.ready().generate(asked, tokens=1, params=[dict(PREFILL)])
     got = decode.ready().generate(asked, tokens=24, n=2, params=[first[0]["params"]])
-    assert got[0]["tokens"] == expected("llama")[:1] * 2
+    assert got[0]["tokens"] == expected("llama", **EXACT)[:1] * 2
     prefill.idle()
     decode.idle()
 
@@ -127,9 +127,9 @@ def test_several_sequences_of_one_prompt(start: Start, expected: Expected) -> No
 def test_preempted_requests_are_computed_again(start: Start) -> None:
     """Decode has blocks for about one and a half of these requests at their end."""
     few = {"num_gpu_blocks_override": 18, "max_model_len": 512, "block_size": 32}
-    prefill = start("prefill", "llama", block_size=32)
-    decode = start("decode", "llama", **few)
-    single = start("single", "llama", block_size=32).ready()
+    prefill = start("prefill", "llama", block_size=32, **EXACT)
+    decode = start("decode", "llama", **few, **EXACT)
+    single = start("single", "llama", block_size=32, **EXACT).ready()
     asked = prompts(200, 220, seed=3)
     got = handed_over(prefill.ready(), decode.ready(), asked, tokens=150)
     assert got == [one["tokens"][0] for one in single.generate(asked, tokens=150)]
@@ -138,7 +138,7 @@ def test_preempted_requests_are_computed_again(start: Start) -> None:
 
 
 def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
-    prefill = start("prefill", "llama").ready()
+    prefill = start("prefill", "llama", extra={"lease": 5.0}).ready()
     decode = start("decode", "gpt_oss").ready()
     asked = prompts(40)
     first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
@@ -146,7 +146,7 @@ def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
     assert got[0]["reason"] == ["error"]
     for side in (prefill, decode):
         side.idle()
-        assert "target layer 0 k" in side.tail(100_000)
+        assert "target layers 0, 2 swa.k: prefill offers no such region" in side.tail(100_000)
 
 
 def test_another_prompt_is_computed_by_decode_itself(start: Start, expected: Expected) -> None:
