@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from disagg.runtime.options import Options
 
-STREAMS = (None, "chunks", "layers")
+STREAMS = (None, "chunks")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
     """Seconds: an engine that is silent for longer is dead."""
     verify: Literal["checksum"] | None = None
     """"checksum": digests of both sides are compared before a request goes on."""
-    stream: Literal["chunks", "layers"] | None = None
+    stream: Literal["chunks"] | None = None
     """"chunks": a prompt is offered while it is computed."""
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
@@ -54,7 +54,7 @@ class Settings:
             )
         settings = cls(**given)
         if settings.stream not in STREAMS:
-            raise ValueError(f"stream={settings.stream!r}: 'chunks', 'layers' or nothing.")
+            raise ValueError(f"stream={settings.stream!r}: 'chunks', or nothing.")
         options = settings.options
         options["threaded"] = False
         if settings.keys is not None:

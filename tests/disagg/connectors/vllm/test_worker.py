@@ -159,7 +159,7 @@ def test_numbers_of_rooms_add_up(sides):
 
 
 @pytest.mark.parametrize(
-    "extra, named", [({"speed": 1}, "speed"), ({"stream": "words"}, "stream='words'")]
+    "extra, named", [({"speed": 1}, "speed"), ({"stream": "layers"}, "stream='layers'")]
 )
 def test_settings_that_are_not_known_are_named(extra, named):
     with pytest.raises(ValueError, match=named):
