@@ -112,6 +112,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 kv_cache_config,
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
                 stream=self._settings.stream is not None,
                 cuts=_moves_on(kv_cache_config),
             )

@@ -72,8 +72,11 @@ class Scheduler:
     by one token.
     """
 
-    def __init__(self, groups: Any, *, stream: bool, cuts: bool) -> None:
+    def __init__(
+        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool
+    ) -> None:
         self._groups, self._stream, self._cuts = groups, stream, cuts
+        self._produces, self._consumes = produces, consumes
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
         self._streamed: dict[str, tuple[Any, int]] = {}
@@ -96,6 +99,13 @@ class Scheduler:
         """A new request. Prefill's is cut by the token that decode computes."""
         params = _params(request)
         if not params.get("do_remote_decode") or "kvpool_room" in params:
+            return
+        if not self._produces:
+            log.error(
+                "request %s is not handed over: this engine is a kv_consumer. Send it to a "
+                "kv_producer.",
+                request.request_id,
+            )
             return
         params["kvpool_room"] = params.get("room") or self._room(request)
         if self._cuts and request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
@@ -187,10 +197,16 @@ class Scheduler:
             self._rooms.discard(self._receiving.pop(name, ""))
 
     def _problem(self, request: Any, params: dict[str, Any]) -> str | None:
-        """Why prefill's state is not this request's."""
+        """Why prefill's state is not this request's, or cannot be had."""
+        if not self._consumes:
+            return "this engine is a kv_producer. Send it to a kv_consumer."
         missing = [key for key in ("remote_request_id", "remote_addresses") if not params.get(key)]
         if missing:
             return f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
+        if _source(params) is None:
+            return (
+                "kv_transfer_params: remote_request_id is text, remote_addresses a list of texts."
+            )
         if params["remote_request_id"] in self._rooms:
             return "another sequence of the same prompt reads its room (n > 1)."
         theirs, ours = params.get("remote_prompt"), prompt_digest(request)
@@ -203,9 +219,9 @@ class Scheduler:
 
     def _decline(self, params: dict[str, Any]) -> None:
         params["do_remote_prefill"] = False
-        room, addresses = params.get("remote_request_id"), params.get("remote_addresses")
-        if room and addresses and room not in self._rooms:
-            self._step.declines.append(Decline(room, tuple(addresses)))
+        source = _source(params)
+        if self._consumes and source is not None and source[0] not in self._rooms:
+            self._step.declines.append(Decline(*source))
 
     # both
 
@@ -247,6 +263,14 @@ def prompt_digest(request: Any, tokens: int | None = None) -> str | None:
         return None
     held = array("q", ids[: len(ids) - 1 if tokens is None else tokens])
     return hashlib.blake2b(held.tobytes(), digest_size=8).hexdigest()
+
+
+def _source(params: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+    """The room and its endpoint addresses; None if what a client sent is neither."""
+    room, addresses = params.get("remote_request_id"), params.get("remote_addresses")
+    if not isinstance(room, str) or not isinstance(addresses, (list, tuple)) or not addresses:
+        return None
+    return (room, tuple(addresses)) if all(isinstance(one, str) for one in addresses) else None
 
 
 def _params(request: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,12 @@ from kvpool.layout import RequestAddress, Span
 
 log = logging.getLogger("vllm.kvpool")
 
+E = TypeVar("E")
+
 TURN_SECONDS = 0.005
 """The longest time between two turns of an endpoint, while Python's lock is free."""
+BUSY_SECONDS = 0.001
+"""How long an endpoint that says that it has more to do may keep the engine from its next step."""
 
 
 @dataclass(slots=True)
@@ -91,7 +95,7 @@ class Worker:
         self._sending: dict[Room, str] = {}
         self._receiving: dict[Room, _Receiving] = {}
         self._results = Results()
-        self._refusals = 0
+        self._refusals: set[str] = set()
         self._turning, self._turned = threading.Lock(), 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
@@ -124,12 +128,13 @@ class Worker:
                 self.stats.sent(failure)
                 self.prefill.forget(room)
             refusals = self.prefill.refusals()
-            for reason in refusals[self._refusals :]:
-                log.error("a decode engine cannot read from here: %s", reason)
-            self._refusals = len(refusals)
+            for reason in dict.fromkeys(refusals):
+                if reason not in self._refusals:
+                    log.error("a decode engine cannot read from here: %s", reason)
+            self._refusals = set(refusals)
         if self.decode is not None:
             for room, _, failure in self.decode.ended():
-                self._received(room, failure)
+                self._received(self.decode, room, failure)
         results, self._results = self._results, Results()
         return results
 
@@ -137,7 +142,8 @@ class Worker:
         """Lets both endpoints do what there is to do now."""
         with self._turning:
             for endpoint in self._endpoints:
-                while endpoint.step():
+                until = time.monotonic() + BUSY_SECONDS
+                while endpoint.step() and time.monotonic() < until:
                     pass
             self._turned = time.monotonic()
 
@@ -154,10 +160,10 @@ class Worker:
                 self.turn()
 
     def _send(self, send: Send) -> None:
-        assert self.prefill is not None
+        prefill = _needed(self.prefill, "kv_producer")
         self._sending[send.room] = send.request
         try:
-            self.prefill.send(
+            prefill.send(
                 send.room,
                 self.block_table(send.blocks, send.stop),
                 tokens=range(send.start, send.stop),
@@ -170,9 +176,9 @@ class Worker:
             self._results.sent.add(send.request)
 
     def _receive(self, receive: Receive) -> None:
-        assert self.decode is not None
+        decode = _needed(self.decode, "kv_consumer")
         try:
-            self.decode.receive(
+            decode.receive(
                 receive.room,
                 self.block_table(receive.blocks, receive.stop),
                 start=receive.start,
@@ -186,17 +192,17 @@ class Worker:
         self._receiving[receive.room] = _Receiving(receive.request, False)
 
     def _decline(self, decline: Decline) -> None:
-        assert self.decode is not None
+        decode = _needed(self.decode, "kv_consumer")
         try:
-            self.decode.decline(decline.room, self._link(decline.addresses))
+            decode.decline(decline.room, self._link(decline.addresses))
         except ValueError as error:
             log.warning("room %s ends with prefill's lease: %s", decline.room, error)
 
     def _link(self, addresses: tuple[str, ...]) -> Link:
-        assert self.decode is not None
+        decode = _needed(self.decode, "kv_consumer")
         link = self._links.get(addresses)
         if link is None:
-            link = self._links[addresses] = self.decode.connect(addresses)
+            link = self._links[addresses] = decode.connect(addresses)
         return link
 
     def _abort(self, request: str) -> None:
@@ -210,18 +216,17 @@ class Worker:
                 del self._sending[room]
                 self.prefill.abort(room, reason)
 
-    def _received(self, room: Room, failure: Failure | None) -> None:
-        assert self.decode is not None
+    def _received(self, decode: DecodeEndpoint, room: Room, failure: Failure | None) -> None:
         receiving = self._receiving.pop(room, None)
         if receiving is not None:
             self._results.received.add(receiving.request)
             if failure and not receiving.aborted:
                 self._results.failed.add(receiving.request)
                 log.error("request %s was not received: %s", receiving.request, failure)
-            metrics = self.decode.metrics(room)
+            metrics = decode.metrics(room)
             log.debug("request %s: %s", receiving.request, metrics)
             self.stats.received(metrics, failure)
-        self.decode.forget(room)
+        decode.forget(room)
 
     def block_table(self, blocks: Blocks, tokens: int) -> RequestAddress:
         """vLLM's block ids of every group as a block table of `tokens` positions."""
@@ -241,3 +246,10 @@ class Worker:
                 held = np.where(held[:, None], held[:, None] * group.blocks + within, 0).ravel()
             spans[group.space] = Span.from_blocks(held, null=0)
         return RequestAddress(tokens, spans)
+
+
+def _needed(endpoint: E | None, role: str) -> E:
+    """The endpoint of a role. The scheduler's half asks only for roles that the engine has."""
+    if endpoint is None:
+        raise ValueError(f"this engine is no {role}. Start it with kv_role {role}, or kv_both.")
+    return endpoint

@@ -40,8 +40,9 @@ def output(request, count, blocks, resumed=()):
     )
 
 
-def scheduler(stream=False, cuts=False):
-    made = Scheduler(Groups(), stream=stream, cuts=cuts)
+def scheduler(stream=False, cuts=False, produces=True, consumes=True):
+    roles = {"produces": produces, "consumes": consumes}
+    made = Scheduler(Groups(), **roles, stream=stream, cuts=cuts)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
 
@@ -175,3 +176,26 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
     assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 39, True)]
     assert step.sends[0].room != first
     assert made.finished(asked, ([3], [4]))[1]["remote_request_id"] == step.sends[0].room
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"remote_addresses": 7}, {"remote_addresses": [7]}, {"remote_request_id": 7}]
+)
+def test_parameters_of_a_client_that_are_of_another_type_are_refused(wrong, caplog):
+    made = scheduler()
+    asked = request("d", 40, **prefilled(scheduler()) | wrong)
+    assert made.matched(asked, 0) == (0, False)
+    assert "remote_request_id is text" in caplog.text
+    assert made.step() == scheduler().step()
+
+
+def test_an_engine_of_the_other_role_computes_the_request_itself(caplog):
+    consumer, producer = scheduler(produces=False), scheduler(consumes=False)
+    asked = request("p", 40, do_remote_decode=True)
+    consumer.arrived(asked)
+    assert consumer.finished(asked, ([1], [2])) == (False, None)
+    assert "Send it to a kv_producer" in caplog.text
+    asked = request("d", 40, **prefilled(scheduler()))
+    assert producer.matched(asked, 0) == (0, False)
+    assert "Send it to a kv_consumer" in caplog.text
+    assert producer.step() == consumer.step() == scheduler().step()
