@@ -107,7 +107,8 @@ class Scheduler:
                 request.request_id,
             )
             return
-        params["kvpool_room"] = params.get("room") or self._room(request)
+        named = params.get("room")
+        params["kvpool_room"] = named if isinstance(named, str) and named else self._room(request)
         if self._cuts and request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
             del request.prompt_token_ids[-1:]
             del request._all_token_ids[-1:]

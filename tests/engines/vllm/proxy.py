@@ -23,14 +23,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-DO_REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+from tests.engines.vllm.engines import PREFILL
+
 ONLY_DECODE = ("stream_options", "min_tokens", "min_completion_tokens")
 CLIENT_LEFT = 499
 
@@ -73,7 +67,7 @@ def proxy(prefill: list[str], decode: list[str]) -> FastAPI:
 def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
     """What prefill is asked for, where a client asks for `body`."""
     asked = {key: value for key, value in body.items() if key not in ONLY_DECODE}
-    asked |= {"kv_transfer_params": DO_REMOTE_DECODE, "stream": False, "max_tokens": 1}
+    asked |= {"kv_transfer_params": PREFILL, "stream": False, "max_tokens": 1}
     for one in ("max_completion_tokens", "n"):
         if one in body:
             asked[one] = 1
