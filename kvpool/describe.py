@@ -1,19 +1,20 @@
-"""Layouts of existing tensors (`kvpool.layout.describe`)."""
+"""Layouts of existing tensors (`kvpool.layout.describe`, `describe_items`)."""
 
 from kvpool.layout.describe import (
     Described,
     Section,
     describe,
     describe_buffer,
-    describe_opaque,
     describe_sections,
 )
+from kvpool.layout.describe_items import describe_items, describe_opaque
 
 __all__ = [
     "Described",
     "Section",
     "describe",
     "describe_buffer",
+    "describe_items",
     "describe_opaque",
     "describe_sections",
 ]

@@ -1,1 +1,3 @@
-"""Serving engines that use `disagg`, one folder each. Nothing else here imports an engine."""
+"""What connectors of serving engines share: settings, a rank's endpoints, its numbers. One folder
+for each engine, and nothing outside it imports that engine.
+"""

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
+from disagg.plan.cells import cut
 from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
@@ -235,10 +236,14 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
     if region is None:
         owner, layer, role = piece.key
         raise ValueError(f"{owner!r} layer {layer} {role!r}: this layout has no such region.")
+    names = [name for name, _, _ in piece.box], [axis.name for axis in region.inner_axes]
+    more = [name for name in names[0] if name not in (*names[1], "entry")]
+    whole = region
+    if len(more) == 1 and not region.packing:  # the other side has an axis in place of a cell
+        region = cut(region, more[0])
     axes = region.inner_axes
-    names = [name for name, _, _ in piece.box], [axis.name for axis in axes]
-    if names[0] != names[1]:
-        raise ValueError(f"{region}: a piece has axes {names[0]}, the region {names[1]}.")
+    if names[0] != [axis.name for axis in axes]:
+        raise ValueError(f"{whole}: a piece has axes {names[0]}, the region {names[1]}.")
     for axis, (name, low, high) in zip(axes, piece.box):
         if not axis.start <= low < high <= axis.stop:
             raise ValueError(

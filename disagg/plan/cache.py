@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from disagg.plan.cells import with_equal_cells
 from disagg.plan.planner import TransferPlan, plan
 from disagg.plan.runs import Route, adjacent_buffers
 from kvpool.layout import PoolLayout
@@ -51,6 +52,7 @@ class PlanCache:
             return made
         self.hits += 1
         self._plans.move_to_end(key)
+        sources, dest = with_equal_cells(sources, dest)
         routes = layer_routes = _rebased(known.routes, sources, dest)
         if known.layer_routes is not known.routes:
             layer_routes = _rebased(known.layer_routes, sources, dest)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from disagg.errors import PeerError
 from disagg.plan.bind import Columns, CopyBatch, bind
+from disagg.plan.cells import with_equal_cells
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.match import Overlap, elect, mismatches, tile
 from disagg.plan.proof import prove
@@ -151,6 +152,7 @@ def plan(
     layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
     if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
         raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
+    sources, dest = with_equal_cells(sources, dest)
     offered: dict[Key, list[int]] = {}
     for number, layout in enumerate(sources):
         for region in layout.regions:

@@ -290,7 +290,7 @@ class DecodeMachine:
     def _fail(
         self, name: Room, failure: Failure, except_rank: int | None = None, *, tell: bool = True
     ) -> None:
-        """Ends a room; all ranks but `except_rank` are told, if they were asked for it."""
+        """Ends a room; all ranks but `except_rank` are told, asked or not: their pages wait."""
         room = self._rooms.known(name)
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
@@ -298,8 +298,10 @@ class DecodeMachine:
         self._end(name, room)
         if room.reading:
             self._effects.append(CancelReads(room.attempt))
-        if asked and tell:
-            reason = reason_text(failure.reason)
+        reason = reason_text(failure.reason)
+        if not asked:
+            self.peers.drop_room(room.link, messages.DropRoom(name, reason), except_rank)
+        elif tell:
             self._tell(room, lambda g: messages.Abort(g, name, room.attempt, reason), except_rank)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:

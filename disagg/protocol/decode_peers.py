@@ -178,6 +178,12 @@ class DecodePeers:
         if link.redials[source] is None:
             self._effects.send(link.first + source, message)
 
+    def drop_room(self, link: Link, drop: messages.DropRoom, except_rank: int | None) -> None:
+        """Tells the ranks that are not lost of a room for which they will not be asked."""
+        for source, hello in enumerate(link.hellos):
+            if source != except_rank and (hello is not None or link.lost is None):
+                self.send(link, source, drop)
+
     def _dial(self, link: Link, source: int, now: float) -> None:
         rank = link.first + source
         self._effects.append(Dial(rank, link.addresses[source]))

@@ -21,7 +21,7 @@ from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_TEXT = 1 << 16
@@ -89,6 +89,15 @@ class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True, omit
 
 class Disconnect(Struct, frozen=True, tag="disconnect", forbid_unknown_fields=True):
     """Decode hangs up: prefill forgets it."""
+
+
+class DropRoom(Struct, frozen=True, tag="drop_room", forbid_unknown_fields=True):
+    """A room has failed on decode before prefill was asked for it: nobody will read its pages. It
+    may come from a decode that prefill does not serve, as that is refused.
+    """
+
+    room: Room
+    reason: Text
 
 
 class ReadRequest(_OfRoom, frozen=True, tag="read_request"):
@@ -166,7 +175,9 @@ class Abort(_OfRoom, frozen=True, tag="abort"):
     reason: Text
 
 
-ToPrefill = Hello | Refuse | Disconnect | Ping | ReadRequest | DigestRequest | ReadDone | Abort
+ToPrefill = (
+    Hello | Refuse | Disconnect | Ping | DropRoom | ReadRequest | DigestRequest | ReadDone | Abort
+)
 ToDecode = Hello | Refuse | Pong | UnknownPeer | ChunkReady | Digests | ReleaseAck | Abort
 Message = ToPrefill | ToDecode
 

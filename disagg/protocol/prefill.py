@@ -191,6 +191,9 @@ class PrefillMachine:
         if received is None or isinstance(received, LostPeer):
             self._lose(received)
             return
+        if isinstance(received, messages.DropRoom):
+            self._dropped(received)
+            return
         decode, about = received
         if isinstance(about, messages.ReadRequest):
             self._requested(peer, about, decode)
@@ -227,6 +230,13 @@ class PrefillMachine:
         room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
+
+    def _dropped(self, drop: messages.DropRoom) -> None:
+        """Ends a room that a decode will not ask for, unless all its readers have."""
+        known = self._rooms.get(drop.room)
+        if known is None or (drop.room in self._open and not known.full):
+            failure = Failure("decode", reason_text(drop.reason), "abort")
+            self._fail(drop.room, self._room(drop.room), failure)
 
     def _reject_reason(
         self, peer: bytes, request: messages.ReadRequest, decode: Decode

@@ -72,7 +72,9 @@ class PrefillPeers:
         self._pairs = pairs_of(layout.regions)
         self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[str]], Hello] = OrderedDict()
 
-    def receive(self, peer: bytes, message: Message, now: float) -> RoomMessage | LostPeer | None:
+    def receive(
+        self, peer: bytes, message: Message, now: float
+    ) -> RoomMessage | messages.DropRoom | LostPeer | None:
         """Handles what concerns no room; returns what does. Notes signs of life."""
         decode = self.alive.get(peer)
         if decode is not None:
@@ -84,6 +86,8 @@ class PrefillPeers:
             return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
         elif isinstance(message, messages.Disconnect):
             return self._drop(peer, Failure("decode", "decode has disconnected.", "abort"))
+        elif isinstance(message, messages.DropRoom):
+            return message
         elif not isinstance(message, messages.ToPrefill):
             return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         elif decode is None or message.generation != self.hello.generation:

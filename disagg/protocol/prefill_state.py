@@ -78,10 +78,19 @@ class PrefillRoom:
         return self.closed and not self.unpublished
 
     @property
+    def readers(self) -> int:
+        """How many read it; 0 while none has asked."""
+        return next(iter(self.requests.values())).readers if self.requests else 0
+
+    @property
+    def full(self) -> bool:
+        """Whether every reader has asked for it."""
+        return 0 < self.readers == len(self.requests)
+
+    @property
     def complete(self) -> bool:
         """Whether every reader is done."""
-        readers = next(iter(self.requests.values())).readers if self.requests else 0
-        return self.closed and 0 < readers == len(self.done)
+        return self.closed and 0 < self.readers == len(self.done)
 
     @property
     def waits_for(self) -> str:
@@ -93,8 +102,7 @@ class PrefillRoom:
             return f"{awaited} (`send`)"
         if self.unpublished:
             return "the device to compute what was sent"
-        readers = next(iter(self.requests.values())).readers
-        return f"{readers - len(self.done)} of {readers} readers to be done"
+        return f"{self.readers - len(self.done)} of {self.readers} readers to be done"
 
     @property
     def missing(self) -> str:

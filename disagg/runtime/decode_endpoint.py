@@ -197,12 +197,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """Whether all that the room lacks of a layer was read, from every rank that has any of it.
         The bytes are void if the room fails later. Raises RoomError for a layer that is not here.
         """
-        name, number = room_name(room), index(layer)
-        if number not in self._layers.get(owner, ()):
-            held = layer_names(self._layers)
-            raise RoomError(f"room {name!r}: {owner} layer {number} is not here, but {held}.")
-        with self._lock:
-            return self.machine.layer_ready(name, owner, number)
+        self._turn_for_caller()
+        return self._layer_ready(room_name(room), index(layer), owner)
 
     def wait_layer(
         self, room: Room, layer: int, timeout: float | None = None, *, owner: str = "target"
@@ -211,15 +207,16 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
 
         Raises what `layer_ready` and `wait` do.
         """
-        name = room_name(room)
+        name, number = room_name(room), index(layer)
         return self._wait_in_room(
             name,
-            lambda: self.layer_ready(name, layer, owner=owner) or self.machine.poll(name).ended,
+            lambda: self._layer_ready(name, number, owner) or self.machine.poll(name).ended,
             timeout,
         )
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
+        self._turn_for_caller()
         with self._lock:
             return self.machine.reading(room_name(room))
 
@@ -232,6 +229,13 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """What has been moved so far, and what that took."""
         with self._lock:
             return replace(self.machine.metrics(room_name(room)))
+
+    def _layer_ready(self, name: Room, layer: int, owner: str) -> bool:
+        if layer not in self._layers.get(owner, ()):
+            held = layer_names(self._layers)
+            raise RoomError(f"room {name!r}: {owner} layer {layer} is not here, but {held}.")
+        with self._lock:
+            return self.machine.layer_ready(name, owner, layer)
 
     def _only_link(self, name: Room) -> Link:
         links = self.machine.peers.links

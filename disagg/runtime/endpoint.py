@@ -2,7 +2,11 @@
 
 Events go in, effects come out and are done in order. The endpoint's own thread runs the loop, or,
 with `threaded=False`, the caller does: `step()` is one turn and never waits. Calls may come from
-any thread; they change the machine under the lock, and the loop does what follows.
+any thread; they change the machine under the lock, and send what follows at once if no turn is
+under way.
+
+The thread of a busy host gets the GIL 5 ms late, each time that it has let it go. So a caller that
+asks how rooms are (`poll`, `ended`, `reading`) takes a turn itself, without what may wait.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from disagg.runtime.io_thread import IOThread
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Lost
+from disagg.runtime.transport import Lost, Waitable
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
@@ -45,6 +49,8 @@ log = logging.getLogger("disagg")
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
 TELEMETRY_SECONDS = 0.5
+ASKED_SECONDS = 0.0002
+"""Between two turns of callers that ask, at least: they may ask for hundreds of rooms at once."""
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
@@ -96,6 +102,7 @@ class Endpoint(Generic[M]):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._turning = threading.Lock()
+        self._next_asked = 0.0
         self._closing, self._why_closed = False, "the endpoint was closed."
         self._asked, self._telemetry = clock(), dict(engine.telemetry())
         self._thread: IOThread | None = None
@@ -106,6 +113,7 @@ class Endpoint(Generic[M]):
 
     def poll(self, room: Room) -> KVPoll:
         """State of a room. Raises UnknownRoom, as all calls about a room do."""
+        self._turn_for_caller()
         with self._lock:
             return self.machine.poll(room_name(room))
 
@@ -122,6 +130,7 @@ class Endpoint(Generic[M]):
         """The rooms that have ended since the last call, and whose pages may be reused (on decode
         `reading(room)` is false): each once, in that order, unless it was forgotten meanwhile.
         """
+        self._turn_for_caller()
         with self._lock:
             return self.machine.ended.take()
 
@@ -156,7 +165,7 @@ class Endpoint(Generic[M]):
         self._check_open()
         if self._thread is not None:
             raise UsageError("this endpoint has its own thread. Make it with threaded=False.")
-        self._turn(0.0)
+        self._step(0.0)
         return self._busy
 
     def close(self) -> None:
@@ -170,7 +179,7 @@ class Endpoint(Generic[M]):
         if self._thread is not None:
             self._thread.wake_up()
         else:
-            self._turn(0.0)
+            self._step(0.0)
         self._release()
         with self._lock:
             for event in self._reader.close():
@@ -200,17 +209,25 @@ class Endpoint(Generic[M]):
         self._prefault.close()
         if self._thread is not None:
             self._thread.join()
-        self._close_transport()
-        self.engine.close()
+        with self._turning:  # a caller may be in its turn
+            self._close_transport()
+            self.engine.close()
 
     def _call(self, *events: Any) -> None:
-        """Events of the caller: handled at once, while the endpoint is open; the loop does what
-        follows.
+        """Events of the caller: handled at once, while the endpoint is open. What follows is done
+        at once too, or by the turn that is under way, or by the next.
         """
         with self._lock:
             self._check_open()
             for event in events:
                 self._handle(event)
+            if self._turning.acquire(blocking=False):
+                try:
+                    self._execute()
+                except Exception as error:
+                    self._failed(error)
+                finally:
+                    self._turning.release()
             if self._thread is not None:
                 self._thread.wake_up()
 
@@ -229,7 +246,7 @@ class Endpoint(Generic[M]):
                 return ended()
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
-            self._turn(0.0 if self._busy else min(self._pause, left))
+            self._step(0.0 if self._busy else min(self._pause, left))
         return ended()
 
     def _wait_in_room(self, name: Room, ended: Callable[[], bool], timeout: float | None) -> KVPoll:
@@ -242,43 +259,86 @@ class Endpoint(Generic[M]):
                         f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
                         f"for {self.machine.waits_for(name)}."
                     )
-        return self.poll(name)
+        with self._lock:
+            return self.machine.poll(name)
 
-    def _run_turn(self, wake: int) -> bool:
+    def _run_turn(self, thread: IOThread) -> bool:
         """One turn of the endpoint's thread; whether there is another."""
         with self._lock:
             closing, waiting = self._closing, bool(self.machine.open_rooms())
         pause = 0.0 if closing or self._busy else self._pause if waiting else IDLE_SECONDS
-        self._turn(pause, wake)
+        if pause and isinstance(self._transport, Waitable):  # meanwhile callers may take turns
+            try:
+                self._transport.wait(pause, thread.wake)
+            except Exception as error:
+                self._failed(error)
+                time.sleep(IDLE_SECONDS)
+            pause = 0.0
+        # one that waits for the lock gets it before the GIL, and holds up all callers until then
+        if not self._turning.acquire(blocking=False):
+            time.sleep(ASKED_SECONDS)
+            return True
+        try:
+            self._turn(pause, thread.wake)
+        finally:
+            self._turning.release()
         return not closing
 
-    def _turn(self, pause: float, wake: int | None = None) -> None:
+    def _turn_for_caller(self) -> None:
+        """A turn in the thread of a caller who asks, unless there was one just now."""
+        now = time.monotonic()
+        if self._thread is None or now < self._next_asked:
+            return
         if not self._turning.acquire(blocking=False):
-            raise UsageError(
-                "step() and wait() turn the loop: call them from one thread at a time."
-            )
+            return
+        try:
+            self._next_asked = now + ASKED_SECONDS
+            if self._closing:
+                return
+            self._turn(0.0, waits=False)
+        finally:
+            self._turning.release()
+        if self._busy:
+            self._thread.wake_up()
+
+    def _step(self, pause: float) -> None:
+        """A turn in the thread of the caller, where the endpoint has none."""
+        with self._lock:  # under which calls send what follows from them
+            if not self._turning.acquire(blocking=False):
+                raise UsageError(
+                    "step() and wait() turn the loop: call them from one thread at a time."
+                )
+        try:
+            self._turn(pause)
+        finally:
+            self._turning.release()
+
+    def _turn(self, pause: float, wake: int | None = None, *, waits: bool = True) -> None:
+        """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
         try:
             for peer, data in self._transport.poll(pause, wake):
                 if isinstance(data, Lost):
                     self._lost(peer, data.reason)
                 else:
                     self._receive(peer, data)
-            if self._thread is not None:
+            if wake is not None and self._thread is not None:
                 self._thread.clear()
             with self._lock:
                 self._handle(events.Tick())
                 self._execute()
-            self._work()
+            self._work(waits)
             self._busy = self._reader.busy or self._digester.busy or bool(self._pending)
         except Exception as error:  # what a room waits for must not get lost silently
-            log.exception("%s: a turn failed", type(self).__name__)
-            self._busy = False
-            with self._lock:
-                self._handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
+            self._failed(error)
         finally:
-            self._turning.release()
             with self._changed:
                 self._changed.notify_all()
+
+    def _failed(self, error: Exception) -> None:
+        log.error("%s: a turn failed", type(self).__name__, exc_info=error)
+        self._busy = False
+        with self._lock:
+            self._handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
 
     def _receive(self, peer: Peer, data: bytes) -> None:
         try:
@@ -298,14 +358,15 @@ class Endpoint(Generic[M]):
             if not self._closing:
                 self._handle(events.Unreachable(peer, reason))
 
-    def _work(self) -> None:
+    def _work(self, waits: bool) -> None:
         """One step of the engine, of every read and of the digests."""
-        self.engine.progress()
-        now = self._clock()
-        if now - self._asked > TELEMETRY_SECONDS:  # by the one thread that uses the engine
-            self._asked, self._telemetry = now, dict(self.engine.telemetry())
-        ended: list[Any] = [*self._reader.step()]
-        if digests := self._digester.step():
+        if waits:
+            self.engine.progress()
+            now = self._clock()
+            if now - self._asked > TELEMETRY_SECONDS:  # by the one thread that uses the engine
+                self._asked, self._telemetry = now, dict(self.engine.telemetry())
+        ended: list[Any] = [*self._reader.step(waits)]
+        if waits and (digests := self._digester.step()):
             ended.append(events.DigestComputed(*digests))
         with self._lock:
             for event in ended:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.protocol.effects import Peer
 from disagg.runtime.sockets import limits
@@ -49,7 +50,7 @@ class SocketTransport:
     def __init__(self, insecure: bool = False) -> None:
         self._insecure = insecure
         self._watch = Watch()
-        self._scratch = memoryview(bytearray(READ_BYTES))
+        self._scratch = Scratch(READ_BYTES)
         self._listener: Listener | None = None
         self._peers: dict[Peer, Connection] = {}
         self._requests: deque[tuple[int, Address | None]] = deque()
@@ -118,6 +119,11 @@ class SocketTransport:
         for connection in self._turn(0.0 if ended else self._pause(timeout), wake):
             for message in self._read(connection):
                 yield connection.peer, message
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """See Waitable."""
+        if not self._requests:
+            self._watch.pause(self._pause(timeout), wake)
 
     def close(self) -> None:
         """Gives up all connections, once what was sent has had time to leave."""
@@ -223,7 +229,7 @@ class SocketTransport:
         """One read from a connection, and the messages that it has completed."""
         if connection.stream is None:
             return []  # it has ended in this turn
-        data = self._scratch[:0] if connection.more else connection.read(self._scratch)
+        data = self._scratch.view[:0] if connection.more else connection.read(self._scratch)
         if data is None:
             if connection.problem is not None:
                 self._end(connection, connection.problem)

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from disagg.protocol.effects import Peer
 
@@ -41,6 +41,14 @@ class Transport(Protocol):
         or until the file `wake` can be read. A transport that notices the end of a connection
         yields Lost after its last message, unless `connect` has replaced it.
         """
+
+
+@runtime_checkable
+class Waitable(Protocol):
+    """A transport for which one thread can wait while another uses it."""
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """Waits as `poll` does, and takes nothing."""
 
 
 @dataclass(eq=False, slots=True)

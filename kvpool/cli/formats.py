@@ -174,7 +174,8 @@ FORMATS = (
         "Gated DeltaNet, channels first",
         "Qwen3-Next-80B-A3B: the last 3 inputs of a convolution over q, k and v, and 32 heads of "
         "temporal state.",
-        f"{SGLANG}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dk, Dv)`.",
+        f"{SGLANG}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dk, Dv)`. {VLLM} has the "
+        "temporal state as `(v_heads, Dv, Dk)`: the same region.",
         gated_delta_net(**GDN),
         **SLOT,
     ),

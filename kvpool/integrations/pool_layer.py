@@ -13,7 +13,7 @@ from kvpool.integrations.compressor import Compressor
 from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.pools.composite import ATTENTION
-from kvpool.pools.kinds import At, IndexKey, Kind, LinearState, Ring
+from kvpool.pools.kinds import MLA, At, IndexKey, Kind, LinearState, Ring
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache
@@ -29,6 +29,16 @@ def unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"PoolCache: {name} is not supported. {instead}")
 
     return refuse
+
+
+def pairs_of_halves(rope: torch.Tensor) -> torch.Tensor:
+    """`[.., x0 x1 .. y0 y1 ..]`, as transformers gives rotated keys, as `[.., x0 y0 x1 y1 ..]`."""
+    return rope.reshape(*rope.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+
+
+def halves_of_pairs(rope: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pairs_of_halves`."""
+    return rope.reshape(*rope.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -83,18 +93,23 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         kind, at = self._need(self.attention, "keys and values")
         pool = self.cache.pool
         both = self._checked(kind, at, key_states, value_states)
+        paired = isinstance(kind, MLA) and kind.rope_pairs
+        if paired:
+            both[1] = pairs_of_halves(both[1])
         rows, _, tokens, _ = key_states.shape
         start = self.cache.advance(self.layer, "attention", tokens)
         where, end = self._where(at), self.cache.tokens
         cells = [pool.view(role, self.layer).shape[2:] for role in self._roles()]
         flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
         pool.set_kv_buffer(self.layer, where[:, start:end].flatten(), *flat)
-        first = 0 if self.window is None else max(0, start - self.window + 1)
+        first = 0 if self.window is None else max(0, start - self.window)
         loaded = pool.get_kv_buffer(self.layer, where[:, first:end].flatten())
         found = [
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
         ]
+        if paired:
+            found[1] = halves_of_pairs(found[1])
         if kind.shared_kv:
             found = [torch.cat(found, dim=-1)] * 2
         return tuple(found)
@@ -185,7 +200,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens that the next forward attends to, tokens dropped before them)."""
         length = self.get_seq_length()
-        dropped = 0 if self.window is None else max(0, length - self.window + 1)
+        dropped = 0 if self.window is None else max(0, length - self.window)
         return length - dropped + query_length, dropped
 
     def get_max_length(self) -> int:

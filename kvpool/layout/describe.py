@@ -167,61 +167,6 @@ def describe_sections(
     return Described((home,), tuple(regions))
 
 
-def describe_opaque(
-    tensor: torch.Tensor,
-    dims: Sequence[str],
-    *,
-    packing: str,
-    role: str | Sequence[str],
-    layer: int | Sequence[int],
-    space: str = "kv",
-    owner: str = "target",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
-    dtype: str | torch.dtype | None = None,
-    buffer: Buffer | None = None,
-    padding: bool = False,
-) -> Described:
-    """Describes `tensor`, of whose items nobody here knows how they lie inside.
-
-    `dims` name its first dims, among them `item` and those that are axes of their own (`head`); the
-    dims behind them are the unknown part, contiguous and never split. There is no `entry`: an item
-    moves whole, and only between regions of the same `packing`, with items of the same bytes and
-    entries. The name must say all that decides where a byte lies: `"cpu-amx.bf16"`. The other
-    arguments are those of `describe`.
-
-    Raises LayoutError as `describe` does.
-    """
-    where = f"{owner} {role if isinstance(role, str) else list(role)}"
-    if not packing:
-        raise LayoutError(f"{where}: packing '', give the name of what lies inside an item.")
-    if len(dims) >= tensor.dim():
-        raise LayoutError(
-            f"{where}: dims {tuple(dims)} name all of a tensor of shape {tuple(tensor.shape)}. "
-            "Name the dims before the unknown part."
-        )
-    try:
-        flat = tensor.view((*tensor.shape[: len(dims)], -1))
-    except RuntimeError:
-        raise LayoutError(
-            f"{where}: the dims after {tuple(dims)} are not contiguous (shape "
-            f"{tuple(tensor.shape)}, strides {tensor.stride()}). Name those that are apart."
-        ) from None
-    seen = describe(
-        flat,
-        (*dims, "inside"),
-        role=role,
-        layer=layer,
-        space=space,
-        owner=owner,
-        cell="inside",
-        shards=shards,
-        dtype=dtype,
-        buffer=buffer,
-        padding=padding,
-    )
-    return Described(seen.buffers, tuple(replace(r, packing=packing) for r in seen.regions))
-
-
 def describe_buffer(
     tensor: torch.Tensor,
     dims: Sequence[str],

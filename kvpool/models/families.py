@@ -143,7 +143,7 @@ def _kimi_linear(fields: Fields) -> Need:
             raise inner.wrong("full_attn_layers", every)
         linear = [n - 1 for n in kinds[0]]
     state = kda(given.whole(names[0]), given.whole(names[1]), given.whole(kernel, 2))
-    full = MLA(**_latent(fields))
+    full = MLA(**_latent(fields), rope_pairs=False)
     return HybridLinearPool, {"full": full, "linear": state, "linear_layers": tuple(linear)}
 
 
@@ -216,8 +216,13 @@ def _heads(fields: Fields, head_dim: int = 0) -> MHA:
 def _windowed(fields: Fields, heads: MHA, windowed: Sequence[int]) -> Need:
     if not windowed:
         return MHAPool, {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
-    window = fields.whole("sliding_window")
+    window = _window(fields)
     return SWAPool, {"full": heads, "window_layers": tuple(windowed), "window": window}
+
+
+def _window(fields: Fields) -> int:
+    """How many tokens before it a token sees: a model's window counts the token too."""
+    return fields.whole("sliding_window", 2) - 1
 
 
 def _types(fields: Fields, allowed: Sequence[str]) -> tuple[str, ...]:
@@ -259,7 +264,7 @@ def _compressed(fields: Fields) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "index_head_dim": fields.whole("index_head_dim"),
         "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
-        "window": fields.whole("sliding_window"),
+        "window": _window(fields),
     }
 
 

@@ -75,7 +75,7 @@ class HybridLinearPool(UnionPool):
                     f"temporal: {list(temporal.shape)}, a state is "
                     f"[N, head, {', '.join(map(str, self.linear.state_shape))}]."
                 )
-            values["temporal"] = temporal.flatten(2)
+            values["temporal"] = temporal if self.linear.state_axis else temporal.flatten(2)
         self.write(layer, slots, values)
 
     def get_linear_state(self, layer: int, slots: ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:

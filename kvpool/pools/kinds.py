@@ -7,7 +7,7 @@ space, shard and packing in `at`. A pool is a list of kinds, each with its `At`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -117,10 +117,15 @@ class MLA:
 
     Packing `fp8`: rows of 512 e4m3, 4 float32 scales and 64 bf16 rope, 656 bytes (FlashMLA's sparse
     format of DeepSeek-V3.2).
+
+    `rope_pairs`: the two elements of the rope key that are rotated together are neighbours, as
+    engines' kernels write them (`is_neox_style=False` of vLLM). A model that keeps them a half
+    apart reorders them. False: the key is as the model gives it (Kimi-Linear does not rotate it).
     """
 
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
+    rope_pairs: bool = field(default=True, repr=False)
     inputs = ("latent", "rope")
     shared_kv = False
 
@@ -207,6 +212,7 @@ class LinearState:
 
     The convolution's channels are `sections` of (name, heads, dim), each sharded over its heads.
     `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap, channels]`.
+    `state_axis`: the first dim of a head's state as an axis, for states that an engine transposes.
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -215,6 +221,7 @@ class LinearState:
     state_shape: tuple[int, int]
     conv_layout: ConvLayout = "channels_first"
     temporal_dtype: str = "f32"
+    state_axis: str = ""
 
     def __post_init__(self) -> None:
         known = get_args(ConvLayout)
@@ -242,7 +249,12 @@ class LinearState:
         )
         yield at.buffer("conv", conv)
         start, size = at.shard.of(self.heads)
-        cell = Cell("temporal", self.state_shape[0] * self.state_shape[1], self.temporal_dtype)
+        first, second = self.state_shape
+        if self.state_axis:
+            row = Cell("temporal", second, self.temporal_dtype)
+            cell = Repeat(self.state_axis, first, row)
+        else:
+            cell = Cell("temporal", first * second, self.temporal_dtype)
         yield at.buffer("temporal", Repeat("head", size, cell, start, self.heads))
 
     def split(self, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:
@@ -272,15 +284,20 @@ def gated_delta_net(
     kernel: int,
     conv_layout: ConvLayout = "channels_first",
 ) -> LinearState:
-    """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads."""
+    """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads. vLLM has its states
+    transposed, so they have the axis `key`.
+    """
     sections = ("q", k_heads, k_dim), ("k", k_heads, k_dim), ("v", v_heads, v_dim)
-    return LinearState(sections, kernel - 1, v_heads, (k_dim, v_dim), conv_layout)
+    shape = k_dim, v_dim
+    return LinearState(sections, kernel - 1, v_heads, shape, conv_layout, state_axis="key")
 
 
 def kda(heads: int, dim: int, kernel: int, conv_layout: ConvLayout = "taps_first") -> LinearState:
-    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads."""
+    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads, states as in Gated
+    DeltaNet.
+    """
     sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
-    return LinearState(sections, kernel - 1, heads, (dim, dim), conv_layout)
+    return LinearState(sections, kernel - 1, heads, (dim, dim), conv_layout, state_axis="key")
 
 
 def mamba2(

@@ -104,8 +104,9 @@ def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
         words += f", {_entry_bytes(part):,} an entry"
     spare = part.item_bytes - claimed
     words += f"; {spare:,} bytes are padding." if spare else "."
-    if isinstance(each.kind, LinearState) and part.name == "temporal":
-        words += f" Its cells are `{list(each.kind.state_shape)}`, the last dim contiguous."
+    kind = each.kind
+    if isinstance(kind, LinearState) and part.name == "temporal" and not kind.state_axis:
+        words += f" Its cells are `{list(kind.state_shape)}`, the last dim contiguous."
     return words
 
 

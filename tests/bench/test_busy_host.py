@@ -1,13 +1,18 @@
 """128 MiB in 512 runs between two processes: decode's main thread spins in Python, or steps the
-endpoint between pieces of Python work, against the same room while the main thread waits.
+endpoint between pieces of Python work, against the same room while the main thread waits; and
+against it while another process spins, which takes a core and not the GIL. Then 32 rooms at once
+against one room of as many bytes.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
+import signal
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -23,9 +28,11 @@ from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
 
 LAYERS, PAGES, PAGE = 4, 64, 64
+ROOMS = 32
 SHAPE = {"num_kv_heads": 8, "head_dim": 256, "dtype": "bf16", "page_size": PAGE}
 """A page of K or V of one layer is 256 KiB."""
 WORK_SECONDS = 0.001
+ROUNDS = 15
 
 ways = pytest.mark.parametrize(
     ("engine", "shared"),
@@ -64,8 +71,14 @@ def private(layout):
     return replace(layout, buffers=moved), copy
 
 
+def share(address, number, rooms):
+    """The request of room `number` of so many: its part of another's pages."""
+    ids = np.array_split(address.spans["kv"].ids, rooms)[number]
+    return RequestAddress(ids.size * PAGE, {"kv": Span(ids)})
+
+
 def serve(pipe, engine, pages, shared):
-    """Sends the same request in every room that the pipe names."""
+    """Sends the same request in every room that the pipe names, or each room's share of it."""
     source, address = pool_of(pages), place(pages, 0)
     source._slab.random_()
     layout = source.layout
@@ -75,7 +88,11 @@ def serve(pipe, engine, pages, shared):
     with PrefillEndpoint(layout, create_engine(engine)) as prefill:
         pipe.send((prefill.address, last_page(source, address)))
         while (room := pipe.recv()) is not None:
-            prefill.send(room, address)
+            if isinstance(room, int):
+                prefill.send(room, address)
+            else:
+                for number, name in enumerate(room):
+                    prefill.send(name, share(address, number, len(room)))
             pipe.send(None)
 
 
@@ -84,14 +101,24 @@ def rooms(engine, shared, pytestconfig):
     """A function that hands a room over to a decode made with some options; `progress(decode,
     room)` is what the main thread does until the room has ended.
     """
-    pages = PAGES if pytestconfig.getoption("benchmark_enable") else 1
+    pages = PAGES if pytestconfig.getoption("benchmark_enable") else 2
     dest, address, numbers = pool_of(pages), place(pages, 1), count()
     here, away = FORKS.Pipe()
     process = FORKS.Process(target=serve, args=(away, engine, pages, shared), daemon=True)
     process.start()
     url, row = here.recv()
 
-    def hand_over(decode, progress):
+    def hand_over(decode, progress, *, many=False):
+        if many:
+            names = [f"{next(numbers)} of many" for _ in range(min(ROOMS, pages))]
+            here.send(names)
+            here.recv()
+            for number, name in enumerate(names):
+                decode.receive(name, share(address, number, len(names)))
+            for name in names:
+                progress(decode, name)
+                assert decode.poll(name) is KVPoll.Success, decode.failure(name)
+            return
         room = next(numbers)
         here.send(room)
         here.recv()
@@ -132,13 +159,78 @@ def step(decode, room):
         work(time.perf_counter() + WORK_SECONDS)
 
 
+def spin_for_ever(pipe):
+    pipe.send(os.getpid())
+    while True:
+        pass
+
+
+@contextmanager
+def beside_a_process_that_spins():
+    """A function that runs another while a process takes a core."""
+    here, away = FORKS.Pipe()
+    process = FORKS.Process(target=spin_for_ever, args=(away,), daemon=True)
+    process.start()
+    number = here.recv()
+    os.kill(number, signal.SIGSTOP)
+
+    def run(body):
+        os.kill(number, signal.SIGCONT)
+        try:
+            body()
+        finally:
+            os.kill(number, signal.SIGSTOP)
+
+    yield run
+    process.kill()
+    process.join(30)
+
+
 @ways
 def test_main_thread_spins(paired, engine, shared, pytestconfig):
     with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
         decode, url = decode_of()
         with decode:
             decode.connect([url], timeout=60)
-            paired(lambda: hand_over(decode, spin), lambda: hand_over(decode, wait), rounds=7)
+            paired(lambda: hand_over(decode, spin), lambda: hand_over(decode, wait), rounds=ROUNDS)
+
+
+@ways
+def test_another_process_spins(paired, engine, shared, pytestconfig):
+    with (
+        rooms(engine, shared, pytestconfig) as (decode_of, hand_over),
+        beside_a_process_that_spins() as run,
+    ):
+        decode, url = decode_of()
+        with decode:
+            decode.connect([url], timeout=60)
+            beside = partial(run, lambda: hand_over(decode, wait))
+            paired(beside, lambda: hand_over(decode, wait), rounds=ROUNDS)
+
+
+@ways
+def test_main_thread_spins_against_another_process(paired, engine, shared, pytestconfig):
+    """What the GIL costs, and not the core."""
+    with (
+        rooms(engine, shared, pytestconfig) as (decode_of, hand_over),
+        beside_a_process_that_spins() as run,
+    ):
+        decode, url = decode_of()
+        with decode:
+            decode.connect([url], timeout=60)
+            beside = partial(run, lambda: hand_over(decode, wait))
+            paired(lambda: hand_over(decode, spin), beside, rounds=ROUNDS)
+
+
+@ways
+@pytest.mark.parametrize("progress", [wait, spin], ids=["waits", "spins"])
+def test_many_rooms_at_once_against_one(paired, engine, shared, progress, pytestconfig):
+    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
+        decode, url = decode_of()
+        with decode:
+            decode.connect([url], timeout=60)
+            one = partial(hand_over, decode, progress)
+            paired(lambda: one(many=True), one, rounds=ROUNDS)
 
 
 @ways
@@ -148,7 +240,9 @@ def test_main_thread_steps(paired, engine, shared, pytestconfig):
         with stepped, threaded:
             for decode in (stepped, threaded):
                 decode.connect([url], timeout=60)
-            paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=7)
+            paired(
+                lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=ROUNDS
+            )
 
 
 def test_first_copy_into_memory(paired, pytestconfig):

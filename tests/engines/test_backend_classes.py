@@ -39,7 +39,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connectors.vllm.layers import ATTENTION, UnknownFormat
+from disagg.connectors.tensors import UnknownFormat
+from disagg.connectors.vllm.layers import ATTENTION
 from disagg.connectors.vllm.layout import Group, engine_layout
 from kvpool.layout import RequestAddress, Span
 from tests import oracle
@@ -102,10 +103,16 @@ def config_for(modules, layers=8, tp=1, rank=0, kv_heads=2, **more):
         get_total_num_hidden_layers=lambda: layers,
         get_total_num_kv_heads=lambda: kv_heads,
     )
-    parallel = {"tensor_parallel_size": tp, "rank": rank, "decode_context_parallel_size": 1}
+    parallel = {
+        "tensor_parallel_size": tp,
+        "rank": rank,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "cp_kv_cache_interleave_size": 1,
+    }
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(**parallel, **more),
+        parallel_config=SimpleNamespace(**{**parallel, **more}),
         compilation_config=SimpleNamespace(static_forward_context=modules),
         speculative_config=None,
         num_speculative_tokens=0,
@@ -197,6 +204,27 @@ def test_scales_per_token_and_head_are_found_in_tritons_content(mode):
     assert actual.equal(raw)
 
 
+@pytest.mark.parametrize("order", layouts_of("TRITON_ATTN"))
+def test_blocks_of_int4_are_one_whole_each(order):
+    spec = CLASSES["TRITON_ATTN"].customize_spec(
+        heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD)
+    )
+    config, raw, views = allocate([(names(0, 1), spec)], order)
+    said = {"kv_cache_dtype": "int4_per_token_head"}
+    modules = {name: Module(backend=CLASSES["TRITON_ATTN"], **said) for name in names(0, 1)}
+    if order == "BHLNC":
+        with pytest.raises(UnknownFormat, match="they lie among others"):
+            engine_layout(config_for(modules), config, views)
+        return
+    layout = engine_layout(config_for(modules), config, views).layout
+    assert {(r.role, r.width) for r in layout.regions} == {("kv", spec.page_size_bytes)}
+    assert all("INT4_PER_TOKEN_HEAD 32+32" in region.packing for region in layout.regions)
+    held = found(layout, raw)
+    for number, name in enumerate(names(0, 1)):
+        views[name].fill_(7 + number)
+        assert (held.views["target", number, "kv"] == 7 + number).all()
+
+
 def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
     rows = mla_spec(dtype=U8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656)
     layers = [*names(0), "model.layers.0.self_attn.indexer.k_cache"]
@@ -263,15 +291,18 @@ def test_the_cpu_mla_kernel_writes_where_the_regions_say():
     assert np.array_equal(held.views["target", 0, "rope"][at], rope[:, 0].view(U8).numpy())
 
 
-@pytest.mark.skipif(not hasattr(torch.ops._C, "concat_and_cache_mla_cpu"), reason="not built")
-def test_the_compiled_cpu_mla_kernel_writes_the_same_rows():
-    view = torch.zeros(BLOCKS, 16, LATENT + ROPE, dtype=BF16)
-    other = view.clone()
-    latent, rope = torch.randn(40, LATENT).to(BF16), torch.randn(40, ROPE).to(BF16)
-    slots = torch.tensor([IDS[t // 16] * 16 + t % 16 for t in range(40)])
-    ops.amx_mla_concat_and_cache(latent, rope, view, slots)
-    object.__new__(CPUMLAImpl).do_kv_cache_update(latent, rope[:, None], other, slots, "auto", None)
-    assert view.equal(other)
+if hasattr(torch.ops._C, "concat_and_cache_mla_cpu"):  # not in every build of vLLM
+
+    def test_the_compiled_cpu_mla_kernel_writes_the_same_rows():
+        view = torch.zeros(BLOCKS, 16, LATENT + ROPE, dtype=BF16)
+        other = view.clone()
+        latent, rope = torch.randn(40, LATENT).to(BF16), torch.randn(40, ROPE).to(BF16)
+        slots = torch.tensor([IDS[t // 16] * 16 + t % 16 for t in range(40)])
+        ops.amx_mla_concat_and_cache(latent, rope, view, slots)
+        object.__new__(CPUMLAImpl).do_kv_cache_update(
+            latent, rope[:, None], other, slots, "auto", None
+        )
+        assert view.equal(other)
 
 
 class LinearLayer(MambaBase):
@@ -476,10 +507,7 @@ def test_what_is_not_known_is_refused_by_name_before_any_request(spec, said, wor
     assert all(word in str(refused.value) for word in ["model.layers.3", *words]), refused.value
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_by_name(name):
+def test_prefill_context_parallelism_alone_is_refused_by_name():
     config, _, views = allocate([(names(0), heads_spec())])
-    made = config_for(flash(0))
-    setattr(made.parallel_config, name, 2)
-    with pytest.raises(UnknownFormat, match=f"{name} 2"):
-        engine_layout(made, config, views)
+    with pytest.raises(UnknownFormat, match=r"prefill_context_parallel_size 2 .* 1: each"):
+        engine_layout(config_for(flash(0), prefill_context_parallel_size=2), config, views)

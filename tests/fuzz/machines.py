@@ -183,8 +183,8 @@ class CountedReader(Reader):
         _bind(read)
         super().add(read)
 
-    def step(self) -> list[Any]:
-        events = super().step()
+    def step(self, waits: bool = True) -> list[Any]:
+        events = super().step(waits)
         for event in events:
             self.open[event.read.room] -= isinstance(event, ReadEnded)
         return events

@@ -81,6 +81,9 @@ def _held(
             yield main, last, keys
         else:
             yield [main[0]], last, keys
+            kind = next(kind for kind, at in pool.kinds if layer in at.layers)
+            if getattr(kind, "rope_pairs", False):  # transformers has the halves of each pair apart
+                values = values.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
             yield [main[1]], last, values
     if "index_key" in roles:
         yield ["index_key"], range(tokens), own.indexer_keys[0]

@@ -6,12 +6,13 @@ to every worker as a `Step`, once a scheduler step.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from disagg.connectors.source import Source, named_room, prompt_digest
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -19,6 +20,8 @@ Blocks = tuple[Sequence[int], ...]
 """Block ids of a request by transferable cache group, as vLLM keeps them: 0 is the null block."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
+MAX_KNOWN = 10_000
+"""How many of the latest rooms are known, so that none is offered or asked for twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Positions `start` to `stop` of a request are to be read to `blocks`."""
+    """Positions `start` to `stop` of a request are to be read to `blocks`. With `waits`, the step
+    computes with them, and waits for each layer.
+    """
 
     request: str
     room: str
@@ -43,6 +48,7 @@ class Receive:
     blocks: Blocks
     start: int
     stop: int
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +69,44 @@ class Step:
     aborts: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Sending:
+    """A request of prefill: `stop` positions go to `room`, of which `sent` were offered."""
+
+    request: Any
+    room: str
+    stop: int
+    sent: int = 0
+
+
 class Scheduler:
     """Decides; `step()` takes what was decided since the last time.
 
-    `groups` is vLLM's KVCacheConfig. `cuts`: decode computes the last prompt token again, for
-    its logits. State that cannot be taken back (a Mamba state has seen the token) or that moves on
-    with it (a window drops its oldest) must be that of one token less, so prefill's request is cut
-    by one token.
+    `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
+    `cuts`: decode computes the last prompt token again, for its logits. State that cannot be taken
+    back (a Mamba state has seen the token) or that moves on with it (a window drops its oldest)
+    must be that of one token less, so prefill's request is cut by one token. `waits`: a request of
+    decode is computed in the step that asks for its state.
     """
 
     def __init__(
-        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool
+        self,
+        groups: Any,
+        *,
+        produces: bool,
+        consumes: bool,
+        stream: bool,
+        cuts: bool,
+        waits: bool = False,
     ) -> None:
-        self._groups, self._stream, self._cuts = groups, stream, cuts
+        self._groups, self._stream, self._cuts, self._waits = groups, stream, cuts, waits
         self._produces, self._consumes = produces, consumes
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
-        self._streamed: dict[str, tuple[Any, int]] = {}
-        self._receiving: dict[str, str] = {}
-        self._rooms: set[str] = set()
+        self._sending: dict[str, _Sending] = {}
+        self._receiving: set[str] = set()
+        self._named: dict[str, None] = {}
+        self._asked: dict[str, None] = {}
         self._made = 0
 
     def serve(self, addresses: Sequence[str]) -> None:
@@ -97,132 +122,114 @@ class Scheduler:
 
     def arrived(self, request: Any) -> None:
         """A new request. Prefill's is cut by the token that decode computes."""
-        params = _params(request)
-        if not params.get("do_remote_decode") or "kvpool_room" in params:
+        params, name = _params(request), request.request_id
+        if not params.get("do_remote_decode") or name in self._sending:
             return
+        ids, problem = request.prompt_token_ids, ""
         if not self._produces:
-            log.error(
-                "request %s is not handed over: this engine is a kv_consumer. Send it to a "
-                "kv_producer.",
-                request.request_id,
-            )
+            problem = "this engine is a kv_consumer. Send it to a kv_producer."
+        elif self._cuts and ids is None:
+            problem = "of a prompt of embeddings, this model's state is not that of a token less."
+        if problem:
+            log.error("request %s is not handed over: %s", name, problem)
             return
-        named = params.get("room")
-        params["kvpool_room"] = named if isinstance(named, str) and named else self._room(request)
-        if self._cuts and request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-1:]
+        stop, room = request.num_prompt_tokens - 1, None
+        if ids is not None:
+            room = named_room(params.get("room"), ids)
+        if room is None or not _add(self._named, room):
+            room = self._room(name)
+        self._sending[name] = _Sending(request, room, stop)
+        if self._cuts and stop:
+            del ids[-1:]
             del request._all_token_ids[-1:]
-            request.num_prompt_tokens -= 1
+            request.num_prompt_tokens = stop
             request.max_tokens = 1
-            params["kvpool_cut"] = True
-        if self._stream:
-            self._streamed[request.request_id] = (request, 0)
 
     def scheduled(self, output: Any) -> None:
         """Offers what this step computes, where prompts are streamed."""
+        if not self._stream:
+            return
         for name in output.scheduled_cached_reqs.resumed_req_ids:
-            request, sent = self._streamed.get(name, (None, 0))
-            if sent:  # what was offered is lost with its blocks: it begins again, in a new room
+            sending = self._sending.get(name)
+            if sending and sending.sent:  # what was offered is lost with its blocks
                 self._step.aborts.append(name)
-                _params(request)["kvpool_room"] = self._room(request)
-                self._streamed[name] = (request, 0)
+                sending.room, sending.sent = self._room(name), 0
         for name, count in output.num_scheduled_tokens.items():
-            if name not in self._streamed:
-                continue
-            request, sent = self._streamed[name]
-            stop = min(request.num_computed_tokens + count, self._total(request))
-            if stop > sent:
-                held = output.kv_connector_block_state.resolve_block_ids(name)
-                self._send(request, held, sent, stop)
-                self._streamed[name] = (request, stop)
+            if sending := self._sending.get(name):
+                stop = min(sending.request.num_computed_tokens + count, sending.stop)
+                if stop > sending.sent:
+                    held = output.kv_connector_block_state.resolve_block_ids(name)
+                    self._send(sending, held, stop)
 
-    def _send(self, request: Any, blocks: Any, start: int, stop: int) -> None:
-        ids = self._groups.select_transfer_block_ids(blocks)
-        room, last = _params(request)["kvpool_room"], stop == self._total(request)
-        held = tuple(tuple(group) for group in ids)
-        self._step.sends.append(Send(request.request_id, room, held, start, stop, last))
+    def _send(self, sending: _Sending, blocks: Any, stop: int) -> None:
+        name, start, last = sending.request.request_id, sending.sent, stop == sending.stop
+        self._step.sends.append(Send(name, sending.room, self._held(blocks), start, stop, last))
+        sending.sent = stop
 
-    def _room(self, request: Any) -> str:
+    def _held(self, blocks: Any) -> Blocks:
+        """Ids of the groups that are handed over."""
+        return tuple(tuple(ids) for ids in self._groups.select_transfer_block_ids(blocks))
+
+    def _room(self, request: str) -> str:
         """A name that no other request of this engine has had."""
         self._made += 1
-        return f"{request.request_id}#{self._made}"
-
-    def _total(self, request: Any) -> int:
-        """Positions that are handed over: all but the token that decode computes."""
-        cut = _params(request).get("kvpool_cut", False)
-        return int(request.num_prompt_tokens) - (0 if cut else 1)
+        return f"{request}#{self._made}"
 
     # decode
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens beyond the `computed` ones will come from prefill."""
+        """How many tokens beyond the `computed` ones will come from prefill, and whether the
+        request waits for them before it is scheduled.
+        """
         params = _params(request)
         if not params.get("do_remote_prefill"):
             return 0, False
-        problem = self._problem(request, params)
-        if problem is not None:
+        try:
+            self._source(request, params)
+        except ValueError as problem:
             log.error("request %s is computed here: %s", request.request_id, problem)
-            self._decline(params)
+            self._decline(request, params)
             return 0, False
         more = request.num_prompt_tokens - 1 - computed
-        return (more, True) if more > 0 else (0, False)
+        return (more, not self._waits) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
-        params = _params(request)
+        params, name = _params(request), request.request_id
         if not params.get("do_remote_prefill"):
             return
         if not external:
-            self._decline(params)
+            self._decline(request, params)
             return
         params["do_remote_prefill"] = False
-        stop = request.num_prompt_tokens - 1
-        ids = self._groups.select_transfer_block_ids(blocks.get_block_ids())
-        room = params["remote_request_id"]
-        self._rooms.add(room)
-        self._receiving[request.request_id] = room
-        self._step.receives.append(
-            Receive(
-                request.request_id,
-                room,
-                tuple(params["remote_addresses"]),
-                tuple(tuple(group) for group in ids),
-                stop - external,
-                stop,
-            )
-        )
+        stop, source = request.num_prompt_tokens - 1, Source.read(params, request.prompt_token_ids)
+        _add(self._asked, source.room)
+        if not self._waits:
+            self._receiving.add(name)
+        held = self._held(blocks.get_block_ids())
+        about = name, source.room, source.addresses, held
+        self._step.receives.append(Receive(*about, stop - external, stop, self._waits))
 
     def received(self, requests: Sequence[str]) -> None:
         """Requests whose rooms have ended."""
-        for name in requests:
-            self._rooms.discard(self._receiving.pop(name, ""))
+        self._receiving.difference_update(requests)
 
-    def _problem(self, request: Any, params: dict[str, Any]) -> str | None:
-        """Why prefill's state is not this request's, or cannot be had."""
+    def _source(self, request: Any, params: dict[str, Any]) -> Source:
+        """Where its state is. Raises ValueError if that is another's, or cannot be had."""
         if not self._consumes:
-            return "this engine is a kv_producer. Send it to a kv_consumer."
-        missing = [key for key in ("remote_request_id", "remote_addresses") if not params.get(key)]
-        if missing:
-            return f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
-        if _source(params) is None:
-            return (
-                "kv_transfer_params: remote_request_id is text, remote_addresses a list of texts."
-            )
-        if params["remote_request_id"] in self._rooms:
-            return "another sequence of the same prompt reads its room (n > 1)."
-        theirs, ours = params.get("remote_prompt"), prompt_digest(request)
-        if theirs is not None and ours is not None and theirs != ours:
-            return (
-                f"prefill computed another prompt ({theirs}), this one is {ours}. Do both engines "
-                "have the same tokenizer and chat template?"
-            )
-        return None
+            raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
+        source = Source.read(params, request.prompt_token_ids)
+        if source.room in self._asked:
+            raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
+        source.check_prompt(request.prompt_token_ids)
+        return source
 
-    def _decline(self, params: dict[str, Any]) -> None:
+    def _decline(self, request: Any, params: dict[str, Any]) -> None:
         params["do_remote_prefill"] = False
-        source = _source(params)
-        if self._consumes and source is not None and source[0] not in self._rooms:
-            self._step.declines.append(Decline(*source))
+        with suppress(ValueError):
+            source = Source.read(params, request.prompt_token_ids)
+            if self._consumes and source.room not in self._asked:
+                self._step.declines.append(Decline(source.room, source.addresses))
 
     # both
 
@@ -233,48 +240,33 @@ class Scheduler:
         params, name = _params(request), request.request_id
         if name in self._receiving:  # stopped while it waits
             self._step.aborts.append(name)
+        elif params.get("do_remote_prefill"):  # stopped before it was scheduled
+            self._decline(request, params)
+        sending = self._sending.pop(name, None)
+        if sending is None:
             return False, None
-        if params.get("do_remote_prefill"):  # stopped before it was scheduled
-            self._decline(params)
-            return False, None
-        if "kvpool_room" not in params:
-            return False, None
-        _, sent = self._streamed.pop(name, (request, 0))
-        stop = self._total(request)
-        if request.status.name not in DELIVERED or stop < 1:
-            if sent:
+        if request.status.name not in DELIVERED or sending.stop < 1:
+            if sending.sent:
                 self._step.aborts.append(name)
             return False, None
-        if sent < stop:
-            self._send(request, blocks, sent, stop)
-        return True, {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_request_id": params["kvpool_room"],
-            "remote_addresses": list(self._addresses),
-            "remote_num_tokens": stop,
-            "remote_prompt": prompt_digest(request, stop),
-        }
-
-
-def prompt_digest(request: Any, tokens: int | None = None) -> str | None:
-    """Of all prompt tokens but the last (of the first `tokens`): 16 hex digits. None for embeds."""
-    ids = request.prompt_token_ids
-    if ids is None:
-        return None
-    held = array("q", ids[: len(ids) - 1 if tokens is None else tokens])
-    return hashlib.blake2b(held.tobytes(), digest_size=8).hexdigest()
-
-
-def _source(params: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
-    """The room and its endpoint addresses; None if what a client sent is neither."""
-    room, addresses = params.get("remote_request_id"), params.get("remote_addresses")
-    if not isinstance(room, str) or not isinstance(addresses, (list, tuple)) or not addresses:
-        return None
-    return (room, tuple(addresses)) if all(isinstance(one, str) for one in addresses) else None
+        if sending.sent < sending.stop:
+            self._send(sending, blocks, sending.stop)
+        ids, stop = request.prompt_token_ids, sending.stop
+        prompt = None if ids is None else prompt_digest(ids[:stop])
+        return True, Source(sending.room, self._addresses, prompt).told(stop)
 
 
 def _params(request: Any) -> dict[str, Any]:
     """kv_transfer_params; an empty dict where there are none."""
     params: dict[str, Any] | None = request.kv_transfer_params
     return {} if params is None else params
+
+
+def _add(known: dict[str, None], room: str) -> bool:
+    """Notes a room, and drops the oldest beyond MAX_KNOWN; False if it was known."""
+    if room in known:
+        return False
+    known[room] = None
+    if len(known) > MAX_KNOWN:
+        del known[next(iter(known))]
+    return True

@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import suppress
 from itertools import islice
 
+from disagg.host import brief
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
 from disagg.runtime.sockets.address import Dial
@@ -76,17 +77,17 @@ class Connection:
         """Sends a message or queues it; returns what is wrong with the peer, if anything."""
         if self.problem is not None:
             return f"it cannot be reached: {self.problem}"
-        frame: bytes | memoryview = LENGTH.pack(len(data)) + data
+        frame: bytes | memoryview = (whole := LENGTH.pack(len(data)) + data)
         if len(self.unsent) >= QUEUED or self.unsent_bytes + len(frame) > MAX_UNSENT:
             waiting = f"{len(self.unsent):,} messages ({self.unsent_bytes:,} bytes)"
             return f"it does not read what is sent: {waiting} wait for it."
         if self.opening is not None:
-            self.opening.append(bytes(frame))
+            self.opening.append(whole)
             if len(self.opening) > MAX_OPENING:
                 self.opening = None
         if self.stream is not None and self.up and not self.unsent:
             try:
-                frame = memoryview(frame)[self.stream.send(frame, _FLAGS) :]
+                frame = memoryview(whole)[brief.send(self.stream.fileno(), whole, _FLAGS) :]
             except BlockingIOError:
                 pass
             except OSError:
@@ -116,12 +117,12 @@ class Connection:
         except OSError:
             self._break(self.stream)
 
-    def read(self, scratch: memoryview) -> memoryview | None:
+    def read(self, scratch: brief.Scratch) -> memoryview | None:
         """What has arrived, in `scratch`; None if nothing has. At the end it sets `problem`."""
         if self.stream is None:
             return None
         try:
-            count = self.stream.recv_into(scratch)
+            count = scratch.receive(self.stream.fileno(), _FLAGS)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -130,7 +131,7 @@ class Connection:
         if not count:
             self.problem = "its connection has ended."
             return None
-        return scratch[:count]
+        return scratch.view[:count]
 
     def take(self, data: memoryview) -> list[bytes]:
         """The messages that are complete with `data`, at most MESSAGES_A_TURN. Raises ValueError

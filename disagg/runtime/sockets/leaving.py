@@ -6,6 +6,7 @@ import socket
 import time
 from contextlib import suppress
 
+from disagg.host.brief import Scratch
 from disagg.runtime.sockets.connection import Connection
 from disagg.runtime.sockets.watch import Watch
 
@@ -16,7 +17,7 @@ CLOSE_LINGER_SECONDS = 0.03
 class Leaving:
     """Sees connections off, each for CLOSE_LINGER_SECONDS at most."""
 
-    def __init__(self, watch: Watch, scratch: memoryview) -> None:
+    def __init__(self, watch: Watch, scratch: Scratch) -> None:
         self._watch, self._scratch = watch, scratch
         self._until: dict[Connection, float] = {}
 

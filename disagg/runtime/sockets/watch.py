@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
+from disagg.host import brief
 from disagg.runtime.sockets.connection import Connection
 
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
@@ -18,6 +19,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._ready = brief.ReadyFiles(self._epoll.fileno())
         self._connections: dict[int, Connection] = {}
         self._wake: int | None = None
 
@@ -69,12 +71,21 @@ class Watch:
         """
         if wake is not None:
             self._heed(wake)
-        found = self._epoll.poll(timeout if timeout >= 0.001 else 0.0)
+        found = self._epoll.poll(timeout) if timeout >= 0.001 else self._ready.take()
         if not found and 0 < timeout < 0.001:
             time.sleep(timeout)  # epoll waits for whole milliseconds
         for number, mask in found:
-            if number != wake:
+            if number != self._wake:
                 yield self._connections.get(number), mask
+
+    def pause(self, timeout: float, wake: int | None) -> None:
+        """Waits as `wait` does, while another thread may use all this."""
+        if wake is not None:
+            self._heed(wake)
+        if timeout >= 0.001:
+            self._epoll.poll(timeout)
+        elif timeout > 0:
+            time.sleep(timeout)
 
     def end(self, *, shared: bool = False) -> None:
         """Closes everything. If it is `shared` with the process that this one was forked from,
@@ -92,7 +103,4 @@ class Watch:
             with suppress(OSError):
                 self._epoll.unregister(self._wake)
         self._wake = wake
-        try:  # another file may have got the number of one that was closed
-            self._epoll.modify(wake, IN)
-        except FileNotFoundError:
-            self._epoll.register(wake, IN)
+        self._ready.watch(wake, IN)  # another file may have got the number of one that was closed

@@ -26,7 +26,7 @@ REASONS = {
     "asked for it already|one reader says": "twice",
     "decode made room for": "longer",
     "cannot be served": "rubbish",
-    "the next chunk starts there|were not sent|were sent already": "reorder, loss",
+    "the next chunk starts there|were not sent|(was|were) sent already": "reorder, loss",
     "released its pages before|gives no digests": "reorder, loss",
     "differs from": "reorder",
     "no longer asks for this room": "unread, reorder, repeat, loss",
@@ -183,9 +183,8 @@ def left_behind(node: Node) -> list[str]:
         }
     else:
         reader, stage = endpoint._reader, node.engine.stage
-        unfenceable = [fence for fence in reader._fences if fence.unfenceable]
         kept |= {
-            "rooms": kept["rooms"] ^ {f.active.read.room for f in unfenceable if f.active},
+            "rooms": kept["rooms"] ^ {read.room for read, _ in reader._quarantined},
             "buffers": stage.owners
             if stage and len(stage.owners) != NUM_BUFFERS - stage._usable
             else (),
@@ -193,7 +192,7 @@ def left_behind(node: Node) -> list[str]:
             ^ {id(each) for each in node.links.values()},
             "connections": peers.ranks() ^ node.transport.connections.keys(),
             "silent peers": waited - peers.ranks(),
-            "fences": [fence for fence in reader._fences if not fence.unfenceable],
+            "fences": reader._fences,
             "busy lanes": [lane for lane in reader._lanes.values() if lane.queue or lane.active],
             "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
             "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],

@@ -205,7 +205,8 @@ class Protocol(RuleBasedStateMachine):
         else:
             total, sent = held.tokens, held.request.num_tokens
         with suppress(OutOfPages):
-            node.send(name, min(sent + more, total), total, layer)
+            # of no tokens only once by layer: the next would be the same chunk again
+            node.send(name, min(sent + more, total), total, layer if more else None)
 
     @precondition(lambda self: self.some_room(lambda held: held.given_back))
     @rule(pick=PICK)

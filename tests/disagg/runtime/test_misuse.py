@@ -325,13 +325,13 @@ def test_an_event_that_raises_anything_fails_its_room_and_no_other(pair):
     works(pair, "next")
 
 
-@pytest.mark.parametrize("other", [4, 6])
+@pytest.mark.parametrize("other", [messages.PROTOCOL - 1, messages.PROTOCOL + 1])
 def test_a_hello_of_another_protocol_is_refused_by_number(pair, other):
     hello = {"type": "hello", "protocol": other, "shape": "unknown", "generation": 5}
     with dial(pair[0].address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
         answer = messages.decode(stranger.receive())
-        assert f"protocol 5 here, {other} there" in answer.reasons[0]
+        assert f"protocol {messages.PROTOCOL} here, {other} there" in answer.reasons[0]
 
 
 def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, monkeypatch):

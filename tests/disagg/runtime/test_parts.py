@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, MemoryNetwork, MemoryTransport, PrefillEndpoint
+from disagg import (
+    DecodeEndpoint,
+    KVPoll,
+    MemoryNetwork,
+    MemoryTransport,
+    PrefillEndpoint,
+    TransferError,
+)
 from disagg.engines.base import create_engine, engine_class
 from disagg.engines.local import LocalEngine
-from kvpool import MHAPool
+from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.stepping import stepped
 
 TOKENS = 150
 MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
@@ -111,3 +120,78 @@ def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
                 oracle.blank(dest)
         assert decode.poll("stuck") is KVPoll.Failed
         assert "nothing has arrived for 12.0 s" in str(decode.failure("stuck"))
+
+
+class Together(LocalEngine):
+    """No read arrives until `open`. The read that is posted as number `bad` fails then."""
+
+    open = False
+    bad = -1
+
+    def __init__(self):
+        super().__init__()
+        self.posted = []
+
+    def read(self, peer, batch):
+        self.posted.append(super().read(peer, batch))
+        return self.posted[-1]
+
+    def poll(self, transfer):
+        if not self.open:
+            return False
+        if self.posted.index(transfer) == self.bad:
+            raise TransferError("it was meant to")
+        return super().poll(transfer)
+
+
+ROOMS = 6
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3, ROOMS - 1])
+def test_small_rooms_of_one_rank_are_read_together_and_fail_alone(bad):
+    source, dest = (MHAPool(**LAYERS, **MHA | {"num_pages": 80}) for _ in range(2))
+    pages = [1 + 10 * room + np.random.default_rng(room).permutation(10) for room in range(ROOMS)]
+    tables = [RequestAddress(TOKENS, {"kv": Span(ids)}) for ids in pages]
+    oracle.blank(dest)
+    for room, table in enumerate(tables):
+        oracle.write(source, table, range(TOKENS), salt=room)
+    engine = Together()
+    engine.bad = -1 if bad is None else bad
+    with stepped(source, dest, decode_engine=engine) as both:
+        for room, table in enumerate(tables):
+            both.prefill.send(room, table)
+            both.decode.receive(room, tables[-1 - room])
+        both.step_until(lambda: len(engine.posted) == ROOMS)  # before any has arrived
+        engine.open = True
+        for room in range(ROOMS):
+            (state,) = both.step_until_ended(room, both.decode)
+            assert state is (KVPoll.Failed if room == bad else KVPoll.Success), room
+        both.step_until(lambda: not any(both.decode.reading(room) for room in range(ROOMS)))
+    held = oracle.state(dest)
+    for room in range(ROOMS):
+        for region in held.layout.regions if room != bad else ():
+            steps = [np.arange(axis.start, axis.stop) for axis in region.inner_axes]
+            steps.append(np.arange(region.width))
+            found = held.views[region.key][pages[-1 - room]]
+            right = oracle.values(region.key, [np.arange(TOKENS), *steps], room)
+            found = found.reshape(-1, *found.shape[2:])[:TOKENS]
+            assert (found == right).all(), f"room {room}"
+
+
+def test_reads_in_flight_together_are_bounded_by_bytes():
+    source, dest = (MHAPool(**LAYERS, **MHA | {"num_pages": 80}) for _ in range(2))
+    tables = [
+        RequestAddress(TOKENS, {"kv": Span(1 + 10 * room + np.arange(10))}) for room in range(ROOMS)
+    ]
+    engine = Together()
+    nbytes = 2 * 3 * 4 * 64 * 2 * 160  # K and V, layers, heads, elements, bytes, ten pages
+    engine.max_bytes = 2 * nbytes
+    with stepped(source, dest, decode_engine=engine) as both:
+        for room, table in enumerate(tables):
+            both.prefill.send(room, table)
+            both.decode.receive(room, table)
+        both.step(50)
+        assert len(engine.posted) in (2, 3)
+        engine.open = True
+        for room in range(ROOMS):
+            assert both.step_until_ended(room, both.decode) == [KVPoll.Success]

@@ -92,11 +92,13 @@ class Engine:
                 start_new_session=True,
             )
         self._left, self._events = b"", deque[dict[str, Any]]()
-        self._count = 0
+        self._count, self._ready = 0, False
 
     def ready(self, timeout: float = 300.0) -> Engine:
         """Waits until it serves."""
-        self.event("ready", timeout=timeout)
+        if not self._ready:
+            self.event("ready", timeout=timeout)
+            self._ready = True
         return self
 
     def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
@@ -162,7 +164,8 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL, to it and to its workers."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
@@ -180,6 +183,23 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def asked_at_once(
+    prefill: Engine, decode: Engine, asked: list[list[int]], tokens: int, addresses: list[str]
+) -> tuple[list[str], list[str]]:
+    """Requests of both engines, by name: decode is asked while prefill computes, so the rooms are
+    named here. `addresses` are prefill's, of an earlier answer.
+    """
+    rooms = [f"room {time.monotonic_ns()} {number}" for number in range(len(asked))]
+    named = [dict(PREFILL, room=room) for room in rooms]
+    known = {"do_remote_prefill": True, "remote_addresses": addresses}
+    first = [prefill.add(each, tokens=1, params=params) for each, params in zip(asked, named)]
+    last = [
+        decode.add(each, tokens=tokens, params={**known, "room": room})
+        for each, room in zip(asked, rooms)
+    ]
+    return first, last
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:

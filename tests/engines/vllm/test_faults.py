@@ -10,12 +10,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
+from tests.engines.vllm.models import save
 
 LENGTHS = (300, 77, 16, 513)
 FAULTS = (
@@ -30,48 +31,60 @@ FAULTS = (
 )
 LEASE = 3.0
 RUNS = {"local": 32, "nixl": 16, "mooncake": 16}
+CASES = [(engine, seed) for engine, count in RUNS.items() for seed in range(count)]
 
 
 class World:
     """Two engines; who was killed is started again, prefill at the same address."""
 
-    def __init__(self, start: Callable[..., Engine], engine: str, address: str) -> None:
-        self._start, self.engine, self.address = start, engine, address
+    def __init__(self, model: Path, engine: str, folder: Path) -> None:
+        self._model, self._folder, self.engine = model, folder, engine
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
-        self.prefill.ready(), self.decode.ready()
 
-    def start(self, role: str) -> Engine:
+    def start(self, role: Literal["prefill", "decode"]) -> Engine:
         """Another one."""
-        extra: dict[str, Any] = {"engine": self.engine, "lease": LEASE}
+        extra: dict[str, Any] = {"engine": self.engine, "lease": LEASE, "peer_timeout": 10}
         if role == "prefill":
-            extra["bind"] = self.address
-        return self._start(role, "llama", extra=extra, policy="recompute", block_size=32)
+            extra["bind"] = f"ipc://{self._folder}/prefill"
+        more = {"policy": "recompute", "block_size": 32}
+        return Engine(role, self._model, self._folder / "logs", extra=extra, **more)
 
     def revive(self) -> None:
         """Starts who was killed."""
         if self.prefill.process.poll() is not None:
-            self.prefill = self.start("prefill").ready()
+            self.prefill = self.start("prefill")
         if self.decode.process.poll() is not None:
-            self.decode = self.start("decode").ready()
+            self.decode = self.start("decode")
+        self.prefill.ready(), self.decode.ready()
+
+    def close(self) -> None:
+        """Ends both."""
+        self.prefill.close()
+        self.decode.close()
 
 
-@pytest.fixture(params=RUNS)
+@pytest.fixture(scope="module")
 def world(
-    request: pytest.FixtureRequest, start: Callable[..., Engine], tmp_path: Path
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """Engines over each of the three."""
-    yield World(start, request.param, f"ipc://{tmp_path}/prefill")
+    """Engines over one of the three."""
+    found = World(save("llama", models), request.param, tmp_path_factory.mktemp("world"))
+    yield found
+    found.close()
 
 
-def test_faults(world: World, expected: Callable[..., Tokens]) -> None:
+@pytest.mark.parametrize(("world", "seed"), CASES, indirect=["world"])
+def test_every_request_ends_and_every_block_comes_back(
+    seed: int, world: World, expected: Callable[..., Tokens]
+) -> None:
     wanted = expected("llama")
-    for seed in range(RUNS[world.engine]):
-        fault = FAULTS[seed % len(FAULTS)]
-        try:
-            run(world, fault, random.Random(seed), wanted)
-        except BaseException as error:
-            raise AssertionError(f"{world.engine}, seed {seed}: {fault}") from error
-        world.revive()
+    world.revive()
+    try:
+        run(world, FAULTS[seed % len(FAULTS)], random.Random(seed), wanted)
+    except BaseException:
+        world.prefill.kill()
+        world.decode.kill()
+        raise
 
 
 def run(world: World, fault: str, source: random.Random, wanted: Tokens) -> None:

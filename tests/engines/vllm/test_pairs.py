@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.conftest import LENGTHS, Tokens
-from tests.engines.vllm.engines import PREFILL, Engine, handed_over, prompts
+from tests.engines.vllm.engines import PREFILL, Engine, asked_at_once, handed_over, prompts
 from tests.engines.vllm.watched import compare
 
 Start = Callable[..., Engine]
@@ -57,6 +57,9 @@ PAIRS = {
     "qwen3_next": Pair("qwen3_next"),
     "qwen3_next nixl": Pair("qwen3_next", "nixl"),
     "qwen3_next chunks": Pair("qwen3_next", extra={"stream": "chunks"}),
+    "llama layers": Pair("llama", extra={"stream": "layers"}, **blocks(128, 32)),
+    "gpt_oss layers": Pair("gpt_oss", both=EXACT, extra={"stream": "layers"}),
+    "qwen3_next layers": Pair("qwen3_next", extra={"stream": "layers"}),
 }
 
 
@@ -75,6 +78,68 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     assert tensors and nbytes
     assert got == expected(pair.model, **pair.both)
     prefill.idle()
+    decode.idle()
+
+
+@pytest.mark.parametrize("stream", ["chunks", "layers"])
+@pytest.mark.parametrize("decode_stream", [None, "layers"])
+def test_decode_may_be_asked_while_prefill_computes(
+    stream: str, decode_stream: str | None, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    """Prompts are computed in chunks of at most 128 tokens, some of several requests."""
+    few = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 96}
+    prefill = start("prefill", "llama", extra={"stream": stream}, watch=tmp_path, **few, **EXACT)
+    decode = start("decode", "llama", extra={"stream": decode_stream}, watch=tmp_path, **EXACT)
+    first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
+    decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
+    addresses = first[0]["params"]["remote_addresses"]
+    sent, asked = asked_at_once(prefill, decode, prompts(*LENGTHS), 24, addresses)
+    got = [decode.finished(name)["tokens"][0] for name in asked]
+    assert [prefill.finished(name)["reason"] for name in sent] == [["length"]] * len(sent)
+    _, nbytes, wrong = compare(tmp_path)
+    assert nbytes
+    assert not wrong
+    assert got == expected("llama", **EXACT)
+    prefill.idle()
+    decode.idle()
+
+
+def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(
+    start: Start, expected: Expected
+) -> None:
+    few = {"max_num_batched_tokens": 32, **EXACT}
+    prefill = start("prefill", "llama", extra={"stream": "chunks"}, **few).ready()
+    decode = start("decode", "llama", **EXACT).ready()
+    first = prefill.generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
+    asked = prompts(*LENGTHS)
+    sent, read = asked_at_once(prefill, decode, asked, 24, first[0]["params"]["remote_addresses"])
+    for name in read:
+        decode.send(do="abort", id=name)
+    decode.idle()
+    assert [prefill.finished(name)["reason"] for name in sent] == [["length"]] * len(sent)
+    params = [first[0]["params"]]
+    assert decode.generate([[7, 8]], tokens=1, params=params)[0]["reason"] == ["length"]
+    prefill.idle()
+    assert handed_over(prefill, decode, asked) == expected("llama", **EXACT)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_layers_that_do_not_come_are_computed_or_fail_their_request(
+    policy: str, start: Start, expected: Expected
+) -> None:
+    """Decode waits for them in its forward pass; prefill is killed before they are read."""
+    prefill = start("prefill", "llama", extra={"stream": "layers"}, **EXACT)
+    decode = start("decode", "llama", extra={"stream": "layers"}, policy=policy, **EXACT)
+    asked = prompts(*LENGTHS)
+    right = expected("llama", **EXACT)
+    assert handed_over(prefill.ready(), decode.ready(), asked[:1]) == right[:1]
+    first = prefill.generate(asked[1:], tokens=1, params=[dict(PREFILL) for _ in asked[1:]])
+    prefill.kill()
+    got = decode.generate(asked[1:], params=[one["params"] for one in first])
+    if policy == "fail":
+        assert [one["reason"] for one in got] == [["error"]] * len(got)
+    else:
+        assert [one["tokens"][0] for one in got] == right[1:]
     decode.idle()
 
 
@@ -138,8 +203,7 @@ def test_preempted_requests_are_computed_again(start: Start) -> None:
 
 
 def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
-    prefill = start("prefill", "llama", extra={"lease": 5.0}).ready()
-    decode = start("decode", "gpt_oss").ready()
+    prefill, decode = start("prefill", "llama").ready(), start("decode", "gpt_oss").ready()
     asked = prompts(40)
     first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
     got = decode.generate(asked, params=[first[0]["params"]])

@@ -31,12 +31,12 @@ class WatchedConnector(KvpoolConnector):
         config = self._vllm_config
         self._modules = get_layers_from_vllm_config(config, AttentionLayerBase)
         worker, asked = self._worker, {}
-        send, receive, received = worker._send, worker._receive, worker._received
+        send, receive, received = worker._send, worker._receive, worker.rank._received
 
-        def saw_send(told: Send) -> None:
-            if told.last:
+        def saw_send(told: Send, layer: Any) -> None:
+            send(told, layer)
+            if told.last and worker._computed.ended:  # its last part
                 self._save("prefill", told.room, told.blocks, told.stop)
-            send(told)
 
         def saw_receive(told: Receive) -> None:
             asked[told.room] = told
@@ -50,7 +50,7 @@ class WatchedConnector(KvpoolConnector):
                 self._save("decode", room, told.blocks, told.stop)
             received(room, failure)
 
-        worker._send, worker._receive, worker._received = saw_send, saw_receive, saw_received
+        worker._send, worker._receive, worker.rank._received = saw_send, saw_receive, saw_received
 
     def _save(self, side: str, room: str, blocks: Any, tokens: int) -> None:
         groups = self._kv_cache_config.transfer_groups

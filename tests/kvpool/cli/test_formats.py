@@ -108,7 +108,12 @@ def test_the_document_is_what_the_templates_say():
             {"head": 2, "dim": 3, "tap": 1},
             16_384 + (4_096 + 2 * 128 + 3) * 2,
         ),
-        ("Gated DeltaNet, taps first", "temporal", {"head": 31}, 31 * 128 * 128 * 4),
+        (
+            "Gated DeltaNet, taps first",
+            "temporal",
+            {"head": 31, "key": 5},
+            (31 * 128 + 5) * 128 * 4,
+        ),
         (
             "Kimi Delta Attention, taps first",
             "conv.k",

@@ -30,6 +30,7 @@ from kvpool import (  # noqa: E402
 )
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
+from kvpool.pools.kinds import MHA  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = {
@@ -274,6 +275,31 @@ def test_generate_gives_the_tokens_of_dynamic_cache(family):
     kwargs["attention_mask"] = torch.ones_like(ids)
     ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
     assert torch.equal(ours, model.generate(ids, **kwargs))
+
+
+def test_rope_keys_lie_in_pairs_as_engines_have_them():
+    """transformers has the halves of the rotated pairs apart."""
+    model, ids = model_of("deepseek_v3"), prompt(1)
+    pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
+    ours = PoolCache.new(pool, Allocator(pool))
+    for cache in (ours, theirs):
+        run(model, cache, ids, steps=0)
+    for layer in pool.layers:
+        halves = theirs.layers[layer].values[0, 0].unflatten(-1, (2, -1))
+        rope = held(ours, "rope", layer)[0]
+        assert rope[:, 0::2].equal(halves[:, 0]) and rope[:, 1::2].equal(halves[:, 1])
+
+
+def test_a_pool_whose_window_is_larger_gives_the_same_logits():
+    model, ids = model_of("gpt_oss"), prompt(1)
+    assert pool_of(model).layout.space_by_name["swa"].window == model.config.sliding_window - 1
+    pool = SWAPool(
+        full=MHA(2, 16), window_layers=[0, 2], window=13, layers=range(3), num_pages=40,
+        num_window_pages=40, page_size=5, dtype="f32",
+    )  # fmt: skip
+    expected = run(model, transformers.DynamicCache(config=model.config), ids)
+    for a, b in zip(run(model, PoolCache.new(pool, Allocator(pool)), ids), expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("family", PAGED)

@@ -83,7 +83,7 @@ def test_every_other_layer_of_gpt_oss_has_a_window():
     pool = small(declare("gpt_oss_120b"))
     assert layers_with(pool, "swa.k") == tuple(range(0, 36, 2))
     assert layers_with(pool, "k") == tuple(range(1, 36, 2))
-    assert pool.layout.space_by_name["swa"].window == 128
+    assert pool.layout.space_by_name["swa"].window == 127  # and the token itself
 
 
 def test_deepseek_v4_has_compressed_entries_by_ratio_and_a_window_everywhere():
@@ -184,7 +184,7 @@ def test_layers_keep_a_window_where_the_config_says_so(model, changes, windowed)
         )
         return
     assert declared.pool is SWAPool
-    assert declared.arguments == {"full": MHA(2, 16), "window_layers": windowed, "window": 32}
+    assert declared.arguments == {"full": MHA(2, 16), "window_layers": windowed, "window": 31}
 
 
 def test_gemma3_is_read_inside_text_config_with_the_defaults_that_published_configs_rely_on():

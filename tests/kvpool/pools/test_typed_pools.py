@@ -518,7 +518,7 @@ def test_values_without_their_scales_are_refused_and_with_them_taken():
         ((1, 32), (1, 4, 3, 5), r"conv: \[1, 32\], this shard takes \[N, 32, 3\]"),
         ((1, 32, 3), (1, 4, 5, 3), r"temporal: \[1, 4, 5, 3\], a state is \[N, head, 3, 5\]"),
         ((1, 32, 3), (1, 4, 15), r"temporal: \[1, 4, 15\], a state is \[N, head, 3, 5\]"),
-        ((1, 32, 3), (1, 2, 3, 5), r"layer 0 temporal: values \(1, 2, 15\)"),
+        ((1, 32, 3), (1, 2, 3, 5), r"layer 0 temporal: values \(1, 2, 3, 5\)"),
         ((2, 32, 3), (1, 4, 3, 5), r"layer 0 conv.q: values \(2, 2, 3, 3, 1\)"),
     ],
 )

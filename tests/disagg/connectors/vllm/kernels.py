@@ -8,7 +8,7 @@ puts a token's, `read` finds them again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,7 +30,12 @@ def views(order: str, layers: int, shape: tuple[int, int, int, int], dtype: torc
 
 @dataclass
 class Rank:
-    """One layer of a rank and where its tokens are: token t in block `ids[t // tokens]`."""
+    """One layer of a rank and where its tokens are: token t in block `ids[t // tokens]`.
+
+    `share`: of decode context parallelism, (interleave size, rank, ranks). A block id then stands
+    for a block on every rank; this one has slots for its stretches of their tokens
+    (`ComputeSlotMappingKernel` of v1/worker/block_table.py).
+    """
 
     view: torch.Tensor
     layer: int
@@ -38,6 +43,7 @@ class Rank:
     heads: range = range(1)
     owner: str = "target"
     prefix: str = ""
+    share: tuple[int, int, int] = field(default=(1, 0, 1), kw_only=True)
 
     @property
     def block_tokens(self) -> int:
@@ -48,15 +54,21 @@ class Rank:
         raise NotImplementedError
 
     def at(self, token: int) -> tuple[int, int]:
-        return self.ids[token // self.block_tokens], token % self.block_tokens
+        size, _, ranks = self.share
+        block, offset = divmod(token, self.block_tokens * ranks)
+        return self.ids[block], offset // (ranks * size) * size + offset % size
+
+    def holds(self, token: int) -> bool:
+        size, rank, ranks = self.share
+        return token % (self.block_tokens * ranks) // size % ranks == rank
 
     def write(self, tokens: range) -> None:
-        for token in tokens:
+        for token in filter(self.holds, tokens):
             for role, inner, cell in self.cells(token):
                 cell.copy_(self.value(role, token, inner, cell))
 
     def assert_holds(self, tokens: range) -> None:
-        for token in tokens:
+        for token in filter(self.holds, tokens):
             for role, inner, cell in self.cells(token):
                 held = cell.contiguous().view(torch.uint8)
                 expected = self.value(role, token, inner, cell).view(torch.uint8)

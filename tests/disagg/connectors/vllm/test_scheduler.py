@@ -40,9 +40,9 @@ def output(request, count, blocks, resumed=()):
     )
 
 
-def scheduler(stream=False, cuts=False, produces=True, consumes=True):
+def scheduler(stream=False, cuts=False, produces=True, consumes=True, waits=False):
     roles = {"produces": produces, "consumes": consumes}
-    made = Scheduler(Groups(), **roles, stream=stream, cuts=cuts)
+    made = Scheduler(Groups(), **roles, stream=stream, cuts=cuts, waits=waits)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
 
@@ -75,6 +75,38 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     assert receive.blocks == ((7, 8, 9), (0, 6, 5))
     here.allocated(asked, BLOCKS, 0)  # vLLM calls again when the state has come
     assert here.step() == scheduler().step()
+
+
+def test_embeddings_are_not_handed_over_where_the_state_moves_on(caplog):
+    made = scheduler(cuts=True)
+    asked = request("p", 40, do_remote_decode=True)
+    asked.prompt_token_ids = None
+    made.arrived(asked)
+    assert made.finished(asked, ([1], [2])) == (False, None)
+    assert "embeddings" in caplog.text
+    assert made.step() == scheduler().step()
+
+
+def test_a_room_is_asked_for_once():
+    """A sequence that is scheduled after the first has read the room finds it gone."""
+    made, params = scheduler(), prefilled(scheduler())
+    first, second = (request(name, 40, **params) for name in ("0_d", "1_d"))
+    made.matched(first, 0)
+    made.allocated(first, BLOCKS, 39)
+    made.received(["0_d"])
+    assert made.matched(second, 0) == (0, False)
+    assert not made.step().declines
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_request_waits_in_its_step_or_before_it(waits):
+    made = scheduler(waits=waits)
+    asked = request("d", 40, **prefilled(scheduler()))
+    assert made.matched(asked, 0) == (39, not waits)
+    made.allocated(asked, BLOCKS, 39)
+    assert [each.waits for each in made.step().receives] == [waits]
+    made.finished(asked, ())
+    assert made.step().aborts == ([] if waits else ["d"])
 
 
 def test_a_prefix_that_decode_has_is_not_asked_for():
@@ -131,6 +163,21 @@ def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first():
     step = made.step()
     assert len(step.receives) == 1
     assert not step.declines
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
+    there, here = scheduler(cuts=cuts), scheduler()
+    rooms = [prefilled(there, tokens, room="x")["remote_request_id"] for tokens in (40, 50, 40)]
+    assert len({*rooms}) == 3  # the last is the first's prompt once more
+    known = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": "x"}
+    asked = [request("d", tokens, **known) for tokens in (40, 50, 60)]
+    for each in asked:
+        assert here.matched(each, 0) == (each.num_prompt_tokens - 1, True)
+        here.allocated(each, BLOCKS, each.num_prompt_tokens - 1)
+    found = [each.room for each in here.step().receives]
+    assert found[:2] == rooms[:2]
+    assert found[2] not in rooms
 
 
 def test_an_aborted_prefill_is_not_handed_over():

@@ -1,25 +1,28 @@
 """Two workers hand requests over, with real endpoints in one process: bytes, block tables, ends."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from disagg.connectors.vllm.layout import EngineLayout, Group
-from disagg.connectors.vllm.scheduler import Decline, Receive, Send, Step
-from disagg.connectors.vllm.settings import Settings
-from disagg.connectors.vllm.stats import empty, summary, total
+from disagg.connectors.rank import Rank
+from disagg.connectors.settings import Settings
+from disagg.connectors.stats import empty, summary, total
+from disagg.connectors.vllm.layout import Group
+from disagg.connectors.vllm.scheduler import Decline, Receive, Send, Step, log
 from disagg.connectors.vllm.worker import Worker
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 
 BLOCKS, TOKENS = 12, 8
+LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
 
 
 class Side:
     """Blocks of full attention, and states in the same memory, as vLLM's groups lie."""
 
-    def __init__(self, produces, **extra):
+    def __init__(self, produces, layers=LAYERS, **extra):
         torch.manual_seed(produces)
         self.memory = torch.randint(0, 255, (BLOCKS, TOKENS * 16), dtype=torch.uint8)
         rows = describe(
@@ -37,21 +40,17 @@ class Side:
             (*rows.buffers, *state.buffers), (*rows.regions, *state.regions), spaces, 2
         )
         groups = Group("kv0", "paged", 1, TOKENS), Group("state1", "slot", 1, TOKENS, "first")
-        self.worker = Worker(
-            Settings.read(extra),
-            EngineLayout(layout, groups),
-            produces=produces,
-            consumes=not produces,
-            ranks=1,
-        )
+        roles = {"produces": produces, "consumes": not produces}
+        rank = Rank(Settings.read(extra, "extra"), layout, **roles, readers=1, log=log)
+        self.worker = Worker(rank, groups, layers)
         self.sent, self.received, self.failed = set(), set(), set()
 
-    def step(self, **what):
-        """One step of its engine."""
+    def step(self, finished=("p",), **what):
+        """One step of its engine, which has finished these requests before it."""
         step = Step(**what)
         self.worker.begin(step)
         self.worker.save(step)
-        results = self.worker.results()
+        results = self.worker.results(finished)
         self.sent |= results.sent
         self.received |= results.received
         self.failed |= results.failed
@@ -62,19 +61,22 @@ def sides():
     pair = Side(True), Side(False)
     yield pair
     for side in pair:
-        side.worker.close()
+        side.worker.rank.close()
 
 
-def until(true, *sides):
+def until(true, *sides, turns=None):
+    """Steps of `sides`, and turns of one in whose forward pass that is, until something is so."""
     end = time.monotonic() + 20
     while not true():
         assert time.monotonic() < end
         for side in sides:
             side.step()
+        if turns is not None:
+            turns.worker.rank.turn()
 
 
 def receive(prefill, room="room", blocks=((0, 4, 5), (7,)), start=0):
-    return Receive("d", room, (prefill.worker.prefill.address,), blocks, start, 20)
+    return Receive("d", room, (prefill.worker.rank.prefill.address,), blocks, start, 20)
 
 
 def send(room="room", start=0, stop=20, last=True):
@@ -107,10 +109,131 @@ def test_chunks_are_offered_one_by_one(sides):
     assert torch.equal(decode.memory[5, :64], prefill.memory[2, :64])
 
 
+def saved(side, *names, **what):
+    """A step in whose forward pass vLLM tells of these layers."""
+    step = Step(**what)
+    for name in names:
+        side.worker.save_layer(name, step)
+        yield
+    side.worker.save(step)
+
+
+def ready(decode, layer):
+    return lambda: decode.worker.rank.decode.layer_ready("room", layer)
+
+
+@pytest.mark.parametrize("told", [("attention", "state"), ("state",), ("attention", "shared", "x")])
+def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told):
+    """Layers of which vLLM does not tell come with the end of the pass, others when it tells."""
+    prefill, decode = sides
+    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    list(saved(prefill, "attention", sends=[send(stop=16, last=False)]))
+    first = LAYERS[told[0]][1]
+    for _ in saved(prefill, *told, sends=[send(start=16)]):
+        until(ready(decode, first), decode, turns=prefill)
+        assert "d" not in decode.received
+    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+    assert not decode.failed
+    assert torch.equal(decode.memory[9], prefill.memory[3])
+    assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
+
+
+def test_layers_of_one_number_are_offered_once_all_were_computed():
+    prefill = Side(
+        True,
+        layers={
+            "keys": ("target", 0),
+            "index": ("target", 0),
+            "state": ("target", 1),
+        },
+    )
+    decode = Side(False)
+    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    passed = saved(prefill, "keys", "state", "index", sends=[send()])
+    next(passed), next(passed)
+    until(ready(decode, 1), decode, turns=prefill)
+    assert not ready(decode, 0)()
+    next(passed)
+    until(ready(decode, 0), decode, turns=prefill)
+    assert not list(passed)
+    until(lambda: "d" in decode.received, decode, prefill)
+    for side in (decode, prefill):
+        side.worker.rank.close()
+
+
+def test_what_was_offered_before_a_preemption_ends_and_what_is_offered_by_layer_after_it_stays(
+    sides,
+):
+    prefill, decode = sides
+    prefill.step(sends=[send("first", stop=16, last=False)])
+    decode.step(receives=[receive(prefill, "again", blocks=((9, 4, 5), (7,)))])
+    list(saved(prefill, "attention", "state", aborts=["p"], sends=[send("again")]))
+    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+    assert not decode.failed
+    assert prefill.worker.rank.prefill.leases().leased == {}
+
+
+def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
+    prefill, decode = sides
+    step = Step(receives=[replace(receive(prefill, blocks=((9, 4, 5), (7,))), waits=True)])
+    prefill.step(sends=[send()])  # its thread answers from here on
+    decode.worker.begin(step)
+    decode.worker.wait_layer("attention")
+    assert torch.equal(decode.memory[9], prefill.memory[3])
+    decode.worker.wait_layer("shares the state of another layer")
+    decode.worker.save(step)
+    results = decode.worker.results(())
+    assert not results.received and not decode.worker.invalid_blocks()
+
+
+def test_blocks_of_a_step_whose_state_does_not_come_are_told():
+    prefill, decode = Side(True), Side(False, peer_timeout=0.5)
+    one = receive(prefill, blocks=((9, 4, 5), (7,)), start=8)
+    nobody = replace(one, request="lost", room="other", addresses=("tcp://nonsense",))
+    step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
+    decode.worker.begin(step)
+    prefill.worker.rank.close()
+    decode.worker.wait_layer("attention")
+    decode.worker.save(step)
+    results = decode.worker.results(())
+    assert not results.received and not results.failed
+    assert decode.worker.invalid_blocks() == {4, 5}
+    assert not decode.worker.invalid_blocks()
+    decode.worker.rank.close()
+
+
+def test_a_room_that_ends_while_its_request_is_computed_is_told_when_that_has_finished(sides):
+    """vLLM ends the engine if it is told of a request that runs."""
+    prefill, decode = sides
+    prefill.step((), sends=[send(stop=8, last=False)])
+    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(aborts=["d"])
+    leases = prefill.worker.rank.prefill.leases
+    until(lambda: not leases().leased, decode, turns=prefill)
+    prefill.step((), sends=[send(start=8)])
+    assert not prefill.sent and not leases().leased
+    prefill.step(("p",))
+    assert prefill.sent == {"p"}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_request_that_cannot_be_offered_gives_all_its_blocks_back(sides, begun, caplog):
+    prefill, decode = sides
+    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    if begun:
+        prefill.step(sends=[send(stop=8, last=False)])
+    prefill.step(sends=[send(start=16), send("other", stop=16, last=False)])
+    assert prefill.sent == {"p"}
+    assert "request p cannot be handed over: room 'room'" in caplog.text
+    assert set(prefill.worker.rank.prefill.leases().leased.values()) == {1, 2}  # those of the other
+    if begun:
+        until(lambda: "d" in decode.failed, decode, prefill)
+
+
 def test_a_declined_room_gives_prefills_blocks_back(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    decode.step(declines=[Decline("room", (prefill.worker.prefill.address,))])
+    decode.step(declines=[Decline("room", (prefill.worker.rank.prefill.address,))])
     until(lambda: "p" in prefill.sent, decode, prefill)
 
 
@@ -142,7 +265,7 @@ def test_an_idle_engine_is_no_dead_one():
         time.sleep(1.5)
     assert not decode.failed
     for side in (decode, prefill):
-        side.worker.close()
+        side.worker.rank.close()
 
 
 def test_numbers_of_rooms_add_up(sides):
@@ -150,8 +273,8 @@ def test_numbers_of_rooms_add_up(sides):
     prefill.step(sends=[send()])
     decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
     until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    read, served = decode.worker.stats.take(), prefill.worker.stats.take()
-    assert decode.worker.stats.take() is None
+    read, served = decode.worker.rank.stats.take(), prefill.worker.rank.stats.take()
+    assert decode.worker.rank.stats.take() is None
     both = total(total(empty(), read), served)
     assert both["rooms"] == {"read": 1, "served": 1}
     assert both["bytes"] >= 20 * 16 + 50
@@ -159,8 +282,8 @@ def test_numbers_of_rooms_add_up(sides):
 
 
 @pytest.mark.parametrize(
-    "extra, named", [({"speed": 1}, "speed"), ({"stream": "layers"}, "stream='layers'")]
+    "extra, named", [({"speed": 1}, "speed"), ({"stream": "bytes"}, "stream='bytes'")]
 )
 def test_settings_that_are_not_known_are_named(extra, named):
     with pytest.raises(ValueError, match=named):
-        Settings.read(extra)
+        Settings.read(extra, "extra")

@@ -1,6 +1,5 @@
-"""What an operator sees: rooms, bytes, seconds by phase and failures, through vLLM's own channels.
-
-A worker counts; vLLM carries the numbers to its log ("KV Transfer metrics") and to Prometheus.
+"""What an operator sees: rooms, bytes, seconds by phase and failures. A rank counts; the serving
+engine carries the numbers, as plain data, to its log and to Prometheus.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def empty() -> Numbers:
 
 
 class Stats:
-    """Numbers of one worker since they were taken."""
+    """Numbers of one rank since they were taken."""
 
     def __init__(self) -> None:
         self._numbers = empty()

@@ -1,4 +1,6 @@
-"""KV memory of vLLM's CPU worker, made so that engine `local` of another process can map it."""
+"""KV memory that a serving engine allocates on the CPU, made so that engine `local` of another
+process can map it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from kvpool.device.cpu import CPUDevice
 
 
 class SharedAllocation(TorchFunctionMode):
-    """While it is entered, `torch.zeros(n, dtype=torch.int8)` on the CPU, which is how vLLM
-    allocates KV memory, is shared memory of kvpool's CPU device.
+    """While it is entered, `torch.zeros(n, dtype=torch.int8)` on the CPU, as vLLM allocates KV
+    memory, is shared memory of kvpool's CPU device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

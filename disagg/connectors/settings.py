@@ -1,22 +1,19 @@
-"""`kv_connector_extra_config`, checked."""
+"""What a user of a serving engine may set, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from disagg.runtime.options import Options
 
-STREAMS = (None, "chunks")
+STREAMS = (None, "chunks", "layers")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `--kv-transfer-config '{"kv_connector_extra_config": {...}}'` takes.
-
-    Raises ValueError that names what is wrong.
-    """
+    """The same names for every engine. Raises ValueError that names what is wrong."""
 
     engine: str = "local"
     """What moves bytes: local, nixl, mooncake, or another of `disagg.engines`."""
@@ -36,31 +33,32 @@ class Settings:
     """Seconds: an engine that is silent for longer is dead."""
     verify: Literal["checksum"] | None = None
     """"checksum": digests of both sides are compared before a request goes on."""
-    stream: Literal["chunks"] | None = None
-    """"chunks": a prompt is offered while it is computed."""
+    stream: Literal["chunks", "layers"] | None = None
+    """A prompt is offered while it is computed: "chunks", chunk by chunk; "layers", each layer of a
+    chunk. A decode engine with "layers" begins a request before it has come, and waits for each
+    layer in its forward pass.
+    """
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
-    options: Options = field(default_factory=Options, repr=False)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Settings:
-        """The settings of vLLM's extra config."""
-        known = {f.name for f in fields(cls)} - {"options"}
-        unknown = sorted(set(given) - known)
-        if unknown:
+    def read(cls, given: Mapping[str, Any], called: str) -> Settings:
+        """The settings of what the engine's user has given, which is `called` so there."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(given) - known):
             raise ValueError(
-                f"kv_connector_extra_config: {', '.join(unknown)} is not known; there are "
+                f"{called}: {', '.join(unknown)} is not known; there are "
                 f"{', '.join(sorted(known))}."
             )
         settings = cls(**given)
         if settings.stream not in STREAMS:
-            raise ValueError(f"stream={settings.stream!r}: 'chunks', or nothing.")
-        options = settings.options
-        options["threaded"] = False
-        if settings.keys is not None:
-            options["keys"] = settings.keys
-        if settings.insecure:
-            options["insecure"] = True
-        if settings.peer_timeout is not None:
-            options["peer_timeout"] = settings.peer_timeout
+            raise ValueError(f"{called}: stream={settings.stream!r}: 'chunks', 'layers' or null.")
         return settings
+
+    @property
+    def options(self) -> Options:
+        """What both endpoints take. The engine's loop turns them."""
+        options: Options = {"threaded": False, "keys": self.keys, "insecure": self.insecure}
+        if self.peer_timeout is not None:
+            options["peer_timeout"] = self.peer_timeout
+        return options

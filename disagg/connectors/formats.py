@@ -1,0 +1,109 @@
+"""What attention kernels keep in a page. Tensors and numbers in, parts out.
+
+A view is `[item, head, entry, content]` in any physical order; where there are no heads, that dim
+is of size 1. `heads` is the first head held, and all of the model. The dims that a part names have
+the view's strides; its kernel takes what lies behind them for contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.connectors.tensors import Part, UnknownFormat
+from kvpool.item import Cell, Repeat, Seq, Template
+
+Heads = tuple[int, int]
+FP8_LATENT_ROW = Seq(
+    Cell("latent", 512, "e4m3"), Cell("latent.scale", 4, "f32"), Cell("rope", 64, "bf16")
+)
+"""A row of FlashMLA's sparse kernels, 656 bytes: a scale for 128 elements of the latent."""
+
+
+def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
+    """The heads of a rank of tensor parallelism, which holds `held`. Layers may have other heads
+    than the model says; of fewer heads than ranks, several ranks hold the same.
+    """
+    total = held * ranks
+    if held == 1 and ranks > 1:
+        if of_model > ranks:
+            raise UnknownFormat(
+                f"1 KV head on each of {ranks} ranks of a model of {of_model}: how many the layer "
+                "has is not known. Use a smaller TP size."
+            )
+        total = of_model
+    return rank * total // ranks, total
+
+
+def rows(view: torch.Tensor, row: Template) -> list[Part]:
+    """`row` a token."""
+    return [Part(view[:, 0], ("item", "entry"), row)]
+
+
+def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> list[Part]:
+    """`[latent | rope]` a token."""
+    return rows(view, Seq(Cell("latent", latent, dtype), Cell("rope", rope, dtype)))
+
+
+def keys_and_values(
+    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, scaled: bool = False
+) -> list[Part]:
+    """`[K | V]` a token and head, of `key` and `value` elements; `scaled`: each with a float32
+    scale behind it.
+    """
+    cells: list[Template] = []
+    for role, count in (("k", key), ("v", value)):
+        cells += [Cell(role, count, dtype), Cell(f"{role}.scale", 1, "f32")][: 1 + scaled]
+    return [Part(view, ("item", "head", "entry"), Seq(*cells), heads)]
+
+
+def transposed_keys(
+    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, packing: str = ""
+) -> list[Part]:
+    """A head's half of an item is K as `[dim, token]`, the other V as `[token, dim]`; `packing`:
+    only the halves are known.
+    """
+    tokens = view.shape[2]
+    item = Seq(
+        Repeat("dim", key, Repeat("entry", tokens, Cell("k", 1, dtype))),
+        Repeat("entry", tokens, Cell("v", value, dtype)),
+    )
+    if packing:
+        item = Seq(Cell("k", key * tokens, dtype), Cell("v", value * tokens, dtype))
+    return [Part(view, ("item", "head"), item, heads, packing)]
+
+
+def planes(view: torch.Tensor, *, dim: int, dtype: str, heads: Heads) -> list[Part]:
+    """A plane of K and a plane of V in the place of heads, each `[token, head, dim]`."""
+    first, total = heads
+    held = view.shape[3] // dim
+    each = (Repeat("head", held, Cell(role, dim, dtype), first, total) for role in "kv")
+    return [Part(view[:, n], ("item", "entry"), plane) for n, plane in enumerate(each)]
+
+
+def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[Part]:
+    """An item's keys, then 4 bytes of scale for 128 elements of each: a float32, or a ue8m0 four
+    times.
+    """
+    tokens, scales = view.shape[2], dim // 128 * (1 if scale == "float32" else 4)
+    keys = Repeat("entry", tokens, Cell("index_key", dim, dtype))
+    item = Seq(keys, Repeat("entry", tokens, Cell("index_key.scale", scales, scale)))
+    return [Part(view, ("item",), item)]
+
+
+def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]:
+    """Items of which only `packing` is known, and which are contiguous in some order of dims. That
+    order, the heads and the tokens become part of the name.
+    """
+    strides = view.stride()
+    inner = sorted(range(1, 4), key=lambda dim: -strides[dim])
+    ordered = view.permute(0, *inner)
+    if not ordered[0].is_contiguous():
+        raise UnknownFormat(
+            f"its items move whole only, but they lie among others (strides {strides}). Use a "
+            "cache layout in which blocks are contiguous."
+        )
+    names = {1: "heads", 2: "tokens", 3: "elements"}
+    shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
+    item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
+    name = f"{packing}, {shape}, head {heads[0]} of {heads[1]}"
+    return [Part(ordered, ("item",), item, packing=name)]

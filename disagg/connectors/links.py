@@ -1,0 +1,56 @@
+"""The prefills that a decode rank reads from, by the addresses that come with its requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from disagg.protocol.decode_state import Link
+from disagg.runtime.decode_endpoint import DecodeEndpoint
+
+DEAD_SECONDS = 10.0
+"""How long an unused link is kept whose prefill is gone or was refused: a request that comes later
+begins with a new hello.
+"""
+UNUSED_SECONDS = 600.0
+"""How long an unused link is kept whose prefill is there."""
+
+
+@dataclass(slots=True)
+class _Used:
+    link: Link
+    at: float
+
+    @property
+    def dead(self) -> bool:
+        return self.link.lost is not None or self.link.refusal is not None
+
+
+class Links:
+    """Links of one endpoint: made where there is none, closed where one is of no more use."""
+
+    def __init__(self, decode: DecodeEndpoint, clock: Callable[[], float] = time.monotonic) -> None:
+        self._decode, self._clock = decode, clock
+        self._links: dict[tuple[str, ...], _Used] = {}
+
+    def to(self, addresses: tuple[str, ...]) -> Link:
+        """The link to a prefill's ranks. Raises ValueError for an address that is none."""
+        used = self._links.get(addresses)
+        if used is None:
+            used = self._links[addresses] = _Used(self._decode.connect(addresses), self._clock())
+        elif not used.dead:
+            used.at = self._clock()
+        return used.link
+
+    def close_unused(self, reading: Collection[Link]) -> None:
+        """Closes links that no room reads from (`reading`: those of open rooms), once they are dead
+        or old.
+        """
+        now = self._clock()
+        for addresses, used in list(self._links.items()):
+            if used.link in reading:
+                used.at = used.at if used.dead else now
+            elif now - used.at > (DEAD_SECONDS if used.dead else UNUSED_SECONDS):
+                del self._links[addresses]
+                self._decode.disconnect(used.link)

@@ -1,0 +1,267 @@
+"""One rank of a serving engine: its endpoints, and the rooms of its requests.
+
+Nothing here waits but `wait` and `wait_layer`. The engine's own loop turns the endpoints, and a
+thread does where the engine does not: in a long forward pass, or while it is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from disagg.connectors.layerwise import Layer
+from disagg.connectors.links import Links
+from disagg.connectors.settings import Settings
+from disagg.connectors.stats import Stats
+from disagg.engines.base import create_engine
+from disagg.errors import UnknownRoom
+from disagg.protocol.decode_state import Link
+from disagg.protocol.messages import Room
+from disagg.protocol.status import Failure
+from disagg.runtime.decode_endpoint import DecodeEndpoint
+from disagg.runtime.prefill_endpoint import PrefillEndpoint
+from kvpool.device import get_device
+from kvpool.layout import PoolLayout, RequestAddress
+
+E = TypeVar("E")
+
+TURN_SECONDS = 0.005
+"""The longest time between two turns of an endpoint, while Python's lock is free."""
+BUSY_SECONDS = 0.001
+"""How long an endpoint that says that it has more to do may keep the engine from its next step."""
+ABORTED = "the request was aborted or preempted."
+
+
+@dataclass(slots=True)
+class Results:
+    """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
+    of them whose state did not come (`failed`).
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Sending:
+    request: str
+    ended: bool = False
+    """Whether its room has ended, or cannot be offered."""
+    finished: bool = False
+    """Whether the engine is done with the request."""
+
+
+@dataclass(slots=True)
+class _Receiving:
+    request: str
+    link: Link
+    aborted: bool = False
+
+
+class Rank:
+    """Offers what this rank computes (`produces`), reads what it needs (`consumes`).
+
+    `readers` ranks of this engine read each room. `log` is the engine's.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: PoolLayout,
+        *,
+        produces: bool,
+        consumes: bool,
+        readers: int,
+        log: logging.Logger,
+    ) -> None:
+        self.stats, self._log = Stats(), log
+        self.prefill: PrefillEndpoint | None = None
+        self.decode: DecodeEndpoint | None = None
+        if produces:
+            self.prefill = PrefillEndpoint(
+                layout,
+                create_engine(settings.engine),
+                settings.bind,
+                lease=settings.lease,
+                **settings.options,
+            )
+        if consumes:
+            self.decode = DecodeEndpoint(
+                layout,
+                create_engine(settings.engine),
+                ranks=readers,
+                verify=settings.verify,
+                offer_timeout=settings.offer_timeout,
+                **settings.options,
+            )
+        self._links = None if self.decode is None else Links(self.decode)
+        self._endpoints = [each for each in (self.prefill, self.decode) if each is not None]
+        memory = layout.buffers[0].memory
+        self._device = None if memory == "cpu" else get_device(memory.partition(":")[0])
+        self._sending: dict[Room, _Sending] = {}
+        self._receiving: dict[Room, _Receiving] = {}
+        self._results = Results()
+        self._refusals: set[str] = set()
+        self._turning, self._turned = threading.Lock(), 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
+        self._thread.start()
+
+    def send(
+        self,
+        request: str,
+        room: str,
+        address: RequestAddress,
+        tokens: range,
+        *,
+        last: bool,
+        layer: Layer | None = None,
+    ) -> None:
+        """Offers positions `tokens` of a request, of a layer or of all, once the device has done
+        the work that it was given so far. Of a room that has ended nothing is offered any more.
+        Raises ValueError; `not_sent` is for that.
+        """
+        prefill = _needed(self.prefill, "prefill")
+        if self._sending.setdefault(room, _Sending(request)).ended:
+            return
+        after = None if self._device is None else self._device.record()
+        owner, number = layer or ("target", 0)
+        layers = None if layer is None else range(number, number + 1)
+        prefill.send(
+            room, address, tokens=tokens, layers=layers, owner=owner, last=last, after=after
+        )
+
+    def not_sent(self, request: str, room: str, why: ValueError) -> None:
+        """A request cannot be offered: its pages come back, and all others go on."""
+        self._log.error("request %s cannot be handed over: %s", request, why)
+        self._sending.setdefault(room, _Sending(request)).ended = True
+        with suppress(UnknownRoom):  # nothing of it was offered
+            _needed(self.prefill, "prefill").abort(room, f"it cannot be handed over: {why}")
+
+    def receive(
+        self, request: str, room: str, address: RequestAddress, start: int, peers: tuple[str, ...]
+    ) -> None:
+        """Asks the prefill at `peers` for positions from `start` on. Raises ValueError;
+        `not_received` is for that.
+        """
+        link = self._link(peers)
+        _needed(self.decode, "decode").receive(room, address, start=start, link=link)
+        self._receiving[room] = _Receiving(request, link)
+
+    def not_received(self, request: str, why: ValueError) -> None:
+        """A request cannot be asked for: it has failed, and all others go on."""
+        self._log.error("request %s cannot be received: %s", request, why)
+        self._results.received.add(request)
+        self._results.failed.add(request)
+
+    def decline(self, room: str, peers: tuple[str, ...]) -> None:
+        """Gives prefill its pages back: nothing of the room is needed."""
+        try:
+            _needed(self.decode, "decode").decline(room, self._link(peers))
+        except ValueError as error:
+            self._log.warning("room %s ends with prefill's lease: %s", room, error)
+
+    def abort(self, request: str, why: str = ABORTED) -> None:
+        """Ends the rooms of a request, which `results` does not call failed."""
+        for room, receiving in self._receiving.items():
+            if receiving.request == request:
+                receiving.aborted = True
+                _needed(self.decode, "decode").abort(room, why)
+        for room in [room for room, each in self._sending.items() if each.request == request]:
+            if not self._sending.pop(room).ended:
+                _needed(self.prefill, "prefill").abort(room, why)
+
+    def wait_layer(self, room: str, layer: Layer) -> None:
+        """Waits until a layer of a room has come, or the room has failed."""
+        owner, number = layer
+        if room in self._receiving:
+            with self._turning:
+                _needed(self.decode, "decode").wait_layer(room, number, owner=owner)
+
+    def wait(self, room: str) -> None:
+        """Waits until a room has ended."""
+        if room in self._receiving:
+            with self._turning:
+                _needed(self.decode, "decode").wait(room)
+
+    def results(self, finished: Collection[str]) -> Results:
+        """What has ended since the last call, in which the engine has `finished` these requests.
+        A room may end before its request is computed: its reader is gone. It is told when the
+        engine is done with its pages too.
+        """
+        self.turn()
+        if self.prefill is not None:
+            self._collect_sent(self.prefill, finished)
+        if self.decode is not None and self._links is not None:
+            for room, _, failure in self.decode.ended():
+                self._received(room, failure)
+                self.decode.forget(room)
+            self._links.close_unused({each.link for each in self._receiving.values()})
+        results, self._results = self._results, Results()
+        return results
+
+    def turn(self) -> None:
+        """Lets both endpoints do what there is to do now."""
+        with self._turning:
+            for endpoint in self._endpoints:
+                until = time.monotonic() + BUSY_SECONDS
+                while endpoint.step() and time.monotonic() < until:
+                    pass
+            self._turned = time.monotonic()
+
+    def close(self) -> None:
+        """Aborts what is open, tells peers and closes the engines."""
+        self._closed.set()
+        self._thread.join()
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+    def _turn_meanwhile(self) -> None:
+        while not self._closed.wait(TURN_SECONDS):
+            if time.monotonic() - self._turned > TURN_SECONDS:
+                self.turn()
+
+    def _link(self, peers: tuple[str, ...]) -> Link:
+        return _needed(self._links, "decode").to(peers)
+
+    def _collect_sent(self, prefill: PrefillEndpoint, finished: Collection[str]) -> None:
+        for room, _, failure in prefill.ended():
+            if room in self._sending:
+                self._sending[room].ended = True
+            self.stats.sent(failure)
+            prefill.forget(room)
+        for room, each in list(self._sending.items()):
+            each.finished |= each.request in finished
+            if each.finished and each.ended:
+                del self._sending[room]
+                self._results.sent.add(each.request)
+        refusals = prefill.refusals()
+        for reason in dict.fromkeys(refusals):
+            if reason not in self._refusals:
+                self._log.error("a decode engine cannot read from here: %s", reason)
+        self._refusals = set(refusals)
+
+    def _received(self, room: Room, failure: Failure | None) -> None:
+        receiving = self._receiving.pop(room, None)
+        if receiving is None:  # a declined room
+            return
+        self._results.received.add(receiving.request)
+        if failure and not receiving.aborted:
+            self._results.failed.add(receiving.request)
+            self._log.error("request %s was not received: %s", receiving.request, failure)
+        metrics = _needed(self.decode, "decode").metrics(room)
+        self._log.debug("request %s: %s", receiving.request, metrics)
+        self.stats.received(metrics, failure)
+
+
+def _needed(what: E | None, side: str) -> E:
+    """What only one side has; a connector asks for what its engine was started as."""
+    if what is None:
+        raise ValueError(f"this engine was not started for {side}.")
+    return what

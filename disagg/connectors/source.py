@@ -1,0 +1,71 @@
+"""What a prefill engine tells a decode engine of a request, by way of a proxy or client."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a request's state is: its room, and the endpoint addresses of prefill's ranks.
+    `prompt` is the digest of the tokens that were computed, where it is known.
+    """
+
+    room: str
+    addresses: tuple[str, ...]
+    prompt: str | None = None
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any], ids: Sequence[int] | None = None) -> Source:
+        """Of what a client has sent with a prompt of tokens `ids`. Raises ValueError."""
+        room, addresses = told.get("remote_request_id"), told.get("remote_addresses") or ()
+        if not room and ids is not None:
+            room = named_room(told.get("room"), ids)
+        found = {"remote_request_id": room, "remote_addresses": addresses}
+        missing = [key for key, value in found.items() if not value]
+        if missing:
+            raise ValueError(
+                f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
+            )
+        texts = isinstance(addresses, (list, tuple)) and all(isinstance(a, str) for a in addresses)
+        if not isinstance(room, str) or not texts:
+            raise ValueError(
+                "kv_transfer_params: remote_request_id is text, remote_addresses a list of texts."
+            )
+        return cls(room, tuple(addresses), told.get("remote_prompt"))
+
+    def told(self, tokens: int) -> dict[str, Any]:
+        """As `read` takes it, with names that vLLM's proxies pass on; `tokens` are handed over."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": self.room,
+            "remote_addresses": list(self.addresses),
+            "remote_num_tokens": tokens,
+            "remote_prompt": self.prompt,
+        }
+
+    def check_prompt(self, ids: Sequence[int] | None) -> None:
+        """Raises ValueError if prefill has computed another prompt than these tokens."""
+        ours = None if ids is None else prompt_digest(ids[:-1])
+        if self.prompt is not None and ours is not None and self.prompt != ours:
+            raise ValueError(
+                f"prefill computed another prompt ({self.prompt}), this one is {ours}. Do both "
+                "engines have the same tokenizer and chat template?"
+            )
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Of token ids: 16 hex digits."""
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
+
+
+def named_room(name: Any, ids: Sequence[int]) -> str | None:
+    """The room of a prompt where a proxy has named it to both sides; None if it has not. Two
+    prompts of one name have two rooms: neither side reads or offers the other's.
+    """
+    return f"{name}#{prompt_digest(ids[:-1])}" if isinstance(name, str) and name else None

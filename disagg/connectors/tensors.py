@@ -1,0 +1,139 @@
+"""An engine's layers as buffers and regions: what a layer's tensor holds, by parts; kernel blocks
+that are one block; layers that lie in one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from kvpool.describe import Described, describe_buffer, describe_items
+from kvpool.item import Template, item_regions, prefixed
+from kvpool.layout import Buffer, LayoutError, Region
+
+
+class UnknownFormat(ValueError):
+    """What a layer keeps in its pages, or how its pages are found, is not known."""
+
+
+class Part(NamedTuple):
+    """A part of a tensor: `dims` name its first dims, and `item` says what lies behind them.
+
+    `heads`: the first head held, and all of the model, if `head` is one of the dims. `packing`:
+    the name of an unknown inside.
+    """
+
+    tensor: torch.Tensor
+    dims: tuple[str, ...]
+    item: Template
+    heads: tuple[int, int] = (0, 0)
+    packing: str = ""
+
+
+Format = Callable[[torch.Tensor], list[Part]]
+"""What a layer's tensor `[item, ...]` holds."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Layer `number` of `owner`: its tensor `[item, ...]`, and what is in it. `name` is the
+    engine's; `prefix` is put before every role.
+    """
+
+    name: str
+    number: int
+    view: torch.Tensor
+    format: Format
+    owner: str = "target"
+    prefix: str = ""
+
+    def describe(self, space: str) -> Described:
+        """One buffer, whose items are all of the tensor's, and its regions. Raises UnknownFormat,
+        which names the layer.
+        """
+        with naming(self.name):
+            parts = self.format(self.view)
+            (first, *_) = item_regions(parts[0].item, owner=self.owner, layer=0, buffer="?")
+            dims = ("item", *map(str, range(1, self.view.dim())))
+            name = f"{self.owner}.{self.number}.{first.role}"
+            home = describe_buffer(self.view, dims, name=name, space=space)
+            regions: list[Region] = []
+            for part in parts:
+                regions += describe_items(
+                    part.tensor,
+                    part.dims,
+                    prefixed(part.item, self.prefix),
+                    layer=self.number,
+                    owner=self.owner,
+                    shards={"head": part.heads} if "head" in part.dims else {},
+                    packing=part.packing,
+                    buffer=home,
+                ).regions
+            return Described((home,), tuple(regions))
+
+    def folded(self, ratio: int) -> Layer | None:
+        """The layer with each `ratio` kernel blocks as one, if they can be read so: its format has
+        tokens of their own, and all of a block are one stride apart.
+        """
+        with naming(self.name):
+            by_tokens = all("entry" in part.dims for part in self.format(self.view))
+        count, heads, tokens, content = self.view.shape
+        block, head, token, element = self.view.stride()
+        if not by_tokens or block != tokens * token:
+            return None
+        shape = count // ratio, heads, ratio * tokens, content
+        view = self.view.as_strided(shape, (ratio * block, head, token, element))
+        return replace(self, view=view)
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Names a layer in what is refused of it."""
+    try:
+        yield
+    except UnknownFormat as error:
+        raise UnknownFormat(f"{layer}: {error}") from None
+    except LayoutError as error:
+        raise UnknownFormat(
+            f"{layer}: its format is not known. {error} Use a cache layout in which blocks are "
+            "contiguous, or add the format to disagg/connectors/formats.py."
+        ) from None
+
+
+def fold_blocks(layers: Sequence[Layer], blocks: int) -> tuple[list[Layer], int]:
+    """Layers `[kernel block, head, token, content]` of `blocks` blocks, and their items a block: 1
+    where the kernel blocks of each can be read as one.
+    """
+    counts = {layer.view.shape[0] for layer in layers}
+    ratio = min(counts) // blocks
+    if counts != {ratio * blocks}:
+        shapes = ", ".join(f"{layer.name} {tuple(layer.view.shape)}" for layer in layers)
+        raise UnknownFormat(
+            f"views of {blocks} blocks, {shapes}: not known, only as many kernel blocks a block in "
+            "all layers of a group. Use a block size that all backends take."
+        )
+    folded = [layer.folded(ratio) for layer in layers] if ratio > 1 else [*layers]
+    whole = [layer for layer in folded if layer is not None]
+    return (whole, 1) if len(whole) == len(layers) else ([*layers], ratio)
+
+
+def join_nested(layers: Iterable[Described]) -> Described:
+    """All buffers and regions of one space. Layers whose items lie inside one another become one
+    buffer (vLLM's KVCacheLayout BHLNC: the layers of a head side by side).
+    """
+    found: list[tuple[Buffer, list[Region]]] = []
+    for seen in sorted(layers, key=lambda seen: seen.buffers[0].base):
+        (home,) = seen.buffers
+        last, held = found[-1] if found else (home, [])
+        shift = home.base - last.base
+        if not found or shift >= last.item_bytes:
+            found.append((home, list(seen.regions)))
+            continue
+        held += (replace(r, buffer=last.name, offset=r.offset + shift) for r in seen.regions)
+        reach = max(last.item_bytes, shift + home.item_bytes)
+        found[-1] = replace(last, item_bytes=reach), held
+    return Described(tuple(home for home, _ in found), tuple(r for _, rs in found for r in rs))

@@ -1,0 +1,96 @@
+"""System calls that return at once, made without letting the GIL go: on a busy host a thread gets
+it back 5 ms later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+MAX_EVENTS = 256
+"""Files that one `ready` names; others come with the next."""
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+class _Event(ctypes.Structure):
+    """struct epoll_event, which the kernel packs on x86-64 only."""
+
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = (("mask", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def _call(name: str, *arguments: Any) -> Callable[..., int]:
+    function = getattr(_libc, name)
+    function.argtypes, function.restype = arguments, ctypes.c_ssize_t
+    return function  # type: ignore[no-any-return]
+
+
+_pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_recv = _call("recv", _int, _pointer, _size, _int)
+_send = _call("send", _int, _pointer, _size, _int)
+_read = _call("read", _int, _pointer, _size)
+_write = _call("write", _int, _pointer, _size)
+_epoll_wait = _call("epoll_wait", _int, _pointer, _int, _int)
+_epoll_ctl = _call("epoll_ctl", _int, _int, _int, _pointer)
+for _function in (_epoll_wait, _epoll_ctl):
+    _function.restype = _int  # type: ignore[attr-defined]
+ADD, MODIFY = 1, 3
+
+
+class Scratch:
+    """Memory to receive into; `view` is what was received."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._held = ctypes.create_string_buffer(nbytes)
+        self.view = memoryview(self._held).cast("B")
+
+    def receive(self, descriptor: int, flags: int) -> int:
+        """Bytes that a non-blocking socket had. Raises OSError."""
+        return _checked(_recv(descriptor, self._held, len(self.view), flags))
+
+    def read(self, descriptor: int) -> None:
+        """Takes what a non-blocking pipe holds, and says nothing of it."""
+        _read(descriptor, self._held, len(self.view))
+
+
+def send(descriptor: int, data: bytes, flags: int) -> int:
+    """Bytes that a non-blocking socket took. Raises OSError."""
+    return _checked(_send(descriptor, data, len(data), flags))
+
+
+def write_byte(descriptor: int) -> None:
+    """Writes a byte to a non-blocking pipe, unless it is full."""
+    _write(descriptor, b"\0", 1)
+
+
+class ReadyFiles:
+    """What an epoll set has now."""
+
+    def __init__(self, epoll: int) -> None:
+        self._epoll, self._events = epoll, (_Event * MAX_EVENTS)()
+
+    def watch(self, descriptor: int, mask: int) -> None:
+        """Watches a file, which may be watched already. Raises OSError."""
+        event = _Event(mask, descriptor)
+        done = _epoll_ctl(self._epoll, MODIFY, descriptor, ctypes.byref(event))
+        if done < 0 and ctypes.get_errno() == errno.ENOENT:
+            done = _epoll_ctl(self._epoll, ADD, descriptor, ctypes.byref(event))
+        _checked(done)
+
+    def take(self) -> list[tuple[int, int]]:
+        """File numbers and masks, without waiting. Raises OSError."""
+        count = _checked(_epoll_wait(self._epoll, self._events, MAX_EVENTS, 0))
+        return [(each.data & 0xFFFFFFFF, each.mask) for each in self._events[:count]]
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result

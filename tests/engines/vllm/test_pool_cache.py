@@ -1,0 +1,264 @@
+"""vLLM prefills and `transformers` over kvpool's own pool decodes, and the other way round: the
+tokens are those of one vLLM engine and of plain transformers (float32, greedy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from disagg import (
+    DecodeEndpoint,
+    IncompatibleLayouts,
+    KVPoll,
+    PrefillEndpoint,
+    create_engine,
+)
+from kvpool import Allocator, SWAPool
+from kvpool.integrations.transformers import PoolCache, pool_for
+from tests.engines.vllm.conftest import LENGTHS, Tokens
+from tests.engines.vllm.engines import PREFILL, Engine, prompts
+from tests.engines.vllm.models import save
+
+Start = Callable[..., Engine]
+Expected = Callable[..., Tokens]
+Load = Callable[..., "Transformer"]
+EXACT = {"dtype": "float32"}
+FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
+STEPS, PAGE, PATIENCE = 24, 16, 60.0
+
+
+class Transformer:
+    """A model, and a pool for four requests of it."""
+
+    def __init__(self, place: Path, dtype: str) -> None:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.model = load(place, dtype=getattr(torch, dtype)).eval()
+        sizes = {"num_pages": 80, "num_window_pages": 80, "num_slots": 6, "page_size": PAGE}
+        self.pool = pool_for(self.model.config, dtype=dtype, **sizes)
+        self.allocator = Allocator(self.pool)
+
+    @torch.no_grad()
+    def logits(self, cache: Any, tokens: list[int]) -> torch.Tensor:
+        """Of the last of `tokens`."""
+        asked = torch.tensor([tokens])
+        return self.model(asked, past_key_values=cache, use_cache=True).logits[0, -1]
+
+    def greedy(self, cache: Any, tokens: list[int]) -> list[int]:
+        """The tokens after `tokens`."""
+        found: list[int] = []
+        while len(found) < STEPS:
+            found.append(int(self.logits(cache, tokens if not found else found[-1:]).argmax()))
+        return found
+
+    def alone(self, prompt: list[int]) -> list[int]:
+        """Tokens of plain transformers. The last of the prompt is computed in a step of its own."""
+        cache = DynamicCache(config=self.model.config)
+        self.logits(cache, prompt[:-1])
+        return self.greedy(cache, prompt[-1:])
+
+
+@pytest.fixture
+def transformer(models: Path) -> Iterator[Load]:
+    """Loads a model; it computes on one thread, beside an engine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda name, dtype="float32": Transformer(save(name, models), dtype)
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def received(side: Transformer, params: list[dict[str, Any]]) -> Iterator[list[Any]]:
+    """The requests that prefill's answers name, read to the pool."""
+    with DecodeEndpoint(side.pool.layout, create_engine("local"), verify="checksum") as endpoint:
+        link = endpoint.connect(params[0]["remote_addresses"], timeout=PATIENCE)
+        requests = [side.allocator.new_request() for _ in params]
+        for request, answer in zip(requests, params):
+            side.allocator.extend(request, answer["remote_num_tokens"], received=True)
+            endpoint.receive(answer["remote_request_id"], request.address(), link=link)
+        for answer in params:
+            state = endpoint.wait(answer["remote_request_id"], PATIENCE)
+            assert state is KVPoll.Success, endpoint.failure(answer["remote_request_id"])
+        yield requests
+
+
+@contextmanager
+def offered(side: Transformer, asked: list[list[int]]) -> Iterator[list[dict[str, Any]]]:
+    """What a prefill's answers would name, of prompts that are in the pool but for their last
+    token.
+    """
+    with PrefillEndpoint(side.pool.layout, create_engine("local")) as endpoint:
+        answers = []
+        for number, prompt in enumerate(asked):
+            cache = PoolCache.new(side.pool, side.allocator)
+            side.logits(cache, prompt[:-1])
+            endpoint.send(f"room {number}", cache.requests[0].address())
+            answers.append(
+                {
+                    "do_remote_prefill": True,
+                    "remote_request_id": f"room {number}",
+                    "remote_addresses": [endpoint.address],
+                    "remote_num_tokens": len(prompt) - 1,
+                }
+            )
+        yield answers
+        for answer in answers:
+            room = answer["remote_request_id"]
+            assert endpoint.wait(room, PATIENCE) is KVPoll.Success, endpoint.failure(room)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_decodes_what_vllm_has_prefilled(
+    family: str, start: Start, expected: Expected, transformer: Load
+) -> None:
+    side, asked = transformer(family), prompts(*LENGTHS)
+    prefill = start("prefill", family, **EXACT).ready()
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    got = []
+    with received(side, [one["params"] for one in first]) as requests:
+        for request, prompt in zip(requests, asked):
+            assert request.num_tokens == len(prompt) - 1
+            cache = PoolCache(side.pool, side.allocator, [request])
+            got.append(side.greedy(cache, prompt[-1:]))
+    prefill.idle()
+    assert got == [side.alone(prompt) for prompt in asked]
+    assert got == expected(family, **EXACT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_decodes_what_transformers_has_prefilled(
+    family: str, start: Start, expected: Expected, transformer: Load
+) -> None:
+    side, asked = transformer(family), prompts(*LENGTHS)
+    decode = start("decode", family, **EXACT).ready()
+    with offered(side, asked) as params:
+        got = [one["tokens"][0] for one in decode.generate(asked, tokens=STEPS, params=params)]
+    decode.idle()
+    assert got == expected(family, **EXACT)
+    assert got == [side.alone(prompt) for prompt in asked]
+
+
+def test_a_delta_nets_state_arrives_as_transformers_computes_it(
+    start: Start, transformer: Load
+) -> None:
+    """vLLM has delta nets in bfloat16 only on a CPU, where the two do not round alike: states are
+    close, and those of another order are not. No token is decoded: PoolCache needs transformers
+    5.23 for that, vLLM 0.32 comes with 5.19.
+    """
+    side, asked = transformer("qwen3_next", "bfloat16"), prompts(*LENGTHS)[:2]
+    prefill = start("prefill", "qwen3_next").ready()
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    with received(side, [one["params"] for one in first]) as requests:
+        for request, prompt in zip(requests, asked):
+            own = PoolCache.new(side.pool, side.allocator)
+            side.logits(own, prompt[:-1])
+            for name, here, there in states(side, request, own.requests[0]):
+                assert far(here, there) < 0.3, name
+                if name.endswith("temporal"):
+                    assert far(here.transpose(-1, -2), there) > 1, name
+            side.allocator.free(own.requests[0])
+    prefill.idle()
+
+
+def states(side: Transformer, *requests: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What two requests hold, by layer and role."""
+    pool, where = side.pool, [side.allocator.locations(request) for request in requests]
+    for layer, kind in enumerate(side.model.config.layer_types):
+        if kind == "linear_attention":
+            names, pairs = (
+                ("conv", "temporal"),
+                [pool.get_linear_state(layer, at["state"][:1]) for at in where],
+            )
+        else:
+            names, pairs = ("k", "v"), [pool.get_kv_buffer(layer, at["kv"]) for at in where]
+        for name, here, there in zip(names, *pairs):
+            yield f"layer {layer} {name}", here.float(), there.float()
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The distance of two tensors, relative to the second."""
+    return float((one - other).norm() / other.norm())
+
+
+def test_vllm_goes_on_from_a_delta_nets_state_of_transformers(
+    start: Start, expected: Expected, transformer: Load
+) -> None:
+    side, asked = transformer("qwen3_next", "bfloat16"), prompts(*LENGTHS)
+    decode = start("decode", "qwen3_next").ready()
+    with offered(side, asked) as params:
+        got = [one["tokens"][0] for one in decode.generate(asked, tokens=STEPS, params=params)]
+    decode.idle()
+    assert [one[:1] for one in got] == [one[:1] for one in expected("qwen3_next")]
+
+
+def test_another_dtype_is_refused_by_name(start: Start, transformer: Load) -> None:
+    side = transformer("llama", "float32")
+    prefill = start("prefill", "llama").ready()
+    first = prefill.generate(prompts(40), tokens=1, params=[dict(PREFILL)])
+    addresses = first[0]["params"]["remote_addresses"]
+    with (
+        DecodeEndpoint(side.pool.layout, create_engine("local")) as endpoint,
+        pytest.raises(IncompatibleLayouts) as refused,
+    ):
+        endpoint.connect(addresses, timeout=PATIENCE)
+    for role in ("k", "v"):
+        told = f"target layers 0-3 {role}: bfloat16 on prefill, float32 on decode."
+        assert told in str(refused.value)
+
+
+def test_a_pool_that_wants_more_than_a_window_is_refused_by_name(
+    start: Start, transformer: Load
+) -> None:
+    """Of a window of 128 vLLM keeps what the next token sees, 127."""
+    side = transformer("gpt_oss")
+    wide = SWAPool(
+        full=side.pool.full,
+        window_layers=side.pool.window_layers,
+        window=128,
+        layers=side.pool.layers,
+        num_pages=40,
+        num_window_pages=40,
+        page_size=PAGE,
+        dtype="float32",
+    )
+    prefill = start("prefill", "gpt_oss", **EXACT).ready()
+    params = prefill.generate(prompts(300), tokens=1, params=[dict(PREFILL)])[0]["params"]
+    allocator, room = Allocator(wide), params["remote_request_id"]
+    request = allocator.new_request()
+    allocator.extend(request, params["remote_num_tokens"], received=True)
+    with DecodeEndpoint(wide.layout, create_engine("local")) as endpoint:
+        endpoint.connect(params["remote_addresses"], timeout=PATIENCE)
+        endpoint.receive(room, request.address())
+        assert endpoint.wait(room, PATIENCE) is KVPoll.Failed
+        assert "Give decode a window of at most 127 entries" in str(endpoint.failure(room))
+    prefill.idle()
+
+
+def test_latents_and_rope_keys_are_those_of_transformers(start: Start, transformer: Load) -> None:
+    """The tokens of this model hardly depend on rope keys. In layer 0 those of one token repeated
+    differ by their rotation only. vLLM 0.32's CPU kernel takes a tensor's rows for as wide as a key
+    (64): they are 704 here (query 128, latent 512, key 64), so the key of position p is rotated as
+    that of 11 p, and from the place on where these end, not at all.
+    """
+    side, asked = transformer("deepseek_v3"), [[7] * 300]
+    prefill = start("prefill", "deepseek_v3", **EXACT).ready()
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
+    with received(side, [one["params"] for one in first]) as requests:
+        own = PoolCache.new(side.pool, side.allocator)
+        side.logits(own, asked[0][:-1])
+        (latent, rope), (own_latent, own_rope) = (
+            side.pool.get_kv_buffer(0, side.allocator.locations(request)["kv"])
+            for request in (requests[0], own.requests[0])
+        )
+        rotated = own_rope[::11]
+        assert far(latent, own_latent) < 1e-3
+        assert far(rope[: len(rotated)], rotated) < 1e-3
+        halves = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        assert far(rope[: len(rotated)], halves) > 0.5
+    prefill.idle()
