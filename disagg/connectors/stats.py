@@ -5,8 +5,8 @@ engine carries the numbers, as plain data, to its log and to Prometheus.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
@@ -16,6 +16,28 @@ Numbers = dict[str, Any]
 number a room; `failures`: how many by `side/kind`.
 """
 ROOMS = ("read", "failed", "served", "unserved")
+
+
+class Series(NamedTuple):
+    """A counter of Prometheus, or a histogram if it has `buckets`; `label` is its own."""
+
+    name: str
+    about: str
+    label: str | None = None
+    buckets: tuple[float, ...] = ()
+
+
+SERIES = (
+    Series("rooms", "Hand-offs that ended, by outcome.", "outcome"),
+    Series("failures", "Failed hand-offs, by side and kind.", "kind"),
+    Series("bytes", "Bytes of KV state read from prefill."),
+    Series(
+        "seconds",
+        "Seconds of a hand-off, by phase.",
+        "phase",
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    ),
+)
 
 
 def empty() -> Numbers:
@@ -82,3 +104,15 @@ def summary(numbers: Numbers) -> dict[str, int | float]:
     for kind, count in numbers["failures"].items():
         line[f"Failures {kind}"] = count
     return line
+
+
+def observations(numbers: Mapping[str, Any]) -> Iterator[tuple[Series, tuple[str, ...], float]]:
+    """What Prometheus is told: a series, the value of its label, and a count or an observation."""
+    for series in SERIES:
+        found = numbers[series.name]
+        if series.label is None:
+            yield series, (), found
+            continue
+        for value, count in found.items():
+            for each in count if series.buckets else (count,):
+                yield series, (value,), each

@@ -11,8 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from disagg.connectors import stats
 
-SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
-
 
 class KvpoolStats(KVConnectorStats):
     """`stats.Numbers` as vLLM carries them."""
@@ -31,31 +29,21 @@ class KvpoolStats(KVConnectorStats):
 
 
 class KvpoolPromMetrics(KVConnectorPromMetrics):
-    """`vllm:kvpool_*`: rooms and failures counted, bytes, seconds by phase."""
+    """`vllm:kvpool_*`: `stats.SERIES`, by engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        counter, histogram = self._counter_cls, self._histogram_cls
-        self._rooms = self._metric(counter, "rooms", "Hand-offs that ended, by outcome.", "outcome")
-        self._failures = self._metric(
-            counter, "failures", "Failed hand-offs, by side and kind.", "kind"
-        )
-        self._bytes = self._metric(counter, "bytes", "Bytes of KV state read from prefill.")
-        self._seconds = self._metric(
-            histogram, "seconds", "Seconds of a hand-off, by phase.", "phase", buckets=SECONDS
-        )
+        self._metrics = {series: self._metric(series) for series in stats.SERIES}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
-        for outcome, count in transfer_stats_data["rooms"].items():
-            self._rooms.labels(*labels, outcome).inc(count)
-        for kind, count in transfer_stats_data["failures"].items():
-            self._failures.labels(*labels, kind).inc(count)
-        self._bytes.labels(*labels).inc(transfer_stats_data["bytes"])
-        for phase, seconds in transfer_stats_data["seconds"].items():
-            for value in seconds:
-                self._seconds.labels(*labels, phase).observe(value)
+        engine = self.per_engine_labelvalues[engine_idx]
+        for series, label, value in stats.observations(transfer_stats_data):
+            metric = self._metrics[series].labels(*engine, *label)
+            (metric.observe if series.buckets else metric.inc)(value)
 
-    def _metric(self, kind: Any, name: str, what: str, *labels: str, **more: Any) -> Any:
-        names = [*self._labelnames, *labels]
-        return kind(name=f"vllm:kvpool_{name}", documentation=what, labelnames=names, **more)
+    def _metric(self, series: stats.Series) -> Any:
+        labels = [*self._labelnames, *([series.label] if series.label else [])]
+        named = {"name": f"vllm:kvpool_{series.name}", "documentation": series.about}
+        if series.buckets:
+            return self._histogram_cls(**named, labelnames=labels, buckets=series.buckets)
+        return self._counter_cls(**named, labelnames=labels)
