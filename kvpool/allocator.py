@@ -105,6 +105,13 @@ class Allocator:
                     "allocator has a free list for each. Give block tables of your own, or "
                     "declare these spaces without block_pool."
                 )
+            size = self.layout.space_by_name[lists[0]].items_per_block
+            if size > 1:
+                raise ValueError(
+                    f"space {lists[0]}: a block of block pool {name} is {size} items, but an "
+                    "allocator hands out single ones. Give block tables of your own, or declare "
+                    "the space with items_per_block 1."
+                )
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
         self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
         self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}

@@ -8,6 +8,7 @@ destination's memory: live bytes with the definition, all others with what lay t
 from __future__ import annotations
 
 import ctypes
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,19 +102,26 @@ def overlaid(
     padding: bool = False,
     leads: Mapping[str, int] = MappingProxyType({}),
 ) -> State:
-    """State made by hand in which the items of all spaces lie over one another: each space's
+    """State made by hand in which `items` blocks of all spaces lie over one another: each space's
     (layer, template) pairs side by side in a block of one allocation, or (`tensors`) the n-th of
-    every space in a block of the n-th tensor. They begin at byte `leads[space]`, or 0.
+    every space in a block of the n-th tensor. They begin at byte `leads[space]`, or 0; where a
+    block is several items, in each of as many equal parts of it.
 
-    `padding`: a space owns the rest of a block that it has.
+    `padding`: a space owns the rest of a block, or of a part, that it has.
     """
+    spaces = list(spaces)
+    cuts = {space.name: space.items_per_block for space in spaces}
     sizes = {name: [item_bytes(each) for _, each in parts] for name, parts in groups.items()}
-    rows = [(leads.get(name, 0), held) for name, held in sizes.items()]
+    rows = [(cuts[name], leads.get(name, 0), held) for name, held in sizes.items()]
     if tensors:
-        most = max(map(len, sizes.values()))
-        strides = [max(lead + held[n] for lead, held in rows if n < len(held)) for n in range(most)]
+        tops = [
+            max(cut * (lead + held[n]) for cut, lead, held in rows if n < len(held))
+            for n in range(max(map(len, sizes.values())))
+        ]
     else:
-        strides = [max(lead + sum(held) for lead, held in rows)]
+        tops = [max(cut * (lead + sum(held)) for cut, lead, held in rows)]
+    step = math.lcm(*cuts.values())
+    strides = [-(-top // step) * step for top in tops]
     starts = [GUARD + n * GUARD + items * sum(strides[:n]) for n in range(len(strides))]
     slab = np.zeros(starts[-1] + items * strides[-1] + GUARD, dtype=np.uint8)
     buffers, regions = [], []
@@ -121,12 +129,12 @@ def overlaid(
         for number, (layer, template) in enumerate(parts):
             tensor, within = (number, 0) if tensors else (0, sum(sizes[space][:number]))
             within += leads.get(space, 0)
-            stride, size = strides[tensor], sizes[space][number]
+            stride, size = strides[tensor] // cuts[space], sizes[space][number]
             if padding and (tensors or number == len(parts) - 1):
                 size = stride - within
             name = f"{space}.{number}"
-            base = slab.ctypes.data + starts[tensor] + within
-            buffers.append(Buffer(name, space, base, stride, size, items, padding=padding))
+            base, count = slab.ctypes.data + starts[tensor] + within, items * cuts[space]
+            buffers.append(Buffer(name, space, base, stride, size, count, padding=padding))
             regions.extend(item_regions(template, owner="target", layer=layer, buffer=name))
     layers = 1 + max(layer for parts in groups.values() for layer, _ in parts)
     layout = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), layers)
@@ -152,8 +160,8 @@ def of_layers(holder: KVPool | State, layers: range) -> State:
 
 
 def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestAddress:
-    """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive). No id of a
-    block pool is taken twice.
+    """An address of `tokens` tokens in items shuffled by `seed` (None: consecutive), or in items of
+    shuffled blocks. No block of a block pool is taken twice.
     """
     layout, spans, random = holder.layout, {}, np.random.default_rng(seed)
     taken: dict[str, list[int]] = {}
@@ -166,13 +174,15 @@ def place(holder: KVPool | State, tokens: int, seed: int | None = 0) -> RequestA
             )
             lists = [each for each in layout.spaces if each.id_list == space.name]
             count = max(_items(each, tokens) for each in lists)
-            usable = np.arange(space.reserved, items)
-            ids = usable if seed is None else random.permutation(usable)
+            size = space.items_per_block
+            blocks = np.arange(space.reserved // size, items // size)
+            blocks = blocks if seed is None else random.permutation(blocks)
             if space.block_pool is not None:
                 others = taken.setdefault(space.block_pool, [])
-                ids = ids[~np.isin(ids, others)]
-                others.extend(ids[:count].tolist())
-                assert ids.size >= count, f"space {space.name}: {ids.size} items are left"
+                blocks = blocks[~np.isin(blocks, others)]
+                others.extend(blocks[: -(-count // size)].tolist())
+            ids = (blocks[:, None] * size + np.arange(size)).ravel()
+            assert ids.size >= count, f"space {space.name}: {ids.size} items are left"
             spans[space.name] = Span(ids[:count])
     return RequestAddress(tokens, spans)
 
@@ -205,6 +215,7 @@ def elsewhere(holder: KVPool | State, address: RequestAddress) -> RequestAddress
     """An address of as many tokens, in items of which `address` has none."""
     spans: dict[str, Span] = {}
     pools = {space.name: space.block_pool for space in holder.layout.spaces}
+    cuts = {space.name: space.items_per_block for space in holder.layout.spaces}
     for name, span in address.spans.items():
         spaces = [s for s in holder.layout.spaces if s.id_list == name]
         sizes = holder.layout.items_by_space
@@ -212,7 +223,7 @@ def elsewhere(holder: KVPool | State, address: RequestAddress) -> RequestAddress
         free = np.setdiff1d(np.arange(max(s.reserved for s in spaces), items), span.ids)
         for other, held in (*address.spans.items(), *spans.items()):
             if pools.get(name) is not None and pools.get(other) == pools[name]:
-                free = np.setdiff1d(free, held.ids)
+                free = free[~np.isin(free // cuts[name], held.ids // cuts[other])]
         assert free.size >= span.ids.size, f"space {name}: {free.size} items are left"
         spans[name] = Span(free[: span.ids.size], span.first_item)
     return RequestAddress(address.num_tokens, spans)

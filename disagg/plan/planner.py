@@ -93,7 +93,7 @@ class TransferPlan:
         be of this very transfer. With the last positions dead entries of the last page may move
         along. Raises IncompleteTransfer if the
         source does not hold a position that the destination needs, and ValueError if a page id
-        lies outside its buffer, or is listed for two spaces of one block pool.
+        lies outside its buffer, or its block is listed for two spaces of the block pool.
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(

@@ -101,9 +101,9 @@ def _address(layout: PoolLayout, tokens: int) -> RequestAddress:
             if one.id_list == space.id_list
         )
         first = space.reserved
-        if space.block_pool is not None:
-            first += taken[space.block_pool]
-            taken[space.block_pool] += items
+        if space.block_pool is not None:  # a block is one list's, whole
+            first += taken[space.block_pool] * space.items_per_block
+            taken[space.block_pool] += -(-items // space.items_per_block)
         spans[space.name] = Span(np.arange(first + items - 1, first - 1, -1))
     return RequestAddress(tokens, spans)
 

@@ -166,8 +166,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
 
         Raises RoomError for a room that is there already, for items that another room writes (pages
-        before `start` are only kept, and may be shared), and for an id that the block table lists
-        for two spaces of one block pool; ValueError if the request is not
+        before `start` are only kept, and may be shared), and for a block that the block table
+        lists for two spaces of its pool; ValueError if the request is not
         what its block table says any more, or shares pages that would be written; RequestPinned
         while another room offers or receives it.
         """

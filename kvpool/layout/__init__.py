@@ -11,7 +11,7 @@ are enough: routers and planners read layouts without torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvpool.layout.foreign import ForeignBytes
@@ -122,6 +122,22 @@ class PoolLayout:
     def space_of(self, region: Region) -> Space:
         """The space whose ids address a region's items."""
         return self.space_by_name[self.buffer_of(region).space]
+
+    def items_per_block(self, buffer: Buffer) -> int:
+        """How many items of a buffer are one block of its block pool."""
+        return self.space_by_name[self.space_by_name[buffer.space].id_list].items_per_block
+
+    def by_blocks(self, buffer: Buffer) -> Buffer:
+        """A buffer with the blocks of its block pool as items, each from the first byte of its
+        first item to the last byte of its last.
+        """
+        size = self.items_per_block(buffer)
+        return replace(
+            buffer,
+            item_stride=size * buffer.item_stride,
+            item_bytes=(size - 1) * buffer.item_stride + buffer.item_bytes,
+            items=buffer.items // size,
+        )
 
     def live_bytes(self, tokens: int) -> int:
         """Live bytes of a request of `tokens` tokens, without padding. Of a packed region, items

@@ -1,30 +1,33 @@
 """Foreign bytes: those in and between the items of a layout that no region claims and nobody has
 declared padding. They belong to somebody else.
 
-Where items of a block pool's spaces lie over one another, a byte is foreign that none of them
+Where blocks of a block pool's spaces lie over one another, a byte is foreign that none of them
 claims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.layout.grid import Ints, bytes_below, merge_intervals, region_runs
+from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum
 from kvpool.layout.types import Buffer, Region
 
 if TYPE_CHECKING:
     from kvpool.layout import PoolLayout
 
-_Inside = Mapping[str, Sequence[Region]]
+_Claim = tuple[int, int, list[tuple[int, int]]]
+"""Bytes of a block that are not foreign: a start, and a width at each point of a grid of (size,
+stride) axes.
+"""
 
 
 class _Stretch(NamedTuple):
-    """Memory of buffers that interleave, and which of `_Gaps` its items have."""
+    """Memory of buffers that interleave, and which of `_Gaps` its blocks have."""
 
     start: int
     end: int
@@ -33,16 +36,16 @@ class _Stretch(NamedTuple):
 
 
 class _Gaps(NamedTuple):
-    """The foreign bytes of each `stride` bytes: sorted half-open intervals, `[G]`."""
+    """The foreign bytes of each block, `stride` bytes: sorted half-open intervals, `[G]`."""
 
     stride: int
     starts: Ints
     ends: Ints
 
     def below(self, at: Ints) -> Ints:
-        """Foreign bytes below each of `at`, counted from the first item."""
-        item, byte = np.divmod(at, self.stride)
-        found: Ints = item * (self.ends - self.starts).sum()
+        """Foreign bytes below each of `at`, counted from the first block."""
+        block, byte = np.divmod(at, self.stride)
+        found: Ints = block * (self.ends - self.starts).sum()
         return found + bytes_below(self.starts, self.ends, byte)
 
 
@@ -59,15 +62,20 @@ class ForeignBytes:
         known: dict[bytes, int] = {}
         self._gaps: list[_Gaps] = []
         found: list[_Stretch] = []
-        for group, before, items in _interleaved(layout.buffers):
+        blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]
+        for group, before, items in _interleaved(blocks):
             first = group[0]
             reach = max(buffer.base + buffer.item_bytes for buffer in group) - first.base
             stride = first.item_stride if items > 1 else reach
-            claims = [(buffer.base - first.base, _claims(buffer, inside)) for buffer in group]
+            claims = [
+                (buffer.base - first.base + start, width, axes)
+                for buffer in group
+                for start, width, axes in _claims(layout, buffer.name, inside[buffer.name])
+            ]
             shape = msgspec.msgpack.encode((stride, claims))  # hashes of tuples can collide
             if shape not in known:
                 known[shape] = len(self._gaps)
-                self._gaps.append(_Gaps(stride, *_between(group, inside, stride)))
+                self._gaps.append(_Gaps(stride, *_between(claims, stride)))
             start = first.base + before * first.item_stride
             end = start + (items - 1) * stride + reach
             found.append(_Stretch(start, end, first.memory, known[shape]))
@@ -94,8 +102,8 @@ class ForeignBytes:
 
 
 def _interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
-    """Buffers of which each has an item in every stride, in memory order: the number of their first
-    item, and how many follow until one of them ends. Those of one block pool may overlap.
+    """Buffers, by blocks, of which each has one in every stride, in memory order: the number of
+    their first, and how many follow until one of them ends. Those of one block pool may overlap.
     """
     groups: list[list[Buffer]] = []
     for buffer in sorted(buffers, key=lambda b: (b.memory, b.base)):
@@ -116,29 +124,26 @@ def _interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int,
             before, group = items, [buffer for buffer in group if buffer.items > items]
 
 
-def _whole(buffer: Buffer, inside: _Inside) -> bool:
-    """Whether no byte of a buffer's items is foreign."""
-    claimed = sum(region.nbytes for region in inside[buffer.name])
-    return buffer.padding or claimed == buffer.item_bytes
+def _claims(layout: PoolLayout, name: str, regions: Sequence[Region]) -> Iterator[_Claim]:
+    """The bytes of a block of a buffer, from its first item on, that are not foreign."""
+    buffer = layout.buffer_by_name[name]
+    items = layout.items_per_block(buffer), buffer.item_stride
+    if buffer.padding or sum(region.nbytes for region in regions) == buffer.item_bytes:
+        yield 0, buffer.item_bytes, [items]
+    else:
+        for region in regions:
+            axes = [items, *((axis.size, axis.stride) for axis in region.axes)]
+            yield region.offset, region.width, axes
 
 
-def _claims(buffer: Buffer, inside: _Inside) -> tuple[object, ...]:
-    """What decides which bytes of a buffer's items are foreign."""
-    if _whole(buffer, inside):
-        return (buffer.item_bytes,)
-    return buffer.item_bytes, *((r.offset, r.width, r.axes) for r in inside[buffer.name])
-
-
-def _between(group: Sequence[Buffer], inside: _Inside, stride: int) -> tuple[Ints, Ints]:
+def _between(claims: Iterable[_Claim], stride: int) -> tuple[Ints, Ints]:
     """The bytes of a stride that nothing claims."""
     starts, ends = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-    for buffer in group:
-        at = buffer.base - group[0].base
-        runs = [region_runs(region) for region in inside[buffer.name]]
-        if _whole(buffer, inside):
-            runs = [(np.zeros(1, dtype=np.int64), buffer.item_bytes)]
-        starts.extend(offsets + at for offsets, _ in runs)
-        ends.extend(offsets + at + width for offsets, width in runs)
+    for start, size, grid in claims:
+        width, axes = fuse(size, grid)
+        offsets = outer_sum(start, axes)
+        starts.append(offsets)
+        ends.append(offsets + width)
     low, high = merge_intervals(np.concatenate(starts), np.concatenate(ends))
     low, high = np.append(0, high), np.append(low, stride)
     return low[low < high], high[low < high]

@@ -41,12 +41,16 @@ class Span:
         object.__setattr__(self, "ids", ids)
 
     @classmethod
-    def from_blocks(cls, blocks: npt.ArrayLike, null: int = 0) -> Self:
+    def from_blocks(
+        cls, blocks: npt.ArrayLike, null: int = 0, items_per_block: SupportsIndex = 1
+    ) -> Self:
         """The span of a list of block ids `[B]`, item 0 first, in which `null` stands for blocks
-        before a window that are no longer held (vLLM's null block).
+        before a window that are no longer held (vLLM's null block). Each is `items_per_block` items
+        (`Space.items_per_block`).
 
-        `Span.from_blocks([0, 0, 5, 2])` is `Span([5, 2], first_item=2)`. Raises ValueError if a
-        null block stands after a live one.
+        `Span.from_blocks([0, 0, 5, 2])` is `Span([5, 2], first_item=2)`, and of 3 items a block
+        `Span([15, 16, 17, 6, 7, 8], first_item=6)`. Raises ValueError if a null block stands after
+        a live one.
         """
         given = _flat(blocks)
         live = given != null
@@ -57,7 +61,9 @@ class Span:
                 f"span blocks: null block {null} at index {at}, after live ones from index {first} "
                 "on. Null blocks stand only before the live ones; leave out what follows those."
             )
-        return cls(given[first:], first)
+        size = _count(items_per_block, "span items_per_block", 1)
+        items = given[first:, None].astype(np.int64) * size + np.arange(size)
+        return cls(items.ravel(), first * size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +95,12 @@ def _flat(ids: npt.ArrayLike) -> npt.NDArray[Any]:
     return given
 
 
-def _count(value: SupportsIndex, what: str) -> int:
-    """An int from 0 to MAX_TOKENS; numpy's integers are taken."""
+def _count(value: SupportsIndex, what: str, low: int = 0) -> int:
+    """An int from `low` to MAX_TOKENS; numpy's integers are taken."""
     try:
         number = index(value)
     except TypeError:
         raise ValueError(f"{what}: a whole number, got {value!r}.") from None
-    if not 0 <= number <= MAX_TOKENS:
-        raise ValueError(f"{what}: 0 to {MAX_TOKENS}, got {number}.")
+    if not low <= number <= MAX_TOKENS:
+        raise ValueError(f"{what}: {low} to {MAX_TOKENS}, got {number}.")
     return number

@@ -17,6 +17,8 @@ MAX_AXES = 8
 MAX_PARTS = 1 << 16
 MAX_RANKS = 1 << 10
 """Ranks over which a space's positions are interleaved."""
+MAX_ITEMS_PER_BLOCK = 1 << 12
+"""Items that one block of a block pool is."""
 MAX_ROUND = 1 << 40
 """Positions of one stretch of every rank."""
 MAX_REASON = 4096
@@ -287,9 +289,10 @@ class Space:
     are alive (None: all). The first `reserved` items are padding. `ids`: the space whose id list
     this one shares (None: it has its own).
 
-    `block_pool`: the pool of blocks that the ids come from (None: ids of its own). An id of a block
-    pool is in use by one of its id lists at a time, so their buffers may lie over one another, item
-    over item.
+    `block_pool`: the pool of blocks that the ids come from (None: ids of its own). A block is in
+    use by one of the pool's id lists at a time, so their buffers may lie over one another, block
+    over block. Block b is items `b * items_per_block` to `(b + 1) * items_per_block - 1` of an id
+    list.
 
     `interleave`: the positions of which this rank holds the entries, where ranks share them out
     (context parallelism; paged spaces only). Its entries are then numbered densely, as those of a
@@ -309,6 +312,7 @@ class Space:
     window_step: int = 1
     block_pool: str | None = None
     interleave: Interleave | None = None
+    items_per_block: int = 1
 
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
@@ -342,6 +346,17 @@ class Space:
                 f"its ids are those of space {self.ids}: give that space block_pool "
                 f"{self.block_pool!r}, and this one none.",
             )
+        _need(
+            1 <= self.items_per_block <= MAX_ITEMS_PER_BLOCK,
+            f"{where} items_per_block",
+            f"1 to {MAX_ITEMS_PER_BLOCK}, got {self.items_per_block}.",
+        )
+        _need(
+            self.items_per_block == 1 or self.block_pool is not None,
+            where,
+            f"items_per_block {self.items_per_block} without a block_pool. Name the pool (of ids "
+            "that are another space's, there), or leave items_per_block out.",
+        )
         if self.interleave is not None and self.interleave.ranks == 1:
             object.__setattr__(self, "interleave", None)  # one rank holds all, whatever the size
         if self.interleave is not None:

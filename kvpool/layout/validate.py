@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_RUNS = 1 << 18
-"""Contiguous runs of all item shapes together: a small layout can describe very many."""
+"""Contiguous runs of all shapes of items, or of blocks of several, together: a small layout can
+describe very many.
+"""
 
 
 def check_layout(layout: PoolLayout) -> None:
@@ -58,7 +60,9 @@ def check_layout(layout: PoolLayout) -> None:
     shapes: set[bytes] = set()
     listed = 0
     for name, regions in inside.items():
-        listed += _check_item(layout.buffer_by_name[name], regions, shapes, MAX_RUNS - listed)
+        buffer = layout.buffer_by_name[name]
+        size = layout.items_per_block(buffer)
+        listed += _check_item(buffer, size, regions, shapes, MAX_RUNS - listed)
     _check_apart(layout)
 
 
@@ -104,18 +108,25 @@ def _tokens(space: Space) -> str:
 
 
 def _check_block_pools(layout: PoolLayout) -> None:
-    """Checks that all spaces of a block pool have the same ids, and reserve the same."""
-    known: dict[tuple[str, str], tuple[str, int]] = {}
+    """Checks that all spaces of a block pool have the same blocks, and reserve the same."""
+    known: dict[tuple[str, str], tuple[str, int, str]] = {}
 
-    def need_same(space: Space, what: str, where: str, value: int) -> None:
-        pool = layout.space_by_name[space.id_list].block_pool
-        if pool is None:
+    def need_same(space: Space, what: str, where: str, items: int) -> None:
+        ids = layout.space_by_name[space.id_list]
+        if ids.block_pool is None:
             return
-        first, other = known.setdefault((pool, what), (where, value))
-        if value != other:
+        blocks, rest = divmod(items, ids.items_per_block)
+        if rest:
             raise LayoutError(
-                f"block pool {pool}: {where} has {what} {value}, {first} {other}. An id of a "
-                f"block pool can be any of its spaces': give them all the same {what}."
+                f"block pool {ids.block_pool}: {where} has {what} {items}, but a block is "
+                f"{ids.items_per_block} items of space {ids.name}. Use a multiple of it."
+            )
+        said = f"{items}" if ids.items_per_block == 1 else f"{items} ({blocks} blocks)"
+        first, other, there = known.setdefault((ids.block_pool, what), (where, blocks, said))
+        if blocks != other:
+            raise LayoutError(
+                f"block pool {ids.block_pool}: {where} has {what} {said}, {first} {there}. A block "
+                f"can be any space's of its pool: give them all the same {what}, in blocks."
             )
 
     for space in layout.spaces:
@@ -152,8 +163,10 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], most: int) -> int:
-    """Checks that the regions of an item do not overlap; returns the number of runs listed.
+def _check_item(
+    buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: set[bytes], most: int
+) -> int:
+    """Checks that the regions of an item do not overlap; returns the number of runs of a block.
 
     `shapes` are those of items already checked, encoded: hashes of tuples of numbers can be made to
     collide.
@@ -165,13 +178,14 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], m
                 f"{buffer.name})."
             )
     grids = [(r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions]
-    shape = msgspec.msgpack.encode((buffer.item_bytes, grids))
+    shape = msgspec.msgpack.encode((buffer.item_bytes, per_block, grids))
     if shape in shapes:
         return 0
-    runs = sum(run_count(region) for region in regions)
+    runs = per_block * sum(run_count(region) for region in regions)
     if runs > most:
+        what = "an item" if per_block == 1 else f"a block of {per_block} items"
         raise LayoutError(
-            f"buffer {buffer.name}: an item of {runs} separate runs, at most {MAX_RUNS} "
+            f"buffer {buffer.name}: {what} of {runs} separate runs, at most {MAX_RUNS} "
             "are supported in all."
         )
     parts = [region_runs(region) for region in regions]
@@ -193,11 +207,12 @@ def _check_item(buffer: Buffer, regions: Sequence[Region], shapes: set[bytes], m
 
 
 def _check_apart(layout: PoolLayout) -> None:
-    """Checks that buffers lie apart, or interleave at one stride. Those that interleave may overlap
-    within an item if their ids are two lists of one block pool.
+    """Checks that buffers lie apart, or interleave at one stride from block to block. Those that
+    interleave may overlap within a block if their ids are two lists of one block pool.
     """
-    solid = [buffer for buffer in layout.buffers if buffer.memory != "meta"]
-    first = last = None  # of buffers that interleave: the first, and where their items reach
+    blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]  # refuses strides too large
+    solid = [buffer for buffer in blocks if buffer.memory != "meta"]
+    first = last = None  # of buffers that interleave: the first, and where their blocks reach
     by_list: dict[str, Buffer] = {}
     reach = 0
     for buffer in sorted(solid, key=lambda b: (b.memory, b.base)):
@@ -212,8 +227,9 @@ def _check_apart(layout: PoolLayout) -> None:
         # what overlaps here is of one block pool: `last` stands for all of it
         if buffer.base < last.base + last.item_bytes and not _one_pool(layout, buffer, last):
             raise LayoutError(_overlap(layout, buffer, last))
+        # items of one list have one stride too, and as blocks do, the first ones lie within it
         mine = by_list.get(ids)
-        if mine is not None and buffer.base < mine.base + mine.item_bytes:
+        if mine and buffer.base < mine.base + layout.buffer_by_name[mine.name].item_bytes:
             raise LayoutError(_overlap(layout, buffer, mine))
         by_list[ids] = buffer
         reach = max(reach, buffer.end)
@@ -228,17 +244,22 @@ def _one_pool(layout: PoolLayout, one: Buffer, other: Buffer) -> bool:
 
 
 def _overlap(layout: PoolLayout, buffer: Buffer, other: Buffer) -> str:
-    """Why `buffer` may not lie where it does, and what would make it right."""
+    """Why `buffer`, by blocks, may not lie where it does, and what would make it right."""
+    held, size = layout.buffer_by_name[other.name], layout.items_per_block(other)
+    of = "" if size == 1 else f", {size} a block"
     says = (
-        f"buffer {buffer.name}: base {buffer.base} lies inside buffer {other.name} ({other.base} "
-        f"to {other.end}, items of {other.item_bytes} every {other.item_stride})."
+        f"buffer {buffer.name}: base {buffer.base} lies inside buffer {other.name} ({held.base} "
+        f"to {held.end}, items of {held.item_bytes} every {held.item_stride}{of})."
     )
     one, two = (layout.space_by_name[each.space] for each in (other, buffer))
     if one.id_list == two.id_list:
         return f"{says} An id of {one.id_list} is an item of both."
-    alike = "item i over item i only: at one stride, and not beyond it"
+    alike = "block b over block b only: at one stride, and not beyond it"
     if _one_pool(layout, buffer, other):
-        return f"{says} Buffers of one block pool lie over one another {alike}."
+        return (
+            f"{says} Buffers of one block pool lie over one another {alike}; blocks are "
+            f"{other.item_stride} bytes apart there, {buffer.item_stride} here."
+        )
     return (
         f"{says} If an id is in use by only one of spaces {one.name} and {two.name} at a time, "
         f"give both the same block_pool: then they may lie over one another, {alike}."

@@ -112,7 +112,7 @@ class RowGroup:
 class ItemMap:
     """One item and all buffers that have such items; `regions` are those of the first buffer.
 
-    `over`: the spaces of the same block pool whose items lie over these.
+    `over`: the spaces of the same block pool whose blocks lie over these items'.
     """
 
     buffers: tuple[Buffer, ...]
@@ -263,10 +263,10 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
 
 
 def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
-    """For each buffer by name, the spaces of its block pool whose items lie over its items."""
+    """For each buffer by name, the spaces of its block pool whose blocks lie over its blocks."""
     pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
     pooled = [
-        (pools[ids], buffer.memory, buffer.base, buffer)
+        (pools[ids], buffer.memory, buffer.base, layout.by_blocks(buffer))
         for buffer in layout.buffers
         if (ids := layout.space_by_name[buffer.space].id_list) in pools
     ]

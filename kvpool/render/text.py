@@ -61,7 +61,9 @@ def space_words(space: Space) -> str:
     if space.ids is not None:
         words.append(f"ids of {space.ids}")
     if space.block_pool is not None:
-        words.append(f"ids from block pool {space.block_pool}")
+        size = space.items_per_block
+        of = f" ({size:,} items a block)" if size > 1 else ""
+        words.append(f"ids from block pool {space.block_pool}{of}")
     return f"space {space.name}: {', '.join(words)}"
 
 

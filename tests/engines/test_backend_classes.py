@@ -130,7 +130,8 @@ def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
     size = max(spec.page_size_bytes * blocks * len(t.layers) for spec, t in placed)
     raw, views = torch.zeros(size, dtype=torch.int8), {}
     for spec, tensor in placed:
-        made = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel_block)
+        cut = None if isinstance(spec, MambaSpec) else kernel_block
+        made = create_kv_cache_views(raw, spec, blocks, order, tensor, cut)
         views |= dict(zip(tensor.layers, made))
     held = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
     return KVCacheConfig(blocks, [tensor for _, tensor in placed], held), raw, views
@@ -179,7 +180,7 @@ def test_views_that_vllm_makes_for_a_backend_are_found(name, order):
     config, raw, views = allocate([(layers, spec_of(name))], order)
     modules = {n: Module(backend=CLASSES[name], isa="vec") for n in layers}
     seen = engine_layout(config_for(modules), config, views)
-    assert seen.groups == (Group("kv0", "paged", 1, TOKENS),)
+    assert seen.groups == (Group("kv0", 1, TOKENS),)
     for number, layer in enumerate(layers):
         kernel_for(name, views[layer], number).write(range(70))
     held, actual = found(seen.layout, raw), raw.clone()
@@ -358,7 +359,7 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
     conv.copy_(torch.randn(conv.shape))
     temporal.copy_(torch.randn(temporal.shape))
     seen = engine_layout(config_for({names(0)[0]: layer}, tp=tp, rank=rank), config, views)
-    assert seen.groups == (Group("state0", "slot", 1, TOKENS, "first"),)
+    assert seen.groups == (Group("state0", 1, TOKENS, "first"),)
     held = found(seen.layout, raw)
     channels, at = (conv if dim_first else conv.transpose(1, 2)), 0
     for role, total, dim in SECTIONS[kind]:
@@ -415,7 +416,7 @@ def test_kernel_blocks_are_one_item_where_their_tokens_are_one_stride_apart(orde
     config, raw, views = allocate([(names(0), heads_spec(block_size=64))], order, kernel_block=16)
     seen = engine_layout(config_for(flash(0)), config, views)
     folds = order == "LBNHC"
-    assert seen.groups == (Group("kv0", "paged", 1 if folds else 4, 64),)
+    assert seen.groups == (Group("kv0", 1 if folds else 4, 64),)
     ids = [4 * block + n for block in IDS for n in range(4)]
     kernels.KeysAndValues(views[names(0)[0]], 0, ids, range(2), key=D).write(range(150))
     held, actual = found(seen.layout, raw), raw.clone()
@@ -433,12 +434,40 @@ def test_a_group_without_layers_on_this_stage_has_no_space():
     assert {region.layer for region in seen.layout.regions} == {1}
 
 
-def test_groups_of_unequal_kernel_blocks_are_refused():
-    split = heads_spec(block_size=64)
-    config, _, views = allocate([(names(0), split), (names(1), split)])
-    _, _, cut = allocate([(names(0), split)], kernel_block=16)
-    with pytest.raises(UnknownFormat, match=r"kv0 4, kv1 1.*LBNHC"):
-        engine_layout(config_for(flash(0, 1)), config, views | cut)
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])
+def test_kernel_blocks_of_one_group_lie_over_states_of_another(order):
+    """As Qwen3-Next's with FlashInfer: 33 kernel blocks, or one state."""
+    attention, kind = heads_spec(block_size=33 * 16), "GDN_ATTN"
+    layer = LinearLayer(kind, tuple(SHAPES[kind](1)))
+    state = MambaSpec(
+        block_size=33 * 16, shapes=layer.shapes, dtypes=layer.get_state_dtype(),
+        mamba_type=layer.mamba_type, page_size_padded=attention.page_size_bytes,
+    )  # fmt: skip
+    parts = [(names(0, 1), attention), (names(2, 3), state)]
+    config, raw, views = allocate(parts, order, kernel_block=16)
+    modules = flash(0, 1) | dict.fromkeys(names(2, 3), layer)
+    seen = engine_layout(config_for(modules), config, views)
+    ratio = 1 if order == "LBNHC" else 33
+    assert seen.groups == (Group("kv0", ratio, 528), Group("state1", 1, 528, "first"))
+    said = {space.name: (space.items_per_block, space.reserved) for space in seen.layout.spaces}
+    assert said == {"kv0": (ratio, ratio), "state1": (1, 1)}
+    for number, name in enumerate(names(0, 1)):
+        ids = [33 * block + n for block in IDS[:2] for n in range(33)]
+        kernels.KeysAndValues(views[name], number, ids, range(2), key=D).write(range(600))
+    for number, name in enumerate(names(2, 3), 2):
+        kernels.Slots(
+            views[name], number, IDS[2:3], range(8), conv=layer.shapes[0], conv_dtype=BF16,
+            temporal=layer.shapes[1], cell_dims=1,
+            sections=[(f"conv.{role}", heads, 0, dim) for role, heads, dim in SECTIONS[kind]],
+        ).write(range(599, 600))  # fmt: skip
+    held, actual = found(seen.layout, raw), raw.clone()
+    oracle.blank(held, 0)
+    items = [ratio * block + n for block in IDS[:2] for n in range(ratio)][
+        : -(-600 // (528 // ratio))
+    ]
+    spans = {"kv0": Span(items), "state1": Span(IDS[2:3])}
+    oracle.write(held, RequestAddress(600, spans), range(600))
+    assert actual.equal(raw)
 
 
 @pytest.mark.parametrize(

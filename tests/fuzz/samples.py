@@ -84,12 +84,14 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
     return laid_out(parts, spaces, base)
 
 
-def hybrid(page: int, base: int, pool: str | None, padding: bool = False) -> PoolLayout:
+def hybrid(
+    page: int, base: int, pool: str | None, padding: bool = False, cut: int = 1
+) -> PoolLayout:
     """Pages, a window's pages and a state: each in memory of its own, or (`pool`) all over one
-    another in blocks of one allocation.
+    another in blocks of one allocation, `cut` pages a block.
     """
     spaces = [
-        Space("kv", "paged", page, block_pool=pool),
+        Space("kv", "paged", page, reserved=cut, block_pool=pool, items_per_block=cut),
         Space("swa", "paged", 4, window=8, block_pool=pool),
         Space("state", "slot", block_pool=pool),
     ]
@@ -101,15 +103,16 @@ def hybrid(page: int, base: int, pool: str | None, padding: bool = False) -> Poo
         (1, "swa", 30, Repeat("entry", 4, Cell("swa.latent", 12, "bf16"))),
         (3, "state", 30, state),
     ]
-    bare = [replace(space, block_pool=None) for space in spaces]
+    bare = [replace(space, block_pool=None, items_per_block=1) for space in spaces]
     apart = laid_out(parts, bare, base, padding=padding)
     if pool is None:
         return apart
-    block = sum(item_bytes(template) for _, space, _, template in parts if space == "kv")
+    pages = sum(item_bytes(template) for _, space, _, template in parts if space == "kv")
     starts = (0, item_bytes(row), 0, 0)
+    cuts = (cut, cut, 1, 1)
     buffers = tuple(
-        replace(buffer, base=base + start, item_stride=block)
-        for buffer, start in zip(apart.buffers, starts)
+        replace(b, base=base + start, item_stride=cut * pages // of, items=30 * of)
+        for b, start, of in zip(apart.buffers, starts, cuts)
     )
     return replace(apart, buffers=buffers, spaces=tuple(spaces))
 
@@ -189,6 +192,10 @@ CASES = (
         hybrid(4, HERE, "blocks"),
         [[hybrid(4, THERE, "blocks")], [hybrid(8, FAR, "others", True)], [hybrid(4, FAR, None)]],
     ),
+    Case(
+        hybrid(4, HERE, "blocks", cut=3),
+        [[hybrid(12, THERE, "blocks")], [hybrid(2, FAR, "blocks", cut=6)]],
+    ),
     Case(hybrid(8, HERE, None), [[hybrid(4, THERE, "blocks")], [hybrid(8, THERE, "blocks")]]),
     Case(
         shared_out(4, HERE, 2, 1, 2),
@@ -222,9 +229,13 @@ def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
                 if layout.space_by_name[buffer.space].id_list == space.name
             )
             count = -(-tokens // space.item_span) if space.kind == "paged" else 1
-            usable = [*range(items - 1, space.reserved - 1, -2), *range(items - 2, 0, -2)]
+            cut = space.items_per_block
+            low, high = space.reserved // cut, items // cut
+            usable = [*range(high - 1, low - 1, -2), *range(high - 2, 0, -2)]
             first = taken.get(space.block_pool or "", 0)
+            stop = first - (-count // cut)
             if space.block_pool is not None:
-                taken[space.block_pool] = first + count
-            spans[space.name] = Span(usable[first : first + count])  # type: ignore[arg-type]
+                taken[space.block_pool] = stop
+            ids = [block * cut + item for block in usable[first:stop] for item in range(cut)]
+            spans[space.name] = Span(ids[:count])  # type: ignore[arg-type]
     return RequestAddress(tokens, spans)

@@ -71,7 +71,9 @@ def _packing(raw: dict[str, Any], choices: Choices) -> None:
 
 
 def _pool(raw: dict[str, Any], choices: Choices) -> None:
-    pick(choices, raw["spaces"])["block_pool"] = pick(choices, (None, "blocks"))
+    space = pick(choices, raw["spaces"])
+    space["block_pool"] = pick(choices, (None, "blocks"))
+    space["items_per_block"] = pick(choices, (1, 1, 1, *SIZES[:6])) if space["block_pool"] else 1
 
 
 def _shared(raw: dict[str, Any], choices: Choices) -> None:

@@ -35,14 +35,13 @@ class Group:
     """A transferable KV cache group of vLLM, in the order of `transfer_group_ids`.
 
     `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
-    pipeline stage). `blocks`: kernel blocks a manager block, so that block b is ids `b * blocks`
-    to `(b + 1) * blocks - 1`. `tokens`: positions a manager block holds, on all ranks that share
-    them. `state`: which of a slot group's blocks is the live state of n tokens: the request's
-    first, or that of position n - 1, block number `(n - 1) // tokens`.
+    pipeline stage). `blocks`: kernel blocks a manager block, which are its items a block. `tokens`:
+    positions a manager block holds, on all ranks that share them. `state`: which of a slot group's
+    blocks is the live state of n tokens: the request's first, or that of position n - 1, block
+    number `(n - 1) // tokens`.
     """
 
     space: str
-    kind: Literal["paged", "slot"]
     blocks: int
     tokens: int
     state: Literal["first", "position"] | None = None
@@ -80,7 +79,7 @@ def engine_layout(
     for number in ids:
         specs = layer_specs(kv_cache_config.kv_cache_groups[number], modules)
         if not specs:
-            groups.append(Group("", "paged", 1, 1))
+            groups.append(Group("", 1, 1))
             continue
         layers = [
             read_layer(vllm_config, name, modules[name], spec, kv_caches[name], here)
@@ -88,19 +87,10 @@ def engine_layout(
         ]
         names |= {name: (layer.owner, layer.number) for name, layer in zip(specs, layers)}
         layers, blocks = fold_blocks(layers, kv_cache_config.num_blocks)
-        pool = "blocks" if len(ids) > 1 else None
-        space = space_of(number, specs, blocks, pool, vllm_config.parallel_config)
-        groups.append(group_of(next(iter(specs.values())), space, blocks))
+        space = space_of(number, specs, blocks, vllm_config.parallel_config)
+        groups.append(group_of(next(iter(specs.values())), space))
         spaces.append(space)
         parts.append(join_nested(layer.describe(space.name) for layer in layers))
-    ratios = {group.space: group.blocks for group in groups if group.space}
-    if len(set(ratios.values())) > 1:
-        said = ", ".join(f"{space} {blocks}" for space, blocks in ratios.items())
-        raise UnknownFormat(
-            f"KV cache groups of one pool of blocks, with kernel blocks a block of {said}: not "
-            "known, only equal ones. Set VLLM_KV_CACHE_LAYOUT=LBNHC, or a block size that all "
-            "backends take."
-        )
     model = vllm_config.model_config
     layout = PoolLayout(
         tuple(buffer for part in parts for buffer in part.buffers),
@@ -158,20 +148,15 @@ def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
     return Interleave(size, place % ranks, ranks)
 
 
-def group_of(spec: Any, space: Space, blocks: int) -> Group:
+def group_of(spec: Any, space: Space) -> Group:
     """How the ids of a group of layers like `spec` are found."""
-    tokens = spec.block_size * space.held.ranks
-    if space.kind != "slot":
-        return Group(space.name, "paged", blocks, tokens)
-    state: Literal["first", "position"] = "position"
-    if spec.mamba_cache_mode == "none":
-        state = "first"
-    return Group(space.name, "slot", blocks, tokens, state)
+    state: Literal["first", "position"] | None = None
+    if space.kind == "slot":
+        state = "first" if spec.mamba_cache_mode == "none" else "position"
+    return Group(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
 
 
-def space_of(
-    group: int, specs: Mapping[str, Any], blocks: int, pool: str | None, parallel: Any
-) -> Space:
+def space_of(group: int, specs: Mapping[str, Any], blocks: int, parallel: Any) -> Space:
     """The space of a group's blocks, of `blocks` items each: that of each of its layers.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
@@ -194,8 +179,9 @@ def space_of(
             window=window,
             window_step=step,
             reserved=blocks,
-            block_pool=pool,
+            block_pool="blocks",
             interleave=shared_positions(parallel, spec),
+            items_per_block=blocks,
         )
         found.setdefault(space, layer)
     if len(found) > 1:

@@ -118,8 +118,5 @@ class Worker:
                 spans[group.space] = Span(held[held != 0] * group.blocks)
                 continue
             held = held[: -(-tokens // group.tokens)]
-            if group.blocks > 1:
-                within = np.arange(group.blocks)
-                held = np.where(held[:, None], held[:, None] * group.blocks + within, 0).ravel()
-            spans[group.space] = Span.from_blocks(held, null=0)
+            spans[group.space] = Span.from_blocks(held, null=0, items_per_block=group.blocks)
         return RequestAddress(tokens, spans)

@@ -36,8 +36,8 @@ class DecodeRooms:
 
     def add(self, name: Room, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, if its block table lists an id for two spaces of one block pool, or if another
-        room writes some of its items.
+        not have, if its block table lists a block for two spaces of its pool, or if another room
+        writes some of its items.
         """
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")

@@ -1,5 +1,5 @@
-"""Which items the rooms of a decode endpoint will write, so that no two rooms write one. Part of
-`DecodeMachine`.
+"""Which items or blocks the rooms of a decode endpoint will write, so that no two rooms write one.
+Part of `DecodeMachine`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import ranges
 
 MAX_NAMED = 20
-"""Items that a refusal names."""
+"""Items or blocks that a refusal names."""
 
 
 class WrittenItems:
-    """Items by id list (`kv`, `swa`, `state`, ...); the id lists of one block pool have the same
-    items. A room has its items from `claim` to `release`.
+    """Items by id list (`kv`, `swa`, `state`, ...), or of the id lists of a block pool, its blocks.
+    A room has what it writes from `claim` to `release`.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
@@ -30,7 +30,9 @@ class WrittenItems:
         for name, items in layout.items_by_space.items():
             space = layout.space_by_name[name]
             self._spaces.setdefault(space.id_list, []).append(space)
-            sizes[space.id_list] = max(items, sizes.get(space.id_list, 0))
+            blocks = items // layout.space_by_name[space.id_list].items_per_block
+            sizes[space.id_list] = max(blocks, sizes.get(space.id_list, 0))
+        self._per_block = {name: layout.space_by_name[name].items_per_block for name in sizes}
         shared: dict[str, npt.NDArray[np.bool_]] = {}
         for name, size in sizes.items():
             mine = np.zeros(size, dtype=np.bool_)
@@ -46,7 +48,7 @@ class WrittenItems:
     def claim(self, room: Room, address: RequestAddress, start: int) -> None:
         """Takes what a room writes that lacks positions from `start` on. Raises RoomError, and
         changes nothing, if another room has any of it, or if `start` lies inside a packed page.
-        No id is listed twice for a block pool.
+        No block is listed for two lists of its pool.
         """
         self._check_start(room, address.num_tokens, start)
         wanted = {name: self._written(name, address, start) for name in self._taken}
@@ -58,13 +60,14 @@ class WrittenItems:
         self._rooms[room] = wanted
 
     def release(self, room: Room) -> None:
-        """Gives a room's items back: nothing writes them any more."""
+        """Gives back what a room has: nothing writes it any more."""
         for name, ids in self._rooms.pop(room).items():
             self._taken[name][ids] = False
 
     def _written(self, name: str, address: RequestAddress, start: int) -> Ints:
-        """Ids of one list: of pages those from the item of position `start` on, of slots and rings
-        all. Ids that no buffer has, and reserved ones, are left out: reads refuse them.
+        """Ids of one list, or their blocks: of pages those from the item of position `start` on, of
+        slots and rings all. Those that no buffer has, and reserved ones, are left out: reads refuse
+        them.
         """
         span, spaces = address.spans.get(name), self._spaces[name]
         if span is None:
@@ -77,8 +80,9 @@ class WrittenItems:
                 for space in spaces
             )
             ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
-        reserved = min(space.reserved for space in spaces)
-        return ids[(ids >= reserved) & (ids < self._taken[name].size)]
+        size = self._per_block[name]
+        blocks, reserved = ids // size, min(space.reserved for space in spaces) // size
+        return blocks[(blocks >= reserved) & (blocks < self._taken[name].size)]
 
     def _check_start(self, room: Room, tokens: int, start: int) -> None:
         """A packed page comes whole: it must not hold positions that are only kept."""
@@ -102,10 +106,12 @@ class WrittenItems:
                 if both.size:
                     more = f" and {both.size - MAX_NAMED} more" if both.size > MAX_NAMED else ""
                     through = "" if theirs == name else f" through id list {theirs}"
-                    pool = f" (block pool {self._pools[name]})" if name in self._pools else ""
+                    what, pool = "item", ""
+                    if name in self._pools:
+                        what, pool = "block", f" (block pool {self._pools[name]})"
                     raise RoomError(
-                        f"room {room!r}: item {ranges(both[:MAX_NAMED].tolist())}{more} of id list "
-                        f"{name}{pool} is written by room {other!r}{through}, until that has ended "
-                        "and `reading` is false. Give every room items of its own; only pages "
-                        "before `start` are shared."
+                        f"room {room!r}: {what} {ranges(both[:MAX_NAMED].tolist())}{more} of id "
+                        f"list {name}{pool} is written by room {other!r}{through}, until that has "
+                        f"ended and `reading` is false. Give every room {what}s of its own; only "
+                        "pages before `start` are shared."
                     )

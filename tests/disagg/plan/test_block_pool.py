@@ -42,6 +42,7 @@ class Side:
     `groups` are (kind, layers), each with its page and the byte of a block from which on it lies.
     `how` is `static` (memory and ids of its own for every space), `blocks` (all spaces in blocks of
     one allocation) or `tensors` (the n-th layers of all spaces in blocks of the n-th tensor).
+    `cuts`: how many items of a group are a block.
     """
 
     groups: Sequence[tuple[str, Sequence[int]]]
@@ -51,19 +52,21 @@ class Side:
     heads_first: bool
     padding: bool
     leads: Sequence[int]
+    cuts: Sequence[int]
 
     def state(self, window: int, tokens: int) -> State:
         pool = None if self.how == "static" else POOL
         spaces, parts = [], {}
         for number, ((kind, layers), page) in enumerate(zip(self.groups, self.pages)):
-            name = f"{kind}{number}"
+            name, cut = f"{kind}{number}", 1 if pool is None else self.cuts[number]
             parts[name] = [(layer, self.template(kind, page)) for layer in layers]
+            ids = {"reserved": cut, "block_pool": pool, "items_per_block": cut}
             spaces.append(
                 {
-                    "full": Space(name, "paged", page, block_pool=pool),
-                    "window": Space(name, "paged", page, window=window, block_pool=pool),
-                    "state": Space(name, "slot", block_pool=pool),
-                    "ring": Space(name, "ring", self.ring, window=4, block_pool=pool),
+                    "full": Space(name, "paged", page, **ids),
+                    "window": Space(name, "paged", page, window=window, **ids),
+                    "state": Space(name, "slot", **ids),
+                    "ring": Space(name, "ring", self.ring, window=4, **ids),
                 }[kind]
             )
         # two requests, the reserved item, and two more
@@ -106,6 +109,7 @@ def sides(draw, kinds):
         draw(st.booleans()),
         draw(st.booleans()),
         [draw(st.sampled_from((0, 0, 7, 40))) for _ in groups],
+        [draw(st.sampled_from((1, 1, 2, 3))) for _ in groups],
     )
 
 
@@ -243,7 +247,8 @@ def test_an_id_in_two_spaces_of_a_block_pool_is_refused_by_name(who):
     made = plan([pair().layout], pair().layout)
     good, bad = table([1, 2], [3, 4]), table([1, 4], [3, 4])
     tables = (bad, good) if who == "source" else (good, bad)
-    says = rf"{who}: item 4 of block pool blocks is listed in spaces kv and swa, but .*first_item"
+    listed = r"kv \(item 4\) and swa \(item 4\)"
+    says = rf"{who}: block 4 of block pool blocks is listed in spaces {listed}, but .*first_item"
     with pytest.raises(ValueError, match=says):
         made.bind(0, *tables)
     with pytest.raises(ValueError, match=says):
@@ -267,34 +272,78 @@ def test_spaces_of_two_block_pools_may_list_the_same_ids():
     assert made.bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4])).total == 2 * 8 + 2 * 16
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(st.data())
-def test_the_ids_of_any_number_of_spaces_are_compared(data):
+def test_the_blocks_of_any_number_of_spaces_are_compared(data):
     count = data.draw(st.integers(1, 4))
     reserved = data.draw(st.integers(0, 2))
-    names = [f"s{n}" for n in range(count)]
-    spaces = [Space(name, reserved=reserved, block_pool=POOL) for name in names]
+    cuts = {f"s{n}": data.draw(st.sampled_from((1, 1, 2, 3))) for n in range(count)}
+    spaces = [
+        Space(name, reserved=reserved * cut, block_pool=POOL, items_per_block=cut)
+        for name, cut in cuts.items()
+    ]
     layout = PoolLayout((), (), (*spaces, Space("own")), 0)
-    ids = st.lists(st.integers(0, 9), max_size=4, unique=True)
-    lists = {name: data.draw(ids) for name in (*names, "own") if data.draw(st.booleans())}
-    seen = [each for name in names for each in lists.get(name, ())]
-    twice = sorted({each for each in seen if seen.count(each) > 1 and each >= reserved})
+    ids = {
+        name: st.lists(st.integers(0, 9 * cut), max_size=4, unique=True)
+        for name, cut in {**cuts, "own": 1}.items()
+    }
+    lists = {name: data.draw(each) for name, each in ids.items() if data.draw(st.booleans())}
+    uses = {}  # of each block, by space, the first item that is listed
+    for name, cut in cuts.items():
+        for item in lists.get(name, ()):
+            uses.setdefault(item // cut, {}).setdefault(name, item)
+    twice = sorted(block for block, who in uses.items() if len(who) > 1 and block >= reserved)
     address = RequestAddress(4, {name: Span(found) for name, found in lists.items()})
     found = id_clash(layout, address, Columns())
     assert (found is not None) == bool(twice)
     if found:
-        mine = [name for name in names if twice[0] in lists.get(name, ())][:2]
+        (one, first), (two, second) = [*uses[twice[0]].items()][:2]
         assert found.startswith(
-            f"item {twice[0]} of block pool blocks is listed in spaces {mine[0]} and {mine[1]}"
+            f"block {twice[0]} of block pool blocks is listed in spaces {one} (item {first}) and "
+            f"{two} (item {second}), but"
         )
 
 
-def test_comparing_ids_takes_no_memory_of_its_own():
-    layout, columns, many = pair().layout, Columns(), 100_000
-    address = table(np.arange(1, many), np.arange(many, 2 * many), many)
+@pytest.mark.parametrize("cut", [1, 4])
+def test_comparing_ids_takes_no_memory_of_its_own(cut):
+    columns, many = Columns(), 100_000
+    spaces = [
+        Space(name, reserved=n, block_pool=POOL, items_per_block=n)
+        for name, n in (("kv", 1), ("swa", cut))
+    ]
+    layout = PoolLayout((), (), spaces, 0)
+    address = table(np.arange(1, many), np.arange(cut * many, (cut + 1) * many), many)
     id_clash(layout, address, columns)
     tracemalloc.start()
     assert id_clash(layout, address, columns) is None
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10_000
+
+
+def cut_pair(cut, items=10):
+    """`pair()`, but a block is `cut` pages of keys beside one of latents."""
+    parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
+    kv = Space("kv", reserved=cut, block_pool=POOL, items_per_block=cut)
+    return overlaid(parts, (kv, Space("swa", window=4, block_pool=POOL)), items)
+
+
+@pytest.mark.parametrize("cuts", [(2, 1), (1, 2), (2, 3), (33, 1)])
+def test_spaces_of_other_items_a_block_pair(cuts):
+    source, dest = map(cut_pair, cuts)
+    fill(source, there := place(source, 4, 1))
+    blank(dest)
+    made = plan([source.layout], dest.layout)
+    copy(made.bind(0, there, here := place(dest, 4, 2)))
+    assert_holds(dest, here)
+    made.verify()
+
+
+def test_items_of_one_number_are_no_clash_and_items_of_one_block_are():
+    """Of two items a block, item 4 is in block 2, and block 4 is items 8 and 9."""
+    made = plan([cut_pair(2).layout], cut_pair(2).layout)
+    made.bind(0, table([4, 5], [4, 3]), table([8, 9], [5, 3]))
+    for item in (8, 9):
+        says = rf"block 4 of block pool blocks .*spaces kv \(item {item}\) and swa \(item 4\), but"
+        with pytest.raises(ValueError, match=says):
+            made.bind(0, table([4, item], [4, 3]), table([8, 9], [5, 3]))

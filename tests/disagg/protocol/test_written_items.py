@@ -105,15 +105,15 @@ def test_ids_that_no_buffer_has_are_left_to_the_read_which_refuses_them():
         items.release(room)
 
 
-def pooled():
-    """Pages of tokens, a window's and a slot over one another in blocks of one pool."""
+def pooled(cut=1):
+    """`cut` pages of tokens, a window's and a slot over one another in blocks of one pool."""
     parts = {
         "kv": [(0, Repeat("entry", 16, Cell("k", 2, "bf16")))],
         "swa": [(1, Repeat("entry", 8, Cell("k", 2, "bf16")))],
         "state": [(2, Cell("state", 9, "f32"))],
     }
     spaces = (
-        Space("kv", entries_per_item=16, block_pool="blocks"),
+        Space("kv", "paged", 16, reserved=cut, block_pool="blocks", items_per_block=cut),
         Space("swa", entries_per_item=8, window=8, block_pool="blocks"),
         Space("state", "slot", block_pool="blocks"),
     )
@@ -128,7 +128,7 @@ def test_a_block_that_another_room_writes_through_another_space_is_refused():
     pair = Pair(held=pooled())
     pair.request("one", blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[9]))
     says = (
-        r"'two': item {} of id list {} \(block pool blocks\) is written by room 'one' through id "
+        r"'two': block {} of id list {} \(block pool blocks\) is written by room 'one' through id "
         "list {}, until"
     )
     for wrong, item, name, through in (
@@ -144,6 +144,27 @@ def test_a_block_that_another_room_writes_through_another_space_is_refused():
     pair.request("three", blocks(30, kv=[9, 5], swa=[3, 6, 7, 8], state=[4]))
 
 
+def test_a_block_of_several_pages_is_one_room_s_and_one_space_s():
+    pair = Pair(held=pooled(3))
+    pair.request("one", blocks(40, kv=[9, 10, 11], swa=[5, 6, 7, 8, 15], state=[9]))  # kv: block 3
+    free = {"kv": [42, 43, 44], "swa": [12, 13, 10, 11, 16], "state": [17]}
+    for wrong, block, name, through in (
+        ({"state": [3]}, 3, "state", " through id list kv"),
+        ({"kv": [27, 28, 29]}, 9, "kv", " through id list state"),
+        ({"kv": [26, 42, 43]}, 8, "kv", " through id list swa"),
+        ({"kv": [9, 42, 43]}, 3, "kv", ""),
+        ({"kv": [42, 43, 11]}, 3, "kv", ""),
+    ):
+        says = rf"block {block} of id list {name} \(block pool blocks\) .* 'one'{through}, until"
+        with pytest.raises(RoomError, match=says):
+            pair.request("two", blocks(40, **free | wrong))
+    with pytest.raises(RoomError, match=r"spaces kv \(item 52\) and state \(item 17\), but"):
+        pair.request("two", blocks(40, **free | {"kv": [42, 43, 52]}))
+    pair.request("two", blocks(40, **free))
+    pair.abort(pair.decode, name="one")
+    pair.request("three", blocks(40, kv=[27, 28, 29], swa=[3, 5, 6, 7, 8], state=[1]))
+
+
 def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one():
     pair = Pair(held=pooled())
     pair.request("one", blocks(32, kv=[3, 4], swa=[6, 7, 8, 9], state=[0]), start=16)
@@ -153,7 +174,9 @@ def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one():
 def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():
     pair = Pair(held=pooled())
     wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
-    says = r"room 'r': item 4 of block pool blocks is listed in spaces kv and state, but it can be"
+    says = (
+        r"block 4 of block pool blocks is listed in spaces kv \(item 4\) and state \(item 4\), but"
+    )
     with pytest.raises(RoomError, match=says):
         pair.request(table=wrong)
     pair.table = wrong
@@ -174,7 +197,8 @@ def test_such_a_block_table_of_a_peer_fails_the_room_before_a_byte_is_read():
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed) and not pair.reads
     failure = pair.decode.failure("r")
     assert failure.kind == "protocol"
-    assert "item 4 of block pool blocks is listed in spaces kv and state" in failure.reason
+    said = "block 4 of block pool blocks is listed in spaces kv (item 4) and state (item 4), but"
+    assert said in failure.reason
 
 
 def test_a_refusal_names_few_items_of_many():

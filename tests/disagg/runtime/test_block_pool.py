@@ -14,8 +14,10 @@ from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, 
 TOKENS, WINDOW, ITEMS = 75, 24, 64
 
 
-def hybrid(how, page=16, short=8, padding=False):
-    """Two layers of keys and values, three of a window's, and one of a state."""
+def hybrid(how, page=16, short=8, padding=False, cut=1):
+    """Two layers of keys and values, `cut` pages of which are a block, three of a window's, and one
+    of a state.
+    """
     rows = Seq(Repeat("head", 2, Cell("k", 8, "bf16")), Repeat("head", 2, Cell("v", 8, "bf16")))
     state = Seq(Repeat("tap", 3, Cell("conv", 8, "f32")), Skip(8), Cell("temporal", 64, "f32"))
     parts = {
@@ -27,7 +29,7 @@ def hybrid(how, page=16, short=8, padding=False):
     }
     pool = None if how == "static" else "blocks"
     spaces = (
-        Space("kv", entries_per_item=page, block_pool=pool),
+        Space("kv", "paged", page, reserved=cut, block_pool=pool, items_per_block=cut),
         Space("swa", entries_per_item=short, window=WINDOW, block_pool=pool),
         Space("state", "slot", block_pool=pool),
     )
@@ -55,6 +57,10 @@ def connected(source, dest, **options):
         (("blocks", 8, 16), ("tensors", 16, 4)),
         (("tensors",), ("static",)),
         (("static", 32), ("blocks", 16, 8, True)),
+        (("blocks", 2, 8, False, 33), ("blocks", 66, 16)),
+        (("tensors", 66, 8), ("blocks", 2, 4, True, 33)),
+        (("blocks", 4, 8, False, 5), ("tensors", 1, 8, True, 33)),
+        (("blocks", 8, 4, True, 2), ("static",)),
     ],
 )
 def test_a_hybrid_cache_arrives_in_one_room(there, here, staging):
@@ -98,7 +104,7 @@ def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
     good = place(source, TOKENS)
     item = int(good.spans["kv"].ids[0])
     bad = RequestAddress(TOKENS, {**good.spans, "state": Span([item])})
-    says = rf"room 'r': item {item} of block pool blocks is listed in spaces kv and state"
+    says = rf"room 'r': block {item} of block pool blocks is listed in spaces kv .* and state"
     with connected(source, dest) as (prefill, decode):
         for call in (prefill.send, decode.receive):
             with pytest.raises(RoomError, match=says):

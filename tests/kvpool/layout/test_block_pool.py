@@ -1,4 +1,6 @@
-"""Spaces whose ids come from one block pool, and buffers that lie over one another for it."""
+"""Spaces whose ids come from one block pool, and buffers that lie over one another for it: items
+over items, or blocks of several items over blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator
 from kvpool.item import Cell, Repeat
-from kvpool.layout import Buffer, LayoutError, PoolLayout, Region, Slab, Space
+from kvpool.layout import Axis, Buffer, LayoutError, PoolLayout, Region, Slab, Space
 from kvpool.pools.base import KVPool
 from kvpool.pools.placement import BufferSpec
 from kvpool.render.html import html
@@ -47,54 +49,69 @@ def hybrid():
 # what may lie over one another
 
 
-def shared_bytes(one, two):
-    """Pairs of items, one of each buffer, that share a byte."""
+def shared_blocks(one, two, size, other):
+    """Pairs of blocks of `size` and `other` items, one of each buffer, that share a byte."""
     covers = [
-        {b.base + i * b.item_stride + at: i for i in range(b.items) for at in range(b.item_bytes)}
-        for b in (one, two)
+        {
+            b.base + i * b.item_stride + at: i // n
+            for i in range(b.items)
+            for at in range(b.item_bytes)
+        }
+        for b, n in ((one, size), (two, other))
     ]
     return {(covers[0][at], covers[1][at]) for at in covers[0].keys() & covers[1].keys()}
 
 
-def legal(found, spaces):
-    """Whether no byte is of two buffers but those of one item of two id lists of one pool."""
+def block_end(buffer, size):
+    """The pointer after block 0."""
+    return buffer.base + (size - 1) * buffer.item_stride + buffer.item_bytes
+
+
+def legal(found, spaces, *, apart=False):
+    """Whether no byte is of two buffers but those of one block of two id lists of one pool; with
+    `apart`, and blocks of other lists do not interleave within a block.
+    """
     by_name = {space.name: space for space in spaces}
     lists = {space.name: by_name[space.ids or space.name] for space in spaces}
-    for one, two in combinations(found, 2):
-        shared, ids = shared_bytes(one, two), [lists[each.space] for each in (one, two)]
+    for one, two in combinations(sorted(found, key=lambda b: b.base), 2):
+        ids = [lists[each.space] for each in (one, two)]
+        shared = shared_blocks(one, two, *(each.items_per_block for each in ids))
         pooled = ids[0].block_pool is not None and ids[0].block_pool == ids[1].block_pool
         if shared and (ids[0] == ids[1] or not pooled or any(i != j for i, j in shared)):
+            return False
+        if apart and not pooled and two.base < block_end(one, ids[0].items_per_block):
             return False
     return True
 
 
-@settings(max_examples=400)
+@settings(max_examples=600)
 @given(st.data())
-def test_buffers_are_taken_if_what_they_share_is_one_item_of_two_lists_of_one_pool(data):
+def test_buffers_are_taken_if_what_they_share_is_one_block_of_two_lists_of_one_pool(data):
     pools = st.sampled_from(("blocks", "blocks", "other", None))
-    spaces = [Space(name, reserved=0, block_pool=data.draw(pools)) for name in "abc"]
+    spaces = []
+    for name in "abc":
+        pool = data.draw(pools)
+        size = 1 if pool is None else data.draw(st.sampled_from((1, 1, 2, 3)))
+        spaces.append(Space(name, reserved=0, block_pool=pool, items_per_block=size))
     spaces.append(Space("d", reserved=0, ids="a"))
-    stride = data.draw(st.integers(4, 12))
+    sizes = dict(zip("abcd", (s.items_per_block for s in (*spaces[:3], spaces[0]))))
+    block = data.draw(st.sampled_from((6, 12, 18)))
     even = data.draw(st.booleans())
-    items = data.draw(st.integers(1, 3))
-    found = [
-        Buffer(
-            f"b{number}",
-            data.draw(st.sampled_from("abcd")),
-            data.draw(st.integers(0, stride - 1 if even else 40)),
-            stride if even else data.draw(st.sampled_from((stride, stride + 1))),
-            data.draw(st.integers(1, 4)),
-            items,
-        )
-        for number in range(data.draw(st.integers(1, 4)))
-    ]
+    blocks = data.draw(st.integers(1, 3))
+    found = []
+    for number in range(data.draw(st.integers(1, 4))):
+        space = data.draw(st.sampled_from("abcd"))
+        stride = block // sizes[space] + (0 if even else data.draw(st.integers(0, 1)))
+        base = data.draw(st.integers(0, block - 1 if even else 40))
+        width = data.draw(st.integers(1, min(4, stride)))
+        found.append(Buffer(f"b{number}", space, base, stride, width, blocks * sizes[space]))
     first = min(each.base for each in found)
-    one_block = even and all(b.base + b.item_bytes <= first + stride for b in found)
+    one_block = even and all(block_end(b, sizes[b.space]) <= first + block for b in found)
     try:
         PoolLayout(tuple(found), (), tuple(spaces), 0)
     except LayoutError as refused:
         assert "lies inside buffer" in str(refused)
-        assert not (one_block and legal(found, spaces))
+        assert not (one_block and legal(found, spaces, apart=True))
     else:
         assert legal(found, spaces)
 
@@ -120,10 +137,119 @@ def test_an_overlap_of_two_spaces_is_refused_with_the_way_out():
         buffer("swa", 64),  # item 0 over item 1
     ],
 )
-def test_blocks_lie_over_one_another_item_over_item_only(other):
-    says = r"of one block pool lie over one another item i over item i only: at one stride"
+def test_items_of_a_block_pool_lie_over_one_another_one_over_one_only(other):
+    says = (
+        r"of one block pool lie over one another block b over block b only: at one stride, .* "
+        rf"blocks are 64 bytes apart there, {other.item_stride} here\."
+    )
     with pytest.raises(LayoutError, match=says):
         layout(buffer("kv"), other)
+
+
+# blocks of several items
+
+CUT = Space("kv", reserved=4, block_pool="blocks", items_per_block=4)
+CUTS = (CUT, SWA, STATE)
+
+
+def cut(base=0, nbytes=8, stride=16, blocks=4, **more):
+    """Four items a block of 64 bytes."""
+    return buffer("kv", base, nbytes, stride, 4 * blocks, **more)
+
+
+def test_several_items_of_a_space_lie_over_one_of_another():
+    """Two layers of kernel blocks side by side, another space's two halves, and a state."""
+    layout(cut(0), cut(8), buffer("swa", 0), buffer("swa", 32), buffer("state", 0, 64), spaces=CUTS)
+    # the same, each layer's blocks in one piece
+    layout(cut(0, 8, 8), buffer("swa", stride=32), buffer("swa", 200), spaces=CUTS)
+    other = replace(SWA, reserved=2, items_per_block=2)
+    spaces = CUT, other, STATE
+    layout(cut(0, 16), buffer("swa", 8, 24, 32, 8), buffer("state", 0, 64), spaces=spaces)
+
+
+@pytest.mark.parametrize(
+    ("other", "there", "here"),
+    [
+        (buffer("swa", 48), 64, 64),  # its block ends in the next
+        (buffer("swa", 64), 64, 64),  # block 0 over block 1
+        (buffer("swa", 16, 8, 16), 64, 16),  # item over item, but block 1 over block 0
+        (buffer("swa", 0, 32, 48), 64, 48),
+    ],
+)
+def test_blocks_of_several_items_lie_over_one_another_block_over_block_only(other, there, here):
+    says = (
+        r"inside buffer kv.0 \(0 to 248, items of 8 every 16, 4 a block\). Buffers of one block "
+        rf"pool .*block b over block b only.*; blocks are {there} bytes apart there, {here} here"
+    )
+    with pytest.raises(LayoutError, match=says):
+        layout(cut(), other, spaces=CUTS)
+
+
+def test_items_of_one_list_do_not_overlap_in_a_block():
+    says = r"kv.7: base 7 lies inside.*An id of kv is an item of both"
+    with pytest.raises(LayoutError, match=says):
+        layout(cut(0), cut(7), buffer("swa"), spaces=CUTS)
+
+
+def test_blocks_of_a_pool_and_other_memory_do_not_interleave():
+    with pytest.raises(LayoutError, match=r"own.8: base 8 lies inside.*give both the same block_"):
+        layout(cut(), buffer("own", 8, 8), spaces=(*CUTS, Space("own")))
+    layout(cut(0, 4), buffer("own", 56, 8), spaces=(*CUTS, Space("own")))
+
+
+@pytest.mark.parametrize(
+    ("spaces", "buffers", "says"),
+    [
+        ((replace(CUT, reserved=1),), (), r"space kv has reserved 1, but a block is 4 items of"),
+        ((CUT,), (buffer("kv", items=18),), r"kv.0 of space kv has items 18, but a block is 4 it"),
+        (
+            (SWA, replace(CUT, reserved=8)),
+            (),
+            r"blocks: space kv has reserved 8 \(2 blocks\), space swa 1\. A block can be",
+        ),
+        (
+            (CUT, SWA),
+            (cut(), buffer("swa", 300, items=16)),
+            r"swa.300 of space swa has items 16, buffer kv.0 of space kv 16 \(4 blocks\)",
+        ),
+        (
+            (CUT, Space("c4", ids="kv")),
+            (),
+            r"space c4 has reserved 1, but a block is 4 items of space kv. Use a multiple",
+        ),
+    ],
+)
+def test_spaces_of_one_block_pool_have_the_same_blocks(spaces, buffers, says):
+    with pytest.raises(LayoutError, match=says):
+        layout(*buffers, spaces=spaces)
+
+
+def test_a_space_that_shares_ids_has_the_items_a_block_of_those():
+    shares = Space("c4", ids="kv", reserved=4)
+    found = layout(cut(0), buffer("c4", 8, 8, 16, 16), buffer("swa", 0, 64), spaces=(*CUTS, shares))
+    assert [found.items_per_block(each) for each in found.buffers] == [4, 4, 1]
+    with pytest.raises(LayoutError, match=r"c4.8: base 8 lies inside.*4 a block\). An id of kv is"):
+        layout(cut(0), buffer("c4", 8, 8, 32, 16), spaces=(*CUTS, shares))
+
+
+@pytest.mark.parametrize("size", [0, -1, 4097])
+def test_a_block_is_a_number_of_items(size):
+    with pytest.raises(LayoutError, match=rf"space kv items_per_block: 1 to 4096, got {size}"):
+        Space("kv", block_pool="blocks", items_per_block=size)
+
+
+@pytest.mark.parametrize("more", [{}, {"ids": "other"}])
+def test_only_blocks_of_a_pool_are_several_items(more):
+    with pytest.raises(LayoutError, match=r"space kv: items_per_block 2 without a block_pool"):
+        Space("kv", items_per_block=2, **more)
+
+
+def test_a_block_s_runs_are_counted():
+    """A short layout of blocks of many items describes very many runs."""
+    many = Space("kv", reserved=4096, block_pool="blocks", items_per_block=4096)
+    region = Region("target", 0, "k", "kv.0", 0, "uint8", (Axis("head", 128, 2),), 1)
+    with pytest.raises(LayoutError, match="a block of 4096 items of 524288 separate runs, at most"):
+        layout(buffer("kv", 0, 256, 256, 8192), spaces=[many], regions=[region])
 
 
 def test_buffers_whose_items_an_id_has_both_of_do_not_overlap():
@@ -169,7 +295,7 @@ def test_regions_of_one_item_still_do_not_overlap():
         (
             (KV, replace(SWA, reserved=2)),
             (),
-            r"block pool blocks: space swa has reserved 2, space kv 1\..*all the same reserved",
+            r"block pool blocks: space swa has reserved 2, space kv 1\..*the same reserved, in blo",
         ),
     ],
 )
@@ -202,22 +328,24 @@ def test_memory_of_a_block_pool_is_registered_once():
 @settings(max_examples=200)
 @given(st.data())
 def test_a_byte_is_foreign_that_no_space_of_the_pool_claims(data):
-    stride, items = data.draw(st.integers(8, 20)), data.draw(st.integers(1, 4))
-    clear, buffers, regions = set(), [], []
+    block, blocks = data.draw(st.sampled_from((12, 18, 24))), data.draw(st.integers(1, 4))
+    clear, buffers, regions, spaces = set(), [], [], []
     base = data.draw(st.integers(0, 9))
     for number, space in enumerate("abc"):
+        cut = data.draw(st.sampled_from((1, 1, 2, 3)))
+        stride, items = block // cut, blocks * cut
         within = data.draw(st.integers(0, stride - 1))
         size, padding = data.draw(st.integers(1, stride - within)), data.draw(st.booleans())
         held = f"{space}{number}"
         buffers.append(Buffer(held, space, base + within, stride, size, items, "cpu", padding))
+        spaces.append(Space(space, "slot", reserved=0, block_pool="blocks", items_per_block=cut))
         first = data.draw(st.integers(0, size - 1))
         width = data.draw(st.integers(1, size - first))
         regions.append(Region("target", number, "k", held, first, "uint8", (), width))
         taken = range(size) if padding else range(first, first + width)
         clear |= {base + i * stride + within + at for i in range(items) for at in taken}
-    spaces = tuple(Space(name, "slot", reserved=0, block_pool="blocks") for name in "abc")
-    made = PoolLayout(tuple(buffers), tuple(regions), spaces, 3)
-    end = base + (items + 1) * stride
+    made = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 3)
+    end = base + (blocks + 1) * block
     starts, stops = np.triu_indices(end + 2, 1)
     found = made.foreign_bytes.among(starts, stops)
     foreign = np.cumsum([0, *(at not in clear for at in range(end + 2))])
@@ -226,15 +354,17 @@ def test_a_byte_is_foreign_that_no_space_of_the_pool_claims(data):
 
 @both
 def test_a_layout_with_a_block_pool_travels(write, read, encode):
-    assert read(write(hybrid())) == hybrid()
+    for found in (hybrid(), layout(cut(), buffer("state", 0, 64), spaces=CUTS)):
+        assert read(write(found)) == found
 
 
 @both
 def test_a_space_that_does_not_say_so_has_ids_of_its_own(write, read, encode):
     plain = json.loads(layout(buffer("kv")).to_json())
     for space in plain["spaces"]:
-        del space["block_pool"]
-    assert {space.block_pool for space in read(encode(plain)).spaces} == {None}
+        del space["block_pool"], space["items_per_block"]
+    found = read(encode(plain)).spaces
+    assert {(space.block_pool, space.items_per_block) for space in found} == {(None, 1)}
 
 
 def test_a_merge_keeps_the_block_pool():
@@ -248,14 +378,20 @@ def test_a_merge_keeps_the_block_pool():
 class Pooled(KVPool):
     """A pool of our own whose spaces say that they take their ids from one pool of blocks."""
 
+    cut = 1
+    others = ("swa",)
+
     def declare(self):
-        for space in ("kv", "swa"):
+        for space in ("kv", *self.others):
             item = Repeat("entry", self.page_size, Cell(f"{space}.k", 4, "bf16"))
             yield BufferSpec(space, layers=self.layers, space=space, item=item)
 
     def spaces(self):
-        yield Space("kv", entries_per_item=self.page_size, block_pool="blocks")
-        yield Space("swa", entries_per_item=self.page_size, block_pool="blocks")
+        for space in ("kv", *self.others):
+            yield Space(
+                space, "paged", self.page_size, reserved=self.cut, block_pool="blocks",
+                items_per_block=self.cut,
+            )  # fmt: skip
 
 
 def test_spaces_of_a_draft_s_own_have_a_block_pool_of_its_own():
@@ -271,10 +407,26 @@ def test_an_allocator_refuses_what_it_has_no_single_free_list_for():
         Allocator(pool)
 
 
+class Cut(Pooled):
+    """One space, of whose pages two are a block."""
+
+    cut = 2
+    others = ()
+
+
+def test_an_allocator_refuses_blocks_of_several_items():
+    pool = Cut(layers=[0], num_pages=6, page_size=4, dtype="bf16")
+    with pytest.raises(ValueError, match=r"space kv: a block of block pool blocks is 2 items, but"):
+        Allocator(pool)
+
+
 def test_pictures_and_text_name_the_pool_and_the_spaces_that_lie_over_one_another():
     assert space_words(SWA).endswith("window 8, ids from block pool blocks")
+    assert space_words(CUT).endswith("ids from block pool blocks (4 items a block)")
     for draw in (svg, html):
         text = draw(hybrid())
         assert "block pool blocks" in text
         assert "in the same memory as kv, state" in text  # swa
         assert "in the same memory as" not in draw(layout(buffer("kv"), buffer("swa", 32)))
+        over = draw(layout(cut(0, 8, 8, blocks=2), buffer("state", 24, 8, 32, 2), spaces=CUTS))
+        assert "in the same memory as state" in over and "in the same memory as kv" in over

@@ -799,6 +799,7 @@ OTHER = {
     "Space.reserved": pool(s={"reserved": 2}),
     "Space.ids": pool(s={"ids": "other"}),
     "Space.block_pool": pool(s={"block_pool": "blocks"}),
+    "Space.items_per_block": pool(s={"block_pool": "blocks", "items_per_block": 2, "reserved": 2}),
     "Space.interleave": pool(s={"interleave": Interleave(4, 0, 2)}),
     "Interleave.size": pool(s={"interleave": Interleave(8, 0, 2)}),
     "Interleave.rank": pool(s={"interleave": Interleave(4, 1, 2)}),
@@ -878,6 +879,28 @@ def test_null_blocks_before_the_live_ones_are_left_out_of_a_span(blocks, null, i
     span = Span.from_blocks(blocks, null=null)
     assert (span.ids.tolist(), span.first_item) == (ids, first)
     assert span.ids.dtype == np.int64 and not span.ids.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("blocks", "null", "ids", "first"),
+    [
+        ([5, 2], 0, [15, 16, 17, 6, 7, 8], 0),
+        ([0, 0, 2], 0, [6, 7, 8], 6),
+        ([0, 0], 0, [], 6),
+        ([], 0, [], 0),
+        ([-1, 0, 1], -1, [0, 1, 2, 3, 4, 5], 3),
+        (np.array([0, 200], dtype=np.uint8), 0, [600, 601, 602], 3),
+    ],
+)
+def test_blocks_of_a_span_are_several_items_each(blocks, null, ids, first):
+    span = Span.from_blocks(blocks, null, 3)
+    assert (span.ids.tolist(), span.first_item) == (ids, first)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, None])
+def test_blocks_of_no_number_of_items_are_refused(size):
+    with pytest.raises(ValueError, match="span items_per_block: "):
+        Span.from_blocks([1], items_per_block=size)
 
 
 @pytest.mark.parametrize(

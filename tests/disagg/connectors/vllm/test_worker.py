@@ -39,7 +39,7 @@ class Side:
         layout = PoolLayout(
             (*rows.buffers, *state.buffers), (*rows.regions, *state.regions), spaces, 2
         )
-        groups = Group("kv0", "paged", 1, TOKENS), Group("state1", "slot", 1, TOKENS, "first")
+        groups = Group("kv0", 1, TOKENS), Group("state1", 1, TOKENS, "first")
         roles = {"produces": produces, "consumes": not produces}
         rank = Rank(Settings.read(extra, "extra"), layout, **roles, readers=1, log=log)
         self.worker = Worker(rank, groups, layers)

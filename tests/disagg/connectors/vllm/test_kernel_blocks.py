@@ -1,0 +1,196 @@
+"""Hybrid models on a GPU: a block of vLLM's is several blocks of an attention kernel, or one state.
+
+Tensors lie as vLLM's, on a CPU. Kernels write, two workers hand over, kernels read.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from disagg.connectors.rank import Rank
+from disagg.connectors.settings import Settings
+from disagg.connectors.vllm.layers import Platform
+from disagg.connectors.vllm.layout import Group, engine_layout
+from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
+from disagg.connectors.vllm.worker import Worker
+from tests.disagg.connectors.vllm import engines, kernels
+
+BLOCKS, TOKENS, D, HEADS, WINDOW = 12, 140, 8, 2, 20
+FULL, SHORT, STATES = (0, 1), (2, 3), (4, 5)
+CONV, TEMPORAL = (3, 4 * 8), (2, 8, 8)
+STATE = 96 * 2 + 128 * 4  # bytes, of a block of which the rest is padding
+HAD, HAS = 254, 255  # what lies in the memory of prefill and of decode; values are 0 to 253
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Blocks of `tokens` tokens, `ratio` kernel blocks each, of heads one by one (HND) or not."""
+
+    ratio: int
+    tokens: int = 66
+    heads_first: bool = True
+
+
+class Memory:
+    """Tensor n, `[block, byte]`, holds layer n of every group. `blocks`: a request's, by group."""
+
+    def __init__(self, cut: Cut, blocks: tuple[list[int], ...], byte: int) -> None:
+        page = cut.tokens * HEADS * 2 * D * 2
+        self.raw = torch.full((2, BLOCKS, page), byte, dtype=torch.uint8)
+        self.views, self.cut = {}, cut
+        inner = (HEADS, cut.tokens // cut.ratio) if cut.heads_first else (-1, HEADS)
+        for n, tensor in enumerate(self.raw):
+            view = tensor.view(torch.bfloat16).view(BLOCKS * cut.ratio, *inner, 2 * D)
+            view = view if cut.heads_first else view.transpose(1, 2)
+            self.views |= dict.fromkeys((engines.name(FULL[n]), engines.name(SHORT[n])), view)
+            self.views[engines.name(STATES[n])] = tensor.view(torch.int8)[:, None, None, :STATE]
+        full, short, state = blocks
+        split = [
+            [b * cut.ratio + j for b in ids for j in range(cut.ratio)] for ids in (full, short)
+        ]
+        self.kernels = []
+        for ids, layers, prefix, first in zip(
+            split, (FULL, SHORT), ("", "swa."), (0, TOKENS - WINDOW + 1)
+        ):
+            for layer in layers:
+                view = self.views[engines.name(layer)]
+                made = kernels.KeysAndValues(view, layer, ids, range(HEADS), prefix=prefix, key=D)
+                self.kernels.append((made, range(first, TOKENS)))
+        for layer in STATES:
+            made = kernels.Slots(
+                self.views[engines.name(layer)], layer, state, range(2), conv=CONV,
+                temporal=TEMPORAL, cell_dims=1,
+                sections=[("conv.q", 1, 0, 8), ("conv.k", 1, 0, 8), ("conv.v", 2, 0, 8)],
+            )  # fmt: skip
+            self.kernels.append((made, range(1)))
+
+    def write(self) -> None:
+        for kernel, tokens in self.kernels:
+            kernel.write(tokens)
+
+    def dead(self, entries: int) -> torch.Tensor:
+        """Which bytes are of positions behind the request's, in its last item of `entries`."""
+        was, found = self.raw.clone(), torch.zeros_like(self.raw)
+        self.raw.zero_()
+        for kernel, _ in self.kernels[:4]:
+            for token in range(TOKENS, -(-TOKENS // entries) * entries):
+                for _, _, cell in kernel.cells(token):
+                    cell.view(torch.uint8).fill_(1)
+        found.copy_(self.raw)
+        self.raw.copy_(was)
+        return found.bool()
+
+
+class Side:
+    """A worker over such memory."""
+
+    def __init__(self, memory: Memory, *, produces: bool) -> None:
+        cut = memory.cut
+        states = {
+            "shapes": (CONV, TEMPORAL),
+            "dtypes": (torch.bfloat16, torch.float32),
+            "mamba_type": SimpleNamespace(name="GDN_ATTN"),
+        }
+        heads = {"num_kv_heads": HEADS, "head_size": D}
+        short = engines.spec("SlidingWindowSpec", cut.tokens, sliding_window=WINDOW, **heads)
+        specs = [
+            ([*map(engines.name, FULL)], engines.spec("FullAttentionSpec", cut.tokens, **heads)),
+            ([*map(engines.name, SHORT)], short),
+            ([*map(engines.name, STATES)], engines.spec("MambaSpec", cut.tokens, **states)),
+        ]
+        modules = {engines.name(n): engines.module("FLASHINFER") for n in (*FULL, *SHORT)}
+        modules |= {engines.name(n): None for n in STATES}
+        self.described = engine_layout(
+            engines.config(modules), engines.caches(BLOCKS, specs), memory.views, Platform()
+        )
+        layout, groups = self.described.layout, self.described.groups
+        settings = Settings.read({"verify": "checksum"}, "extra")
+        roles = {"produces": produces, "consumes": not produces}
+        rank = Rank(settings, layout, **roles, readers=1, log=log)
+        self.worker = Worker(rank, groups, self.described.layers)
+
+    def step(self, **what):
+        step = Step(**what)
+        self.worker.begin(step)
+        self.worker.save(step)
+        return self.worker.results(["p"])
+
+
+@pytest.fixture
+def opened():
+    """Makes sides, which are closed when the test has ended."""
+    held = []
+
+    def side(memory, *, produces):
+        held.append(Side(memory, produces=produces))
+        return held[-1]
+
+    yield side
+    for each in held:
+        each.worker.rank.close()
+
+
+EARLY = [7, 2], [5, 4], [3]  # of the first 70 tokens
+THERE = [7, 2, 9], [0, 4, 11], [3]  # block 5 has left the window
+HERE = [1, 8, 5], [0, 10, 2], [6]
+SMALL = [1, 8, 5, 3, 9], [0, 0, 0, 10, 2], [6]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "here"),
+    [
+        (Cut(33), Cut(33), HERE),
+        (Cut(33), Cut(33, heads_first=False), HERE),
+        (Cut(1, heads_first=False), Cut(33), HERE),
+        (Cut(11), Cut(4, tokens=32), SMALL),
+    ],
+    ids=str,
+)
+def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, here, opened):
+    source, dest = Memory(one, THERE, HAD), Memory(other, here, HAS)
+    expected = Memory(other, here, HAS)
+    source.write()
+    expected.write()
+    prefill, decode = opened(source, produces=True), opened(dest, produces=False)
+    before = source.raw.clone()
+    address = prefill.worker.rank.prefill.address
+    prefill.step(sends=[Send("p", "room", EARLY, 0, 70, False)])
+    results = decode.step(receives=[Receive("d", "room", (address,), here, 0, TOKENS)])
+    prefill.step(sends=[Send("p", "room", THERE, 70, TOKENS, True)])
+    end = time.monotonic() + 20
+    while not results.received:
+        assert time.monotonic() < end
+        prefill.step()
+        results = decode.step()
+    assert results.received == {"d"} and not results.failed
+    for kernel, tokens in dest.kernels:
+        kernel.assert_holds(tokens)
+    entries = decode.described.layout.spaces[0].entries_per_item
+    may_differ = dest.dead(entries) & (dest.raw == HAD)
+    assert torch.equal(dest.raw[~may_differ], expected.raw[~may_differ])
+    assert torch.equal(source.raw, before)
+
+
+def test_each_group_says_how_many_items_its_blocks_are(opened):
+    side = opened(Memory(Cut(33), THERE, HAD), produces=True)
+    assert side.described.groups == (
+        Group("kv0", 33, 66), Group("swa1", 33, 66), Group("state2", 1, 66, "first"),
+    )  # fmt: skip
+    said = {s.name: (s.items_per_block, s.reserved) for s in side.described.layout.spaces}
+    assert said == {"kv0": (33, 33), "swa1": (33, 33), "state2": (1, 1)}
+    assert side.described.layout.block_pools == {"blocks": ("kv0", "swa1", "state2")}
+    spans = side.worker.block_table(THERE, TOKENS).spans
+    assert spans["kv0"].ids[:3].tolist() == [231, 232, 233] and spans["kv0"].ids.size == 99
+    assert spans["swa1"].first_item == 33 and spans["swa1"].ids[[0, -1]].tolist() == [132, 395]
+    assert spans["state2"].ids.tolist() == [3]
+
+
+@pytest.mark.parametrize("cut", [Cut(1), Cut(33, heads_first=False)], ids=str)
+def test_blocks_that_can_be_read_as_one_item_are(cut, opened):
+    side = opened(Memory(cut, THERE, HAD), produces=True)
+    assert [group.blocks for group in side.described.groups] == [1, 1, 1]
