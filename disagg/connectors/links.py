@@ -19,11 +19,14 @@ UNUSED_SECONDS = 600.0
 
 @dataclass(slots=True)
 class _Used:
+    """A link, and when it was last in use and not dead."""
+
     link: Link
     at: float
 
     @property
     def dead(self) -> bool:
+        """Whether its prefill is gone or was refused."""
         return self.link.lost is not None or self.link.refusal is not None
 
 

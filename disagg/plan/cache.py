@@ -13,7 +13,8 @@ import numpy as np
 
 from disagg.plan.cells import with_equal_cells
 from disagg.plan.planner import TransferPlan, plan
-from disagg.plan.runs import Route, adjacent_buffers
+from disagg.plan.records import adjacent_buffers
+from disagg.plan.runs import Route
 from kvpool.layout import PoolLayout
 
 Shape = tuple[str, frozenset[tuple[tuple[str, int], ...]]]

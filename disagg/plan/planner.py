@@ -15,7 +15,8 @@ from disagg.plan.cells import with_equal_cells
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.match import Overlap, elect, mismatches, tile
 from disagg.plan.proof import prove
-from disagg.plan.runs import EntryRuns, Record, Route, entry_runs, join, records, route
+from disagg.plan.records import Record, records
+from disagg.plan.runs import EntryRuns, Route, entry_runs, join, route
 from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers

@@ -14,7 +14,8 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from disagg.plan.match import Overlap
-from disagg.plan.runs import Route, grouped
+from disagg.plan.records import grouped
+from disagg.plan.runs import Route
 from kvpool.layout import Buffer, PoolLayout, Region
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
 

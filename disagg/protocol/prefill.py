@@ -7,23 +7,23 @@ reader dies, or the lease runs out; a reader that is done later is told that the
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from disagg.errors import RoomError, UnknownRoom
+from disagg.errors import RoomError
 from disagg.plan.bind import Columns
 from disagg.plan.block_pools import id_clash
-from disagg.plan.offered import Offered, layers_by_owner
+from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
+from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
-from disagg.protocol.prefill_state import Decode, ForgottenRooms, PrefillRoom, noted
-from disagg.protocol.rooms.ended import EndedAttempts, EndedRooms
+from disagg.protocol.prefill_state import Decode, PrefillRoom, noted
+from disagg.protocol.rooms.ended import EndedAttempts
+from disagg.protocol.rooms.prefill_rooms import PrefillRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
@@ -33,8 +33,6 @@ MAX_REQUESTED = 1 << 14
 """Rooms that one decode may ask for at once."""
 MAX_UNSENT = 1 << 16
 """Open rooms that a decode has asked for and of which nothing was sent."""
-MAX_FAILED_UNSENT = 10_000
-"""Rooms that failed before anything was sent: the latest are kept."""
 LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
@@ -52,17 +50,12 @@ class PrefillMachine:
         self._layout, self._columns = layout, Columns()
         self._effects = Effects()
         self.peers = PrefillPeers(hello, layout, self._effects, now)
-        self._lease, self._now, self._layers = lease, now, layers_by_owner(layout)
-        self._rooms: dict[Room, PrefillRoom] = {}
-        self._open: set[Room] = set()
-        self._unsent: set[Room] = set()
-        self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
-        self._unpublished: set[Room] = set()
+        self._lease, self._now = lease, now
+        self._rooms = PrefillRooms(layers_by_owner(layout))
         self._digests = DigestAnswers(self._effects)
-        self._forgotten = ForgottenRooms()
         self._ended_attempts = EndedAttempts()
         self._next_check = 0.0
-        self.ended = EndedRooms()
+        self.ended = self._rooms.ended
         self.totals = Totals()
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
@@ -82,21 +75,21 @@ class PrefillMachine:
             case events.DigestComputed(
                 (bytes(peer), messages.DigestRequest() as request), values, problem
             ):
-                room = self._rooms.get(request.room)
+                room = self._rooms.by_name.get(request.room)
                 self._digests.computed(peer, request, room, values, problem)
             case events.OfferChunk():
                 self._offer(event)
             case events.AbortRoom(name, reason):
-                room = self._known(name)
-                if name in self._open:
+                room = self._rooms.known(name)
+                if name in self._rooms.open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.ForgetRoom(name):
                 if not self.poll(name).ended:
                     raise RoomError(f"room {name!r} has not ended. Abort it first.")
-                self._forget(name)
+                self._rooms.forget(name, now)
             case events.AbortAll(reason, closing):
-                for name in list(self._open):
-                    self._fail(name, self._rooms[name], Failure("prefill", reason, "abort"))
+                for name in list(self._rooms.open):
+                    self._fail(name, self._rooms.by_name[name], Failure("prefill", reason, "abort"))
                 if closing:
                     self.peers.notify_shutdown()
             case _:
@@ -105,44 +98,43 @@ class PrefillMachine:
 
     def computed(self, name: Room) -> int:
         """Positions of a room of which all layers were offered so far."""
-        room = self._rooms.get(name)
+        room = self._rooms.by_name.get(name)
         return room.computed if room else 0
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
-        return self._known(name).phase.poll
+        return self._rooms.known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
         """Why the room failed, if it did."""
-        return self._known(name).failure
+        return self._rooms.known(name).failure
 
     def waits_for(self, name: Room) -> str:
         """What must happen next in an open room."""
-        return self._known(name).waits_for
+        return self._rooms.known(name).waits_for
 
     def rooms(self) -> Mapping[Room, PrefillRoom]:
         """All rooms that are not forgotten."""
-        return self._rooms
+        return self._rooms.by_name
 
     def open_rooms(self) -> set[Room]:
         """Rooms that have not ended."""
-        return self._open
+        return self._rooms.open
 
     def leases(self) -> Leases:
         """Items of open rooms."""
-        rooms = (self._rooms[name] for name in self._open)
-        return Leases(count_items(room.addresses[-1] for room in rooms if room.addresses))
+        return self._rooms.leases()
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         """Numbers now, and since the machine was made."""
         alive = len(self.peers.alive)
         return Snapshot(
-            self.totals.copy(), len(self._open), alive, self.leases(), engine, telemetry
+            self.totals.copy(), len(self._rooms.open), alive, self.leases(), engine, telemetry
         )
 
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, address, tokens = chunk.room, chunk.address, chunk.tokens
-        known = self._rooms.get(name) or PrefillRoom(Offered(self._layers))
+        known = self._rooms.by_name.get(name) or self._rooms.new()
         problem = known.chunk_problem(chunk) or id_clash(self._layout, address, self._columns)
         if problem is not None:
             raise RoomError(f"room {name!r}: {problem}")
@@ -150,9 +142,9 @@ class PrefillMachine:
         about = self.hello.generation, name, LONGEST_ATTEMPT, tokens.start, tokens.stop
         ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)
         messages.encode(ready)  # what cannot be sent is refused before anything is kept
-        room = self._room(name)
-        self._forgotten.drop(name)
-        self._unsent.discard(name)
+        room = self._rooms.at(name, self._now)
+        self._rooms.forgotten.drop(name)
+        self._rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
         room.addresses.append(address)
@@ -167,16 +159,16 @@ class PrefillMachine:
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""
-        for name in list(self._unpublished):
-            self._publish_ready_chunks(name, self._rooms[name])
+        for name in list(self._rooms.unpublished):
+            self._publish_ready_chunks(name, self._rooms.by_name[name])
         if self._now < self._next_check:
             return
         pause = min(self.hello.timeout, self._lease or math.inf)
         self._next_check = self._now + pause / CHECKS_PER_TIMEOUT
         for lost in self.peers.find_dead(self._now):
             self._lose(lost)
-        for name in list(self._open):
-            room = self._rooms[name]
+        for name in list(self._rooms.open):
+            room = self._rooms.by_name[name]
             if room.ends_at is None or self._now < room.ends_at:
                 continue
             if room.chunks:
@@ -198,7 +190,7 @@ class PrefillMachine:
         if isinstance(about, messages.ReadRequest):
             self._requested(peer, about, decode)
             return
-        room = self._rooms.get(about.room)
+        room = self._rooms.by_name.get(about.room)
         request = room.requests.get(peer) if room else None
         mine = room if request is not None and request.attempt == about.attempt else None
         if isinstance(about, messages.ReadDone):
@@ -206,12 +198,12 @@ class PrefillMachine:
         elif isinstance(about, messages.DigestRequest):
             if problem := self._digests.asked(peer, about, mine):
                 self._lose(self.peers.refuse(peer, problem))
-        elif mine is not None and about.room in self._open:
+        elif mine is not None and about.room in self._rooms.open:
             failure = Failure("decode", reason_text(about.reason), "abort")
             self._fail(about.room, mine, failure, except_peer=peer)
 
     def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
-        known = self._rooms.get(request.room)
+        known = self._rooms.by_name.get(request.room)
         again = self._ended_attempts.has(peer, request)
         if again or (known and known.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
@@ -221,7 +213,7 @@ class PrefillMachine:
             about = request.generation, request.room, request.attempt
             self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
-        room = self._room(request.room)
+        room = self._rooms.at(request.room, self._now)
         room.requests[peer] = request
         room.generations.append(decode.generation)
         decode.rooms.add(request.room)
@@ -233,27 +225,27 @@ class PrefillMachine:
 
     def _dropped(self, drop: messages.DropRoom) -> None:
         """Ends a room that a decode will not ask for, unless all its readers have."""
-        known = self._rooms.get(drop.room)
-        if known is None or (drop.room in self._open and not known.full):
+        known = self._rooms.by_name.get(drop.room)
+        if known is None or (drop.room in self._rooms.open and not known.full):
             failure = Failure("decode", reason_text(drop.reason), "abort")
-            self._fail(drop.room, self._room(drop.room), failure)
+            self._fail(drop.room, self._rooms.at(drop.room, self._now), failure)
 
     def _reject_reason(
         self, peer: bytes, request: messages.ReadRequest, decode: Decode
     ) -> str | None:
         """Why a decode may not read a room."""
-        room = self._rooms.get(request.room)
+        room = self._rooms.by_name.get(request.room)
         if room is not None and room.failure is not None:
             room.told = noted(room.told, decode.generation)
             return room.failure.reason
-        forgotten = self._forgotten.untold(request.room, decode.generation, self._now)
+        forgotten = self._rooms.forgotten.untold(request.room, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
         if len(decode.rooms) >= MAX_REQUESTED:
             return f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
         if room is not None:
             return room.reject_reason(peer, request)
-        if len(self._unsent) >= MAX_UNSENT:
+        if len(self._rooms.unsent) >= MAX_UNSENT:
             return f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
         return None
 
@@ -261,7 +253,7 @@ class PrefillMachine:
         leased = room is not None and room.failure is None and room.whole
         if room is not None and leased:
             room.done.add(peer)
-            if room.complete and done.room in self._open:
+            if room.complete and done.room in self._rooms.open:
                 room.phase = room.phase.to(Phase.SUCCESS)
                 self._close(done.room, room)
         self._effects.send(
@@ -273,8 +265,8 @@ class PrefillMachine:
         if lost is None:
             return
         for name in list(lost.rooms):
-            room = self._rooms.get(name)
-            if room and name in self._open and lost.peer in room.requests.keys() - room.done:
+            room = self._rooms.by_name.get(name)
+            if room and name in self._rooms.open and lost.peer in room.requests.keys() - room.done:
                 self._fail(name, room, lost.failure, except_peer=lost.peer)
 
     def _fail(
@@ -289,22 +281,9 @@ class PrefillMachine:
             if peer != except_peer:
                 abort = messages.Abort(self.hello.generation, name, request.attempt, reason)
                 self._effects.send(peer, abort)
-        if not room.chunks:
-            self._failed_unsent.append((name, room))
-            if len(self._failed_unsent) > MAX_FAILED_UNSENT:
-                name, room = self._failed_unsent.popleft()
-                if self._rooms.get(name) is room and not room.chunks:
-                    self._forget(name)
-
-    def _forget(self, name: Room) -> None:
-        self._forgotten.add(name, self._rooms.pop(name), self._now)
-        self.ended.drop(name)
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
-        self._open.discard(name)
-        self._unsent.discard(name)
-        self._unpublished.discard(name)
-        self.ended.add(name, room.failure)
+        self._rooms.end(name, room, self._now)
         seconds = self._now - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
@@ -330,24 +309,8 @@ class PrefillMachine:
             room.unpublished.pop(0)
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
-        (self._unpublished.add if room.unpublished else self._unpublished.discard)(name)
+        waiting = self._rooms.unpublished
+        (waiting.add if room.unpublished else waiting.discard)(name)
 
     def _lease_end(self) -> float | None:
         return None if self._lease is None else self._now + self._lease
-
-    def _room(self, name: Room) -> PrefillRoom:
-        """The room of that name, opened if there is none."""
-        if name not in self._rooms:
-            self._rooms[name] = PrefillRoom(Offered(self._layers), self._now)
-            self._open.add(name)
-            self._unsent.add(name)
-        return self._rooms[name]
-
-    def _known(self, name: Room) -> PrefillRoom:
-        room = self._rooms.get(name)
-        if room is None:
-            raise UnknownRoom(
-                f"room {name!r} is not known here: no chunk of it was sent and no decode has asked "
-                "for it, or it was forgotten. `send` makes it known, or a decode that asks for it."
-            )
-        return room

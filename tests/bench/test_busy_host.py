@@ -10,7 +10,7 @@ import mmap
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -96,10 +96,10 @@ def serve(pipe, engine, pages, shared):
             pipe.send(None)
 
 
-@contextmanager
+@pytest.fixture
 def rooms(engine, shared, pytestconfig):
-    """A function that hands a room over to a decode made with some options; `progress(decode,
-    room)` is what the main thread does until the room has ended.
+    """A function that makes a connected decode with some options, and one that hands a room over to
+    it; `progress(decode, room)` is what the main thread does until the room has ended.
     """
     pages = PAGES if pytestconfig.getoption("benchmark_enable") else 2
     dest, address, numbers = pool_of(pages), place(pages, 1), count()
@@ -126,10 +126,13 @@ def rooms(engine, shared, pytestconfig):
         progress(decode, room)
         assert decode.poll(room) is KVPoll.Success, decode.failure(room)
 
-    def decode(**options):
-        return DecodeEndpoint(dest.layout, create_engine(engine), **options), url
+    def decode_of(**options):
+        decode = DecodeEndpoint(dest.layout, create_engine(engine), **options)
+        stack.enter_context(decode).connect([url], timeout=60)
+        return decode
 
-    yield decode, hand_over
+    with ExitStack() as stack:
+        yield decode_of, hand_over
     assert (last_page(dest, address) == row).all()
     here.send(None)
     process.join(30)
@@ -165,7 +168,7 @@ def spin_for_ever(pipe):
         pass
 
 
-@contextmanager
+@pytest.fixture
 def beside_a_process_that_spins():
     """A function that runs another while a process takes a core."""
     here, away = FORKS.Pipe()
@@ -187,62 +190,41 @@ def beside_a_process_that_spins():
 
 
 @ways
-def test_main_thread_spins(paired, engine, shared, pytestconfig):
-    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
-        decode, url = decode_of()
-        with decode:
-            decode.connect([url], timeout=60)
-            paired(lambda: hand_over(decode, spin), lambda: hand_over(decode, wait), rounds=ROUNDS)
+def test_main_thread_spins(paired, rooms):
+    decode_of, hand_over = rooms
+    decode = decode_of()
+    paired(lambda: hand_over(decode, spin), lambda: hand_over(decode, wait), rounds=ROUNDS)
 
 
 @ways
-def test_another_process_spins(paired, engine, shared, pytestconfig):
-    with (
-        rooms(engine, shared, pytestconfig) as (decode_of, hand_over),
-        beside_a_process_that_spins() as run,
-    ):
-        decode, url = decode_of()
-        with decode:
-            decode.connect([url], timeout=60)
-            beside = partial(run, lambda: hand_over(decode, wait))
-            paired(beside, lambda: hand_over(decode, wait), rounds=ROUNDS)
+def test_another_process_spins(paired, rooms, beside_a_process_that_spins):
+    decode_of, hand_over = rooms
+    alone = partial(hand_over, decode_of(), wait)
+    paired(partial(beside_a_process_that_spins, alone), alone, rounds=ROUNDS)
 
 
 @ways
-def test_main_thread_spins_against_another_process(paired, engine, shared, pytestconfig):
+def test_main_thread_spins_against_another_process(paired, rooms, beside_a_process_that_spins):
     """What the GIL costs, and not the core."""
-    with (
-        rooms(engine, shared, pytestconfig) as (decode_of, hand_over),
-        beside_a_process_that_spins() as run,
-    ):
-        decode, url = decode_of()
-        with decode:
-            decode.connect([url], timeout=60)
-            beside = partial(run, lambda: hand_over(decode, wait))
-            paired(lambda: hand_over(decode, spin), beside, rounds=ROUNDS)
+    decode_of, hand_over = rooms
+    decode = decode_of()
+    beside = partial(beside_a_process_that_spins, lambda: hand_over(decode, wait))
+    paired(lambda: hand_over(decode, spin), beside, rounds=ROUNDS)
 
 
 @ways
 @pytest.mark.parametrize("progress", [wait, spin], ids=["waits", "spins"])
-def test_many_rooms_at_once_against_one(paired, engine, shared, progress, pytestconfig):
-    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
-        decode, url = decode_of()
-        with decode:
-            decode.connect([url], timeout=60)
-            one = partial(hand_over, decode, progress)
-            paired(lambda: one(many=True), one, rounds=ROUNDS)
+def test_many_rooms_at_once_against_one(paired, rooms, progress):
+    decode_of, hand_over = rooms
+    one = partial(hand_over, decode_of(), progress)
+    paired(partial(one, many=True), one, rounds=ROUNDS)
 
 
 @ways
-def test_main_thread_steps(paired, engine, shared, pytestconfig):
-    with rooms(engine, shared, pytestconfig) as (decode_of, hand_over):
-        (stepped, url), (threaded, _) = decode_of(threaded=False), decode_of()
-        with stepped, threaded:
-            for decode in (stepped, threaded):
-                decode.connect([url], timeout=60)
-            paired(
-                lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=ROUNDS
-            )
+def test_main_thread_steps(paired, rooms):
+    decode_of, hand_over = rooms
+    stepped, threaded = decode_of(threaded=False), decode_of()
+    paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=ROUNDS)
 
 
 def test_first_copy_into_memory(paired, pytestconfig):

@@ -6,6 +6,7 @@ Run in an environment with vLLM (0.32 or 0.33) and kvpool:
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,7 +45,8 @@ from disagg.connectors.vllm.layers import ATTENTION
 from disagg.connectors.vllm.layout import Group, engine_layout
 from kvpool.layout import RequestAddress, Span
 from tests import oracle
-from tests.disagg.connectors.vllm import kernels
+from tests.disagg.connectors.vllm import engines, kernels
+from tests.disagg.connectors.vllm.engines import Module
 
 current_platform.import_kernels()
 BLOCKS, TOKENS, D, LATENT, ROPE = 6, 32, 32, 512, 64
@@ -87,36 +89,7 @@ def spec_of(name):
     return CLASSES[name].customize_spec(made)
 
 
-class Module(SimpleNamespace):
-    """An attention module of a model: what the layout reads of it."""
-
-    def get_attn_backend(self):
-        return self.backend
-
-
-def config_for(modules, layers=8, tp=1, rank=0, kv_heads=2, **more):
-    """The part of a VllmConfig that the layout reads."""
-    text = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128)
-    model = SimpleNamespace(
-        model="/models/tiny/",
-        hf_text_config=text,
-        get_total_num_hidden_layers=lambda: layers,
-        get_total_num_kv_heads=lambda: kv_heads,
-    )
-    parallel = {
-        "tensor_parallel_size": tp,
-        "rank": rank,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "cp_kv_cache_interleave_size": 1,
-    }
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=SimpleNamespace(**{**parallel, **more}),
-        compilation_config=SimpleNamespace(static_forward_context=modules),
-        speculative_config=None,
-        num_speculative_tokens=0,
-    )
+config_for = partial(engines.config, latent=LATENT, rope=ROPE)
 
 
 def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
@@ -138,7 +111,7 @@ def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
 
 
 def names(*layers):
-    return [f"model.layers.{n}.self_attn.attn" for n in layers]
+    return [engines.name(n) for n in layers]
 
 
 def found(layout, raw):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from disagg.protocol.status import KVPoll
-from tests.faults.run import Run
+from tests.faults.run import Run, unexpected
 from tests.faults.world import PEER_TIMEOUT, Violation
 
 
@@ -54,7 +54,7 @@ def _abort(run: Run) -> None:
     reasons = "aborted by the test", *["its lease ended"] * (run.world.shape.ranks > 1)
     for who, (_, state, reason) in room.ended.items():
         if state is KVPoll.Failed and not any(each in reason for each in reasons):
-            raise Violation(f"{who} fails for another reason: {room}")
+            raise unexpected(f"{who} fails for another reason: {room}", room)
     run.must_succeed([each for each in run.rooms if each is not room])
 
 
@@ -86,8 +86,10 @@ def _requested_twice(run: Run) -> None:
     run.settle()
     run.must_succeed([each for each in run.rooms if each not in (room, rival)])
     wins = [each for each in (room, rival) if each.ended[each.sinks[0]][1] is KVPoll.Success]
-    if len(wins) > 1 or (not wins and len(room.sources) == 1):
-        raise Violation(f"exactly one must succeed: {room}, {rival}")
+    if len(wins) > 1:
+        raise Violation(f"only one may succeed: {room}, {rival}")
+    if not wins and len(room.sources) == 1:
+        raise unexpected(f"one must succeed: {room}, {rival}", room, rival)
     if wins:
         room.done = dict.fromkeys(room.sinks, wins[0].done[wins[0].sinks[0]])
 

@@ -1,9 +1,10 @@
-"""A real engine, one read of which fails although its bytes land later."""
+"""A real engine, one read of which fails although its bytes land later: when it is told to."""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
@@ -14,13 +15,13 @@ WHICH = 5
 
 
 class LateEngine(LocalEngine):
-    """`fence` is the answer of a fence before these bytes have landed: False, True (wrongly),
-    or None (TransferError, then and later).
+    """The bytes land once there is a file `gate`, which is removed then. `fence` is the answer of a
+    fence before that: False, True (wrongly), or None (TransferError, then and later).
     """
 
-    def __init__(self, fence: bool | None, seconds: float) -> None:
+    def __init__(self, fence: bool | None, gate: Path) -> None:
         super().__init__()
-        self._answer, self._seconds = fence, seconds
+        self._answer, self._gate = fence, gate
         self._reads = 0
         self._broken: object = None
         self._landed = threading.Event()
@@ -47,8 +48,10 @@ class LateEngine(LocalEngine):
         super().close()
 
     def _land(self, peer, batch):
-        time.sleep(self._seconds)
+        while not self._gate.exists():
+            time.sleep(0.001)
         transfer = super().read(peer, batch)
         while not self.poll(transfer):
             time.sleep(0.001)
         self._landed.set()
+        self._gate.unlink()

@@ -103,10 +103,12 @@ class World:
         *,
         peer_timeout: float = PEER_TIMEOUT,
         lease: float = LEASE,
+        read_timeout: float = READ_TIMEOUT,
         engines: Mapping[str, Callable[[], Engine]] | None = None,
         expected: str | None = None,
     ) -> None:
         self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
+        self._read_timeout = read_timeout
         self._engines, self._expected = engines or {}, expected
         self.peers: dict[str, Peer] = {}
         self.rooms: dict[int, Room] = {}
@@ -244,7 +246,7 @@ class World:
             bind = self._ports.setdefault(name, f"tcp://127.0.0.1:{_port()}")
             options["lease"] = self._lease
         else:
-            options["read_timeout"], options["ranks"] = READ_TIMEOUT, shape.readers
+            options["read_timeout"], options["ranks"] = self._read_timeout, shape.readers
             options["verify"] = "checksum" if which == 0 else None
         setup = Setup(
             shape.engine,

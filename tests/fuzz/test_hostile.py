@@ -83,7 +83,7 @@ def test_a_peer_opens_no_more_rooms_than_allowed():
 
 
 def test_rooms_that_were_requested_and_aborted_are_forgotten(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 2000)
+    monkeypatch.setattr("disagg.protocol.rooms.prefill_rooms.MAX_FAILED_UNSENT", 2000)
     hello = machines.hello(samples.LAYOUTS[0], "d")
 
     def flooding():

@@ -184,7 +184,7 @@ def left_behind(node: Node) -> list[str]:
     else:
         reader, stage = endpoint._reader, node.engine.stage
         kept |= {
-            "rooms": kept["rooms"] ^ {read.room for read, _ in reader._quarantined},
+            "rooms": kept["rooms"] ^ {read.room for read in reader._context.quarantined},
             "buffers": stage.owners
             if stage and len(stage.owners) != NUM_BUFFERS - stage._usable
             else (),
@@ -192,8 +192,8 @@ def left_behind(node: Node) -> list[str]:
             ^ {id(each) for each in node.links.values()},
             "connections": peers.ranks() ^ node.transport.connections.keys(),
             "silent peers": waited - peers.ranks(),
-            "fences": reader._fences,
-            "busy lanes": [lane for lane in reader._lanes.values() if lane.queue or lane.active],
+            "reads": reader._reads(),
+            "fences": [lane for lane in (*reader._lanes.values(), *reader._dropped) if lane.fences],
             "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
             "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
         }

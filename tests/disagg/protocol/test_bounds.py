@@ -303,7 +303,7 @@ def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkey
 
 
 def test_rooms_that_prefill_drops_by_itself_are_remembered_as_well(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 1)
+    monkeypatch.setattr("disagg.protocol.rooms.prefill_rooms.MAX_FAILED_UNSENT", 1)
     world = Readers(one="g1", two="g2")
     for name in range(2):
         world.ask("one", f"{name}", 2, name)

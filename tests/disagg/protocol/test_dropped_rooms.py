@@ -91,7 +91,7 @@ def test_who_is_no_reader_ends_no_room_that_its_readers_have_asked_for():
 
 
 def test_rooms_that_nobody_sends_are_kept_in_bounds(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill.MAX_FAILED_UNSENT", 3)
+    monkeypatch.setattr("disagg.protocol.rooms.prefill_rooms.MAX_FAILED_UNSENT", 3)
     prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
     for number in range(10):
         prefill.handle(Received(b"d", messages.DropRoom(number, "no")), 0.0)

@@ -427,41 +427,21 @@ def case(machine, examples: int):
     return kind
 
 
+def at_length(machine, examples: int):
+    return pytest.mark.long(pytest.mark.timeout(3600)(case(machine, examples)))
+
+
 TestInOrder = case(Protocol, 60)
 TestRepeated = case(Repeating, 30)
 TestOutOfOrder = case(Reordering, 30)
 TestLost = case(Losing, 40)
 TestLostAndOutOfOrder = case(LosingAll, 20)
 
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-class TestInOrderAtLength(case(Protocol, 2000)):
-    pass
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-class TestRepeatedAtLength(case(Repeating, 1500)):
-    pass
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-class TestOutOfOrderAtLength(case(Reordering, 1500)):
-    pass
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-class TestLostAtLength(case(Losing, 2000)):
-    pass
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-class TestLostAndOutOfOrderAtLength(case(LosingAll, 1000)):
-    pass
+TestInOrderAtLength = at_length(Protocol, 2000)
+TestRepeatedAtLength = at_length(Repeating, 1500)
+TestOutOfOrderAtLength = at_length(Reordering, 1500)
+TestLostAtLength = at_length(Losing, 2000)
+TestLostAndOutOfOrderAtLength = at_length(LosingAll, 1000)
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_a_squatter_without_the_keys_gets_nothing(engine, tmp_path):
     write_keys(tmp_path / "keys")
     write_keys(tmp_path / "others")
     keys = {"keys": tmp_path / "keys"}
-    with Decode(engine, peer_timeout=1.0, **keys) as decode:
+    with Decode(engine, peer_timeout=3.0, **keys) as decode:
         with Prefill(engine, LOOPBACK, keys) as prefill:
             address = prefill.address
             link = decode.endpoint.connect([address], timeout=30)

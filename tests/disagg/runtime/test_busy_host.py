@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -12,6 +10,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool import MHAPool, _native
 from tests import oracle
 from tests.disagg.engines.peers import prefills
+from tests.gil import gil_held
 
 TOKENS = 150
 MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
@@ -19,17 +18,6 @@ LAYERS = {"layers": range(3)}
 needs_native = pytest.mark.skipif(
     _native.availability() is not None, reason="copies in Python need the GIL"
 )
-
-
-@contextmanager
-def no_other_thread_gets_the_gil():
-    """Unless this one lets it go."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def ask(holds, seconds=20):
@@ -58,7 +46,7 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
         }
         decode.connect([source.address], timeout=60)
         source.send("r", 0, TOKENS)
-        with no_other_thread_gets_the_gil():
+        with gil_held():
             decode.receive("r", address)
             assert ask(asks[call])
         assert decode.wait("r", 20) is KVPoll.Success

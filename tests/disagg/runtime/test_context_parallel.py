@@ -97,8 +97,9 @@ def test_equal_ranks_read_from_their_like_and_wait_for_all():
         decode.connect([prefill.address for prefill in prefills], timeout=30)
         decode.receive("r", table := place(dest, TOKENS, 9))
         prefills[1].send("r", tables[1])
+        until(decode, lambda: decode.metrics("r").bytes_moved and not decode.reading("r"))
         with pytest.raises(TimeoutError, match="chunks from position 0 on, of rank 0 of prefill"):
-            decode.wait("r", 0.3)
+            decode.wait("r", 0.1)
         prefills[0].send("r", tables[0])
         assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
         assert_holds(dest, table)

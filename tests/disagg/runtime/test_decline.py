@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg import Ended, KVPoll, RoomError
-from disagg.protocol.prefill import MAX_FAILED_UNSENT
 from disagg.protocol.rooms.decode_rooms import MAX_DECLINED
+from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
 from tests import oracle
 from tests.disagg.protocol.pair import Pair
 from tests.disagg.stepping import stepped

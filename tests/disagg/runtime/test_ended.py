@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg import DecodeEndpoint, Ended, KVPoll, MemoryNetwork, MemoryTransport, create_engine
-from disagg.protocol.prefill import MAX_FAILED_UNSENT
+from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.protocol.pair import Pair

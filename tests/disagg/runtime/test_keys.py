@@ -19,6 +19,7 @@ from disagg.protocol import messages
 from disagg.runtime.keys import read_keys, write_keys
 from kvpool import MLAPool
 from tests import oracle
+from tests.disagg.waiting import until
 
 TOKENS = 40
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 5, "page_size": 16}
@@ -141,14 +142,16 @@ def test_only_prefills_key_is_believed(keys, tmp_path, theirs):
 def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
     pool = MLAPool(layers=range(2), **MLA)
     with prefill_of(pool) as plain, decode_of(pool, keys) as decode:
+        link = decode.connect([plain.address])
+        until(plain, lambda: "Are keys set on one side only?" in caplog.text)
         with pytest.raises(TimeoutError):
-            decode.connect([plain.address], timeout=1)
-        assert "Are keys set on one side only?" in caplog.text
+            decode.handshake(link, 0.1)
     caplog.clear()
     with prefill_of(pool, keys) as prefill, decode_of(pool) as decode:
+        link = decode.connect([prefill.address])
+        until(decode, lambda: "Are keys set on one side only?" in caplog.text)
         with pytest.raises(TimeoutError):
-            decode.connect([prefill.address], timeout=1)
-        assert "Are keys set on one side only?" in caplog.text
+            decode.handshake(link, 0.1)
 
 
 def test_who_knows_the_public_keys_alone_is_not_let_in(keys):

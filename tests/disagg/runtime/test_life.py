@@ -36,12 +36,14 @@ from disagg.runtime.keys import write_keys
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.stepping import Clock
 from tests.disagg.waiting import until
 from tests.streams import dial
 
 TOKENS = 75
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
-TIMEOUT = 0.6
+TIMEOUT = 3.0
+"""Longer than a process that lives is kept waiting for a core."""
 
 
 def pool(**more):
@@ -92,11 +94,16 @@ def transport():
 
 
 def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
-    with prefill_side(lease=0.3) as (prefill, given), decode_side() as (decode, _, address):
+    with (
+        prefill_side(lease=0.3, clock=(clock := Clock())) as (prefill, given),
+        decode_side() as (decode, _, address),
+    ):
         decode.connect([prefill.address], timeout=20)
         decode.receive("r", address)
         prefill.send("r", RequestAddress(32, given.spans), last=False)
         assert prefill.leases().leased == {"kv": 5}
+        until(prefill, lambda: prefill.poll("r") is KVPoll.Transferring)
+        clock.now += 0.4
         assert prefill.wait("r", 20) is KVPoll.Failed
         assert "its lease ended: not every reader was done within 0.3 s" in str(
             prefill.failure("r")
@@ -114,10 +121,16 @@ def test_a_room_that_nobody_wants_gives_its_pages_back():
 
 
 def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
-    with prefill_side(lease=0.5) as (prefill, given), decode_side() as (decode, dest, address):
+    with (
+        prefill_side(lease=0.5, clock=(clock := Clock())) as (prefill, given),
+        decode_side() as (decode, dest, address),
+    ):
         decode.connect([prefill.address], timeout=20)
         decode.receive("r", address)
-        time.sleep(1.0)
+        until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
+        prefill.send("sent", given)
+        clock.now += 1.0
+        assert prefill.wait("sent", 20) is KVPoll.Failed  # its lease has run out meanwhile
         prefill.send("r", given)
         assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
         oracle.assert_holds(dest, address)
@@ -148,10 +161,10 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
 )
 def test_a_room_ends_on_both_sides_whatever_message_is_lost(transport, side, lost):
     """Over a connection that lives on: pings are answered all the while."""
-    transport.lost = lost
+    transport.lost, clock = lost, Clock()
     mine = {"prefill": {}, "decode": {}} | {side: {"transport": transport}}
     with (
-        prefill_side(lease=0.6, **mine["prefill"]) as (prefill, given),
+        prefill_side(lease=0.6, clock=clock, **mine["prefill"]) as (prefill, given),
         decode_side(offer_timeout=0.4, **mine["decode"]) as (decode, _, address),
     ):
         link = decode.connect([prefill.address], timeout=20)
@@ -161,6 +174,7 @@ def test_a_room_ends_on_both_sides_whatever_message_is_lost(transport, side, los
         failure = decode.failure("r")
         assert (failure.side, failure.kind) == ("decode", "timeout")
         assert f"rank 0 of prefill ({prefill.address})" in failure.reason
+        clock.now += 1.0
         prefill.wait("r", 20)  # where only the ack was lost, it has succeeded
         assert link.lost is None
 
@@ -198,7 +212,7 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         decode.receive("other", oracle.place(dest, 0), link=other)
         os.kill(one.process.pid, signal.SIGSTOP)
         assert decode.wait("lost", 20) is KVPoll.Failed
-        reason = f"rank 0 of prefill ({one.address}) is lost: it was silent for more than 0.6 s."
+        reason = f"rank 0 of prefill ({one.address}) is lost: it was silent for more than 3 s."
         assert str(decode.failure("lost")) == f"prefill: {reason}"
         decode.receive("at once", address, link=link)
         assert str(decode.failure("at once")) == f"prefill: {reason}"
@@ -221,7 +235,7 @@ def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(tmp_path):
     """nixl#2051, vllm#49238: messages of another generation are refused, the next hello works."""
     made, _ = write_keys(keys := tmp_path / "keys")
     transport = MutableZmq(made)
-    with decode_side(peer_timeout=5, keys=keys) as (decode, dest, address):
+    with decode_side(keys=keys) as (decode, dest, address):
         with prefill_side("tcp://127.0.0.1:*", transport=transport) as (prefill, _):
             link = decode.connect([prefill.address], timeout=20)
             decode.receive("r", address)
@@ -230,10 +244,8 @@ def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(tmp_path):
             prefill.close()
             transport.close()
         with prefill_side(at, keys=keys) as (prefill, given):
-            began = time.monotonic()
             assert decode.wait("r", 20) is KVPoll.Failed
             assert "no longer knows this decode" in str(decode.failure("r"))
-            assert time.monotonic() - began < 5
             until(decode, lambda: link.settled)
             decode.receive("again", address)
             prefill.send("again", given)
@@ -257,7 +269,7 @@ def test_a_dead_decode_fails_its_rooms_on_prefill_and_no_others(transport):
         transport.muted = True
         assert prefill.wait("dead", 20) is KVPoll.Failed
         transport.muted = False
-        assert str(prefill.failure("dead")) == "prefill: decode was silent for more than 0.6 s."
+        assert str(prefill.failure("dead")) == "prefill: decode was silent for more than 3 s."
         assert decode.wait("dead", 20) is KVPoll.Failed
         prefill.send("lives", given)
         assert other.wait("lives", 20) is KVPoll.Success
@@ -390,13 +402,13 @@ def test_a_prefill_that_is_full_serves_who_waits_once_another_leaves(monkeypatch
     with (
         prefill_side() as (prefill, given),
         decode_side() as (first, _, _),
-        decode_side(peer_timeout=0.4) as (second, dest, address),
+        decode_side(peer_timeout=4) as (second, dest, address),
     ):
         link = first.connect([prefill.address], timeout=20)
-        with pytest.raises(TimeoutError, match=r"The last try: .* 1 decodes are connected already"):
-            second.connect([prefill.address], timeout=0.5)
         waiting = second.connect([prefill.address])
         until(second, lambda: waiting.lost is not None)
+        with pytest.raises(TimeoutError, match=r"The last try: .* 1 decodes are connected already"):
+            second.handshake(waiting, 0.1)
         first.disconnect(link)
         second.handshake(waiting, 20)
         second.receive("r", address)
@@ -414,7 +426,7 @@ def test_a_decode_that_closes_is_forgotten_at_once():
 
 
 def test_a_stuck_read_fails_its_room_and_pages_wait_for_the_fence():
-    with prefill_side() as (prefill, given), decode_side(read_timeout=0.3) as (decode, dest, at):
+    with prefill_side() as (prefill, given), decode_side(read_timeout=2) as (decode, dest, at):
         decode.connect([prefill.address], timeout=20)
         fenced, fence = threading.Event(), decode.engine.fence
         decode.engine.poll = lambda transfer: False

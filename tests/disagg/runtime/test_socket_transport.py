@@ -441,19 +441,22 @@ def test_a_file_that_can_be_read_ends_the_wait_also_under_a_number_of_before(tra
         began = time.monotonic()
         assert not [*transport.poll(0.01, read)]
         os.write(write, b"x")
-        assert not [*transport.poll(10.0, read)]
-        assert time.monotonic() - began < 5
+        assert not [*transport.poll(60.0, read)]
+        assert time.monotonic() - began < 30
         os.close(read)
         os.close(write)
     assert len(numbers) == 1
 
 
 def test_a_wait_of_less_than_a_millisecond_is_as_short(transports):
-    transport = transports()
-    began = time.monotonic()
-    for _ in range(100):
+    transport, shortest = transports(), 1.0
+    until = time.monotonic() + 20
+    while shortest >= 0.0009 and time.monotonic() < until:  # some waits find no core when they end
+        began = time.monotonic()
         assert not [*transport.poll(0.0002)]
-    assert 0.02 <= time.monotonic() - began < 0.09
+        shortest = min(shortest, time.monotonic() - began)
+        assert shortest >= 0.0002
+    assert shortest < 0.0009
 
 
 def test_closing_sends_what_was_sent(transports):

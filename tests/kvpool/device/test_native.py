@@ -7,14 +7,13 @@ import errno
 import gc
 import os
 import socket
-import sys
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from kvpool import _native
+from tests.gil import gil_held
 
 MANY = 2500
 """More runs than the kernel takes at once."""
@@ -33,17 +32,6 @@ def link():
     here, there = socket.socketpair()
     with here, there:
         yield here, there
-
-
-@contextmanager
-def gil_held():
-    """No other Python thread runs, as long as nothing lets the GIL go by itself."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def end(job):

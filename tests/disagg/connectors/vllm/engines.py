@@ -24,15 +24,21 @@ def spec(kind: str, block_size: int, **more):
     return made
 
 
-def module(backend: str, **said):
+class Module(SimpleNamespace):
     """An attention module: its backend, and what else it says."""
-    held = SimpleNamespace(get_name=lambda: backend)
-    return SimpleNamespace(get_attn_backend=lambda: held, **said)
+
+    def get_attn_backend(self):
+        return self.backend
 
 
-def config(modules, *, layers=8, kv_heads=2, tp=1, rank=0, **parallel):
+def module(backend: str, **said):
+    """A module whose backend has a name, and nothing more."""
+    return Module(backend=SimpleNamespace(get_name=lambda: backend), **said)
+
+
+def config(modules, *, layers=8, kv_heads=2, tp=1, rank=0, latent=LATENT, rope=ROPE, **parallel):
     """The part of a VllmConfig that is read. `rank`: of all ranks of the engine."""
-    text = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128)
+    text = SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=rope, index_head_dim=128)
     model = SimpleNamespace(
         model="/models/tiny/",
         hf_text_config=text,

@@ -1,0 +1,79 @@
+"""The rooms of a prefill endpoint, by name: which are open, and of which something is still to be
+sent or published. Part of `PrefillMachine`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from disagg.errors import UnknownRoom
+from disagg.plan.offered import Offered
+from disagg.protocol.liveness import Leases, count_items
+from disagg.protocol.messages import Room
+from disagg.protocol.prefill_state import ForgottenRooms, PrefillRoom
+from disagg.protocol.rooms.ended import EndedRooms
+from kvpool.layout.grid import Ints
+
+MAX_FAILED_UNSENT = 10_000
+"""Rooms that failed before anything was sent: the latest are kept."""
+
+
+class PrefillRooms:
+    """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
+    of which nothing was sent, `unpublished` those of which readers may not know every chunk.
+    """
+
+    def __init__(self, layers: Mapping[str, Ints]) -> None:
+        self.by_name: dict[Room, PrefillRoom] = {}
+        self.open: set[Room] = set()
+        self.unsent: set[Room] = set()
+        self.unpublished: set[Room] = set()
+        self.ended = EndedRooms()
+        self.forgotten = ForgottenRooms()
+        self._layers = layers
+        self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
+
+    def new(self, now: float = 0.0) -> PrefillRoom:
+        """A room of which nothing was offered."""
+        return PrefillRoom(Offered(self._layers), now)
+
+    def at(self, name: Room, now: float) -> PrefillRoom:
+        """The room of that name, opened if there is none."""
+        if name not in self.by_name:
+            self.by_name[name] = self.new(now)
+            self.open.add(name)
+            self.unsent.add(name)
+        return self.by_name[name]
+
+    def known(self, name: Room) -> PrefillRoom:
+        """The room of that name; raises UnknownRoom."""
+        room = self.by_name.get(name)
+        if room is None:
+            raise UnknownRoom(
+                f"room {name!r} is not known here: no chunk of it was sent and no decode has asked "
+                "for it, or it was forgotten. `send` makes it known, or a decode that asks for it."
+            )
+        return room
+
+    def end(self, name: Room, room: PrefillRoom, now: float) -> None:
+        """A room has ended; its items are free."""
+        for some in (self.open, self.unsent, self.unpublished):
+            some.discard(name)
+        self.ended.add(name, room.failure)
+        if not room.chunks:
+            self._failed_unsent.append((name, room))
+            if len(self._failed_unsent) > MAX_FAILED_UNSENT:
+                name, room = self._failed_unsent.popleft()
+                if self.by_name.get(name) is room and not room.chunks:
+                    self.forget(name, now)
+
+    def forget(self, name: Room, now: float) -> None:
+        """Drops an ended room; why it has failed is kept for decodes that ask late."""
+        self.forgotten.add(name, self.by_name.pop(name), now)
+        self.ended.drop(name)
+
+    def leases(self) -> Leases:
+        """Items of open rooms."""
+        rooms = (self.by_name[name] for name in self.open)
+        return Leases(count_items(room.addresses[-1] for room in rooms if room.addresses))

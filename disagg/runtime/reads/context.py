@@ -1,0 +1,41 @@
+"""What all reads of an endpoint share: the engine, the buffers, the clock, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from disagg.engines.base import Engine
+from disagg.protocol.decode_state import Read
+from disagg.protocol.events import ReadEnded, ReadFailed
+from disagg.runtime.staging import StagingBuffers
+
+ReadEvent = ReadFailed | ReadEnded
+
+
+@dataclass(eq=False, slots=True)
+class ReadContext:
+    """A part that takes longer than `timeout` seconds has failed. `quarantined` are reads whose
+    bytes may land for ever: their pages and buffers stay as they are until the endpoint is closed.
+    """
+
+    engine: Engine
+    stage: StagingBuffers
+    timeout: float
+    clock: Callable[[], float]
+    events: list[ReadEvent] = field(default_factory=list)
+    quarantined: list[Read] = field(default_factory=list)
+
+    def end(self, read: Read, problem: str | None = None) -> None:
+        """None of a read's bytes can land any more."""
+        self.events.append(ReadEnded(read, problem))
+
+    def take_events(self) -> list[ReadEvent]:
+        """What has happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
+
+def problem_of(read: Read, error: Exception) -> str:
+    """Why a read has failed."""
+    return f"read from {read.link.name(read.source)}: {error}"

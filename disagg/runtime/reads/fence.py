@@ -1,0 +1,48 @@
+"""A peer that is given up, until none of its bytes can land any more."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.protocol.events import ReadFailed
+from disagg.runtime.reads.begun import BegunRead
+from disagg.runtime.reads.context import ReadContext, problem_of
+
+log = logging.getLogger("disagg")
+
+
+@dataclass(eq=False, slots=True)
+class Fence:
+    """`reads` are those whose bytes may land until it is passed: the one that has failed, and
+    others from the same peer.
+    """
+
+    peer: Any
+    reads: list[BegunRead]
+
+    def passed(self, context: ReadContext) -> bool:
+        """Whether no byte of `reads` can land. A read of which that can never be certain leaves
+        them: it stays in quarantine.
+        """
+        waits = False
+        for begun in list(self.reads):
+            try:
+                waits |= any(flight.copying() for flight in begun.in_flight)
+            except Exception as error:
+                self._quarantine(context, begun, error)
+        try:
+            return not waits and context.engine.fence(self.peer, 0)
+        except Exception as error:
+            for begun in list(self.reads):
+                self._quarantine(context, begun, error)
+            return True
+
+    def _quarantine(self, context: ReadContext, begun: BegunRead, error: Exception) -> None:
+        log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
+        if begun.problem is None:
+            context.events.append(ReadFailed(begun.read, problem_of(begun.read, error)))
+        context.stage.mark_lost(len(begun.buffers))
+        context.quarantined.append(begun.read)
+        self.reads.remove(begun)
