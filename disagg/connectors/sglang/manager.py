@@ -152,7 +152,7 @@ class KvpoolManager(CommonKVManager):
         self._refuse_options()
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         queue, scheduler = self.queue, self.queue.scheduler
-        model = scheduler.model_config
+        model, text = scheduler.model_config, scheduler.model_config.hf_text_config
         pools = Pools(
             queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
         )
@@ -161,6 +161,7 @@ class KvpoolManager(CommonKVManager):
             self.attn_tp_size,
             model.get_total_num_kv_heads(),
             scheduler.sliding_window_size,
+            getattr(text, "n_groups", None) or getattr(text, "mamba_n_groups", 0),
         )
         name = str(model.model_path).rstrip("/").rpartition("/")[2]
         kinds = self.kv_args.state_types

@@ -18,7 +18,7 @@ class KvpoolSender(CommonKVSender):
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **more: Any):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **more)
         self._pages: list[int] = []
-        self._tokens = 0
+        self._tokens = self._offered = 0
         if not mgr.is_dummy_cp_rank and mgr.check_status(bootstrap_room) != KVPoll.Failed:
             self.init_time = time.time()
             mgr.senders[bootstrap_room] = self
@@ -38,17 +38,23 @@ class KvpoolSender(CommonKVSender):
         kv_indices, _, last, skip = self._prepare_send_indices(kv_indices, state_indices)
         if skip:  # a CP rank whose state another one sends
             return
-        start = self._tokens
         self._pages.extend(int(page) for page in kv_indices)
         self._tokens += num_kv_tokens or 0
+        start, stop = self._offered, self._tokens
+        if not last:  # windows come with the last chunk, of which the number of pages is known
+            least = (self.num_kv_indices - 1) * mgr.kv_args.page_size + 1
+            stop = max(start, min(stop, least - mgr.layout.held_back))
+        self._offered = stop
         after, self._early_send_wait_event = getattr(self, "_early_send_wait_event", None), None
+        if start == stop and not last:
+            return
         try:
-            address = mgr.layout.address(self._tokens, self._pages, state_indices)
+            address = mgr.layout.address(stop, self._pages, state_indices)
             mgr.rank.send(
                 str(room),
                 room,
                 address,
-                range(start, self._tokens),
+                range(start, stop),
                 last=last,
                 aux=read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None,
                 after=after,

@@ -1,15 +1,18 @@
-"""One real SGLang engine in processes of its own, driven by lines of JSON over a socket.
+"""Real SGLang engines in processes of their own, each driven by lines of JSON over a socket.
 
-`python -m tests.engines.sglang.engine FD '{"model_path": ..., ...}'`. Commands: `add` (a request),
-`abort`, `counts` (what the scheduler of each rank holds), `close`. Each line that comes back is an
-event.
+`python -m tests.engines.sglang.engine FD` imports SGLang once, and forks an engine for each line
+that it reads: `{"environ": ..., "log": ..., "arguments": ...}`, with the engine's socket beside it.
+The engine's own processes are forked too. An engine's commands: `add` (a request), `abort`,
+`counts` (what the scheduler of each rank holds), `close`. Each line that comes back is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -86,13 +89,44 @@ class Served:
         self.reply(event="counts", ranks=found)
 
 
+def run(line: socket.socket, environ: dict[str, str], log: str, arguments: dict[str, Any]) -> None:
+    """One engine, until its socket ends."""
+    os.setsid()
+    os.environ.update(environ)
+    with open(log, "wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    served = Served(line, arguments)
+    asyncio.get_event_loop().run_until_complete(served.serve())
+    served.engine.shutdown()
+
+
 def main() -> None:
-    """Serves until the socket ends."""
+    """Forks engines until the socket ends."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    import sglang.srt.disaggregation.decode
+    import sglang.srt.disaggregation.prefill
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's would import all again
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as own:
-        served = Served(own, json.loads(sys.argv[2]))
-        asyncio.get_event_loop().run_until_complete(served.serve())
-        served.engine.shutdown()
+        while True:
+            text, fds, _, _ = socket.recv_fds(own, 1 << 20, 1)
+            if not text:
+                return
+            if not (child := os.fork()):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                own.close()
+                with socket.socket(fileno=fds[0]) as line:
+                    run(line, **json.loads(text))
+                os._exit(0)
+            os.close(fds[0])
+            own.sendall(f"{child}\n".encode())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,30 +72,17 @@ class Engine:
         if role == "decode":
             given["disaggregation_decode_retraction_backup"] = "none"
         given |= arguments
-        path = [str(ROOT / "tests/engines/sglang/stubs"), str(ROOT)]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",  # more would wait for one another, two engines on two cores
+        environment = {
             "KVPOOL_WATCH": str(watch or ""),
             "KVPOOL_NOISE": "1" if noise else "",
             "KVPOOL_SGLANG": json.dumps(extra or {}),
+            **(environ or {}),
         }
-        environment |= environ or {}
         logs.mkdir(parents=True, exist_ok=True)
         self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
         self._line, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.engines.sglang.engine"]
-        with self.log.open("wb") as out, theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), json.dumps(given)],
-                pass_fds=[theirs.fileno()],
-                stdout=out,
-                stderr=out,
-                env=environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        with theirs:
+            self.process = launcher().fork(theirs, environment, self.log, given)
         self._left, self._events = b"", deque[dict[str, Any]]()
         self._count, self._ready = 0, False
 
@@ -162,16 +151,65 @@ class Engine:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-characters:]
 
+    def ended(self, timeout: float = 60.0) -> bool:
+        """Whether it ends by itself in that time."""
+        until = time.monotonic() + timeout
+        while (alive := _alive(self.process)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return not alive
+
     def kill(self) -> None:
         """SIGKILL, to it and to its workers."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+        self.ended()
 
     def close(self) -> None:
         """Ends it."""
         self.kill()
         self._line.close()
+
+
+class Launcher:
+    """The process that has imported SGLang, and forks engines."""
+
+    def __init__(self) -> None:
+        path = [str(ROOT / "tests/engines/sglang/stubs"), str(ROOT)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # more would wait for one another, two engines on two cores
+        }
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.sglang.engine", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd=ROOT,
+            )
+
+    def fork(
+        self, line: socket.socket, environ: dict[str, str], log: Path, arguments: dict[str, Any]
+    ) -> int:
+        """Starts an engine; returns its process, which leads its group."""
+        told = {"environ": environ, "log": str(log), "arguments": arguments}
+        socket.send_fds(self._line, [json.dumps(told).encode()], [line.fileno()])
+        return int(self._line.recv(64))
+
+
+@cache
+def launcher() -> Launcher:
+    """One for all tests. It ends with this process."""
+    return Launcher()
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def free_port() -> int:

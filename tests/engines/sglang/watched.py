@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 
-WATCH, NOISE = os.environ.get("KVPOOL_WATCH", ""), bool(os.environ.get("KVPOOL_NOISE"))
 
 
 def register() -> None:
@@ -24,7 +23,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Scheduler.kvpool_counts = counts
-    if not WATCH:
+    if not os.environ.get("KVPOOL_WATCH"):
         return
     where = "sglang.srt.disaggregation"
     HookRegistry.register(
@@ -46,7 +45,7 @@ def saw_send(original: Any, scheduler: Any, req: Any, last_chunk: bool = False, 
 
 def saw_commit(original: Any, queue: Any, decode_req: Any) -> Any:
     """Decode has received a request."""
-    if NOISE:
+    if os.environ.get("KVPOOL_NOISE"):
         for _, tensor in tensors(queue.scheduler):
             tensor.copy_(tensor.roll(1, -1))
     save("decode", queue.scheduler, decode_req.req)
@@ -58,7 +57,7 @@ def save(side: str, scheduler: Any, req: Any) -> None:
     tokens = len(req.origin_input_ids)
     at = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     found = {name: tensor[at].clone() for name, tensor in tensors(scheduler)}
-    torch.save(found, Path(WATCH) / f"{side}.{req.bootstrap_room}.{_rank()}.pt")
+    torch.save(found, Path(os.environ["KVPOOL_WATCH"]) / f"{side}.{req.bootstrap_room}.{_rank()}.pt")
 
 
 def tensors(scheduler: Any) -> Any:
