@@ -170,6 +170,12 @@ class Engine:
         self.kill()
         self._line.close()
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Launcher:
     """The process that has imported SGLang, and forks engines."""
@@ -188,6 +194,7 @@ class Launcher:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd=ROOT,
+                stderr=subprocess.DEVNULL,  # of what SGLang could not import
             )
 
     def fork(
