@@ -76,6 +76,7 @@ def hand_over(
     total = 0
     for seed, side in enumerate([*sources, *dests]):
         oracle.fill(side, seed)
+    oracle.agree(sources)
     with ExitStack() as stack:
         offers, addresses = [], []
         for side in sources:
