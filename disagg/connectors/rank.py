@@ -117,6 +117,11 @@ class Rank:
         self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
         self._thread.start()
 
+    @property
+    def address(self) -> str:
+        """Where decode engines dial this rank of prefill."""
+        return _needed(self.prefill, "prefill").address
+
     def expect(self, request: str, room: Room) -> None:
         """The engine has a request that it will send: `results` tells of its room from now on."""
         self._sending.setdefault(room, _Sending(request))
@@ -150,8 +155,16 @@ class Rank:
             after = self._device.record()
         owner, number = layer or ("target", 0)
         layers = None if layer is None else range(number, number + 1)
-        which = {"layers": layers, "owner": owner}
-        prefill.send(room, address, tokens=tokens, **which, last=last, aux=aux, after=after)
+        prefill.send(
+            room,
+            address,
+            tokens=tokens,
+            layers=layers,
+            owner=owner,
+            last=last,
+            aux=aux,
+            after=after,
+        )
 
     def not_sent(self, request: str, room: Room, why: ValueError) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""

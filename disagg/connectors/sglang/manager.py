@@ -21,6 +21,7 @@ from sglang.srt.environ import envs
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
+from disagg.connectors.stats import summary
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -29,6 +30,8 @@ SETTINGS = "KVPOOL_SGLANG"
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
 HTTP_SECONDS = 5.0
+LOG_SECONDS = 60.0
+"""Between two lines of the log that say what was handed over."""
 
 _queue: ContextVar[Any] = ContextVar("kvpool_queue")
 
@@ -49,7 +52,7 @@ class KvpoolManager(CommonKVManager):
         server_args: Any,
         is_mla_backend: bool = False,
     ) -> None:
-        self._next_turn = 0.0
+        self._next_turn, self._next_line = 0.0, time.monotonic() + LOG_SECONDS
         self.senders: dict[int, Any] = {}
         """By room, those of which SGLang has not been told the end."""
         self.receivers: dict[int, Any] = {}
@@ -78,7 +81,7 @@ class KvpoolManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Prefill's, called when all is known of the rank."""
         self._start()
-        self.local_ip, self.rank_port = _host_and_port(self.rank.prefill.address)
+        self.local_ip, self.rank_port = _host_and_port(self.rank.address)
         super().register_to_bootstrap()
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -128,6 +131,9 @@ class KvpoolManager(CommonKVManager):
         for room in self.senders:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
+        if now > self._next_line and (numbers := self.rank.stats.take()):
+            self._next_line = now + LOG_SECONDS
+            log.info("kvpool: %s", ", ".join(f"{k} {v}" for k, v in summary(numbers).items()))
         self._next_turn = time.monotonic() + TURN_SECONDS
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
@@ -161,7 +167,7 @@ class KvpoolManager(CommonKVManager):
             self.attn_tp_size,
             model.get_total_num_kv_heads(),
             scheduler.sliding_window_size,
-            getattr(text, "n_groups", None) or getattr(text, "mamba_n_groups", 0),
+            int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
         )
         name = str(model.model_path).rstrip("/").rpartition("/")[2]
         kinds = self.kv_args.state_types
@@ -196,7 +202,7 @@ def _settings() -> Settings:
     """As the environment has them. A request waits as long as SGLang would have it wait."""
     given = json.loads(os.environ.get(SETTINGS) or "{}")
     if not isinstance(given, dict):
-        raise ValueError(f"{SETTINGS}: a JSON object, such as {{\"engine\": \"nixl\"}}.")
+        raise ValueError(f'{SETTINGS}: a JSON object, such as {{"engine": "nixl"}}.')
     if unknown := sorted({"stream", "shared_memory"} & set(given)):
         raise ValueError(f"{SETTINGS}: {', '.join(unknown)} is not for SGLang.")
     waits = {

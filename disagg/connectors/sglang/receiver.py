@@ -16,7 +16,7 @@ from disagg.connectors.sglang.sender import failure_of
 class KvpoolReceiver(CommonKVReceiver):
     """Asks for a request's state, and reads it."""
 
-    _row = -1
+    _row: int | None = None
 
     def send_metadata(
         self,

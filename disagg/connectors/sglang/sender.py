@@ -15,6 +15,8 @@ from disagg.connectors.sglang.metadata import read_row
 class KvpoolSender(CommonKVSender):
     """Offers the chunks of a request. It is Bootstrapping until a decode has asked for its room."""
 
+    conclude_state: Any
+
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **more: Any):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **more)
         self._pages: list[int] = []

@@ -252,8 +252,7 @@ def asked(
         for each, room in zip(prompts, rooms)
     ]
     last = [
-        decode.add(each, bootstrap_room=room, **where, **more)
-        for each, room in zip(prompts, rooms)
+        decode.add(each, bootstrap_room=room, **where, **more) for each, room in zip(prompts, rooms)
     ]
     return first, last
 

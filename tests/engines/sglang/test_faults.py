@@ -29,7 +29,7 @@ def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
     _, last = asked(prefill, decode, prompts(*LONG))
     time.sleep(0.3)
     prefill.kill()
-    assert any(["lost" in failure(decode.finished(name)) for name in last])
+    assert any("lost" in why for why in [failure(decode.finished(name)) for name in last])
     decode.idle()
     again = start("prefill", "llama", extra=extra, port=prefill.port, **ROOMY).ready()
     got = handed_over(again, decode, prompts(*LENGTHS))

@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
+from disagg.connectors.stats import Stats
 
+read: list[int] = []
+"""Bytes of the requests that this rank has read."""
 
 
 def register() -> None:
@@ -23,6 +26,13 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Scheduler.kvpool_counts = counts
+    received = Stats.received
+
+    def saw_received(stats: Stats, metrics: Any, failure: Any) -> None:
+        read.append(metrics.bytes_moved)
+        received(stats, metrics, failure)
+
+    Stats.received = saw_received
     if not os.environ.get("KVPOOL_WATCH"):
         return
     where = "sglang.srt.disaggregation"
@@ -57,7 +67,8 @@ def save(side: str, scheduler: Any, req: Any) -> None:
     tokens = len(req.origin_input_ids)
     at = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     found = {name: tensor[at].clone() for name, tensor in tensors(scheduler)}
-    torch.save(found, Path(os.environ["KVPOOL_WATCH"]) / f"{side}.{req.bootstrap_room}.{_rank()}.pt")
+    name = f"{side}.{req.bootstrap_room}.{_rank()}.pt"
+    torch.save(found, Path(os.environ["KVPOOL_WATCH"]) / name)
 
 
 def tensors(scheduler: Any) -> Any:
@@ -76,16 +87,15 @@ def counts(scheduler: Any, folder: str) -> None:
     the bytes that were read since the last time.
     """
     allocator, requests = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
-    numbers = queue.kv_manager.rank.stats.take() if queue else None
     rows = scheduler.req_to_metadata_buffer_idx_allocator
     held = {
         "tokens": allocator.size - allocator.available_size(),
         "cached": scheduler.tree_cache.evictable_size() if scheduler.tree_cache else 0,
         "requests": requests.size - requests.available_size(),
-        "read": numbers["bytes"] if numbers else 0,
+        "read": sum(read),
         "metadata": rows.size - rows.available_size() if rows is not None else 0,
     }
+    read.clear()
     Path(folder, str(_rank())).write_text(json.dumps(held))
 
 

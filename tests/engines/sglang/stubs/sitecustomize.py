@@ -72,7 +72,7 @@ class Stub(metaclass=Anything):
 class StubModule(types.ModuleType):
     """Any module."""
 
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "9.9.9"
 
     def __getattr__(self, name: str) -> Any:
