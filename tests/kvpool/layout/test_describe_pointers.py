@@ -84,5 +84,5 @@ def test_what_does_not_fit_is_refused(ptr, shape, strides, dims, said):
 
 def test_a_buffer_of_other_memory_is_refused():
     home = describe_buffer(HEADS, DIMS, name="k.0")
-    with pytest.raises(LayoutError, match="is on cuda:0, buffer k.0 on cpu"):
+    with pytest.raises(LayoutError, match=r"is on cuda:0, buffer k\.0 on cpu"):
         describe_pointers(*told(HEADS), DIMS, role="k", layer=0, buffer=home, memory="cuda:0")
