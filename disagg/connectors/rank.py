@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeVar
 
 from disagg.connectors.layerwise import Layer
@@ -21,7 +22,7 @@ from disagg.connectors.stats import Stats
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom
 from disagg.protocol.decode_state import Link
-from disagg.protocol.messages import Aux, Room
+from disagg.protocol.messages import Aux, Convention, Room
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -71,7 +72,8 @@ class _Receiving:
 class Rank:
     """Offers what this rank computes (`produces`), reads what it needs (`consumes`).
 
-    `readers` ranks of this engine read each room. `log` is the engine's.
+    `readers` ranks of this engine read each room. `log` is the engine's. `conventions` are what its
+    bytes mean beside their layout, as far as the settings say nothing else.
     """
 
     def __init__(
@@ -83,8 +85,12 @@ class Rank:
         consumes: bool,
         readers: int,
         log: logging.Logger,
+        conventions: Mapping[str, Convention] = MappingProxyType({}),
     ) -> None:
         self.stats, self._log = Stats(), log
+        said = {**conventions, **settings.conventions}
+        options = settings.options
+        options["conventions"] = {name: each for name, each in said.items() if each is not None}
         self.prefill: PrefillEndpoint | None = None
         self.decode: DecodeEndpoint | None = None
         if produces:
@@ -93,7 +99,7 @@ class Rank:
                 create_engine(settings.engine),
                 settings.bind,
                 lease=settings.lease,
-                **settings.options,
+                **options,
             )
         if consumes:
             self.decode = DecodeEndpoint(
@@ -102,7 +108,7 @@ class Rank:
                 ranks=readers,
                 verify=settings.verify,
                 offer_timeout=settings.offer_timeout,
-                **settings.options,
+                **options,
             )
         self._links = None if self.decode is None else Links(self.decode)
         self._endpoints = [each for each in (self.prefill, self.decode) if each is not None]

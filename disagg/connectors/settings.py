@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from disagg.protocol.messages import Convention
 from disagg.runtime.options import Options
 
 STREAMS = (None, "chunks", "layers")
@@ -40,6 +41,10 @@ class Settings:
     """
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
+    conventions: Mapping[str, Convention | None] = field(default_factory=dict)
+    """What to say instead of what the engine knows of its model, by name (null: nothing, so that it
+    is not compared). See docs/connectors.md.
+    """
 
     @classmethod
     def read(cls, given: Mapping[str, Any], called: str) -> Settings:

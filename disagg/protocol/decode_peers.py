@@ -214,21 +214,29 @@ class DecodePeers:
     def _handshake(self, link: Link, source: int, hello: Hello) -> LinkChange | None:
         if link.hellos[source] is not None:
             return None  # a duplicate
-        problems = messages.handshake_problems(self.hello, hello)
-        if problems:
+        if problems := messages.handshake_problems(self.hello, hello):
             return self._refuse(link, problems, "decode")
         link.hellos[source] = hello
         self._shortest, self._next_check = min(self._shortest, hello.timeout), 0.0
         hellos = [each for each in link.hellos if each is not None]
         if len(hellos) < len(link.hellos):
             return None
-        before = self.plans.seconds
+        before, own = self.plans.seconds, self.hello.conventions
+        found = [each for rank in hellos for each in messages.differences(rank.conventions, own)]
+        problems = [*dict.fromkeys(found)]
         try:
             layouts = [PoolLayout.from_msgpack(each.layout) for each in hellos]
-            link.plan = self.plans.plan(layouts, self.layout)
+            made = self.plans.plan(layouts, self.layout)
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
-            link.error = error if isinstance(error, IncompatibleLayouts) else None
-            return self._refuse(link, [str(error)], "decode")
+            if isinstance(error, IncompatibleLayouts) and not problems:
+                link.error = error
+            return self._refuse(link, [*problems, str(error)], "decode")
+        if problems:
+            return self._refuse(link, problems, "decode")
+        link.plan = made
+        if alone := {name for rank in hellos for name in rank.conventions.keys() ^ own.keys()}:
+            names = ", ".join(sorted(alone))
+            log.info("%s: not compared is what only one side says: %s", link.name(0), names)
         link.held = [layers_by_owner(layout) for layout in layouts]
         link.plan_seconds = self.plans.seconds - before
         if link.lost is not None:

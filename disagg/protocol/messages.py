@@ -7,7 +7,8 @@ checked against layouts where they are used. docs/protocol.md has every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Annotated, Any, SupportsIndex
 
@@ -21,11 +22,13 @@ from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
 MAX_TEXT = 1 << 16
 MAX_ROOM_NAME = 256
+MAX_CONVENTIONS = 64
+MAX_CONVENTION = 256
 MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -38,6 +41,12 @@ Aux = dict[str, Any]
 numbers), `AUX_DEPTH` deep.
 """
 AUX_DEPTH = 8
+Convention = (
+    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    | float
+    | Annotated[str, Meta(max_length=MAX_CONVENTION)]
+)
+"""What one side says of what its bytes mean beside their layout: a number or a short text."""
 
 
 class _OfGeneration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +72,8 @@ class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """The engine's; empty from decode, whose memory no peer reads."""
     timeout: Seconds
     """Seconds of silence after which it takes the other side for dead."""
+    conventions: Annotated[dict[Name, Convention], Meta(max_length=MAX_CONVENTIONS)] = {}
+    """What its bytes mean beside their layout, see `differences`."""
 
 
 class Ping(_OfGeneration, frozen=True, tag="ping"):
@@ -292,3 +303,41 @@ def handshake_problems(own: Hello, other: Hello) -> list[str]:
     if own.engine != other.engine:
         return [f"engine {own.engine!r} here, {other.engine!r} there. Use the same on both sides."]
     return []
+
+
+def checked_conventions(given: Mapping[str, Convention]) -> dict[str, Convention]:
+    """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
+    for name, value in given.items():
+        if not isinstance(name, str) or not (0 < len(name) <= MAX_NAME and name.isprintable()):
+            raise ValueError(f"conventions: name {name!r}: 1 to {MAX_NAME} printable characters.")
+        match value:
+            case str():
+                fits = len(value) <= MAX_CONVENTION and value.isprintable()
+            case bool():
+                fits = False
+            case int():
+                fits = -(1 << 63) <= value < 1 << 63
+            case float():
+                fits = math.isfinite(value)
+            case _:
+                fits = False
+        if not fits:
+            raise ValueError(
+                f"conventions: {name}={value!r}: a number, or a text of at most {MAX_CONVENTION} "
+                "printable characters."
+            )
+    if len(given) > MAX_CONVENTIONS:
+        raise ValueError(f"conventions: {len(given)} names, at most {MAX_CONVENTIONS} are sent.")
+    return dict(given)
+
+
+def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:
+    """Why prefill's bytes do not mean the same to decode: names of which both say something, and
+    not the same.
+    """
+    return [
+        f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
+        "same settings on both sides."
+        for name, value in sorted(prefill.items())
+        if name in decode and decode[name] != value
+    ]

@@ -32,7 +32,14 @@ from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import PROTOCOL, Hello, Room, decode, room_name
+from disagg.protocol.messages import (
+    PROTOCOL,
+    Hello,
+    Room,
+    checked_conventions,
+    decode,
+    room_name,
+)
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
@@ -74,6 +81,7 @@ class Endpoint(Generic[M]):
         read_timeout: float = math.inf,
     ) -> None:
         peer_timeout = check_options(type(self).__name__, options)
+        conventions = checked_conventions(options.get("conventions", {}))
         clock = options.get("clock", time.monotonic)
         side: Literal["prefill", "decode"] = "prefill" if serves else "decode"
         self._transport, self._close_transport = open_transport(options, side)
@@ -83,7 +91,8 @@ class Endpoint(Generic[M]):
         try:
             engine.register([*self.layout.slabs(), *stage.slabs])
             about = PROTOCOL, self.layout.generation, engine.name, self.layout.to_msgpack()
-            hello = Hello(*about, engine.metadata() if serves else b"", peer_timeout)
+            metadata = engine.metadata() if serves else b""
+            hello = Hello(*about, metadata, peer_timeout, conventions)
         except Exception:
             self._close_transport()
             raise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypedDict
 
-from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT
+from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention
 from disagg.runtime.keys import read_keys
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.transport import Transport
@@ -39,6 +39,11 @@ class Options(TypedDict, total=False):
     prefault: bool
     """Decode allocates host memory that reads write to in the background, before the first read
     (True). False leaves it to the first read of each page.
+    """
+    conventions: Mapping[str, Convention]
+    """What its bytes mean beside their layout, by name: the model, its rotary embedding, how index
+    keys are turned (docs/connectors.md). A prefill that says something else is refused; names of
+    which only one side says something are not compared.
     """
 
 

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
+from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
@@ -182,6 +183,13 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
+            conventions=conventions(
+                text,
+                revision=model.revision,
+                folder=model.model_path,
+                quantization=model.quantization,
+                last_token="sent",
+            ),
         )
 
     def _refuse_options(self) -> None:

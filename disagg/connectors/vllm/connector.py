@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from disagg.connectors import stats
+from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.shared_memory import SharedAllocation
@@ -28,6 +30,7 @@ from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
 from disagg.connectors.vllm.scheduler import Scheduler, Step, log
 from disagg.connectors.vllm.worker import Worker
+from disagg.protocol.messages import Convention
 
 KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
@@ -121,7 +124,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
-        rank = Rank(self._settings, described.layout, **self._roles, readers=readers, log=log)
+        about = {"readers": readers, "log": log, "conventions": _conventions(self._vllm_config)}
+        rank = Rank(self._settings, described.layout, **self._roles, **about)
         self._worker = Worker(rank, described.groups, described.layers)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -184,3 +188,19 @@ def _moves_on(kv_cache_config: Any) -> bool:
     inner = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
     names = ("Mamba", "SlidingWindow", "ChunkedLocal", "CircularBuffer")
     return any(base.__name__.startswith(names) for spec in inner for base in type(spec).__mro__)
+
+
+def _conventions(vllm_config: Any) -> dict[str, Convention]:
+    """What this engine's bytes mean. Its indexer turns no keys, and decode computes the last prompt
+    token again.
+    """
+    model = vllm_config.model_config
+    local = os.path.isdir(model.model) and vllm_config.load_config.load_format != "dummy"
+    return conventions(
+        model.hf_text_config,
+        revision=getattr(model.revision, "resolved", None),
+        folder=model.model if local else None,
+        quantization=model.quantization,
+        index_keys="plain",
+        last_token="not sent",
+    )

@@ -32,8 +32,8 @@ def words(kind):
             return f"text of at most {most:,} characters"
         case inspect.ListType(item_type=item):
             return f"list of {words(item)}"
-        case inspect.DictType(key_type=key, value_type=inspect.StructType(cls=value)):
-            return f"map of {words(key)} to {value.__name__}"
+        case inspect.DictType(key_type=key, value_type=value):
+            return f"map of {words(key)} to {words(value)}"
         case inspect.StructType(cls=struct):
             return struct.__name__
         case inspect.UnionType(types=types):

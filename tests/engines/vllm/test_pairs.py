@@ -213,6 +213,20 @@ def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
         assert "target layers 0, 2 swa.k: prefill offers no such region" in side.tail(100_000)
 
 
+def test_another_rotary_embedding_is_refused_by_name_on_both_sides(start: Start) -> None:
+    """Weights, shapes and dtypes are the same: nothing else would tell."""
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+    prefill, decode = start("prefill", "llama"), start("decode", "llama", hf_overrides=other)
+    first = prefill.ready().generate(prompts(40), tokens=1, params=[dict(PREFILL)])
+    got = decode.ready().generate(prompts(40), params=[first[0]["params"]])
+    assert got[0]["reason"] == ["error"]
+    for side in (prefill, decode):
+        side.idle()
+        said = side.tail(100_000)
+        assert "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model" in said
+        assert "weights:" not in said
+
+
 def test_another_prompt_is_computed_by_decode_itself(start: Start, expected: Expected) -> None:
     """A proxy that mixes requests up, or engines with two tokenizers."""
     prefill, decode = start("prefill", "llama").ready(), start("decode", "llama").ready()

@@ -22,7 +22,7 @@ LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
 class Side:
     """Blocks of full attention, and states in the same memory, as vLLM's groups lie."""
 
-    def __init__(self, produces, layers=LAYERS, **extra):
+    def __init__(self, produces, layers=LAYERS, said=None, **extra):
         torch.manual_seed(produces)
         self.memory = torch.randint(0, 255, (BLOCKS, TOKENS * 16), dtype=torch.uint8)
         rows = describe(
@@ -41,7 +41,8 @@ class Side:
         )
         groups = Group("kv0", "paged", 1, TOKENS), Group("state1", "slot", 1, TOKENS, "first")
         roles = {"produces": produces, "consumes": not produces}
-        rank = Rank(Settings.read(extra, "extra"), layout, **roles, readers=1, log=log)
+        about = {"readers": 1, "log": log, "conventions": said or {}}
+        rank = Rank(Settings.read(extra, "extra"), layout, **roles, **about)
         self.worker = Worker(rank, groups, layers)
         self.sent, self.received, self.failed = set(), set(), set()
 
@@ -287,3 +288,33 @@ def test_numbers_of_rooms_add_up(sides):
 def test_settings_that_are_not_known_are_named(extra, named):
     with pytest.raises(ValueError, match=named):
         Settings.read(extra, "extra")
+
+
+ROPE = {"rope_theta": 10000.0, "model": "llama"}, {"rope_theta": 500000.0, "model": "llama"}
+UNSAID = {"rope_theta": None}
+
+
+def test_a_model_with_another_rotary_embedding_is_refused_in_both_logs(caplog):
+    prefill, decode = (Side(each, said=ROPE[not each]) for each in (True, False))
+    try:
+        prefill.step(sends=[send()])
+        decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+        until(lambda: "d" in decode.failed and "p" in prefill.sent, decode, prefill)
+        said = "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model"
+        assert f"request d was not received: decode: {said}" in caplog.text
+        assert f"a decode engine cannot read from here: {said}" in caplog.text
+    finally:
+        for side in (prefill, decode):
+            side.worker.rank.close()
+
+
+def test_a_user_may_say_that_something_is_not_compared():
+    prefill, decode = Side(True, said=ROPE[0]), Side(False, said=ROPE[1], conventions=UNSAID)
+    try:
+        prefill.step(sends=[send()])
+        decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+        until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+        assert not decode.failed
+    finally:
+        for side in (prefill, decode):
+            side.worker.rank.close()

@@ -1,0 +1,118 @@
+"""What two serving engines must agree on beside bytes, from a model's configuration.
+
+Each connector makes this document for its endpoints (`conventions=`), which compare it at hello:
+a name that both sides fill in with different values is a refusal. So fill in what is known, also
+where it is "none".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from disagg.protocol.messages import MAX_CONVENTION, Convention
+
+FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim",
+    "hidden_act", "rms_norm_eps", "layer_norm_epsilon", "attention_bias", "qk_norm",
+    "use_qk_norm", "sliding_window", "layer_types", "attention_chunk_size",
+    "attn_logit_softcapping", "query_pre_attn_scalar", "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim", "index_n_heads", "index_topk",
+    "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok",
+    "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "mamba_d_conv",
+    "mamba_n_heads", "mamba_d_head", "ssm_state_size", "state_size", "conv_kernel",
+    "rope_interleave",
+)  # fmt: skip
+"""Fields of a configuration that decide what state means. Not among them: paths, dtypes, lengths,
+token ids, versions.
+"""
+SAMPLE_BYTES = 1 << 16
+_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+
+
+def conventions(
+    config: Any,
+    *,
+    revision: str | None = None,
+    folder: str | Path | None = None,
+    quantization: str | None = None,
+    rope_style: str | None = None,
+    index_keys: str | None = None,
+    last_token: str | None = None,
+) -> dict[str, Convention]:
+    """The document of a model, from a Hugging Face configuration: a mapping, or an object with
+    `to_dict()`; of one with a `text_config` that part.
+
+    `revision` is the model's commit; `folder` where its weights lie, if that is local. They are
+    left out where they are not known, as is `rope_style` ("neox": halves are rotated together,
+    "interleaved": neighbours). `quantization` of the weights: None is what the configuration says.
+    `index_keys`, of a model that has any: "plain" or "hadamard". `last_token`: whether the state of
+    the last prompt token is handed over, "sent" or "not sent".
+    """
+    fields = _fields(config)
+    whole, fields = fields, _fields(fields.get("text_config") or fields)
+    found = {"model": fields.get("model_type")} | {name: fields.get(name) for name in FIELDS}
+    found |= _rope(fields)
+    said = _fields(whole.get("quantization_config") or fields.get("quantization_config") or {})
+    found["quantization"] = quantization or said.get("quant_method") or "none"
+    found["index_keys"] = index_keys if fields.get("index_head_dim") else "none"
+    found |= {"rope_style": rope_style, "last_token": last_token, "revision": revision}
+    if folder is not None:
+        commit = _COMMIT.search(Path(folder).as_posix())
+        found["revision"] = revision or (commit[1] if commit else None)
+        found["weights"] = weights_digest(folder)
+    return {name: _short(value) for name, value in found.items() if value is not None}
+
+
+def weights_digest(folder: str | Path) -> str | None:
+    """A digest of the safetensors files of a folder: their names, sizes, and the first and last
+    64 KiB of each. None without such files.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as held:
+            digest.update(held.read(SAMPLE_BYTES))
+            held.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(held.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32] if files else None
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    made: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return made
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding under the same names, whether a configuration has it in
+    `rope_parameters` or in fields of its own.
+    """
+    rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    found = {
+        name: rope.pop(name, fields.get(name))
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    }
+    return found | {"rope": kind, "rope_parameters": rope}
+
+
+def _short(value: Any) -> Convention:
+    """A value as it is sent: what is no number or short text as JSON, or its digest."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        text: Convention = value
+    else:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    if isinstance(text, str) and (len(text) > MAX_CONVENTION or not text.isprintable()):
+        return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:32]
+    return text
