@@ -185,9 +185,9 @@ class KvpoolManager(CommonKVManager):
             log=log,
             conventions=conventions(
                 text,
-                revision=model.revision,
                 folder=model.model_path,
                 quantization=model.quantization,
+                index_keys="hadamard",
                 last_token="sent",
             ),
         )

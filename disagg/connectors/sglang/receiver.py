@@ -16,12 +16,12 @@ from disagg.connectors.sglang.sender import failure_of
 class KvpoolReceiver(CommonKVReceiver):
     """Asks for a request's state, and reads it."""
 
-    _row: int | None = None
+    _row: int
 
     def send_metadata(
         self,
         kv_indices: Any,
-        aux_index: int | None = None,
+        aux_index: int,
         state_indices: Sequence[Any] | None = None,
         decode_prefix_len: int | None = None,
         **more: Any,

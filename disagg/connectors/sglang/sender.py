@@ -79,15 +79,18 @@ class KvpoolSender(CommonKVSender):
         raise failure_of(self)
 
     def clear(self) -> None:
-        """SGLang is done with the request."""
-        self.kv_mgr.senders.pop(self.bootstrap_room, None)
+        """SGLang is done with the request, maybe as it has failed on another rank."""
+        self._give_up()
         super().clear()
 
     def abort(self) -> None:
         """SGLang gives the request up; its pages are free from now on."""
-        self.kv_mgr.rank.abort(str(self.bootstrap_room))
-        self.kv_mgr.senders.pop(self.bootstrap_room, None)
+        self._give_up()
         super().abort()
+
+    def _give_up(self) -> None:
+        if self.kv_mgr.senders.pop(self.bootstrap_room, None) is not None:
+            self.kv_mgr.rank.abort(str(self.bootstrap_room))
 
     def _polled(self, check: Callable[[int], Any]) -> Any:
         if self.conclude_state is not None:
