@@ -57,6 +57,30 @@ def state_types(side: Side) -> list[str]:
     return [kind.value for kind in args.state_types]
 
 
+def own_args(side: Side, layers: int) -> Any:
+    """SGLang's `KVArgs`, as `_init_kv_manager` fills it in."""
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
+
+    args, entries = KVArgs(), 0
+    lists = [list(each) for each in side.target.get_contiguous_buf_infos()]
+    if side.draft is not None:
+        for held, more in zip(lists, side.draft.get_contiguous_buf_infos()):
+            held += more
+            entries = len(more)
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = lists
+    args.num_draft_entries = entries
+    args.kv_layer_ids = build_kv_layer_ids(
+        token_to_kv_pool=side.target,
+        draft_token_to_kv_pool=side.draft,
+        num_draft_entries=entries,
+        num_hidden_layers=layers,
+    )
+    args.page_size = side.target.page_size
+    setup_state_kv_args(args, side.target, side.draft, layers)
+    return args
+
+
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> EngineLayout:
     ranks = Ranks(side.rank, side.ranks, heads, side.window, groups)
     pools = Pools(side.target, side.draft, side.requests)

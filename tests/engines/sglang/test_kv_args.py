@@ -22,30 +22,6 @@ def one_rank():
         yield
 
 
-def own(side: Side, layers: int):
-    """As `_init_kv_manager` of prefill fills them in."""
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
-
-    args, entries = KVArgs(), 0
-    lists = [list(each) for each in side.target.get_contiguous_buf_infos()]
-    if side.draft is not None:
-        for held, more in zip(lists, side.draft.get_contiguous_buf_infos()):
-            held += more
-            entries = len(more)
-    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = lists
-    args.num_draft_entries = entries
-    args.kv_layer_ids = build_kv_layer_ids(
-        token_to_kv_pool=side.target,
-        draft_token_to_kv_pool=side.draft,
-        num_draft_entries=entries,
-        num_hidden_layers=layers,
-    )
-    args.page_size = side.target.page_size
-    setup_state_kv_args(args, side.target, side.draft, layers)
-    return args
-
-
 CASES = {
     "mha": lambda: Side(sides.mha(), None),
     "mha, a stage": lambda: Side(sides.mha(start=4), None),
@@ -75,7 +51,7 @@ LISTS = (
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 def test_a_layout_gives_the_lists_that_sglang_makes(make):
     side = make()
-    made, expected = kv_args(described(side, 8, groups=2).layout), own(side, 8)
+    made, expected = kv_args(described(side, 8, groups=2).layout), sides.own_args(side, 8)
     for name in LISTS:
         assert getattr(made, name) == getattr(expected, name), name
     for given, theirs, items in (
@@ -97,7 +73,7 @@ def test_the_fields_are_set_in_sglangs_own_object():
 
     side, args = Side(sides.dsa(), None), KVArgs()
     kv_args(described(side, 8).layout).fill(args)
-    assert args.kv_data_ptrs == own(side, 8).kv_data_ptrs
+    assert args.kv_data_ptrs == sides.own_args(side, 8).kv_data_ptrs
 
 
 def test_pages_of_all_layers_are_refused():
