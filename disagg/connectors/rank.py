@@ -22,11 +22,11 @@ from disagg.connectors.stats import Stats
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom
 from disagg.protocol.decode_state import Link
-from disagg.protocol.messages import Convention, Room
-from disagg.protocol.status import Failure
+from disagg.protocol.messages import Aux, Convention, Room
+from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
-from kvpool.device import get_device
+from kvpool.device import Event, get_device
 from kvpool.layout import PoolLayout, RequestAddress
 
 E = TypeVar("E")
@@ -41,12 +41,15 @@ ABORTED = "the request was aborted or preempted."
 @dataclass(slots=True)
 class Results:
     """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`).
+    of them whose state did not come (`failed`). `why` a room has failed, on either side; `aux`
+    values of those that were received.
     """
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    why: dict[str, Failure] = field(default_factory=dict)
+    aux: dict[str, Aux] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class _Sending:
     """Whether its room has ended, or cannot be offered."""
     finished: bool = False
     """Whether the engine is done with the request."""
+    failure: Failure | None = None
 
 
 @dataclass(slots=True)
@@ -119,45 +123,80 @@ class Rank:
         self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
         self._thread.start()
 
+    @property
+    def address(self) -> str:
+        """Where decode engines dial this rank of prefill."""
+        return _needed(self.prefill, "prefill").address
+
+    def expect(self, request: str, room: Room) -> None:
+        """The engine has a request that it will send: `results` tells of its room from now on."""
+        self._sending.setdefault(room, _Sending(request))
+
+    def asked(self, room: Room) -> bool:
+        """Whether a decode engine has asked for a room."""
+        with suppress(UnknownRoom):
+            return _needed(self.prefill, "prefill").poll(room) is not KVPoll.Bootstrapping
+        return False
+
     def send(
         self,
         request: str,
-        room: str,
+        room: Room,
         address: RequestAddress,
         tokens: range,
         *,
         last: bool,
         layer: Layer | None = None,
+        aux: Aux | None = None,
+        after: Event | None = None,
     ) -> None:
         """Offers positions `tokens` of a request, of a layer or of all, once the device has done
-        the work that it was given so far. Of a room that has ended nothing is offered any more.
-        Raises ValueError; `not_sent` is for that.
+        the work before `after` (None: that it was given so far). Of a room that has ended nothing
+        is offered any more. Raises ValueError; `not_sent` is for that.
         """
         prefill = _needed(self.prefill, "prefill")
         if self._sending.setdefault(room, _Sending(request)).ended:
             return
-        after = None if self._device is None else self._device.record()
+        if after is None and self._device is not None:
+            after = self._device.record()
         owner, number = layer or ("target", 0)
         layers = None if layer is None else range(number, number + 1)
         prefill.send(
-            room, address, tokens=tokens, layers=layers, owner=owner, last=last, after=after
+            room,
+            address,
+            tokens=tokens,
+            layers=layers,
+            owner=owner,
+            last=last,
+            aux=aux,
+            after=after,
         )
 
-    def not_sent(self, request: str, room: str, why: ValueError) -> None:
+    def not_sent(self, request: str, room: Room, why: ValueError) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""
         self._log.error("request %s cannot be handed over: %s", request, why)
-        self._sending.setdefault(room, _Sending(request)).ended = True
-        with suppress(UnknownRoom):  # nothing of it was offered
-            _needed(self.prefill, "prefill").abort(room, f"it cannot be handed over: {why}")
+        reason = f"it cannot be handed over: {why}"
+        sending = self._sending.setdefault(room, _Sending(request))
+        sending.ended, sending.failure = True, Failure("prefill", reason, "abort")
+        _needed(self.prefill, "prefill").reject(room, reason)
 
     def receive(
-        self, request: str, room: str, address: RequestAddress, start: int, peers: tuple[str, ...]
+        self,
+        request: str,
+        room: Room,
+        address: RequestAddress,
+        start: int,
+        peers: tuple[str, ...],
+        *,
+        at_most: bool = False,
+        aux: Collection[str] = (),
     ) -> None:
-        """Asks the prefill at `peers` for positions from `start` on. Raises ValueError;
-        `not_received` is for that.
+        """Asks the prefill at `peers` for positions from `start` on, and for values `aux`; with
+        `at_most`, prefill says how many there are. Raises ValueError; `not_received` is for that.
         """
         link = self._link(peers)
-        _needed(self.decode, "decode").receive(room, address, start=start, link=link)
+        decode = _needed(self.decode, "decode")
+        decode.receive(room, address, start=start, at_most=at_most, link=link, aux=aux)
         self._receiving[room] = _Receiving(request, link)
 
     def not_received(self, request: str, why: ValueError) -> None:
@@ -166,12 +205,22 @@ class Rank:
         self._results.received.add(request)
         self._results.failed.add(request)
 
-    def decline(self, room: str, peers: tuple[str, ...]) -> None:
+    def receiving(self, room: Room) -> bool:
+        """Whether a read may still write to pages of a room that was asked for."""
+        return room in self._receiving
+
+    def decline(self, room: Room, peers: tuple[str, ...]) -> None:
         """Gives prefill its pages back: nothing of the room is needed."""
         try:
             _needed(self.decode, "decode").decline(room, self._link(peers))
         except ValueError as error:
             self._log.warning("room %s ends with prefill's lease: %s", room, error)
+
+    def drop(self, room: Room, peers: tuple[str, ...], why: str = ABORTED) -> None:
+        """Ends a room that was not asked for on prefill too. Raises ValueError."""
+        decode = _needed(self.decode, "decode")
+        decode.decline(room, self._link(peers))
+        decode.abort(room, why)
 
     def abort(self, request: str, why: str = ABORTED) -> None:
         """Ends the rooms of a request, which `results` does not call failed."""
@@ -181,16 +230,16 @@ class Rank:
                 _needed(self.decode, "decode").abort(room, why)
         for room in [room for room, each in self._sending.items() if each.request == request]:
             if not self._sending.pop(room).ended:
-                _needed(self.prefill, "prefill").abort(room, why)
+                _needed(self.prefill, "prefill").reject(room, why)
 
-    def wait_layer(self, room: str, layer: Layer) -> None:
+    def wait_layer(self, room: Room, layer: Layer) -> None:
         """Waits until a layer of a room has come, or the room has failed."""
         owner, number = layer
         if room in self._receiving:
             with self._turning:
                 _needed(self.decode, "decode").wait_layer(room, number, owner=owner)
 
-    def wait(self, room: str) -> None:
+    def wait(self, room: Room) -> None:
         """Waits until a room has ended."""
         if room in self._receiving:
             with self._turning:
@@ -240,6 +289,7 @@ class Rank:
         for room, _, failure in prefill.ended():
             if room in self._sending:
                 self._sending[room].ended = True
+                self._sending[room].failure = failure
             self.stats.sent(failure)
             prefill.forget(room)
         for room, each in list(self._sending.items()):
@@ -247,6 +297,8 @@ class Rank:
             if each.finished and each.ended:
                 del self._sending[room]
                 self._results.sent.add(each.request)
+                if each.failure:
+                    self._results.why[each.request] = each.failure
         refusals = prefill.refusals()
         for reason in dict.fromkeys(refusals):
             if reason not in self._refusals:
@@ -258,6 +310,10 @@ class Rank:
         if receiving is None:  # a declined room
             return
         self._results.received.add(receiving.request)
+        if failure:
+            self._results.why[receiving.request] = failure
+        else:
+            self._results.aux[receiving.request] = _needed(self.decode, "decode").aux(room)
         if failure and not receiving.aborted:
             self._results.failed.add(receiving.request)
             self._log.error("request %s was not received: %s", receiving.request, failure)

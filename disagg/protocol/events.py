@@ -63,6 +63,14 @@ class AbortRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectRoom:
+    """Prefill's caller ends a room, whether anybody has heard of it or not."""
+
+    room: Room
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetRoom:
     """The caller drops an ended room."""
 
@@ -141,5 +149,5 @@ class ReadEnded:
 CommonEvent = (
     Received | Malformed | Unreachable | Tick | DigestComputed | AbortRoom | ForgetRoom | AbortAll
 )
-PrefillEvent = CommonEvent | OfferChunk
+PrefillEvent = CommonEvent | OfferChunk | RejectRoom
 DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReadFailed | ReadEnded

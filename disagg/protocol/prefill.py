@@ -83,6 +83,10 @@ class PrefillMachine:
                 room = self._rooms.known(name)
                 if name in self._rooms.open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
+            case events.RejectRoom(name, reason):
+                room = self._room(name)
+                if name in self._open:
+                    self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.ForgetRoom(name):
                 if not self.poll(name).ended:
                     raise RoomError(f"room {name!r} has not ended. Abort it first.")

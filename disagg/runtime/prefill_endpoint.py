@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.plan.offered import layer_range
-from disagg.protocol.events import OfferChunk
+from disagg.protocol.events import OfferChunk, RejectRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.endpoint import Endpoint
@@ -99,6 +99,12 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             chunk = range(start, address.num_tokens) if tokens is None else tokens
             with pinned(self.machine, name, address, self.layout, last=last):
                 self._call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
+
+    def reject(self, room: Room, reason: str) -> None:
+        """Ends a room that has not ended, as `abort` does, and one of which nobody has heard: a
+        decode that asks for it is told the reason. For a request of which nothing will be sent.
+        """
+        self._call(RejectRoom(room_name(room), reason))
 
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""

@@ -1,0 +1,133 @@
+"""From SGLang's memory pools to the layout of one rank, and from its indices to block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.connectors.sglang.states import Ranks, State, read_pool
+from disagg.connectors.tensors import UnknownFormat
+from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+
+__all__ = ["EngineLayout", "Pools", "Ranks", "engine_layout"]
+
+IDS = {"swa": "swa", "mamba": "state", "c128_state": "c128.ring"}
+"""The space whose items a component of SGLang's state lists; others list those of the pages."""
+
+
+class Pools(NamedTuple):
+    """A rank's pools: `token_to_kv_pool` of the target and of the draft model, and
+    `req_to_token_pool`, which may hold the states of linear attention.
+    """
+
+    target: Any
+    draft: Any | None = None
+    requests: Any | None = None
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """What a rank's pools mean, and how SGLang's indices address them. `state_types`: the
+    components of `KVArgs.state_types`, by value. `page`: tokens of a page.
+    """
+
+    layout: PoolLayout
+    state_types: tuple[str, ...] = ()
+    page: int = 1
+
+    @property
+    def held_back(self) -> int:
+        """How many of a request's last positions only its last chunk can bring: SGLang lists the
+        pages of windows with it.
+        """
+        spaces = (s for s in self.layout.spaces if s.kind == "paged" and s.window is not None)
+        return max(
+            ((s.window or 0) + s.window_step - 1 for s in spaces if s.ids is None), default=0
+        )
+
+    def address(
+        self,
+        tokens: int,
+        kv_indices: npt.ArrayLike,
+        state_indices: Sequence[Any] | None = None,
+        first_page: int = 0,
+    ) -> RequestAddress:
+        """The block table of a request's first `tokens` positions.
+
+        `kv_indices` are its pages from number `first_page` on; `state_indices` are parallel to
+        `state_types` (None: the block table has pages only, as that of a chunk that is not the
+        last).
+        """
+        spans = {"kv": Span(np.asarray(kv_indices), first_page)}
+        for kind, given in zip(self.state_types, state_indices or ()):
+            space = self.layout.space_by_name.get(IDS.get(kind, ""))
+            if space is not None and given is not None:
+                spans |= self.spans_of(space, np.asarray(given, dtype=np.int64).ravel(), tokens)
+        return RequestAddress(tokens, spans)
+
+    def spans_of(self, space: Space, ids: npt.NDArray[np.int64], tokens: int) -> dict[str, Span]:
+        """The spans that SGLang's indices of a component stand for."""
+        if space.kind == "slot":
+            return {space.name: Span(ids)}
+        if space.kind == "ring":  # SGLang lists the part of the ring with the open window, if any
+            return {space.name: Span(ids // (space.entries_per_item // space.window_step))}
+        first = -(-tokens // self.page) - ids.size  # the last page has the last position
+        ratio = self.page // space.entries_per_item
+        found = {space.name: Span(parts(ids, ratio), first * ratio)}
+        rings = self.layout.space_by_name.get("c4.ring")
+        if rings is not None and ids.size:  # blocks of a page share its ring, in turn
+            step = rings.entries_per_item
+            live = rings.alive_items(tokens)
+            block = np.arange(max(live.start, first * self.page // step), live.stop)
+            page = ids[block * step // self.page - first]
+            found["c4.ring"] = Span(page * rings.reserved + block % rings.reserved, int(block[0]))
+        return found
+
+
+def parts(ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The items that items `ids` are, `count` each."""
+    return (ids[:, None] * count + np.arange(count)).ravel() if count > 1 else ids
+
+
+def engine_layout(
+    pools: Pools, state_types: Sequence[Any], ranks: Ranks, total_layers: int, model: str = ""
+) -> EngineLayout:
+    """The layout of a rank's pools, of a model of `total_layers` layers. `state_types`: those of
+    SGLang's KVArgs.
+
+    Raises UnknownFormat, which names the owner, the pool's class and what is known, and LayoutError
+    where its tensors cannot be described.
+    """
+    states = read_pool(pools.target, ranks)
+    if pools.draft is not None:
+        states += read_pool(pools.draft, ranks, "draft")
+    linear = getattr(pools.requests, "mamba_pool", None)
+    if linear is not None and linear is not getattr(pools.target, "mamba_pool", None):
+        states += read_pool(linear, ranks)
+    page = getattr(pools.target, "page_size", 1)
+    layout = PoolLayout(
+        tuple(buffer for _, part in states for buffer in part.buffers),
+        tuple(region for _, part in states for region in part.regions),
+        spaces_of(states, page),
+        total_layers,
+        model=model,
+    )
+    kinds = tuple(str(getattr(kind, "value", kind)) for kind in state_types)
+    return EngineLayout(layout, kinds, page)
+
+
+def spaces_of(states: Sequence[State], page: int) -> tuple[Space, ...]:
+    """The spaces of all states, and that of the pages of `page` tokens."""
+    found = {"kv": Space("kv", entries_per_item=page)}
+    for space, seen in states:
+        known = found.setdefault(space.name, space)
+        if known != space:
+            raise UnknownFormat(
+                f"{seen.regions[0]}: {space}, but other layers have {known}: not known, only equal "
+                "ones. Give the draft the target's page size and window."
+            )
+    return tuple(found.values())

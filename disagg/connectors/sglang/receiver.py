@@ -1,0 +1,80 @@
+"""SGLang's KV receiver: one request of a decode rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from disagg.connectors.sglang.metadata import FIRST_TOKEN, write_row
+from disagg.connectors.sglang.sender import failure_of
+
+
+class KvpoolReceiver(CommonKVReceiver):
+    """Asks for a request's state, and reads it."""
+
+    _row: int
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Asks for the state behind `decode_prefix_len` tokens, to be read to these pages."""
+        mgr, room, start = self.kv_mgr, self.bootstrap_room, decode_prefix_len or 0
+        if mgr.check_status(room) == KVPoll.Failed:
+            return
+        page = mgr.kv_args.page_size
+        most = start + len(kv_indices) * page  # SGLang tells how many pages, not how many tokens
+        self._row = aux_index
+        try:
+            address = mgr.layout.address(most, kv_indices, state_indices, start // page)
+            about = str(room), room, address, start, self._peers()
+            mgr.rank.receive(*about, at_most=True, aux=(FIRST_TOKEN,))
+        except ValueError as error:
+            mgr.fail(room, error)
+            return
+        mgr.receivers[room] = self
+        mgr.update_status(room, KVPoll.Transferring)
+
+    def take(self, values: Mapping[str, Any]) -> ValueError | None:
+        """Writes what came with the state to decode's row; returns why that cannot be."""
+        try:
+            write_row(self.kv_mgr.metadata, self._row, self.bootstrap_room, values)
+        except ValueError as error:
+            return error
+        return None
+
+    def poll(self) -> Any:
+        """SGLang's state of the room."""
+        self.kv_mgr.turn()
+        return super().poll()
+
+    def failure_exception(self) -> None:
+        """Raises why the room has failed."""
+        raise failure_of(self)
+
+    def _register_kv_args(self) -> bool:
+        return True  # our handshake does that
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """Prefill is told that nobody reads the room (any more)."""
+        mgr, room = self.kv_mgr, self.bootstrap_room
+        if room in mgr.receivers:
+            mgr.rank.abort(str(room))
+        elif not force_arm:
+            with suppress(ValueError):
+                mgr.rank.drop(room, self._peers())
+
+    def _peers(self) -> tuple[str, ...]:
+        """Endpoint addresses of prefill's ranks."""
+        return tuple(
+            f"tcp://{info['rank_ip']}:{info['rank_port']}" if info["rank_port"] else info["rank_ip"]
+            for info in self.bootstrap_infos
+        )

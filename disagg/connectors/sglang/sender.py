@@ -1,0 +1,114 @@
+"""SGLang's KV sender: one request of a prefill rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
+
+from disagg.connectors.sglang.metadata import read_row
+
+
+class KvpoolSender(CommonKVSender):
+    """Offers the chunks of a request. It is Bootstrapping until a decode has asked for its room."""
+
+    conclude_state: Any
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **more: Any):
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **more)
+        self._pages: list[int] = []
+        self._tokens = self._offered = 0
+        if not mgr.is_dummy_cp_rank and mgr.check_status(bootstrap_room) != KVPoll.Failed:
+            self.init_time = time.time()
+            mgr.senders[bootstrap_room] = self
+            mgr.rank.expect(str(bootstrap_room), bootstrap_room)
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: Sequence[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Offers the next pages, `num_kv_tokens` tokens of them."""
+        room, mgr = self.bootstrap_room, self.kv_mgr
+        if self.conclude_state is not None or mgr.check_status(room) == KVPoll.Failed:
+            return
+        kv_indices, _, last, skip = self._prepare_send_indices(kv_indices, state_indices)
+        if skip:  # a CP rank whose state another one sends
+            return
+        self._pages.extend(int(page) for page in kv_indices)
+        self._tokens += num_kv_tokens or 0
+        start, stop = self._offered, self._tokens
+        if not last:  # windows come with the last chunk, of which the number of pages is known
+            least = (self.num_kv_indices - 1) * mgr.kv_args.page_size + 1
+            stop = max(start, min(stop, least - mgr.layout.held_back))
+        self._offered = stop
+        after, self._early_send_wait_event = getattr(self, "_early_send_wait_event", None), None
+        if start == stop and not last:
+            return
+        try:
+            address = mgr.layout.address(stop, self._pages, state_indices)
+            mgr.rank.send(
+                str(room),
+                room,
+                address,
+                range(start, stop),
+                last=last,
+                aux=read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None,
+                after=after,
+            )
+            mgr.update_status(room, KVPoll.Transferring)
+        except ValueError as error:
+            mgr.rank.not_sent(str(room), room, error)
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def poll(self) -> Any:
+        """SGLang's state of the room."""
+        return self._polled(self.kv_mgr.check_status)
+
+    def poll_pp_consensus(self) -> Any:
+        """That of all pipeline stages."""
+        return self._polled(self.kv_mgr.check_status_pp_consensus)
+
+    def failure_exception(self) -> None:
+        """Raises why the room has failed."""
+        raise failure_of(self)
+
+    def clear(self) -> None:
+        """SGLang is done with the request, maybe as it has failed on another rank."""
+        self._give_up()
+        super().clear()
+
+    def abort(self) -> None:
+        """SGLang gives the request up; its pages are free from now on."""
+        self._give_up()
+        super().abort()
+
+    def _give_up(self) -> None:
+        if self.kv_mgr.senders.pop(self.bootstrap_room, None) is not None:
+            self.kv_mgr.rank.abort(str(self.bootstrap_room))
+
+    def _polled(self, check: Callable[[int], Any]) -> Any:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        self.kv_mgr.turn()
+        status = check(self.bootstrap_room)
+        if status == KVPoll.Bootstrapping:
+            status = self._check_bootstrap_timeout() or status
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        return status
+
+
+def failure_of(one: Any) -> KVTransferError:
+    """Why the room of a sender or receiver has failed, as SGLang raises it. It is forgotten."""
+    one.conclude_state = KVPoll.Failed
+    one.clear()
+    with one.kv_mgr.failure_lock:
+        why = one.kv_mgr.failure_records.pop(one.bootstrap_room, None)
+    another = "it has failed on another rank."
+    return KVTransferError(one.bootstrap_room, why or another, is_from_another_rank=why is None)

@@ -1,0 +1,273 @@
+"""Starts engine processes, and asks them for tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).parents[3]
+Role = Literal["single", "prefill", "decode"]
+
+
+class EngineFailed(RuntimeError):
+    """An engine process ended or is silent; the message has the end of its log."""
+
+
+class Engine:
+    """Processes of `tests.engines.sglang.engine`. `extra` is the connector's settings, `watch` a
+    folder for what `watched` sees, `port` the bootstrap server's; other arguments are SGLang's.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: Path,
+        logs: Path,
+        *,
+        extra: dict[str, Any] | None = None,
+        watch: Path | None = None,
+        noise: bool = False,
+        port: int | None = None,
+        environ: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.port = port or free_port()
+        given: dict[str, Any] = {
+            "model_path": str(model),
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "grammar_backend": "none",
+            "dtype": "bfloat16",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "disable_radix_cache": True,
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "max_total_tokens": 4096,
+            "mem_fraction_static": 0.2,
+            "page_size": 1,
+            "log_level": "info",
+            "random_seed": 0,
+            "port": free_port(),
+        }
+        if role != "single":
+            given |= {
+                "disaggregation_mode": role,
+                "disaggregation_transfer_backend": "kvpool",
+                "disaggregation_bootstrap_port": self.port,
+            }
+        if role == "decode":
+            given["disaggregation_decode_retraction_backup"] = "none"
+        given |= arguments
+        environment = {
+            "KVPOOL_WATCH": str(watch or ""),
+            "KVPOOL_NOISE": "1" if noise else "",
+            "KVPOOL_SGLANG": json.dumps(extra or {}),
+            # SGLang asks for cores for each rank
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp_size", 1) > 1 else "0-1",
+            **(environ or {}),
+        }
+        logs.mkdir(parents=True, exist_ok=True)
+        self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self.process = launcher().fork(theirs, environment, self.log, given)
+        self._left, self._events = b"", deque[dict[str, Any]]()
+        self._count, self._ready = 0, False
+
+    def ready(self, timeout: float = 300.0) -> Engine:
+        """Waits until it serves."""
+        if not self._ready:
+            self.event("ready", timeout=timeout)
+            self._ready = True
+        return self
+
+    def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
+        """Adds a request; `finished(name)` waits for it."""
+        self._count += 1
+        name = name or f"{self.role}{self._count}"
+        self.send(do="add", id=name, prompt=prompt, **{"tokens": 24, **more})
+        return name
+
+    def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
+        """The end of a request: `tokens`, `reason`, `logprobs`."""
+        return self.event("finished", id=name, timeout=timeout)
+
+    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """All at once."""
+        names = [self.add(prompt, **more) for prompt in prompts]
+        return [self.finished(name) for name in names]
+
+    def send(self, **command: Any) -> None:
+        """Sends a command."""
+        self._line.sendall(json.dumps(command).encode() + b"\n")
+
+    def held(self) -> list[dict[str, int]]:
+        """What each rank holds: `watched.counts`."""
+        self.send(do="counts")
+        found: list[dict[str, int]] = self.event("counts")["ranks"]
+        return found
+
+    def idle(self, timeout: float = 60.0, cached: bool = False) -> None:
+        """Waits until all is free on every rank, or (`cached`) in its prefix cache."""
+        until = time.monotonic() + timeout
+        while busy := [rank for rank in self.held() if not _free(rank, cached)]:
+            if time.monotonic() > until:
+                raise EngineFailed(f"{self.role} holds {busy}.\n{self.tail()}")
+            time.sleep(0.05)
+
+    def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
+        """The next event of that kind and with those fields."""
+        until = time.monotonic() + timeout
+        while True:
+            for event in self._events:
+                if event["event"] == kind and fields.items() <= event.items():
+                    self._events.remove(event)
+                    return event
+            left = until - time.monotonic()
+            ready, _, _ = select.select([self._line], [], [], max(left, 0))
+            if not ready:
+                raise EngineFailed(
+                    f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
+                )
+            data = self._line.recv(1 << 20)
+            if not data:
+                self.ended(2)  # its log is whole by then
+                raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
+            *lines, self._left = (self._left + data).split(b"\n")
+            self._events.extend(json.loads(text) for text in lines)
+
+    def tail(self, characters: int = 6000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def ended(self, timeout: float = 60.0) -> bool:
+        """Whether it ends by itself in that time."""
+        until = time.monotonic() + timeout
+        while (alive := _alive(self.process)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return not alive
+
+    def kill(self) -> None:
+        """SIGKILL, to it and to its workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+        self.ended()
+
+    def close(self) -> None:
+        """Ends it."""
+        self.kill()
+        self._line.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Launcher:
+    """The process that has imported SGLang, and forks engines."""
+
+    def __init__(self) -> None:
+        path = [str(ROOT / "tests/engines/sglang/stubs"), str(ROOT)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",  # more would wait for one another, two engines on two cores
+            "TORCHDYNAMO_DISABLE": "1",  # some models would be compiled, a minute each time
+        }
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.sglang.engine", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd=ROOT,
+                stderr=subprocess.DEVNULL,  # of what SGLang could not import
+            )
+
+    def fork(
+        self, line: socket.socket, environ: dict[str, str], log: Path, arguments: dict[str, Any]
+    ) -> int:
+        """Starts an engine; returns its process, which leads its group."""
+        told = {"environ": environ, "log": str(log), "arguments": arguments}
+        socket.send_fds(self._line, [json.dumps(told).encode()], [line.fileno()])
+        return int(self._line.recv(64))
+
+
+@cache
+def launcher() -> Launcher:
+    """One for all tests. It ends with this process."""
+    return Launcher()
+
+
+def _free(rank: dict[str, int], cached: bool) -> bool:
+    tokens = rank["tokens"] - (rank["cached"] if cached else 0)
+    return not (tokens or rank["requests"] or rank["metadata"])
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def free_port() -> int:
+    """A port that nobody listens at now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def failure(answer: dict[str, Any]) -> str:
+    """Why a request was aborted; empty if it was not."""
+    reason: dict[str, Any] = answer["reason"]
+    return "" if reason.get("type") == "length" else str(reason)
+
+
+def asked(
+    prefill: Engine, decode: Engine, prompts: list[list[int]], tokens: int = 24, **more: Any
+) -> tuple[list[str], list[str]]:
+    """Requests of both engines, by name, as SGLang's router sends them: to both at once."""
+    rooms = [time.monotonic_ns() + number for number in range(len(prompts))]
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": tokens}
+    first = [
+        prefill.add(each, bootstrap_room=room, **where, **more)
+        for each, room in zip(prompts, rooms)
+    ]
+    last = [
+        decode.add(each, bootstrap_room=room, **where, **more) for each, room in zip(prompts, rooms)
+    ]
+    return first, last
+
+
+def handed_over(
+    prefill: Engine, decode: Engine, prompts: list[list[int]], tokens: int = 24, **more: Any
+) -> list[dict[str, Any]]:
+    """What decode answers to prompts that one engine prefills and the other decodes. What comes
+    with the first token is what prefill has answered.
+    """
+    first, last = asked(prefill, decode, prompts, tokens, **more)
+    found = [decode.finished(name) for name in last]
+    for name, one in zip(first, found):
+        told = prefill.finished(name)
+        assert told["tokens"] == one["tokens"][:1]
+        for there, here in zip(told["logprobs"], one["logprobs"]):
+            assert not there or there[-1] == here[0]
+    return found
