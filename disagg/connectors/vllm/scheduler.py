@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +103,7 @@ class Scheduler:
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
         self._sending: dict[str, _Sending] = {}
+        self._wanted: dict[str, Source] = {}
         self._receiving: set[str] = set()
         self._named: dict[str, None] = {}
         self._asked: dict[str, None] = {}
@@ -118,26 +118,35 @@ class Scheduler:
         step, self._step = self._step, Step()
         return step
 
+    def arrived(self, request: Any) -> None:
+        """A new request: what its parameters ask of this engine. One whose state cannot be had is
+        computed here.
+        """
+        params: dict[str, Any] = request.kv_transfer_params or {}
+        name = request.request_id
+        try:
+            if params.get("do_remote_decode") and name not in self._sending:
+                self._offers(request, params.get("room"))
+            if params.get("do_remote_prefill"):
+                self._wants(request, params)
+        except ValueError as problem:
+            log.error("request %s is computed here, and not handed over: %s", name, problem)
+            self._decline(name)
+
     # prefill
 
-    def arrived(self, request: Any) -> None:
-        """A new request. Prefill's is cut by the token that decode computes."""
-        params, name = _params(request), request.request_id
-        if not params.get("do_remote_decode") or name in self._sending:
-            return
-        ids, problem = request.prompt_token_ids, ""
+    def _offers(self, request: Any, named: Any) -> None:
+        """Prefill's request is cut by the token that decode computes. Raises ValueError."""
         if not self._produces:
-            problem = "this engine is a kv_consumer. Send it to a kv_producer."
-        elif self._cuts and ids is None:
-            problem = "of a prompt of embeddings, this model's state is not that of a token less."
-        if problem:
-            log.error("request %s is not handed over: %s", name, problem)
-            return
-        stop, room = request.num_prompt_tokens - 1, None
+            raise ValueError("this engine is a kv_consumer. Send it to a kv_producer.")
+        ids, name, room = request.prompt_token_ids, request.request_id, None
+        if self._cuts and ids is None:
+            raise ValueError("of embeddings, this model's state is not that of a token less.")
         if ids is not None:
-            room = named_room(params.get("room"), ids)
+            room = named_room(named, ids)
         if room is None or not _add(self._named, room):
             room = self._room(name)
+        stop = request.num_prompt_tokens - 1
         self._sending[name] = _Sending(request, room, stop)
         if self._cuts and stop:
             del ids[-1:]
@@ -177,59 +186,45 @@ class Scheduler:
 
     # decode
 
+    def _wants(self, request: Any, params: dict[str, Any]) -> None:
+        """Decode's request has its state elsewhere. Raises ValueError."""
+        if not self._consumes:
+            raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
+        source = Source.read(params, request.prompt_token_ids)
+        if not _add(self._asked, source.room):
+            raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
+        self._wanted[request.request_id] = source
+        source.check_prompt(request.prompt_token_ids)
+
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens beyond the `computed` ones will come from prefill, and whether the
         request waits for them before it is scheduled.
         """
-        params = _params(request)
-        if not params.get("do_remote_prefill"):
-            return 0, False
-        try:
-            self._source(request, params)
-        except ValueError as problem:
-            log.error("request %s is computed here: %s", request.request_id, problem)
-            self._decline(request, params)
-            return 0, False
         more = request.num_prompt_tokens - 1 - computed
-        return (more, not self._waits) if more > 0 else (0, False)
+        if more < 1 or request.request_id not in self._wanted:
+            return 0, False
+        return more, not self._waits
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
-        params, name = _params(request), request.request_id
-        if not params.get("do_remote_prefill"):
-            return
+        name = request.request_id
         if not external:
-            self._decline(request, params)
-            return
-        params["do_remote_prefill"] = False
-        stop, source = request.num_prompt_tokens - 1, Source.read(params, request.prompt_token_ids)
-        _add(self._asked, source.room)
-        if not self._waits:
-            self._receiving.add(name)
-        held = self._held(blocks.get_block_ids())
-        about = name, source.room, source.addresses, held
-        self._step.receives.append(Receive(*about, stop - external, stop, self._waits))
+            self._decline(name)
+        elif source := self._wanted.pop(name, None):
+            if not self._waits:
+                self._receiving.add(name)
+            stop, held = request.num_prompt_tokens - 1, self._held(blocks.get_block_ids())
+            about = name, source.room, source.addresses, held
+            self._step.receives.append(Receive(*about, stop - external, stop, self._waits))
 
     def received(self, requests: Sequence[str]) -> None:
         """Requests whose rooms have ended."""
         self._receiving.difference_update(requests)
 
-    def _source(self, request: Any, params: dict[str, Any]) -> Source:
-        """Where its state is. Raises ValueError if that is another's, or cannot be had."""
-        if not self._consumes:
-            raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
-        source = Source.read(params, request.prompt_token_ids)
-        if source.room in self._asked:
-            raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
-        source.check_prompt(request.prompt_token_ids)
-        return source
-
-    def _decline(self, request: Any, params: dict[str, Any]) -> None:
-        params["do_remote_prefill"] = False
-        with suppress(ValueError):
-            source = Source.read(params, request.prompt_token_ids)
-            if self._consumes and source.room not in self._asked:
-                self._step.declines.append(Decline(source.room, source.addresses))
+    def _decline(self, request: str) -> None:
+        """Nothing is needed of prefill any more, if anything was."""
+        if source := self._wanted.pop(request, None):
+            self._step.declines.append(Decline(source.room, source.addresses))
 
     # both
 
@@ -237,11 +232,10 @@ class Scheduler:
         """A request has finished: whether its blocks stay until its room has ended, and the
         parameters for decode.
         """
-        params, name = _params(request), request.request_id
+        name = request.request_id
         if name in self._receiving:  # stopped while it waits
             self._step.aborts.append(name)
-        elif params.get("do_remote_prefill"):  # stopped before it was scheduled
-            self._decline(request, params)
+        self._decline(name)
         sending = self._sending.pop(name, None)
         if sending is None:
             return False, None
@@ -254,12 +248,6 @@ class Scheduler:
         ids, stop = request.prompt_token_ids, sending.stop
         prompt = None if ids is None else prompt_digest(ids[:stop])
         return True, Source(sending.room, self._addresses, prompt).told(stop)
-
-
-def _params(request: Any) -> dict[str, Any]:
-    """kv_transfer_params; an empty dict where there are none."""
-    params: dict[str, Any] | None = request.kv_transfer_params
-    return {} if params is None else params
 
 
 def _add(known: dict[str, None], room: str) -> bool:

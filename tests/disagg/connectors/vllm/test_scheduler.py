@@ -56,6 +56,13 @@ def prefilled(made, tokens=40, **changes):
     return params
 
 
+def decoding(made, name, tokens=40, status="FINISHED_LENGTH_CAPPED", **params):
+    """A request that has arrived at decode."""
+    asked = request(name, tokens, status, **params)
+    made.arrived(asked)
+    return asked
+
+
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9], [0, 6, 5]))
 
 
@@ -66,7 +73,7 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     (send,) = there.step().sends
     assert (send.start, send.stop, send.last) == (0, 39, True)
     assert send.blocks == ((1, 2, 3), (0, 4, 5))
-    asked = request("d", 40, **params)
+    asked = decoding(here, "d", **params)
     assert here.matched(asked, 0) == (39, True)
     here.allocated(asked, BLOCKS, 39)
     (receive,) = here.step().receives
@@ -90,7 +97,7 @@ def test_embeddings_are_not_handed_over_where_the_state_moves_on(caplog):
 def test_a_room_is_asked_for_once():
     """A sequence that is scheduled after the first has read the room finds it gone."""
     made, params = scheduler(), prefilled(scheduler())
-    first, second = (request(name, 40, **params) for name in ("0_d", "1_d"))
+    first, second = (decoding(made, name, **params) for name in ("0_d", "1_d"))
     made.matched(first, 0)
     made.allocated(first, BLOCKS, 39)
     made.received(["0_d"])
@@ -101,7 +108,7 @@ def test_a_room_is_asked_for_once():
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_request_waits_in_its_step_or_before_it(waits):
     made = scheduler(waits=waits)
-    asked = request("d", 40, **prefilled(scheduler()))
+    asked = decoding(made, "d", **prefilled(scheduler()))
     assert made.matched(asked, 0) == (39, not waits)
     made.allocated(asked, BLOCKS, 39)
     assert [each.waits for each in made.step().receives] == [waits]
@@ -111,7 +118,7 @@ def test_a_request_waits_in_its_step_or_before_it(waits):
 
 def test_a_prefix_that_decode_has_is_not_asked_for():
     made = scheduler()
-    asked = request("d", 40, **prefilled(scheduler()))
+    asked = decoding(made, "d", **prefilled(scheduler()))
     assert made.matched(asked, 32) == (7, True)
     made.allocated(asked, BLOCKS, 7)
     assert made.step().receives[0].start == 32
@@ -119,7 +126,7 @@ def test_a_prefix_that_decode_has_is_not_asked_for():
 
 def test_a_decode_that_has_everything_declines():
     made, params = scheduler(), prefilled(scheduler())
-    asked = request("d", 40, **params)
+    asked = decoding(made, "d", **params)
     assert made.matched(asked, 39) == (0, False)
     made.allocated(asked, BLOCKS, 0)
     assert made.step().declines == [Decline(params["remote_request_id"], ("ipc:///a", "ipc:///b"))]
@@ -127,13 +134,13 @@ def test_a_decode_that_has_everything_declines():
 
 def test_a_request_that_is_stopped_before_it_is_scheduled_declines():
     made, params = scheduler(), prefilled(scheduler())
-    assert made.finished(request("d", 40, "FINISHED_ABORTED", **params), ()) == (False, None)
+    assert made.finished(decoding(made, "d", 40, "FINISHED_ABORTED", **params), ()) == (False, None)
     assert [each.room for each in made.step().declines] == [params["remote_request_id"]]
 
 
 def test_a_request_that_is_stopped_while_it_waits_aborts_its_room():
     made = scheduler()
-    asked = request("d", 40, "FINISHED_ABORTED", **prefilled(scheduler()))
+    asked = decoding(made, "d", 40, "FINISHED_ABORTED", **prefilled(scheduler()))
     made.matched(asked, 0)
     made.allocated(asked, BLOCKS, 39)
     made.finished(asked, ())
@@ -142,21 +149,22 @@ def test_a_request_that_is_stopped_while_it_waits_aborts_its_room():
 
 def test_another_prompt_is_computed_here(caplog):
     made = scheduler()
-    asked = request("d", 41, **prefilled(scheduler()))
+    asked = decoding(made, "d", 41, **prefilled(scheduler()))
     assert made.matched(asked, 0) == (0, False)
     assert "another prompt" in caplog.text
     assert len(made.step().declines) == 1
 
 
 def test_parameters_of_another_connector_are_named(caplog):
-    asked = request("d", 40, do_remote_prefill=True, remote_block_ids=[1])
-    assert scheduler().matched(asked, 0) == (0, False)
+    made = scheduler()
+    asked = decoding(made, "d", do_remote_prefill=True, remote_block_ids=[1])
+    assert made.matched(asked, 0) == (0, False)
     assert "remote_request_id, remote_addresses" in caplog.text
 
 
 def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first():
     made, params = scheduler(), prefilled(scheduler())
-    first, second = (request(name, 40, **params) for name in ("0_d", "1_d"))
+    first, second = (decoding(made, name, **params) for name in ("0_d", "1_d"))
     made.matched(first, 0)
     made.allocated(first, BLOCKS, 39)
     assert made.matched(second, 0) == (0, False)
@@ -171,7 +179,7 @@ def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
     rooms = [prefilled(there, tokens, room="x")["remote_request_id"] for tokens in (40, 50, 40)]
     assert len({*rooms}) == 3  # the last is the first's prompt once more
     known = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": "x"}
-    asked = [request("d", tokens, **known) for tokens in (40, 50, 60)]
+    asked = [decoding(here, f"d{tokens}", tokens, **known) for tokens in (40, 50, 60)]
     for each in asked:
         assert here.matched(each, 0) == (each.num_prompt_tokens - 1, True)
         here.allocated(each, BLOCKS, each.num_prompt_tokens - 1)
@@ -230,7 +238,7 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
 )
 def test_parameters_of_a_client_that_are_of_another_type_are_refused(wrong, caplog):
     made = scheduler()
-    asked = request("d", 40, **prefilled(scheduler()) | wrong)
+    asked = decoding(made, "d", **prefilled(scheduler()) | wrong)
     assert made.matched(asked, 0) == (0, False)
     assert "remote_request_id is text" in caplog.text
     assert made.step() == scheduler().step()
@@ -242,7 +250,7 @@ def test_an_engine_of_the_other_role_computes_the_request_itself(caplog):
     consumer.arrived(asked)
     assert consumer.finished(asked, ([1], [2])) == (False, None)
     assert "Send it to a kv_producer" in caplog.text
-    asked = request("d", 40, **prefilled(scheduler()))
+    asked = decoding(producer, "d", **prefilled(scheduler()))
     assert producer.matched(asked, 0) == (0, False)
     assert "Send it to a kv_consumer" in caplog.text
     assert producer.step() == consumer.step() == scheduler().step()
