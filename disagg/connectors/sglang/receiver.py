@@ -9,8 +9,9 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from disagg.connectors.sglang.metadata import FIRST_TOKEN, write_row
+from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.sender import failure_of
+from disagg.connectors.source import FIRST_TOKEN
 
 
 class KvpoolReceiver(CommonKVReceiver):
