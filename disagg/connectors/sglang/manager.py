@@ -20,6 +20,7 @@ from sglang.srt.environ import envs
 
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
 
 log = logging.getLogger("sglang.kvpool")
@@ -78,7 +79,7 @@ class KvpoolManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Prefill's, called when all is known of the rank."""
         self._start()
-        self.local_ip, self.rank_port = _host_and_port(self.rank.prefill.address)
+        self.local_ip, self.rank_port = split(self.rank.prefill.address)
         super().register_to_bootstrap()
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -196,7 +197,7 @@ def _settings() -> Settings:
     """As the environment has them. A request waits as long as SGLang would have it wait."""
     given = json.loads(os.environ.get(SETTINGS) or "{}")
     if not isinstance(given, dict):
-        raise ValueError(f"{SETTINGS}: a JSON object, such as {{\"engine\": \"nixl\"}}.")
+        raise ValueError(f'{SETTINGS}: a JSON object, such as {{"engine": "nixl"}}.')
     if unknown := sorted({"stream", "shared_memory"} & set(given)):
         raise ValueError(f"{SETTINGS}: {', '.join(unknown)} is not for SGLang.")
     waits = {
@@ -204,11 +205,3 @@ def _settings() -> Settings:
         "offer_timeout": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
     }
     return Settings.read(waits | given, SETTINGS)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """An endpoint address as bootstrap carries it: a unix socket has no port."""
-    if not address.startswith("tcp://"):
-        return address, 0
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
