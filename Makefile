@@ -83,7 +83,7 @@ test-vllm: $(VLLM_STAMP)  ## real vLLM engines
 	$(VLLM_BIN)/python -m pytest tests/engines $(TESTS)
 
 test-sglang: $(SGLANG_STAMP)  ## real SGLang engines
-	$(SGLANG_BIN)/python -m pytest tests/engines $(TESTS)
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/engines $(TESTS)
 
 .venv-vllm: $(VLLM_STAMP)
 

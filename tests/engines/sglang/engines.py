@@ -143,6 +143,7 @@ class Engine:
                 )
             data = self._line.recv(1 << 20)
             if not data:
+                self.ended(2)  # its log is whole by then
                 raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
             *lines, self._left = (self._left + data).split(b"\n")
             self._events.extend(json.loads(text) for text in lines)

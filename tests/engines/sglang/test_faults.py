@@ -1,0 +1,104 @@
+"""Faults with real engine processes: kills, aborts, leases that run out. Every request ends by
+name, and by SGLang's own count everything comes back on the engines that live.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang.conftest import LENGTHS, Answers
+from tests.engines.sglang.engines import Engine, asked, handed_over
+from tests.engines.vllm.engines import prompts
+
+Start = Callable[..., Engine]
+LONG = (2000, 1900, 16, 1800)
+ROOMY = {"max_total_tokens": 8192, "chunked_prefill_size": 512}
+
+
+def failed(engine: Engine, name: str) -> str:
+    """Why a request was aborted."""
+    reason: dict[str, Any] = engine.finished(name)["reason"]
+    return str(reason) if "length" not in reason.values() else ""
+
+
+@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
+def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
+    engine: str, start: Start, expected: Callable[..., Answers]
+) -> None:
+    extra = {"engine": engine, "peer_timeout": 10}
+    prefill = start("prefill", "llama", extra=extra, **ROOMY).ready()
+    decode = start("decode", "llama", extra=extra, **ROOMY).ready()
+    _, last = asked(prefill, decode, prompts(*LONG))
+    time.sleep(0.3)
+    prefill.kill()
+    assert any(["lost" in failed(decode, name) for name in last])
+    decode.idle()
+    again = start("prefill", "llama", extra=extra, port=prefill.port, **ROOMY).ready()
+    got = handed_over(again, decode, prompts(*LENGTHS))
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in expected("llama")]
+    again.idle()
+    decode.idle()
+
+
+def test_a_killed_decode_frees_prefill(start: Start, expected: Callable[..., Answers]) -> None:
+    prefill = start("prefill", "llama", **ROOMY).ready()
+    decode, other = (start("decode", "llama", **ROOMY).ready() for _ in range(2))
+    first, _ = asked(prefill, decode, prompts(*LONG))
+    time.sleep(0.3)
+    decode.kill()
+    for name in first:
+        prefill.finished(name)
+    prefill.idle()
+    got = handed_over(prefill, other, prompts(*LENGTHS))
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in expected("llama")]
+    prefill.idle()
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+def test_aborts_free_both_sides(side: str, wait: float, pair: tuple[Engine, Engine]) -> None:
+    """One side is told by its client, the other by us."""
+    prefill, decode = pair
+    first, last = asked(prefill, decode, prompts(*LONG), tokens=4)
+    time.sleep(wait)
+    for engine, names in ((prefill, first), (decode, last)):
+        if side in (engine.role, "both"):
+            for name in names[::2]:
+                engine.send(do="abort", id=name)
+    for engine, names in ((prefill, first), (decode, last)):
+        for name in names:
+            engine.finished(name)
+        engine.idle()
+
+
+def test_a_request_that_only_one_side_has_ends_in_time(pair: tuple[Engine, Engine]) -> None:
+    """`pair` waits two seconds for the other side, as SGLang's own timeouts say."""
+    prefill, decode = pair
+    (prompt,) = prompts(40)
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port}
+    alone = prefill.add(prompt, bootstrap_room=1, **where)
+    other = decode.add(prompt, bootstrap_room=2, **where)
+    assert "Bootstrapping" in failed(prefill, alone)
+    assert "nothing has happened" in failed(decode, other)
+    prefill.idle()
+    decode.idle()
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: Any, models: Any) -> Any:
+    """Engines for all aborts."""
+    from tests.engines.vllm.models import save
+
+    waits = {
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
+    }
+    logs, place = tmp_path_factory.mktemp("pair"), save("llama", models)
+    both = [Engine(r, place, logs, environ=waits, **ROOMY) for r in ("prefill", "decode")]
+    yield tuple(engine.ready() for engine in both)
+    for engine in both:
+        engine.close()

@@ -1,0 +1,109 @@
+"""One engine prefills, another decodes: the tokens are those of a single engine, and every live
+byte is equal, by an oracle that reads SGLang's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang.conftest import EXACT, LENGTHS, Answers
+from tests.engines.sglang.engines import Engine, asked, handed_over
+from tests.engines.sglang.watched import compare
+from tests.engines.vllm.engines import prompts
+
+Start = Callable[..., Engine]
+Expected = Callable[..., Answers]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What each side is started with."""
+
+    model: str
+    engine: str = "local"
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    both: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def pages(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
+    """Page sizes of both sides."""
+    return {"prefill": {"page_size": prefill}, "decode": {"page_size": decode}}
+
+
+CHUNKS = {"chunked_prefill_size": 128}
+PAIRS = {
+    "llama 1 to 1": Pair("llama"),
+    "llama 1 to 16": Pair("llama", **pages(1, 16), extra={"verify": "checksum"}),
+    "llama 16 to 1": Pair("llama", **pages(16, 1)),
+    "llama nixl": Pair("llama", "nixl", **pages(16, 32)),
+    "llama mooncake": Pair("llama", "mooncake", **pages(32, 16)),
+    "llama chunks": Pair("llama", prefill={"page_size": 16, **CHUNKS}, both=EXACT),
+    "gemma3": Pair("gemma3", both=EXACT, **pages(16, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_tokens_and_bytes_are_those_of_one_engine(
+    name: str, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    pair = PAIRS[name]
+    common = {"extra": {"engine": pair.engine, **pair.extra}, "watch": tmp_path, **pair.both}
+    prefill = start("prefill", pair.model, **common, **pair.prefill)
+    decode = start("decode", pair.model, **common, **pair.decode)
+    got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS), logprobs=True)
+    tensors, nbytes, wrong = compare(tmp_path)
+    assert not wrong
+    assert tensors and nbytes
+    want = expected(pair.model, **pair.both)
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in want]
+    first = [(one["logprobs"][0][0], one["logprobs"][1][0]) for one in got]
+    assert first == [(one["logprobs"][0][0], one["logprobs"][1][0]) for one in want]
+    prefill.idle()
+    decode.idle()
+
+
+def test_noise_in_what_was_received_changes_the_tokens(
+    start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    """The control: the prompts and models here can tell right state from wrong."""
+    prefill = start("prefill", "llama", watch=tmp_path)
+    decode = start("decode", "llama", watch=tmp_path, noise=True)
+    got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+    assert compare(tmp_path)[2]
+    assert all(one["tokens"] != right["tokens"] for one, right in zip(got[:2], expected("llama")))
+
+
+def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) -> None:
+    """With a radix cache on both sides: the second time decode has all but the last tokens."""
+    cached = {"disable_radix_cache": False, "page_size": 16}
+    prefill = start("prefill", "llama", **cached)
+    decode = start("decode", "llama", disaggregation_decode_enable_radix_cache=True, **cached)
+    right = [one["tokens"] for one in expected("llama")]
+    for _ in range(2):
+        got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+        assert [one["tokens"] for one in got] == right
+    assert [one["cached"] > 0 for one in got] == [True, True, False, True]
+
+
+def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
+    prefill, decode = start("prefill", "llama").ready(), start("decode", "deeper").ready()
+    first, last = asked(prefill, decode, prompts(40))
+    got = decode.finished(last[0])
+    assert "prefill offers no such region" in str(got["reason"])
+    assert prefill.finished(first[0])["reason"]["type"] == "abort"
+    prefill.idle()
+    decode.idle()
+
+
+@pytest.mark.parametrize("extra", [{"engine": "none"}, {"lease": -1}, {"speed": 11}])
+def test_a_wrong_setting_ends_the_start(extra: dict[str, Any], start: Start) -> None:
+    engine = start("prefill", "llama", extra=extra)
+    assert engine.ended()
+    assert next(iter(extra)) in engine.tail()
