@@ -5,6 +5,7 @@ from kvpool.layout.describe import (
     Section,
     describe,
     describe_buffer,
+    describe_pointers,
     describe_sections,
 )
 from kvpool.layout.describe_items import describe_items, describe_opaque
@@ -16,5 +17,6 @@ __all__ = [
     "describe_buffer",
     "describe_items",
     "describe_opaque",
+    "describe_pointers",
     "describe_sections",
 ]

@@ -1,12 +1,13 @@
 """Transfer plans between layouts: `plan(sources, dest)`. Needs numpy and msgspec only."""
 
-from disagg.plan.bind import CopyBatch
+from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.explain import ExplainRow, Explanation
 from disagg.plan.planner import IncompatibleLayouts, Reason, TransferPlan, plan
 from disagg.plan.positions import IncompleteTransfer
 
 __all__ = [
     "CopyBatch",
+    "Count",
     "ExplainRow",
     "Explanation",
     "IncompatibleLayouts",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,23 @@ BYTES_PER_RUN = 4096
 """Dead bytes of a last page that may travel for each run that they save; at least half of its runs
 must be saved.
 """
+
+
+class Count(Enum):
+    """What is known of how many tokens a request has, and so what of it is bound. `UNKNOWN` of
+    every chunk and then `LEARNED` of all positions move what `KNOWN` of every chunk does.
+    """
+
+    KNOWN = "known"
+    """All of `tokens`: the destination's block table says how many tokens the request has."""
+    UNKNOWN = "unknown"
+    """Of `tokens` what moves whatever the number is: entries of spaces without a window, and full
+    items of packed regions. The block table's number is the most that it can be.
+    """
+    LEARNED = "learned"
+    """The rest of `tokens`, which end with the request: windows, slots, rings, and the last item of
+    a packed region if it is not full.
+    """
 
 
 class Block(NamedTuple):
@@ -124,6 +142,7 @@ def bind(
     tokens: range,
     columns: Columns,
     layers: range | None = None,
+    count: Count = Count.KNOWN,
 ) -> CopyBatch:
     """Runs of `routes` for positions `tokens` of one request, of all their layers or of `layers`.
     See TransferPlan.bind.
@@ -142,6 +161,9 @@ def bind(
     pairs: dict[tuple[str, str, bool], EntryPairs] = {}
     blocks: list[Block] = []
     for route in routes:
+        moved = _moved(route, tokens, count)
+        if moved is None:
+            continue
         bases = route.src_base, route.dst_base
         if layers is not None:
             inside = route.within(layers)
@@ -153,7 +175,7 @@ def bind(
             pairs[pair] = (pair_items if route.packed else pair_entries)(
                 BlockLookup(route.src_space, source, source_address),
                 BlockLookup(route.dst_space, dest, dest_address),
-                tokens,
+                moved,
             )
         if pairs[pair].count.size:
             blocks.extend(_blocks(route, bases, pairs[pair], ends))
@@ -173,6 +195,18 @@ def bind(
         nbytes = np.broadcast_to(np.int64(lengths.pop()), start)
     shares = tuple((block.route, block.runs, block.total) for block in blocks)
     return CopyBatch(out[0], out[1], nbytes, shares)
+
+
+def _moved(route: Route, tokens: range, count: Count) -> range | None:
+    """The positions of `tokens` of which a route moves something now."""
+    if count is Count.KNOWN:
+        return tokens
+    unknown = count is Count.UNKNOWN
+    if not (route.grows and route.packed):
+        return tokens if route.grows == unknown else None
+    size = route.dst_space.tokens_per_item
+    full = tokens.stop // size * size
+    return range(tokens.start, full) if unknown else range(max(tokens.start, full), tokens.stop)
 
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:

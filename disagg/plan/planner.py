@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from disagg.errors import PeerError
-from disagg.plan.bind import Columns, CopyBatch, bind
+from disagg.plan.bind import Columns, CopyBatch, Count, bind
 from disagg.plan.cells import with_equal_cells
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.match import Overlap, elect, mismatches, tile
@@ -73,6 +73,12 @@ class TransferPlan:
         mine = (each for each in self.layer_routes if each.owner == owner)
         return sorted({each.source for each in mine if each.within(layers).any()})
 
+    def needs_count(self, source: int) -> bool:
+        """Whether some of what moves from a source rank depends on how many tokens a request has:
+        windows, slots, rings, and the last item of a packed region.
+        """
+        return any(each.packed or not each.grows for each in self.routes if each.source == source)
+
     def bind(
         self,
         source: int,
@@ -82,6 +88,7 @@ class TransferPlan:
         tokens: range | None = None,
         layers: range | None = None,
         owner: str = "target",
+        count: Count = Count.KNOWN,
         columns: Columns | None = None,
     ) -> CopyBatch:
         """Runs that move positions `tokens` (default: all of the destination's) from source rank
@@ -91,9 +98,10 @@ class TransferPlan:
         (default: the plan's own for that source) is used again. Items of packed regions move
         whole, with the position that completes them; positions of such an item before `tokens` must
         be of this very transfer. With the last positions dead entries of the last page may move
-        along. Raises IncompleteTransfer if the
-        source does not hold a position that the destination needs, and ValueError if a page id
-        lies outside its buffer, or is listed for two spaces of one block pool.
+        along. `count` is for destinations that do not know at first how many tokens the request
+        has. Raises IncompleteTransfer if the source does not hold a position that the destination
+        needs, and ValueError if a page id lies outside its buffer, or is listed for two spaces of
+        one block pool.
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(
@@ -107,7 +115,7 @@ class TransferPlan:
             mine = (each for each in self.layer_routes if each.owner == owner)
             routes = [each for each in mine if each.source == source]
         layouts = self.sources[source], self.dest
-        return bind(routes, *layouts, source_address, dest_address, tokens, into, layers)
+        return bind(routes, *layouts, source_address, dest_address, tokens, into, layers, count)
 
     def bind_all(
         self,

@@ -96,7 +96,7 @@ class BlockLookup:
             held = self._positions(span.first_item, span.first_item + span.ids.size)
             raise IncompleteTransfer(
                 f"{who}: space {self.space.name} needs items for positions {wanted}, its block "
-                f"table covers {held}."
+                f"table covers {held}. List the items of all of them."
             )
         if at[-1] - at[0] + 1 == at.size and (at[1:] > at[:-1]).all():
             ids = span.ids[int(at[0]) : int(at[-1]) + 1]

@@ -129,6 +129,11 @@ class Route:
         return 1 if self.packed else self.dst_space.entries_per_item
 
     @property
+    def grows(self) -> bool:
+        """Whether what it moves of a position stays needed however many tokens follow."""
+        return self.src_space.grows and self.dst_space.grows
+
+    @property
     def owner(self) -> str:
         """The owner of its layers, where pairs are of one layer."""
         return self.keys[0][0]

@@ -116,6 +116,14 @@ class DecodeMachine:
             raise RoomError(f"room {name!r}: aux values are there once it has succeeded.")
         return dict(self._rooms.known(name).aux)
 
+    def num_tokens(self, name: Room) -> int:
+        """How many tokens the request has; raises RoomError before success."""
+        if self.poll(name) is not KVPoll.Success:
+            raise RoomError(
+                f"room {name!r}: how many tokens it has is known once it has succeeded."
+            )
+        return self._rooms.known(name).address.num_tokens
+
     def metrics(self, name: Room) -> RoomMetrics:
         """What was moved, and what that took; goes on changing until the last read has ended."""
         return self._rooms.known(name).metrics
@@ -154,7 +162,7 @@ class DecodeMachine:
             return
         metrics = RoomMetrics(plan_seconds=link.plan_seconds)
         attempt, expected = uuid.uuid4().hex, frozenset(request.expected)
-        about = self._now, metrics, expected, request.declined
+        about = self._now, metrics, expected, request.declined, request.at_most
         room = DecodeRoom(link, address, request.start, attempt, *about)
         self._rooms.add(name, room)
         if link.refusal is not None:
@@ -243,9 +251,9 @@ class DecodeMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
             room.metrics.wait_seconds = self._now - room.opened_at
-        if read := room.begin_read(source, ready, address):
-            self._effects.append(StartRead(read))
-        else:
+        reads = room.begin_reads(source, ready, address)
+        self._effects.extend(StartRead(read) for read in reads)
+        if not reads:
             self._advance(ready.room, room)
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:

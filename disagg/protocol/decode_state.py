@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.digest.digester import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
-from disagg.plan.bind import Columns, CopyBatch
+from disagg.plan.bind import Columns, CopyBatch, Count
 from disagg.plan.block_pools import id_clash
 from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
@@ -70,7 +70,8 @@ class Link:
 @dataclass(eq=False, slots=True)
 class Read:
     """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
-    The request lies at `source_address` there and at `dest_address` here.
+    The request lies at `source_address` there and at `dest_address` here; `count` says whether
+    the latter knows how many tokens it has.
 
     `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's.
     """
@@ -86,6 +87,7 @@ class Read:
     source_address: RequestAddress
     dest_address: RequestAddress
     metrics: RoomMetrics
+    count: Count = Count.KNOWN
     cancelled: bool = False
 
     def bind(self, columns: Columns) -> CopyBatch:
@@ -93,7 +95,13 @@ class Read:
         some, tables = self.layers, (self.source_address, self.dest_address)
         layers, owner = (some.layers, some.owner) if some else (None, "")
         return self.plan.bind(
-            self.source, *tables, tokens=self.tokens, layers=layers, owner=owner, columns=columns
+            self.source,
+            *tables,
+            tokens=self.tokens,
+            layers=layers,
+            owner=owner,
+            count=self.count,
+            columns=columns,
         )
 
     def moves(self, owner: str, layer: int) -> bool:
@@ -104,7 +112,9 @@ class Read:
 
 @dataclass(eq=False, slots=True)
 class DecodeRoom:
-    """One request that decode has asked for. With `declined`, nothing of it is read."""
+    """One request that decode has asked for. With `declined`, nothing of it is read; with
+    `at_most`, `address` has room for more tokens than it may have, until prefill says how many.
+    """
 
     link: Link
     address: RequestAddress
@@ -114,6 +124,7 @@ class DecodeRoom:
     metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
     declined: bool = False
+    at_most: bool = False
     phase: Phase = Phase.HANDSHAKE
     offered: list[Offered] = field(default_factory=list)
     """By source rank, which positions and layers are ready."""
@@ -190,9 +201,12 @@ class DecodeRoom:
         if plan is None or self.phase in (Phase.HANDSHAKE, Phase.SUCCESS, Phase.FAILED):
             return self.phase is Phase.SUCCESS
         total, ranks = self.address.num_tokens, plan.contributors(range(layer, layer + 1), owner)
-        return all(self.offered[n].reaches(total, owner, layer) for n in ranks) and not any(
-            read.moves(owner, layer) for read in self.reads if read.source in ranks
-        )
+        for offered in (self.offered[n] for n in ranks):
+            if self.at_most and not offered.closed:  # its windows and states are still to come
+                return False
+            if not offered.reaches(total, owner, layer):
+                return False
+        return not any(read.moves(owner, layer) for read in self.reads if read.source in ranks)
 
     def missing_aux(self) -> str | None:
         """Why the aux values that came do not do."""
@@ -204,22 +218,28 @@ class DecodeRoom:
             else None
         )
 
-    def begin_read(self, source: int, ready: ChunkReady, address: RequestAddress) -> Read | None:
-        """What is to be read of a chunk that lies at `address` on its rank, if anything."""
-        if self.declined:
-            return None
+    def begin_reads(self, source: int, ready: ChunkReady, address: RequestAddress) -> list[Read]:
+        """What is to be read now that a chunk is ready, which lies at `address` on its rank."""
         plan, hello, some = self.link.plan, self.link.hellos[source], ready.layers
+        if self.declined or plan is None or hello is None:
+            return []
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
         ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
-        if plan is None or hello is None or not (tokens or (ends and self.start == ready.stop)):
-            return None
         meant = (some.layers, some.owner) if some else ()
-        if source not in plan.contributors(*meant):
-            return None
-        about = ready.room, self.attempt, self.link, source, hello, plan, tokens, some, address
-        self.reads.add(read := Read(*about, self.address, self.metrics))
-        return read
+        wanted: list[tuple[range, LayerRange | None, Count]] = []
+        if source in plan.contributors(*meant):
+            if self.at_most and tokens:
+                wanted.append((tokens, some, Count.UNKNOWN))
+            elif not self.at_most and (tokens or (ends and self.start == ready.stop)):
+                wanted.append((tokens, some, Count.KNOWN))
+        if self.at_most and ready.last and plan.needs_count(source):
+            wanted.append((range(self.start, ready.stop), None, Count.LEARNED))
+        about = ready.room, self.attempt, self.link, source, hello, plan
+        where = address, self.address, self.metrics
+        reads = [Read(*about, part, layers, *where, count) for part, layers, count in wanted]
+        self.reads.update(reads)
+        return reads
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
@@ -227,15 +247,14 @@ class DecodeRoom:
         """
         chunk = source, ready.start, ready.stop, ready.last, ready.layers
         tokens, some, last = range(ready.start, ready.stop), ready.layers, ready.last
-        offered, total = self.offered[source], self.address.num_tokens
+        offered = self.offered[source]
         # layers of which decode has no role are not known here
         if chunk in self.seen or not (some is None or last or offered.holds(some)):
             return None
         if problem := offered.problem(tokens, some, last):
             raise ValueError(problem)
-        wrong = ready.stop > total or (ready.last and ready.stop != total)
-        if wrong and not self.declined:
-            raise ValueError(f"prefill computed {ready.stop} tokens, decode made room for {total}.")
+        if not self.declined and (problem := self._misfit(ready)):
+            raise ValueError(problem)
         address, aux = ready.address(), unpack_aux(ready.aux)
         plan = self.link.plan
         if plan and (twice := id_clash(plan.sources[source], address, Columns())):
@@ -248,5 +267,35 @@ class DecodeRoom:
             raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
         self.seen.add(chunk)
         offered.take(tokens, some, last)
+        if last and (self.at_most or self.declined):
+            self.address = replace(self.address, num_tokens=ready.stop)
         self.aux.update(aux)
         return address
+
+    def _misfit(self, ready: ChunkReady) -> str | None:
+        """Why the request cannot have as many tokens as a chunk says."""
+        computed, total, last = ready.stop, self.address.num_tokens, ready.last
+        wrong = computed > total or (last and computed != total)
+        if not self.at_most:
+            return (
+                f"prefill computed {computed} tokens, decode made room for {total}."
+                if wrong
+                else None
+            )
+        said = [n for n, each in enumerate(self.offered) if each.closed]
+        if said and wrong:
+            return (
+                f"prefill computed {computed} tokens, {self.link.name(said[0])} says {total}. Send "
+                "the same tokens of a request from all ranks."
+            )
+        if computed > total:
+            return (
+                f"prefill computed {computed} tokens, decode made room for at most {total}. Give "
+                f"`receive` a block table with room for {computed} or more."
+            )
+        if last and computed < self.start:
+            return (
+                f"prefill computed {computed} tokens, decode asked for those from position "
+                f"{self.start} on. Give `receive` a `start` of at most {computed}."
+            )
+        return None

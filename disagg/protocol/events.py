@@ -116,8 +116,9 @@ class DisconnectLink:
 
 @dataclass(frozen=True, slots=True)
 class RequestRoom:
-    """Decode's caller asks for positions `start` to the end of `address`, and for the aux values
-    `expected`; or for nothing (`declined`), so that prefill's pages come back.
+    """Decode's caller asks for positions `start` to the end of `address`, or with `at_most` to one
+    before it, and for the aux values `expected`; or for nothing (`declined`), so that prefill's
+    pages come back.
     """
 
     room: Room
@@ -126,6 +127,7 @@ class RequestRoom:
     link: Link
     expected: Collection[str] = ()
     declined: bool = False
+    at_most: bool = False
 
 
 @dataclass(frozen=True, slots=True)

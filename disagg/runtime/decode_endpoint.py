@@ -153,11 +153,20 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         address: RequestAddress,
         *,
         start: int = 0,
+        at_most: bool = False,
         link: Link | None = None,
         aux: Collection[str] = (),
     ) -> None:
         """Asks for a room: positions `start` (the first that is lacking) to the end, to be read to
         the pages of the block table `address`.
+
+        With `at_most`, `address.num_tokens` is not how many tokens the request has but how many
+        its pages have room for: prefill's last chunk says how many there are, and so does
+        `num_tokens(room)` after success. More than there is room for, and fewer than `start`, fail
+        the room on both sides, as do ranks that say different numbers. Spaces without a window are
+        read chunk by chunk. Windows, slots, rings and a packed page that is not full are read after
+        a rank's last chunk, and no layer is ready before it. Of a window the block table lists
+        every page that may be alive then; pages that are dead are not written.
 
         `link` names the prefill, if several are connected. `aux` are names of values without which
         the room fails. The pages are leased until the room has ended and `reading(room)` is false:
@@ -177,7 +186,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         with self._lock:
             link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
-                self._call(RequestRoom(name, address, start, link, aux))
+                self._call(RequestRoom(name, address, start, link, aux, at_most=at_most))
 
     def decline(self, room: Room, link: Link | None = None) -> None:
         """Reads nothing of a room of which this decode has everything: prefill's pages come back
@@ -224,6 +233,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """The values that prefill sent along. Raises RoomError before the room has succeeded."""
         with self._lock:
             return self.machine.aux(room_name(room))
+
+    def num_tokens(self, room: Room) -> int:
+        """How many tokens the request has. Raises RoomError before the room has succeeded."""
+        with self._lock:
+            return self.machine.num_tokens(room_name(room))
 
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""

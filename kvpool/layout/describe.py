@@ -1,4 +1,5 @@
-"""Layouts of existing tensors: buffers and regions from a torch tensor and the names of its dims.
+"""Layouts of existing memory: buffers and regions from a torch tensor, or a pointer, shape and
+strides, and the names of the dims.
 
 Nothing is copied or allocated. This is the only place that reads strides.
 """
@@ -8,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout.types import Axis, Buffer, LayoutError, Region
+from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
 
 WHOLE: Mapping[str, tuple[int, int]] = {}
 
@@ -23,6 +25,20 @@ class Described:
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
+
+
+class _Array(NamedTuple):
+    """What is read of a tensor. `strides` are in elements."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str | torch.dtype
+    memory: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[dtype_name(self.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,59 @@ def describe(
 
     Raises LayoutError where names, strides and buffer do not fit together.
     """
-    sizes, strides = _read(tensor, dims)
+    return _describe(
+        _array(tensor), dims, role, layer, space, owner, cell, shards, dtype, buffer, padding
+    )
+
+
+def describe_pointers(
+    ptr: int,
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+    dtype: str | torch.dtype,
+    dims: Sequence[str],
+    *,
+    role: str | Sequence[str],
+    layer: int | Sequence[int],
+    memory: str = HOST,
+    space: str = "kv",
+    owner: str = "target",
+    cell: str | None = "dim",
+    shards: Mapping[str, tuple[int, int]] = WHOLE,
+    buffer: Buffer | None = None,
+    padding: bool = False,
+) -> Described:
+    """Describes memory of which only a pointer is handed over, as `describe` does a tensor: `shape`
+    elements of `dtype`, `strides` elements apart (None: contiguous), in `memory` (`"cuda:0"`).
+
+    Nothing is read: who calls says what is there. Raises LayoutError as `describe` does, and where
+    `shape` and `strides` are not of the same dims.
+    """
+    if strides is None:
+        strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
+    if len(strides) != len(shape) or min((*shape, *strides, ptr), default=0) < 0:
+        raise LayoutError(
+            f"pointer {ptr}, shape {tuple(shape)}, strides {tuple(strides)}: as many strides as "
+            "dims, and none of these numbers negative."
+        )
+    array = _Array(ptr, tuple(shape), tuple(strides), dtype, memory)
+    return _describe(array, dims, role, layer, space, owner, cell, shards, None, buffer, padding)
+
+
+def _describe(
+    array: _Array,
+    dims: Sequence[str],
+    role: str | Sequence[str],
+    layer: int | Sequence[int],
+    space: str,
+    owner: str,
+    cell: str | None,
+    shards: Mapping[str, tuple[int, int]],
+    dtype: str | torch.dtype | None,
+    buffer: Buffer | None,
+    padding: bool,
+) -> Described:
+    sizes, strides = _read(array, dims)
     roles = [role] if isinstance(role, str) else list(role)
     layers = [layer] if isinstance(layer, int) else list(layer)
     for dim, named in (("layer", len(layers)), ("role", len(roles))):
@@ -81,8 +149,8 @@ def describe(
             f"{owner} {roles}: padding=True, but buffer {buffer.name} has padding=False. Give "
             "describe_buffer padding=True."
         )
-    meaning = dtype_name(tensor.dtype if dtype is None else dtype)
-    width, axes = _grid(sizes, strides, cell, shards, tensor.element_size(), f"{owner} {roles}")
+    meaning = dtype_name(array.dtype if dtype is None else dtype)
+    width, axes = _grid(sizes, strides, cell, shards, array.itemsize, f"{owner} {roles}")
     if width % ITEMSIZE[meaning]:
         raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no multiple of {meaning}.")
     inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
@@ -93,16 +161,16 @@ def describe(
     regions = []
     for number, layer_id in enumerate(layers):
         for index, meant in enumerate(roles):
-            at = _pointer(tensor) + number * strides.get("layer", 0)
+            at = array.pointer + number * strides.get("layer", 0)
             start = at + index * strides.get("role", 0)
             region = Region(owner, layer_id, meant, "?", 0, meaning, axes, width)
             home = buffer
             if home is None:
                 name = f"{owner}.{'+'.join(roles) if shared else meant}.{layer_id}"
                 first = at if shared else start
-                home = _buffer(name, space, first, reach, tensor, sizes, strides, padding)
+                home = _buffer(name, space, first, reach, array, sizes, strides, padding)
                 buffers[name] = home
-            _check_home(region, home, start, sizes["item"], strides["item"], str(tensor.device))
+            _check_home(region, home, start, sizes["item"], strides["item"], array.memory)
             regions.append(replace(region, buffer=home.name, offset=start - home.base))
     return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
 
@@ -131,7 +199,7 @@ def describe_sections(
 
     Raises LayoutError as `describe` does, and where the sections are not all of `cut`.
     """
-    sizes, _ = _read(tensor, dims)
+    sizes, _ = _read(_array(tensor), dims)
     roles = [section.role for section in sections]
     lengths = [prod(section.dims.values()) for section in sections]
     if cut not in sizes or cut in ("item", "layer", "role"):
@@ -178,25 +246,35 @@ def describe_buffer(
     """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions.
     `padding`: nobody uses what is in no region; see `describe`.
     """
-    sizes, strides = _read(tensor, dims)
+    array = _array(tensor)
+    sizes, strides = _read(array, dims)
     inner = sum((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
-    nbytes = inner + tensor.element_size()
-    return _buffer(name, space, _pointer(tensor), nbytes, tensor, sizes, strides, padding)
+    return _buffer(
+        name, space, array.pointer, inner + array.itemsize, array, sizes, strides, padding
+    )
 
 
-def _read(tensor: torch.Tensor, dims: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+def _array(tensor: torch.Tensor) -> _Array:
+    if tensor.device.type == "meta":  # no memory: counts from the start of its storage
+        pointer = int(tensor.storage_offset()) * tensor.element_size()
+    else:
+        pointer = tensor.data_ptr()
+    return _Array(pointer, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
+
+
+def _read(array: _Array, dims: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and strides in bytes by dim name."""
-    if len(dims) != tensor.dim():
+    if len(dims) != len(array.shape):
         raise LayoutError(
-            f"dims {tuple(dims)}: {len(dims)} names for a tensor of shape {tuple(tensor.shape)}."
+            f"dims {tuple(dims)}: {len(dims)} names for a tensor of shape {array.shape}."
         )
     if len(set(dims)) != len(dims) or "item" not in dims:
         raise LayoutError(f"dims {tuple(dims)}: each name once, and one of them 'item'.")
-    if 0 in tensor.shape:
-        raise LayoutError(f"a tensor of shape {tuple(tensor.shape)} is empty.")
-    size = tensor.element_size()
-    return dict(zip(dims, tensor.shape)), {
-        dim: stride * size for dim, stride in zip(dims, tensor.stride())
+    if 0 in array.shape:
+        raise LayoutError(f"a tensor of shape {array.shape} is empty.")
+    size = array.itemsize
+    return dict(zip(dims, array.shape)), {
+        dim: stride * size for dim, stride in zip(dims, array.strides)
     }
 
 
@@ -234,26 +312,19 @@ def _grid(
     return width, tuple(map(axis, axes))
 
 
-def _pointer(tensor: torch.Tensor) -> int:
-    if tensor.device.type == "meta":  # no memory: counts from the start of its storage
-        return int(tensor.storage_offset()) * tensor.element_size()
-    return tensor.data_ptr()
-
-
 def _buffer(
     name: str,
     space: str,
     start: int,
     nbytes: int,
-    tensor: torch.Tensor,
+    array: _Array,
     sizes: Mapping[str, int],
     strides: Mapping[str, int],
     padding: bool,
 ) -> Buffer:
     # torch has no meaningful stride for a single item
     stride = strides["item"] if sizes["item"] > 1 else max(strides["item"], nbytes)
-    memory = str(tensor.device)
-    return Buffer(name, space, start, stride, nbytes, sizes["item"], memory, padding)
+    return Buffer(name, space, start, stride, nbytes, sizes["item"], array.memory, padding)
 
 
 def _check_home(

@@ -44,7 +44,7 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
         held["bootstrap_room"][row, 0] = room
         return
     given = {name: value for name, value in values.items() if name != FIRST_TOKEN}
-    for name in sorted(given.keys() ^ held.keys() - ONE_SIDED):
+    for name in sorted((given.keys() ^ held.keys()) - ONE_SIDED):
         side, other = ("prefill", "decode") if name in given else ("decode", "prefill")
         raise ValueError(
             f"metadata buffer {name}: {side} has it, {other} has not. Start both engines with the "

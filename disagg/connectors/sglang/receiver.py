@@ -37,7 +37,8 @@ class KvpoolReceiver(CommonKVReceiver):
         self._row = aux_index
         try:
             address = mgr.layout.address(most, kv_indices, state_indices, start // page)
-            mgr.rank.receive(str(room), room, address, start, self._peers(), (FIRST_TOKEN,))
+            about = str(room), room, address, start, self._peers()
+            mgr.rank.receive(*about, at_most=True, aux=(FIRST_TOKEN,))
         except ValueError as error:
             mgr.fail(room, error)
             return

@@ -338,22 +338,27 @@ MAKES = ("__init__", "_create_buffers", "get_contiguous_buf_infos", "get_state_b
 """A class that overrides one of these keeps something else than the one that it inherits from."""
 
 
-def read(pool: Any, at: At) -> Iterator[State]:
-    """The states of a pool. Raises UnknownFormat, which names its class, and what is known."""
-    for base in type(pool).__mro__:
+def reader(kind: type) -> Reader:
+    """How pools of a class are read. Raises UnknownFormat, with what is known."""
+    for base in kind.__mro__:
         if base.__name__ in POOLS:
-            yield from POOLS[base.__name__](pool, at)
-            return
+            return POOLS[base.__name__]
         if any(name in vars(base) for name in MAKES):
             break
     raise UnknownFormat(f"not known (known: {', '.join(POOLS)}). Use another pool, or {HERE}.")
+
+
+def read(pool: Any, at: At) -> Iterator[State]:
+    """The states of a pool."""
+    with naming(type(pool).__name__):
+        yield from reader(type(pool))(pool, at)
 
 
 def read_pool(pool: Any, ranks: Ranks, owner: str = "target") -> list[State]:
     """The states of a whole pool. Layers of a draft are numbered from 0."""
     first, count = getattr(pool, "start_layer", 0), getattr(pool, "layer_num", 0)
     space = Space("kv", entries_per_item=getattr(pool, "page_size", 1))
-    with naming(f"{owner} {type(pool).__name__}"):
+    with naming(owner):
         found = [*read(pool, At(ranks, owner, range(first, first + count), space))]
     if owner == "target":
         return found

@@ -46,7 +46,7 @@ class DecodeRooms:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
         if clash := id_clash(self._layout, room.address, self._columns):
             raise RoomError(f"room {name!r}: {clash}")
-        self._written.claim(name, room.address, room.start)
+        self._written.claim(name, room.address, room.start, room.at_most)
         self.by_name[name] = room
         self.open.add(name)
 

@@ -43,12 +43,12 @@ class WrittenItems:
         ]
         self._rooms: dict[Room, dict[str, Ints]] = {}
 
-    def claim(self, room: Room, address: RequestAddress, start: int) -> None:
-        """Takes what a room writes that lacks positions from `start` on. Raises RoomError, and
-        changes nothing, if another room has any of it, or if `start` lies inside a packed page.
-        No id is listed twice for a block pool.
+    def claim(self, room: Room, address: RequestAddress, start: int, at_most: bool = False) -> None:
+        """Takes what a room writes, or with `at_most` may write, that lacks positions from `start`
+        on. Raises RoomError, and changes nothing, if another room has any of it, or if `start` lies
+        inside a packed page. No id is listed twice for a block pool.
         """
-        self._check_start(room, address.num_tokens, start)
+        self._check_start(room, address.num_tokens, start, at_most)
         wanted = {name: self._written(name, address, start) for name in self._taken}
         for name, ids in wanted.items():
             if self._taken[name][ids].any():
@@ -80,11 +80,12 @@ class WrittenItems:
         reserved = min(space.reserved for space in spaces)
         return ids[(ids >= reserved) & (ids < self._taken[name].size)]
 
-    def _check_start(self, room: Room, tokens: int, start: int) -> None:
+    def _check_start(self, room: Room, tokens: int, start: int, at_most: bool) -> None:
         """A packed page comes whole: it must not hold positions that are only kept."""
         for region, space in self._packed:
             size = space.tokens_per_item
-            if start < tokens and start % size and start // size in space.alive_items(tokens):
+            moves = at_most or start // size in space.alive_items(tokens)
+            if start < tokens and start % size and moves:
                 below = start // size * size
                 raise RoomError(
                     f"room {room!r}: start {start} lies inside a page of space {space.name}, "

@@ -74,6 +74,8 @@ class Held:
     start: int = 0
     service: int = 0
     declined: bool = False
+    spare: int | None = None
+    """How many tokens more decode has pages for, if it does not know how many come."""
     attempt: str = ""
     link: Link | None = field(default=None, repr=False)
     plan: TransferPlan | None = field(default=None, repr=False)
@@ -467,13 +469,16 @@ class Decode(Node):
         self.endpoint.disconnect(link)
         self.observe()
 
-    def want(self, name, service: int, tokens: int, start: int) -> None:
-        """Makes room and asks for it; raises OutOfPages."""
-        held = Held(self.alloc.new_request(), tokens, start=start, service=service)
-        self.grow(held, tokens)
+    def want(self, name, service: int, tokens: int, start: int, spare: int | None = None) -> None:
+        """Makes room and asks for it, with `spare` tokens more and not knowing how many come;
+        raises OutOfPages.
+        """
+        about = {"start": start, "service": service, "spare": spare}
+        held = Held(self.alloc.new_request(), tokens, **about)
+        self.grow(held, tokens + (spare or 0))
         held.link = self.links[service]
-        address = held.request.address()
-        self.endpoint.receive(name, address, start=start, link=held.link, aux={"first"})
+        options = {"start": start, "link": held.link, "at_most": spare is not None}
+        self.endpoint.receive(name, held.request.address(), aux={"first"}, **options)
         self._hold(name, held)
 
     def decline(self, name, service: int) -> None:
@@ -514,8 +519,11 @@ class Decode(Node):
         assert not self.machine.reading(name)
         assert all(self.endpoint.layer_ready(name, layer) for layer in LAYERS)
         sources = list(zip(held.plan.sources, salts))
-        positions = range(held.start, held.tokens)
-        check_bytes(self.pool, held.request.address(), positions, sources)
+        tokens = 0 if held.declined else self.endpoint.num_tokens(name)
+        if held.spare is None:
+            assert tokens == held.tokens
+        table = replace(held.request.address(), num_tokens=tokens)
+        check_bytes(self.pool, table, range(held.start, tokens), sources)
         assert self.machine.aux(name) == {"first": salts[0]}
 
 

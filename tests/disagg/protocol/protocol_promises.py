@@ -24,7 +24,7 @@ REASONS = {
     "its lease ended": "lease",
     "nothing has happened for|no chunk of it was sent while": "offer",
     "asked for it already|one reader says": "twice",
-    "decode made room for": "longer",
+    "decode made room for|Send the same tokens of a request": "longer",
     "cannot be served": "rubbish",
     "the next chunk starts there|were not sent|(was|were) sent already": "reorder, loss",
     "released its pages before|gives no digests": "reorder, loss",

@@ -13,6 +13,7 @@ from disagg.protocol.events import (
     ConnectLink,
     DigestComputed,
     Received,
+    RejectRoom,
     Tick,
 )
 from disagg.protocol.prefill import PrefillMachine
@@ -177,6 +178,32 @@ def test_a_decode_that_asks_for_a_room_which_prefill_has_forgotten_is_told_why_i
     assert str(pair.decode.failure("r")) == "prefill: gave up"
     with pytest.raises(UnknownRoom):
         pair.prefill.poll("r")
+
+
+@pytest.mark.parametrize("known", ["nobody has heard of it", "decode has asked", "forgotten"])
+def test_a_decode_is_told_why_a_room_was_rejected(pair, known):
+    if known == "decode has asked":
+        pair.request()
+        pair.pump()
+    pair.tell(pair.prefill, RejectRoom("r", "too long"))
+    if known == "forgotten":
+        pair.forget(pair.prefill)
+    if known != "decode has asked":
+        pair.request()
+    pair.pump()
+    assert str(pair.decode.failure("r")) == "prefill: too long"
+
+
+def test_a_room_that_has_ended_is_not_rejected(pair):
+    pair.request()
+    pair.pump()
+    pair.offer()
+    pair.pump()
+    pair.read()
+    pair.pump()
+    pair.tell(pair.prefill, RejectRoom("r", "too long"))
+    pair.pump()
+    assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
 def test_who_was_told_may_use_the_name_anew(pair):

@@ -64,6 +64,7 @@ SERVICE, WHO = st.sampled_from([0, 0, 1]), st.sampled_from([2, 2, 2, 0, 1])  # 2
 DECLINE = -1
 START = st.sampled_from([0, 0, 0, 3, 9, DECLINE])
 LAYER = st.sampled_from([None, 0, 1])
+SPARE = st.sampled_from([None, None, 0, 1, 3])
 ROUNDS, PACE = st.sampled_from([1, 2, 4, 8, 25]), st.sampled_from([ALL, 1, 4, 0])
 RARELY = st.integers(0, 9).map(lambda number: number == 9)
 
@@ -133,13 +134,16 @@ class Protocol(RuleBasedStateMachine):
         one=PICK,
         who=WHO,
         start=START,
+        spare=SPARE,
         layer=LAYER,
         rounds=ROUNDS,
         pace=PACE,
         then=st.sampled_from(["", "", *STRIKES, *TIMES]),
         pick=PICK,
     )
-    def hand_over(self, service, name, one, who, start, layer, rounds, pace, then, pick) -> None:
+    def hand_over(
+        self, service, name, one, who, start, spare, layer, rounds, pace, then, pick
+    ) -> None:
         """A room is sent and wanted, all goes on for a while, and then something happens to it."""
         every = self.readers == (2, 2) or (self.readers == (1, 2) and one % 3 == 2)
         readers = one_or_all(self.world.decodes, 2 if every else one % 2)
@@ -150,7 +154,7 @@ class Protocol(RuleBasedStateMachine):
         for node in ranks:
             self._send(node, name, 9, layer)
         for node in readers:
-            self._want(node, name, service, start)
+            self._want(node, name, service, start, spare)
         self.world.live(rounds, pace)
         for node in ranks:
             if node.able and name in node.held and node.held[name].begun and pick % 4:
@@ -162,16 +166,16 @@ class Protocol(RuleBasedStateMachine):
         elif then:
             self.strike(then, pick, readers, self.world.ranks(service))
 
-    @rule(service=SERVICE, name=NAMES, one=PICK, start=START)
-    def hand_over_in_peace(self, service, name, one, start) -> None:
-        self.hand_over(service, name, one, 2, start, None, 25, ALL, "", 0)
+    @rule(service=SERVICE, name=NAMES, one=PICK, start=START, spare=SPARE)
+    def hand_over_in_peace(self, service, name, one, start, spare) -> None:
+        self.hand_over(service, name, one, 2, start, spare, None, 25, ALL, "", 0)
 
-    @rule(service=SERVICE, name=NAMES, who=WHO, start=START)
-    def want(self, service, name, who, start) -> None:
+    @rule(service=SERVICE, name=NAMES, who=WHO, start=START, spare=SPARE)
+    def want(self, service, name, who, start, spare) -> None:
         for node in one_or_all(self.world.decodes, who):
-            self._want(node, name, service, start)
+            self._want(node, name, service, start, spare)
 
-    def _want(self, node, name, service, start) -> None:
+    def _want(self, node, name, service, start, spare) -> None:
         if service in node.links and node.links[service].refusal is not None:
             node.disconnect(service)
         if service not in node.links:
@@ -187,7 +191,7 @@ class Protocol(RuleBasedStateMachine):
             node.decline(name, service)
             return
         with suppress(OutOfPages):
-            node.want(name, service, TOKENS[name], min(start, TOKENS[name]))
+            node.want(name, service, TOKENS[name], min(start, TOKENS[name]), spare)
 
     @rule(service=SERVICE, name=NAMES, who=WHO, more=st.integers(0, 9), layer=LAYER, longer=RARELY)
     def send(self, service, name, who, more, layer, longer) -> None:
@@ -228,7 +232,7 @@ class Protocol(RuleBasedStateMachine):
             node, name = failed[pick % len(failed)]
             other = 1 - node.held[name].service
             node.forget(name)
-            self._want(node, name, other, 0)
+            self._want(node, name, other, 0, None)
 
     def some_room(self, what) -> bool:
         """Whether a decode has a room that is so."""

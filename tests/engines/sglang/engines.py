@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).parents[3]
 Role = Literal["single", "prefill", "decode"]
-NOTHING = {"tokens": 0, "requests": 0, "metadata": 0}
 
 
 class EngineFailed(RuntimeError):
@@ -76,6 +75,8 @@ class Engine:
             "KVPOOL_WATCH": str(watch or ""),
             "KVPOOL_NOISE": "1" if noise else "",
             "KVPOOL_SGLANG": json.dumps(extra or {}),
+            # SGLang asks for cores for each rank
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp_size", 1) > 1 else "0-1",
             **(environ or {}),
         }
         logs.mkdir(parents=True, exist_ok=True)
@@ -119,12 +120,12 @@ class Engine:
         found: list[dict[str, int]] = self.event("counts")["ranks"]
         return found
 
-    def idle(self, timeout: float = 30.0) -> None:
-        """Waits until all is free on every rank."""
+    def idle(self, timeout: float = 60.0, cached: bool = False) -> None:
+        """Waits until all is free on every rank, or (`cached`) in its prefix cache."""
         until = time.monotonic() + timeout
-        while any(NOTHING.items() - rank.items() for rank in self.held()):
+        while busy := [rank for rank in self.held() if not _free(rank, cached)]:
             if time.monotonic() > until:
-                raise EngineFailed(f"{self.role} holds {self.held()}.\n{self.tail()}")
+                raise EngineFailed(f"{self.role} holds {busy}.\n{self.tail()}")
             time.sleep(0.05)
 
     def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
@@ -170,6 +171,12 @@ class Engine:
         self.kill()
         self._line.close()
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class Launcher:
     """The process that has imported SGLang, and forks engines."""
@@ -180,6 +187,7 @@ class Launcher:
             "PYTHONPATH": os.pathsep.join(path),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",  # more would wait for one another, two engines on two cores
+            "TORCHDYNAMO_DISABLE": "1",  # some models would be compiled, a minute each time
         }
         self._line, theirs = socket.socketpair()
         with theirs:
@@ -188,6 +196,7 @@ class Launcher:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd=ROOT,
+                stderr=subprocess.DEVNULL,  # of what SGLang could not import
             )
 
     def fork(
@@ -205,6 +214,11 @@ def launcher() -> Launcher:
     return Launcher()
 
 
+def _free(rank: dict[str, int], cached: bool) -> bool:
+    tokens = rank["tokens"] - (rank["cached"] if cached else 0)
+    return not (tokens or rank["requests"] or rank["metadata"])
+
+
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -219,6 +233,12 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
+
+
+def failure(answer: dict[str, Any]) -> str:
+    """Why a request was aborted; empty if it was not."""
+    reason: dict[str, Any] = answer["reason"]
+    return "" if reason.get("type") == "length" else str(reason)
 
 
 def asked(
@@ -241,9 +261,14 @@ def asked(
 def handed_over(
     prefill: Engine, decode: Engine, prompts: list[list[int]], tokens: int = 24, **more: Any
 ) -> list[dict[str, Any]]:
-    """What decode answers to prompts that one engine prefills and the other decodes."""
+    """What decode answers to prompts that one engine prefills and the other decodes. What comes
+    with the first token is what prefill has answered.
+    """
     first, last = asked(prefill, decode, prompts, tokens, **more)
     found = [decode.finished(name) for name in last]
-    for name in first:
-        prefill.finished(name)
+    for name, one in zip(first, found):
+        told = prefill.finished(name)
+        assert told["tokens"] == one["tokens"][:1]
+        for there, here in zip(told["logprobs"], one["logprobs"]):
+            assert not there or there[-1] == here[0]
     return found

@@ -232,7 +232,9 @@ def dsv4(side, pool, owner):
             ask.at(e * r) // r % per,
         )
         inside = item.compress_kv_pool
-        for what, tensor in latents(inside.kv_buffer[item.compress_layer_id], per, inside.kv_layout):
+        for what, tensor in latents(
+            inside.kv_buffer[item.compress_layer_id], per, inside.kv_layout
+        ):
             yield (owner, layer, f"c{ratio} {what}"), Rows(raw(tensor), entries, index, 0, dead)
         if ratio == 4:
             pages = pool.get_index_k_with_scale_buffer(layer)
@@ -298,6 +300,21 @@ def fill(side: Side, seed: int) -> None:
     for number, held in enumerate(memory(side)):
         noise = np.random.default_rng((seed, number)).integers(0, 256, len(held), dtype=np.uint8)
         held.copy_(torch.from_numpy(noise))
+
+
+def agree(sides: Sequence[Side]) -> None:
+    """Gives rows that several ranks hold the values of the first that does, as a model would."""
+    first: dict[tuple[Key, int], torch.Tensor] = {}
+    for side in sides:
+        for key, rows in rows_of(side).items():
+            if not len(rows.numbers):
+                continue
+            spots = rows.index(rows.numbers)
+            values = rows.tensor[spots].clone()
+            for head in range(values.shape[1]):
+                known = first.setdefault((key, rows.first_head + head), values[:, head].clone())
+                values[:, head] = known
+            rows.tensor[spots] = values
 
 
 def assert_handed_over(sources: Sequence[Side], dest: Side, before: Sequence[torch.Tensor]) -> int:

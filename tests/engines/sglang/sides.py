@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -75,6 +76,7 @@ def hand_over(
     total = 0
     for seed, side in enumerate([*sources, *dests]):
         oracle.fill(side, seed)
+    oracle.agree(sources)
     with ExitStack() as stack:
         offers, addresses = [], []
         for side in sources:
@@ -128,3 +130,200 @@ def mha(page=16, heads=4, layers=4, start=0, dim=8, dtype=torch.float32, cls="",
         **CPU,
         **more,
     )
+
+
+def mxfp8(page=16, heads=4, layers=4, start=0):
+    return mha(page, heads, layers, start, 64, torch.float8_e4m3fn, "MHATokenToKVPoolMXFP8")
+
+
+def mla(page=16, layers=4, start=0, dtype=torch.bfloat16):
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        size=size(page),
+        page_size=page,
+        dtype=dtype,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        layer_num=layers,
+        start_layer=start,
+        end_layer=start + layers,
+        **CPU,
+    )
+
+
+def alone():
+    """SGLang's parallel state, which a process without a server does not have: one rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0)
+
+
+def dsa(layers=4, start=0, fp8=True, skip=()):
+    """DeepSeek-V3.2's: pages of 64."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    return DSATokenToKVPool(
+        size=size(64),
+        page_size=64,
+        kv_lora_rank=512,
+        dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
+        qk_rope_head_dim=64,
+        layer_num=layers,
+        index_head_dim=128,
+        kv_cache_dim=656 if fp8 else 576,
+        start_layer=start,
+        end_layer=start + layers,
+        skip_topk_layers=[n in skip for n in range(layers)],
+        **CPU,
+    )
+
+
+def swa(page=16, heads=4, layers=4, inner="", **more):
+    """Every other layer sees a window."""
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    return SWAKVPool(
+        size=size(page),
+        size_swa=size(page),
+        page_size=page,
+        dtype=torch.float8_e4m3fn if inner else torch.float16,
+        head_num=heads,
+        head_dim=64,
+        swa_attention_layer_ids=[*range(0, layers, 2)],
+        full_attention_layer_ids=[*range(1, layers, 2)],
+        token_to_kv_pool_class=getattr(memory_pool, inner or "MHATokenToKVPool"),
+        **CPU,
+        **more,
+    )
+
+
+def linear_shape(kind="gdn", ranks=1):
+    from sglang.srt.configs import mamba_utils as shapes
+
+    if kind == "kda":
+        shape = shapes.KimiLinearStateShape.create(
+            tp_world_size=ranks, num_heads=4, head_dim=16, conv_kernel_size=4
+        )
+        return shapes.KimiLinearCacheParams(shape=shape, layers=[0])
+    more = {"n_groups": 2, "num_heads": 4, "head_dim": 16, "state_size": 16}
+    if kind == "gdn":
+        more["conv_shard_groups"] = [32, 32, 64]
+    shape = shapes.Mamba2StateShape.create(
+        tp_world_size=ranks, intermediate_size=64, conv_kernel=4, **more
+    )
+    return shapes.Mamba2CacheParams(shape=shape, layers=[0])
+
+
+def mamba(layers, kind="gdn", ranks=1, slots=6):
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    return MambaPool(
+        size=slots,
+        spec_state_size=slots,
+        cache_params=linear_shape(kind, ranks),
+        mamba_layer_ids=[*layers],
+        **CPU,
+    )
+
+
+def hybrid(page=16, heads=4, first=0, layers=8, kind="gdn", ranks=1, full="mha"):
+    """Every fourth layer is attention: of K and V, latents, or latents and index keys."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    held = range(first, first + layers)
+    more = {
+        "mha": {},
+        "mla": {"use_mla": True, "kv_lora_rank": 32, "qk_rope_head_dim": 8},
+        "dsa": {
+            "use_mla": True,
+            "use_dsa": True,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "index_head_dim": 128,
+            "kv_cache_dim": 576,
+        },
+    }[full]
+    return HybridLinearKVPool(
+        size=size(page),
+        dtype=torch.bfloat16,
+        page_size=page,
+        head_num=heads,
+        head_dim=8,
+        full_attention_layer_ids=[layer for layer in held if layer % 4 == 3],
+        mamba_pool=mamba([layer for layer in held if layer % 4 != 3], kind, ranks),
+        start_layer=first,
+        device="cpu",
+        **more,
+    )
+
+
+def npu_mla(page=16, layers=4, start=0, index=True):
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
+
+    return NPUMLATokenToKVPool(
+        size=size(page),
+        page_size=page,
+        dtype=torch.bfloat16,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        layer_num=layers,
+        start_layer=start,
+        end_layer=start + layers,
+        index_head_dim=128 if index else None,
+        **CPU,
+    )
+
+
+def npu_mha(page=16, heads=4, layers=4, start=0):
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
+
+    return NPUMHATokenToKVPool(
+        size=size(page),
+        page_size=page,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=8,
+        layer_num=layers,
+        start_layer=start,
+        end_layer=start + layers,
+        **CPU,
+    )
+
+
+def dsv4(ratios, page=256, drafts=0, start=None, end=None, pages=8):
+    """`drafts`: tokens that speculation drafts, which make the rings longer."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as module
+
+    rings = partial(module.get_compress_state_ring_size, num_draft_tokens=drafts)
+    tokens = (pages - 1) * page
+    said = SimpleNamespace(
+        kernel=SimpleNamespace(dsv4_attn_backend="auto", enable_deepseek_v4_fp4_indexer=False),
+        features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
+        speculative_algorithm="EAGLE" if drafts else None,
+        speculative_num_draft_tokens=drafts,
+    )
+    with mock.patch.multiple(module, get_exec=lambda: said, get_spec=lambda: said):
+        return module.DeepSeekV4TokenToKVPool(
+            max_num_reqs=4,
+            swa_size=tokens,
+            c4_size=tokens // 4,
+            c128_size=tokens // 128,
+            c4_state_pool_size=pages * rings(4),
+            c128_state_pool_size=5 * rings(128),
+            page_size=page,
+            swa_page_size=page,
+            dtype=torch.float8_e4m3fn,
+            c4_state_dtype=torch.float32,
+            c128_state_dtype=torch.float32,
+            qk_nope_head_dim=448,
+            qk_rope_head_dim=64,
+            indexer_head_dim=128,
+            layer_num=len(ratios[start:end]),
+            compression_ratios=[*ratios],
+            start_layer=start,
+            end_layer=end,
+            num_req_slots=5,
+            **CPU,
+        )

@@ -11,18 +11,12 @@ from typing import Any
 import pytest
 
 from tests.engines.sglang.conftest import LENGTHS, Answers
-from tests.engines.sglang.engines import Engine, asked, handed_over
+from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
 
 Start = Callable[..., Engine]
 LONG = (2000, 1900, 16, 1800)
 ROOMY = {"max_total_tokens": 8192, "chunked_prefill_size": 512}
-
-
-def failed(engine: Engine, name: str) -> str:
-    """Why a request was aborted."""
-    reason: dict[str, Any] = engine.finished(name)["reason"]
-    return str(reason) if "length" not in reason.values() else ""
 
 
 @pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
@@ -35,7 +29,7 @@ def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
     _, last = asked(prefill, decode, prompts(*LONG))
     time.sleep(0.3)
     prefill.kill()
-    assert any(["lost" in failed(decode, name) for name in last])
+    assert any(["lost" in failure(decode.finished(name)) for name in last])
     decode.idle()
     again = start("prefill", "llama", extra=extra, port=prefill.port, **ROOMY).ready()
     got = handed_over(again, decode, prompts(*LENGTHS))
@@ -82,8 +76,8 @@ def test_a_request_that_only_one_side_has_ends_in_time(pair: tuple[Engine, Engin
     where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port}
     alone = prefill.add(prompt, bootstrap_room=1, **where)
     other = decode.add(prompt, bootstrap_room=2, **where)
-    assert "Bootstrapping" in failed(prefill, alone)
-    assert "nothing has happened" in failed(decode, other)
+    assert "Bootstrapping" in failure(prefill.finished(alone))
+    assert "nothing has happened" in failure(decode.finished(other))
     prefill.idle()
     decode.idle()
 

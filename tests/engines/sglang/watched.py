@@ -72,13 +72,18 @@ def tensors(scheduler: Any) -> Any:
 
 
 def counts(scheduler: Any, folder: str) -> None:
-    """Writes what a rank holds: tokens and requests that are not free, by SGLang's allocators."""
+    """Writes what a rank holds: tokens and requests that are not free, by SGLang's allocators; and
+    the bytes that were read since the last time.
+    """
     allocator, requests = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    numbers = queue.kv_manager.rank.stats.take() if queue else None
     rows = scheduler.req_to_metadata_buffer_idx_allocator
     held = {
         "tokens": allocator.size - allocator.available_size(),
         "cached": scheduler.tree_cache.evictable_size() if scheduler.tree_cache else 0,
         "requests": requests.size - requests.available_size(),
+        "read": numbers["bytes"] if numbers else 0,
         "metadata": rows.size - rows.available_size() if rows is not None else 0,
     }
     Path(folder, str(_rank())).write_text(json.dumps(held))
