@@ -66,7 +66,7 @@ def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 def test_vllm_prefills_and_sglang_decodes(model, engine, start, expected, tmp_path):
     extra = {"engine": engine}
     prefill = start(vllm_engine, "prefill", model, extra=extra, block_size=32)
-    decode = start(Engine, "decode", model, extra=extra, page_size=1)
+    decode = start(Engine, "decode", model, extra=extra, page_size=16)
     got = from_vllm(prefill.ready(), decode.ready(), prompts(*LENGTHS))
     nbytes, wrong = compare(tmp_path)
     assert not wrong
