@@ -22,8 +22,7 @@ from rich.table import Table
 from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
 from tests.engines.sglang.engines import Engine, EngineFailed
 from tests.engines.vllm import models
-from tests.engines.vllm.engines import EngineFailed as VLLMFailed
-from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.engines import EngineFailed as VLLMFailed, prompts
 
 console = Console(width=None if sys.stdout.isatty() else 100)
 Asked = list[list[int]]
