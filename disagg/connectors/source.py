@@ -8,6 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from disagg.errors import RoomError
+from disagg.protocol.messages import Room, room_name
+
+FIRST_TOKEN = "first_token"
+"""The aux value that names the token after those whose state is handed over: decode computes it
+first. One that prefill has sampled (SGLang), or the prompt's last (vLLM).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -15,7 +23,7 @@ class Source:
     `prompt` is the digest of the tokens that were computed, where it is known.
     """
 
-    room: str
+    room: Room
     addresses: tuple[str, ...]
     prompt: str | None = None
 
@@ -31,11 +39,14 @@ class Source:
             raise ValueError(
                 f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
             )
-        texts = isinstance(addresses, (list, tuple)) and all(isinstance(a, str) for a in addresses)
-        if not isinstance(room, str) or not texts:
-            raise ValueError(
-                "kv_transfer_params: remote_request_id is text, remote_addresses a list of texts."
-            )
+        try:
+            room = room_name(room)
+        except RoomError as error:
+            raise ValueError(f"kv_transfer_params: remote_request_id: {error}") from None
+        if not isinstance(addresses, (list, tuple)) or not all(
+            isinstance(each, str) for each in addresses
+        ):
+            raise ValueError("kv_transfer_params: remote_addresses is a list of texts.")
         return cls(room, tuple(addresses), told.get("remote_prompt"))
 
     def told(self, tokens: int) -> dict[str, Any]:
@@ -64,8 +75,11 @@ def prompt_digest(ids: Sequence[int]) -> str:
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
 
 
-def named_room(name: Any, ids: Sequence[int]) -> str | None:
+def named_room(name: Any, ids: Sequence[int]) -> Room | None:
     """The room of a prompt where a proxy has named it to both sides; None if it has not. Two
-    prompts of one name have two rooms: neither side reads or offers the other's.
+    prompts of one name have two rooms: neither side reads or offers the other's. A number is the
+    room itself: SGLang's bootstrap_room, of which its engines know no prompt.
     """
+    if isinstance(name, int) and not isinstance(name, bool):
+        return room_name(name)
     return f"{name}#{prompt_digest(ids[:-1])}" if isinstance(name, str) and name else None

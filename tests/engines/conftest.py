@@ -1,5 +1,6 @@
 """Tests inside a serving engine's own environment: collected only where the engine is installed."""
 
+import os
 from importlib.util import find_spec
 
 collect_ignore_glob = []
@@ -7,3 +8,5 @@ if not find_spec("vllm"):
     collect_ignore_glob += ["test_*.py", "vllm"]
 if not find_spec("sglang"):
     collect_ignore_glob += ["sglang"]
+if not find_spec("sglang") or "KVPOOL_VLLM_PYTHON" not in os.environ:  # they need both
+    collect_ignore_glob += ["cross"]

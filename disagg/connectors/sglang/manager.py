@@ -21,6 +21,7 @@ from sglang.srt.environ import envs
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
 from disagg.connectors.stats import summary
 
@@ -82,7 +83,7 @@ class KvpoolManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Prefill's, called when all is known of the rank."""
         self._start()
-        self.local_ip, self.rank_port = _host_and_port(self.rank.address)
+        self.local_ip, self.rank_port = split(self.rank.address)
         super().register_to_bootstrap()
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -218,11 +219,3 @@ def _settings() -> Settings:
         "offer_timeout": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
     }
     return Settings.read(waits | given, SETTINGS)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """An endpoint address as bootstrap carries it: a unix socket has no port."""
-    if not address.startswith("tcp://"):
-        return address, 0
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)

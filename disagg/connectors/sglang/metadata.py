@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from disagg.connectors.source import FIRST_TOKEN
 from disagg.protocol.messages import Aux
 
-FIRST_TOKEN = "first_token"
-"""The token that prefill has sampled, a plain number: for engines that are not SGLang."""
 ONE_SIDED = frozenset({"kv_checksum", "output_dsa_topk_indices"})
 """Buffers that one side may lack: SGLang then goes without what they hold."""
 

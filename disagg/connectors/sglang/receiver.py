@@ -9,8 +9,10 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from disagg.connectors.sglang.metadata import FIRST_TOKEN, write_row
+from disagg.connectors.sglang.bootstrap import join
+from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.sender import failure_of
+from disagg.connectors.source import FIRST_TOKEN
 
 
 class KvpoolReceiver(CommonKVReceiver):
@@ -74,7 +76,4 @@ class KvpoolReceiver(CommonKVReceiver):
 
     def _peers(self) -> tuple[str, ...]:
         """Endpoint addresses of prefill's ranks."""
-        return tuple(
-            f"tcp://{info['rank_ip']}:{info['rank_port']}" if info["rank_port"] else info["rank_ip"]
-            for info in self.bootstrap_infos
-        )
+        return tuple(join(info["rank_ip"], info["rank_port"]) for info in self.bootstrap_infos)

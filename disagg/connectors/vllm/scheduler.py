@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.connectors.source import Source, named_room, prompt_digest
+from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -25,14 +26,17 @@ MAX_KNOWN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Positions `start` to `stop` of a request are computed in `blocks`."""
+    """Positions `start` to `stop` of a request are computed in `blocks`; `following` is the token
+    after them, where they are the `last`.
+    """
 
     request: str
-    room: str
+    room: Room
     blocks: Blocks
     start: int
     stop: int
     last: bool
+    following: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Receive:
     """
 
     request: str
-    room: str
+    room: Room
     addresses: tuple[str, ...]
     blocks: Blocks
     start: int
@@ -54,7 +58,7 @@ class Receive:
 class Decline:
     """A room of which nothing is needed: prefill may have its blocks back."""
 
-    room: str
+    room: Room
     addresses: tuple[str, ...]
 
 
@@ -70,11 +74,14 @@ class Step:
 
 @dataclass(slots=True)
 class _Sending:
-    """A request of prefill: `stop` positions go to `room`, of which `sent` were offered."""
+    """A request of prefill: `stop` positions go to `room`, of which `sent` were offered;
+    `following` is the token after them.
+    """
 
     request: Any
-    room: str
+    room: Room
     stop: int
+    following: int | None
     sent: int = 0
 
 
@@ -105,8 +112,8 @@ class Scheduler:
         self._sending: dict[str, _Sending] = {}
         self._wanted: dict[str, Source] = {}
         self._receiving: set[str] = set()
-        self._named: dict[str, None] = {}
-        self._asked: dict[str, None] = {}
+        self._named: dict[Room, None] = {}
+        self._asked: dict[Room, None] = {}
         self._made = 0
 
     def serve(self, addresses: Sequence[str]) -> None:
@@ -147,7 +154,7 @@ class Scheduler:
         if room is None or not _add(self._named, room):
             room = self._room(name)
         stop = request.num_prompt_tokens - 1
-        self._sending[name] = _Sending(request, room, stop)
+        self._sending[name] = _Sending(request, room, stop, ids[stop] if ids else None)
         if self._cuts and stop:
             del ids[-1:]
             del request._all_token_ids[-1:]
@@ -172,7 +179,8 @@ class Scheduler:
 
     def _send(self, sending: _Sending, blocks: Any, stop: int) -> None:
         name, start, last = sending.request.request_id, sending.sent, stop == sending.stop
-        self._step.sends.append(Send(name, sending.room, self._held(blocks), start, stop, last))
+        about = name, sending.room, self._held(blocks), start, stop, last
+        self._step.sends.append(Send(*about, sending.following if last else None))
         sending.sent = stop
 
     def _held(self, blocks: Any) -> Blocks:
@@ -250,7 +258,7 @@ class Scheduler:
         return True, Source(sending.room, self._addresses, prompt).told(stop)
 
 
-def _add(known: dict[str, None], room: str) -> bool:
+def _add(known: dict[Room, None], room: Room) -> bool:
     """Notes a room, and drops the oldest beyond MAX_KNOWN; False if it was known."""
     if room in known:
         return False

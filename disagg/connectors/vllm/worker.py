@@ -8,6 +8,7 @@ import numpy as np
 
 from disagg.connectors.layerwise import Computed, Layer
 from disagg.connectors.rank import Rank, Results
+from disagg.connectors.source import FIRST_TOKEN
 from disagg.connectors.vllm.layout import Group
 from disagg.connectors.vllm.scheduler import Blocks, Receive, Send, Step
 from kvpool.layout import RequestAddress, Span
@@ -93,7 +94,9 @@ class Worker:
     def _send(self, send: Send, layer: Layer | None) -> None:
         address = self.block_table(send.blocks, send.stop)
         about = send.request, send.room, address, range(send.start, send.stop)
-        self.rank.send(*about, last=send.last and self._computed.ended, layer=layer)
+        last = send.last and self._computed.ended
+        aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
+        self.rank.send(*about, last=last, layer=layer, aux=aux)
 
     def _receive(self, receive: Receive) -> None:
         try:

@@ -35,7 +35,7 @@ class EngineFailed(RuntimeError):
 class Engine:
     """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
     for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did
-    not come; other arguments are vLLM's.
+    not come, `python` the environment's that has vLLM; other arguments are vLLM's.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Engine:
         policy: Literal["fail", "recompute"] = "fail",
         connector: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
+        python: str = sys.executable,
         **arguments: Any,
     ) -> None:
         given: dict[str, Any] = {
@@ -81,7 +82,7 @@ class Engine:
         logs.mkdir(parents=True, exist_ok=True)
         self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
         self._line, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.engines.vllm.engine"]
+        command = [python, "-m", "tests.engines.vllm.engine"]
         with self.log.open("wb") as out, theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), json.dumps(given)],

@@ -42,7 +42,7 @@ class WatchedConnector(KvpoolConnector):
             asked[told.room] = told
             receive(told)
 
-        def saw_received(room: str, failure: Any) -> None:
+        def saw_received(room: str | int, failure: Any) -> None:
             if failure is None and room in asked:
                 told = asked[room]
                 if NOISE:
@@ -52,7 +52,7 @@ class WatchedConnector(KvpoolConnector):
 
         worker._send, worker._receive, worker.rank._received = saw_send, saw_receive, saw_received
 
-    def _save(self, side: str, room: str, blocks: Any, tokens: int) -> None:
+    def _save(self, side: str, room: str | int, blocks: Any, tokens: int) -> None:
         groups = self._kv_cache_config.transfer_groups
         found: dict[str, torch.Tensor] = {}
         for group, ids in zip(groups, blocks):
@@ -62,7 +62,7 @@ class WatchedConnector(KvpoolConnector):
                 )
                 self._one(found, name, spec, torch.tensor(list(ids)), tokens)
         rank = get_tensor_model_parallel_rank()
-        name = room.replace("/", "_")
+        name = str(room).replace("/", "_")
         torch.save(found, Path(WATCH) / f"{side}.{name}.{rank}.pt")
 
     def _one(self, found: Any, name: str, spec: Any, ids: torch.Tensor, tokens: int) -> None:

@@ -71,7 +71,7 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     there, here = scheduler(cuts=cuts), scheduler()
     params = prefilled(there)
     (send,) = there.step().sends
-    assert (send.start, send.stop, send.last) == (0, 39, True)
+    assert (send.start, send.stop, send.last, send.following) == (0, 39, True, 39)
     assert send.blocks == ((1, 2, 3), (0, 4, 5))
     asked = decoding(here, "d", **params)
     assert here.matched(asked, 0) == (39, True)
@@ -188,6 +188,15 @@ def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
     assert found[2] not in rooms
 
 
+def test_a_number_is_a_room_of_sglang():
+    there, here = scheduler(), scheduler()
+    params = prefilled(there, room=2**62)
+    assert params["remote_request_id"] == 2**62
+    asked = decoding(here, "d", **params)
+    assert here.matched(asked, 0) == (39, True)
+    assert prefilled(there, room=2**62)["remote_request_id"] != 2**62  # it was named before
+
+
 def test_an_aborted_prefill_is_not_handed_over():
     made = scheduler()
     asked = request("p", 40, "FINISHED_ABORTED", do_remote_decode=True)
@@ -234,13 +243,20 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"remote_addresses": 7}, {"remote_addresses": [7]}, {"remote_request_id": 7}]
+    "wrong",
+    [
+        {"remote_addresses": 7},
+        {"remote_addresses": [7]},
+        {"remote_request_id": [7]},
+        {"remote_request_id": -7},
+        {"remote_request_id": True},
+    ],
 )
 def test_parameters_of_a_client_that_are_of_another_type_are_refused(wrong, caplog):
     made = scheduler()
     asked = decoding(made, "d", **prefilled(scheduler()) | wrong)
     assert made.matched(asked, 0) == (0, False)
-    assert "remote_request_id is text" in caplog.text
+    assert f"kv_transfer_params: {next(iter(wrong))}" in caplog.text
     assert made.step() == scheduler().step()
 
 

@@ -1,0 +1,138 @@
+"""Requests that vLLM and SGLang share: how each is asked, and an oracle over both.
+
+vLLM hands over the state of a prompt without its last token, which decode computes. SGLang hands
+over all of what it was given, and the token that comes next. So SGLang is given the prompt without
+its last token, on either side: as prefill it then hands over what vLLM asks for; as decode it takes
+the prompt's last token, which vLLM tells, for the first that prefill has sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disagg.connectors.sglang.bootstrap import BootstrapServer, join
+from tests.engines.sglang import engines as sglang
+from tests.engines.vllm import engines as vllm
+
+Prompt = list[int]
+
+
+def vllm_engine(role: vllm.Role, model: Path, logs: Path, **arguments: Any) -> vllm.Engine:
+    """vLLM's, in its own environment."""
+    environ = {"PYTHONPATH": str(sglang.ROOT)}  # without SGLang's stubs
+    python = os.environ["KVPOOL_VLLM_PYTHON"]
+    return vllm.Engine(role, model, logs, environ=environ, python=python, **arguments)
+
+
+def rooms(count: int) -> list[int]:
+    """Numbers that no other request has."""
+    return [time.monotonic_ns() + number for number in range(count)]
+
+
+def from_vllm(
+    prefill: vllm.Engine, decode: sglang.Engine, prompts: list[Prompt], tokens: int = 24
+) -> list[list[int]]:
+    """Tokens of prompts that vLLM prefills and SGLang decodes."""
+    named = rooms(len(prompts))
+    params = [dict(vllm.PREFILL, room=room) for room in named]
+    answers = prefill.generate(prompts, tokens=1, params=params)
+    with bootstrap(answers[0]["params"]["remote_addresses"]) as port:
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "tokens": tokens + 1}
+        asked = [
+            decode.add(prompt[:-1], bootstrap_room=room, **where)
+            for prompt, room in zip(prompts, named)
+        ]
+        found = [decode.finished(name) for name in asked]
+    for prompt, one in zip(prompts, found):
+        if one["tokens"][:1] != prompt[-1:]:
+            raise vllm.EngineFailed(f"{one}\n{decode.tail()}")
+    return [one["tokens"][1:] for one in found]
+
+
+def from_sglang(
+    prefill: sglang.Engine, decode: vllm.Engine, prompts: list[Prompt], tokens: int = 24
+) -> list[list[int]]:
+    """Tokens of prompts that SGLang prefills and vLLM decodes, both asked at once."""
+    named = rooms(len(prompts))
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": 1}
+    first = [
+        prefill.add(prompt[:-1], bootstrap_room=room, **where)
+        for prompt, room in zip(prompts, named)
+    ]
+    known = {"do_remote_prefill": True, "remote_addresses": addresses(prefill.port)}
+    last = [
+        decode.add(prompt, tokens=tokens, params={**known, "remote_request_id": room})
+        for prompt, room in zip(prompts, named)
+    ]
+    found = [decode.finished(name)["tokens"][0] for name in last]
+    for name in first:
+        prefill.finished(name)
+    return found
+
+
+@contextmanager
+def bootstrap(addresses: list[str]) -> Iterator[int]:
+    """The port of a server that names these ranks to SGLang."""
+    with BootstrapServer("127.0.0.1", 0, addresses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.port
+        server.shutdown()
+        thread.join()
+
+
+def addresses(port: int) -> list[str]:
+    """Endpoints of SGLang's prefill, as its bootstrap server names them."""
+
+    def ask(**which: int) -> dict[str, Any]:
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        query = "&".join(f"{name}={which.get(name, which['rest'])}" for name in names)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{query}") as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    sizes = ask(rest=-1)
+    ranks = [
+        ask(rest=0, target_pp_rank=stage, target_tp_rank=rank)
+        for stage in range(sizes["pp_size"])
+        for rank in range(sizes["attn_tp_size"])
+    ]
+    return [join(each["rank_ip"], each["rank_port"]) for each in ranks]
+
+
+def compare(folder: Path) -> tuple[int, list[str]]:
+    """Bytes that are equal in both engines' own tensors, and what differs."""
+    nbytes, wrong = 0, []
+    for path in sorted(folder.glob("decode.*.0.pt")):
+        ours = _by_layer(path)
+        theirs = _by_layer(path.with_name(path.name.replace("decode", "prefill")))
+        if not ours or ours.keys() != theirs.keys():
+            wrong.append(f"{path.name}: {sorted(ours)} and {sorted(theirs)}")
+        for key in ours.keys() & theirs.keys():
+            one, other = (found[key].contiguous() for found in (ours, theirs))
+            if one.shape == other.shape and torch.equal(one, other) and one.any():
+                nbytes += one.numel() * one.element_size()
+            else:
+                wrong.append(f"{path.name} {key}: {tuple(one.shape)} and {tuple(other.shape)}")
+    return nbytes, wrong
+
+
+def _by_layer(path: Path) -> dict[str, torch.Tensor]:
+    """What an engine has saved, by number of layer and part."""
+    found = {}
+    for name, tensor in torch.load(path).items():
+        where, _, part = name.rpartition("/")
+        (number,) = re.findall(r"\d+", where)
+        found[f"{number}/{part}"] = tensor.reshape(tensor.shape[0], -1)
+    return found
