@@ -93,22 +93,16 @@ class TransferPlan:
         columns: Columns | None = None,
     ) -> CopyBatch:
         """Runs that move positions `tokens` (default: all of the destination's) from source rank
-                `source`; with `layers`, a range of layer numbers, of these layers of `owner` only.
+        `source`; with `layers`, a range of layer numbers, of these layers of `owner` only.
 
-                Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
-                (default: the plan's own for that source) is used again. Items of packed regions move
-                whole, with the position that completes them; positions of such an item before `tokens` must
-                be of this very transfer. With the last positions dead entries of the last page may move
-        <<<<<<< HEAD
-                along. Raises IncompleteTransfer if the
-                source does not hold a position that the destination needs, and ValueError if a page id
-                lies outside its buffer, or its block is listed for two spaces of the block pool.
-        =======
-                along. `count` is for destinations that do not know at first how many tokens the request
-                has. Raises IncompleteTransfer if the source does not hold a position that the destination
-                needs, and ValueError if a page id lies outside its buffer, or is listed for two spaces of
-                one block pool.
-        >>>>>>> sgl-core
+        Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
+        (default: the plan's own for that source) is used again. Items of packed regions move
+        whole, with the position that completes them; positions of such an item before `tokens` must
+        be of this very transfer. With the last positions dead entries of the last page may move
+        along. `count` is for destinations that do not know at first how many tokens the request
+        has. Raises IncompleteTransfer if the source does not hold a position that the destination
+        needs, and ValueError if a page id lies outside its buffer, or its block is listed for two
+        spaces of the block pool.
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(

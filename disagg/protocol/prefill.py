@@ -84,8 +84,8 @@ class PrefillMachine:
                 if name in self._rooms.open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.RejectRoom(name, reason):
-                room = self._room(name)
-                if name in self._open:
+                room = self._rooms.at(name, now)
+                if name in self._rooms.open:
                     self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.ForgetRoom(name):
                 if not self.poll(name).ended:
