@@ -46,6 +46,11 @@ class Links:
             used.at = self._clock()
         return used.link
 
+    def alive(self, addresses: tuple[str, ...]) -> bool:
+        """Whether there is a link to a prefill's ranks, and none of them is gone."""
+        used = self._links.get(addresses)
+        return used is not None and not used.dead
+
     def close_unused(self, reading: Collection[Link]) -> None:
         """Closes links that no room reads from (`reading`: those of open rooms), once they are dead
         or old.

@@ -209,6 +209,10 @@ class Rank:
         """Whether a read may still write to pages of a room that was asked for."""
         return room in self._receiving
 
+    def linked(self, peers: tuple[str, ...]) -> bool:
+        """Whether a prefill has been dialled, and is there."""
+        return _needed(self._links, "decode").alive(peers)
+
     def decline(self, room: Room, peers: tuple[str, ...]) -> None:
         """Gives prefill its pages back: nothing of the room is needed."""
         try:

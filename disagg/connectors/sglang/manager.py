@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,6 +60,8 @@ class KvpoolManager(CommonKVManager):
         """By room, those of which SGLang has not been told the end."""
         self.receivers: dict[int, Any] = {}
         """By room, those that have asked, until no read can touch their pages."""
+        self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        """Endpoint addresses by bootstrap address, as they were when they were used last."""
         self.queue = _queue.get()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -127,9 +130,6 @@ class KvpoolManager(CommonKVManager):
             if name in results.aux:
                 why = receiver.take(results.aux[name])
             self._ended(int(name), why)
-            if why is not None:  # another prefill may have its place by now
-                receiver.invalidate_cached_bootstrap_infos()
-                self.prefill_info_table.pop(receiver.bootstrap_addr, None)
         for room in self.senders:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
@@ -137,6 +137,17 @@ class KvpoolManager(CommonKVManager):
             self._next_line = now + LOG_SECONDS
             log.info("kvpool: %s", ", ".join(f"{k} {v}" for k, v in summary(numbers).items()))
         self._next_turn = time.monotonic() + TURN_SECONDS
+
+    def forget_lost(self, bootstrap_addr: str) -> None:
+        """Asks the bootstrap server anew where prefills were that are gone: others may have their
+        place.
+        """
+        if not all(self.rank.linked(peers) for peers in self.known[bootstrap_addr]):
+            del self.known[bootstrap_addr]
+            self.prefill_info_table.pop(bootstrap_addr, None)
+            with self.connection_lock:
+                for key in [key for key in self.connection_pool if key.startswith(bootstrap_addr)]:
+                    del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no read can touch the pages of an aborted room."""

@@ -20,6 +20,10 @@ class KvpoolReceiver(CommonKVReceiver):
 
     _row: int
 
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        mgr.forget_lost(bootstrap_addr)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+
     def send_metadata(
         self,
         kv_indices: Any,
@@ -37,7 +41,8 @@ class KvpoolReceiver(CommonKVReceiver):
         self._row = aux_index
         try:
             address = mgr.layout.address(most, kv_indices, state_indices, start // page)
-            about = str(room), room, address, start, self._peers()
+            about = str(room), room, address, start, (peers := self._peers())
+            mgr.known[self.bootstrap_addr].add(peers)
             mgr.rank.receive(*about, at_most=True, aux=(FIRST_TOKEN,))
         except ValueError as error:
             mgr.fail(room, error)

@@ -334,7 +334,7 @@ def test_the_number_is_known_of_every_room_that_has_succeeded():
 def test_layers_are_ready_once_the_number_is_known_and_they_are_read():
     source, dest, table = one_to_one(swa.but(**MANY))
     with stepped([source], [dest]) as ([prefill], [decode]):
-        decode.receive("r", oracle.place(dest, ROOM), at_most=True)
+        decode.receive("r", oracle.place(dest, TOKENS), at_most=True)
         for layer in LAYERS:
             turn(prefill, decode)
             assert not any(decode.layer_ready("r", each) for each in LAYERS)

@@ -92,9 +92,7 @@ def rings(there, here, tokens):
 
 def stages_of_v4():
     cut = [(0, 2), (2, 6)]
-    stages = [
-        side(sides.dsv4(RATIOS, start=a, end=b), a + 1, 300, 8, row=2) for a, b in cut
-    ]
+    stages = [side(sides.dsv4(RATIOS, start=a, end=b), a + 1, 300, 8, row=2) for a, b in cut]
     return stages, [side(sides.dsv4(RATIOS), 9, 300, 8, row=3)]
 
 
@@ -167,7 +165,9 @@ def answers(pair: Pair) -> Iterator[str]:
     """kvpool's, Mooncake's and NIXL's."""
     yield kvpool(pair)
     for name in ("mooncake", "nixl"):
-        yield transports.transfer(name, *pair.make(), layers=pair.layers, heads=pair.heads, missing=pair.missing)
+        yield transports.transfer(
+            name, *pair.make(), layers=pair.layers, heads=pair.heads, missing=pair.missing
+        )
 
 
 def short(answer: str, most: int = 160) -> str:

@@ -32,9 +32,12 @@ def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
     assert any("lost" in why for why in [failure(decode.finished(name)) for name in last])
     decode.idle()
     again = start("prefill", "llama", extra=extra, port=prefill.port, **ROOMY).ready()
-    got = handed_over(again, decode, prompts(*LENGTHS))
-    assert [one["tokens"] for one in got] == [one["tokens"] for one in expected("llama")]
-    again.idle()
+    right = [one["tokens"] for one in expected("llama")]
+    assert [one["tokens"] for one in handed_over(again, decode, prompts(*LENGTHS))] == right
+    again.kill()  # while nothing is asked of it
+    third = start("prefill", "llama", extra=extra, port=prefill.port, **ROOMY).ready()
+    assert [one["tokens"] for one in handed_over(third, decode, prompts(*LENGTHS))] == right
+    third.idle()
     decode.idle()
 
 
