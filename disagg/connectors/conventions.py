@@ -44,7 +44,6 @@ def conventions(
     quantization: str | None = None,
     rope_style: str | None = None,
     index_keys: str | None = None,
-    last_token: str | None = None,
 ) -> dict[str, Convention]:
     """The document of a model, from a Hugging Face configuration: a mapping, or an object with
     `to_dict()`; of one with a `text_config` that part.
@@ -52,8 +51,7 @@ def conventions(
     `revision` is the model's commit; `folder` where its weights lie, if that is local. They are
     left out where they are not known, as is `rope_style` ("neox": halves are rotated together,
     "interleaved": neighbours). `quantization` of the weights: None is what the configuration says.
-    `index_keys`, of a model that has any: "plain" or "hadamard". `last_token`: whether the state of
-    the last prompt token is handed over, "sent" or "not sent".
+    `index_keys`, of a model that has any: "plain" or "hadamard".
     """
     fields = _fields(config)
     whole, fields = fields, _fields(fields.get("text_config") or fields)
@@ -62,7 +60,7 @@ def conventions(
     said = _fields(whole.get("quantization_config") or fields.get("quantization_config") or {})
     found["quantization"] = quantization or said.get("quant_method") or "none"
     found["index_keys"] = index_keys if fields.get("index_head_dim") else "none"
-    found |= {"rope_style": rope_style, "last_token": last_token, "revision": revision}
+    found |= {"rope_style": rope_style, "revision": revision}
     if folder is not None:
         commit = _COMMIT.search(Path(folder).as_posix())
         found["revision"] = revision or (commit[1] if commit else None)

@@ -187,16 +187,13 @@ class Rank:
         address: RequestAddress,
         start: int,
         peers: tuple[str, ...],
-        *,
-        at_most: bool = False,
         aux: Collection[str] = (),
     ) -> None:
-        """Asks the prefill at `peers` for positions from `start` on, and for values `aux`; with
-        `at_most`, prefill says how many there are. Raises ValueError; `not_received` is for that.
+        """Asks the prefill at `peers` for positions from `start` on, and for values `aux`. Raises
+        ValueError; `not_received` is for that.
         """
         link = self._link(peers)
-        decode = _needed(self.decode, "decode")
-        decode.receive(room, address, start=start, at_most=at_most, link=link, aux=aux)
+        _needed(self.decode, "decode").receive(room, address, start=start, link=link, aux=aux)
         self._receiving[room] = _Receiving(request, link)
 
     def not_received(self, request: str, why: ValueError) -> None:

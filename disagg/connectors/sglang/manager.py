@@ -200,7 +200,6 @@ class KvpoolManager(CommonKVManager):
                 folder=model.model_path,
                 quantization=model.quantization,
                 index_keys="hadamard",
-                last_token="sent",
             ),
         )
 

@@ -79,6 +79,14 @@ class KvpoolReceiver(CommonKVReceiver):
             with suppress(ValueError):
                 mgr.rank.drop(room, self._peers())
 
+    def _tokens(self) -> int:
+        """How many tokens prefill is to have computed: SGLang passes on pages only, which would
+        hold a longer or shorter prompt too.
+        """
+        (asked,) = (each.req for each in self.kv_mgr.queue.queue if each.kv_receiver is self)
+        again = getattr(asked, "pd_rebootstrap_in_progress", False)  # with what decode has computed
+        return len(asked.origin_input_ids) + (len(asked.output_ids) if again else 0)
+
     def _peers(self) -> tuple[str, ...]:
         """Endpoint addresses of prefill's ranks."""
         return tuple(join(info["rank_ip"], info["rank_port"]) for info in self.bootstrap_infos)

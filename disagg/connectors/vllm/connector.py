@@ -191,9 +191,7 @@ def _moves_on(kv_cache_config: Any) -> bool:
 
 
 def _conventions(vllm_config: Any) -> dict[str, Convention]:
-    """What this engine's bytes mean. Its indexer turns no keys, and decode computes the last prompt
-    token again.
-    """
+    """What this engine's bytes mean. Its indexer turns no keys."""
     model = vllm_config.model_config
     local = os.path.isdir(model.model) and vllm_config.load_config.load_format != "dummy"
     return conventions(
@@ -202,5 +200,4 @@ def _conventions(vllm_config: Any) -> dict[str, Convention]:
         folder=model.model if local else None,
         quantization=model.quantization,
         index_keys="plain",
-        last_token="not sent",
     )

@@ -90,12 +90,11 @@ def test_what_decides_what_state_means_is_named(change, named):
 
 def test_what_the_engine_knows_beside_the_configuration():
     dsa = {**LLAMA, "index_head_dim": 128}
-    said = conventions(dsa, index_keys="hadamard", last_token="sent", rope_style="neox",
+    said = conventions(dsa, index_keys="hadamard", rope_style="neox",
                        quantization="fp8", revision="5f0c")  # fmt: skip
     found = {name: said[name] for name in said if name not in conventions(LLAMA)}
     assert found == {
         "index_head_dim": 128,
-        "last_token": "sent",
         "rope_style": "neox",
         "revision": "5f0c",
     }
@@ -107,7 +106,7 @@ def test_what_the_engine_knows_beside_the_configuration():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_models_document_can_be_sent(path):
     config = json.loads(path.read_text())
-    said = conventions(config, revision="0" * 40, last_token="sent", rope_style="neox")
+    said = conventions(config, revision="0" * 40, rope_style="neox")
     assert checked_conventions(said) == said
     assert said["model"] and "rope" in said
 
