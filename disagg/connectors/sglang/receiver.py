@@ -36,14 +36,11 @@ class KvpoolReceiver(CommonKVReceiver):
         mgr, room, start = self.kv_mgr, self.bootstrap_room, decode_prefix_len or 0
         if mgr.check_status(room) == KVPoll.Failed:
             return
-        page = mgr.kv_args.page_size
-        most = start + len(kv_indices) * page  # SGLang tells how many pages, not how many tokens
-        self._row = aux_index
+        self._row, page = aux_index, mgr.kv_args.page_size
         try:
-            address = mgr.layout.address(most, kv_indices, state_indices, start // page)
-            about = str(room), room, address, start, (peers := self._peers())
-            mgr.known[self.bootstrap_addr].add(peers)
-            mgr.rank.receive(*about, at_most=True, aux=(FIRST_TOKEN,))
+            address = mgr.layout.address(self._tokens(), kv_indices, state_indices, start // page)
+            mgr.known[self.bootstrap_addr].add(peers := self._peers())
+            mgr.rank.receive(str(room), room, address, start, peers, (FIRST_TOKEN,))
         except ValueError as error:
             mgr.fail(room, error)
             return

@@ -41,16 +41,20 @@ def rooms(count: int) -> list[int]:
 
 
 def from_vllm(
-    prefill: vllm.Engine, decode: sglang.Engine, prompts: list[Prompt], tokens: int = 24
+    prefill: vllm.Engine,
+    decode: sglang.Engine,
+    prompts: list[Prompt],
+    tokens: int = 24,
+    cut: int = 1,
 ) -> list[list[int]]:
-    """Tokens of prompts that vLLM prefills and SGLang decodes."""
+    """Tokens of prompts that vLLM prefills and SGLang decodes, which are cut by `cut` tokens."""
     named = rooms(len(prompts))
     params = [dict(vllm.PREFILL, room=room) for room in named]
     answers = prefill.generate(prompts, tokens=1, params=params)
     with bootstrap(answers[0]["params"]["remote_addresses"]) as port:
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "tokens": tokens + 1}
         asked = [
-            decode.add(prompt[:-1], bootstrap_room=room, **where)
+            decode.add(prompt[: len(prompt) - cut], bootstrap_room=room, **where)
             for prompt, room in zip(prompts, named)
         ]
         found = [decode.finished(name) for name in asked]

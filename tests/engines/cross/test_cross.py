@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
 from tests.engines.sglang.engines import Engine
-from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.engines import EngineFailed, prompts
 from tests.engines.vllm.models import save
 
 LENGTHS = (300, 77, 16, 513)
@@ -87,5 +87,25 @@ def test_sglang_prefills_and_vllm_decodes(model, engine, start, expected, tmp_pa
     assert not wrong
     assert nbytes
     assert got == expected(model)
+    prefill.idle()
+    decode.idle()
+
+
+def test_a_prompt_of_another_length_is_refused(start):
+    prefill = start(vllm_engine, "prefill", "llama").ready()
+    decode = start(Engine, "decode", "llama", page_size=16).ready()
+    said = "prefill computed 76 tokens, decode made room for 77"
+    with pytest.raises(EngineFailed, match=said):
+        from_vllm(prefill, decode, prompts(77), cut=0)
+    prefill.idle()
+    decode.idle()
+
+
+def test_another_model_is_refused_by_name(start):
+    """Its layout is the same: only what rope makes of a key is not."""
+    prefill = start(vllm_engine, "prefill", "llama").ready()
+    decode = start(Engine, "decode", "llama_other_rope", page_size=16).ready()
+    with pytest.raises(EngineFailed, match="rope_theta"):
+        from_vllm(prefill, decode, prompts(77))
     prefill.idle()
     decode.idle()

@@ -51,6 +51,13 @@ def llama() -> PreTrainedConfig:
     )
 
 
+def llama_other_rope() -> PreTrainedConfig:
+    """The same state, whose keys are rotated otherwise."""
+    config = llama()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    return config
+
+
 def llama_wide() -> PreTrainedConfig:
     """Sixteen layers, 8 KV heads of 64: 32 KiB of state a token in bfloat16."""
     return LlamaConfig(
@@ -141,7 +148,8 @@ def qwen3_next() -> PreTrainedConfig:
 SCALES = {"deepseek_v3": 1.0, "qwen3_next": 1.5}
 """Of weights, where 3 is too much."""
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    made.__name__: made for made in (llama, llama_wide, deepseek_v3, gpt_oss, gemma3, qwen3_next)
+    made.__name__: made
+    for made in (llama, llama_other_rope, llama_wide, deepseek_v3, gpt_oss, gemma3, qwen3_next)
 }
 
 
