@@ -112,16 +112,32 @@ def pages(make):
 ONE_DRAFT = {"layers": 1}
 PAIRS = (
     Pair("MHATokenToKVPool", "nothing", lambda: both(sides.mha)),
-    Pair("MHATokenToKVPool", "K and V of other sizes", lambda: both(lambda: sides.mha(v_head_dim=16))),
+    Pair(
+        "MHATokenToKVPool", "K and V of other sizes", lambda: both(lambda: sides.mha(v_head_dim=16))
+    ),
     Pair("MHATokenToKVPool", "page size 16 and 32", pages(sides.mha)),
     Pair("MHATokenToKVPool", "PP 2 to 1", pp(sides.mha)),
     Pair("MHATokenToKVPool", "TP 2 to 1", tp(lambda n: sides.mha(heads=4 // n), 2, 1)),
     Pair("MHATokenToKVPool", "TP 1 to 2", tp(lambda n: sides.mha(heads=4 // n), 1, 2)),
     Pair("MHATokenToKVPool", "TP 4 to 1, 2 heads", replicas(4, 1), heads=2),
     Pair("MHATokenToKVPool", "TP 1 to 4, 2 heads", replicas(1, 4), heads=2),
-    Pair("MHATokenToKVPool", "a draft on decode only", on_decode(sides.mha, lambda: sides.mha(**ONE_DRAFT)), missing=("draft",)),
-    Pair("MHATokenToKVPool", "a draft of 4 layers on decode only", on_decode(sides.mha, sides.mha), missing=("draft",)),
-    Pair("MHATokenToKVPool", "PP 2 to 1, a draft on both", pp(sides.mha, lambda: sides.mha(**ONE_DRAFT))),
+    Pair(
+        "MHATokenToKVPool",
+        "a draft on decode only",
+        on_decode(sides.mha, lambda: sides.mha(**ONE_DRAFT)),
+        missing=("draft",),
+    ),
+    Pair(
+        "MHATokenToKVPool",
+        "a draft of 4 layers on decode only",
+        on_decode(sides.mha, sides.mha),
+        missing=("draft",),
+    ),
+    Pair(
+        "MHATokenToKVPool",
+        "PP 2 to 1, a draft on both",
+        pp(sides.mha, lambda: sides.mha(**ONE_DRAFT)),
+    ),
     Pair("MHATokenToKVPoolMXFP8", "nothing", lambda: both(sides.mxfp8)),
     Pair("MHATokenToKVPoolMXFP8", "PP 2 to 1", pp(sides.mxfp8)),
     Pair("MHATokenToKVPoolMXFP8", "TP 2 to 1", tp(lambda n: sides.mxfp8(heads=4 // n), 2, 1)),
@@ -130,26 +146,74 @@ PAIRS = (
     Pair("MLATokenToKVPool", "TP 2 to 1", tp(lambda n: sides.mla(), 2, 1)),
     Pair("DSATokenToKVPool", "nothing", lambda: both(sides.dsa)),
     Pair("DSATokenToKVPool", "PP 2 to 1", pp(sides.dsa)),
-    Pair("DSATokenToKVPool", "a draft on both", lambda: tuple([s._replace(draft=sides.dsa(**ONE_DRAFT)) for s in each] for each in both(sides.dsa))),
-    Pair("DSATokenToKVPool", "PP 2 to 1, a draft on both (seed 1)", pp(sides.dsa, lambda: sides.dsa(**ONE_DRAFT))),
-    Pair("DSATokenToKVPool", "a draft on decode only", on_decode(sides.dsa, lambda: sides.dsa(**ONE_DRAFT)), missing=("draft",)),
+    Pair(
+        "DSATokenToKVPool",
+        "a draft on both",
+        lambda: tuple(
+            [s._replace(draft=sides.dsa(**ONE_DRAFT)) for s in each] for each in both(sides.dsa)
+        ),
+    ),
+    Pair(
+        "DSATokenToKVPool",
+        "PP 2 to 1, a draft on both (seed 1)",
+        pp(sides.dsa, lambda: sides.dsa(**ONE_DRAFT)),
+    ),
+    Pair(
+        "DSATokenToKVPool",
+        "a draft on decode only",
+        on_decode(sides.dsa, lambda: sides.dsa(**ONE_DRAFT)),
+        missing=("draft",),
+    ),
     Pair("SWAKVPool", "nothing", windows(0, 0)),
     Pair("SWAKVPool", "prefill lists a page more (seed 5)", windows(1, 0)),
     Pair("SWAKVPool", "decode lists a page more (seed 5)", windows(0, 1)),
     Pair("SWAKVPool", "TP 2 to 1", tp(lambda n: sides.swa(heads=4 // n), 2, 1, window=WINDOW)),
-    Pair("SWAKVPool of MXFP8", "nothing (seed 3)", lambda: both(lambda: sides.swa(inner="MHATokenToKVPoolMXFP8"), window=WINDOW)),
-    Pair("SWAKVPool of MXFP8", "TP 2 to 1", tp(lambda n: sides.swa(heads=4 // n, inner="MHATokenToKVPoolMXFP8"), 2, 1, window=WINDOW)),
+    Pair(
+        "SWAKVPool of MXFP8",
+        "nothing (seed 3)",
+        lambda: both(lambda: sides.swa(inner="MHATokenToKVPoolMXFP8"), window=WINDOW),
+    ),
+    Pair(
+        "SWAKVPool of MXFP8",
+        "TP 2 to 1",
+        tp(lambda n: sides.swa(heads=4 // n, inner="MHATokenToKVPoolMXFP8"), 2, 1, window=WINDOW),
+    ),
     Pair("HybridLinearKVPool, GDN", "nothing", lambda: both(sides.hybrid), 8),
-    Pair("HybridLinearKVPool, GDN", "TP 2 to 1", tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 2, 1), 8),
-    Pair("HybridLinearKVPool, GDN", "TP 1 to 2", tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 1, 2), 8),
-    Pair("HybridLinearKVPool, KDA and MLA", "TP 1 to 2", tp(lambda n: sides.hybrid(ranks=n, kind="kda", full="mla"), 1, 2), 8),
-    Pair("HybridLinearKVPool, GDN and DSA", "nothing (seed 3)", lambda: both(lambda: sides.hybrid(64, full="dsa")), 8),
-    Pair("HybridLinearKVPool, GDN and DSA", "TP 2 to 1", tp(lambda n: sides.hybrid(64, ranks=n, full="dsa"), 2, 1), 8),
+    Pair(
+        "HybridLinearKVPool, GDN",
+        "TP 2 to 1",
+        tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 2, 1),
+        8,
+    ),
+    Pair(
+        "HybridLinearKVPool, GDN",
+        "TP 1 to 2",
+        tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 1, 2),
+        8,
+    ),
+    Pair(
+        "HybridLinearKVPool, KDA and MLA",
+        "TP 1 to 2",
+        tp(lambda n: sides.hybrid(ranks=n, kind="kda", full="mla"), 1, 2),
+        8,
+    ),
+    Pair(
+        "HybridLinearKVPool, GDN and DSA",
+        "nothing (seed 3)",
+        lambda: both(lambda: sides.hybrid(64, full="dsa")),
+        8,
+    ),
+    Pair(
+        "HybridLinearKVPool, GDN and DSA",
+        "TP 2 to 1",
+        tp(lambda n: sides.hybrid(64, ranks=n, full="dsa"), 2, 1),
+        8,
+    ),
     Pair("DeepSeekV4TokenToKVPool", "nothing", rings(0, 0, 300), 6),
     Pair("DeepSeekV4TokenToKVPool", "rings of 8 and 16 (seed 2), 300 tokens", rings(0, 3, 300), 6),
     Pair("DeepSeekV4TokenToKVPool", "rings of 8 and 16 (seed 2), 13 tokens", rings(0, 3, 13), 6),
     Pair("DeepSeekV4TokenToKVPool", "PP 2 to 1", stages_of_v4, 6),
-)  # fmt: skip
+)
 
 
 def kvpool(pair: Pair) -> str:

@@ -167,8 +167,7 @@ def mooncake(memory: Memory, made: Any, source: Side, dest: Side, layers: int, h
 
 def nixl(memory: Memory, made: Any, source: Side, dest: Side, layers: int, heads: int) -> None:
     """`transfer_worker` of one chunk, which is all of the request."""
-    from sglang.srt.disaggregation.nixl.conn import num_kv_slots
-    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo
+    from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, num_kv_slots
 
     there = args_of(dest, layers, heads)
     made.__dict__ |= {
@@ -181,8 +180,8 @@ def nixl(memory: Memory, made: Any, source: Side, dest: Side, layers: int, heads
         "_num_slots_src": num_kv_slots(made.kv_args.kv_data_lens, made.kv_args.kv_item_lens),
         "_prepared_state_plans": {},
         "_state_layout_rejections": {},
-        "_prepared_state_components": frozenset(),
     }
+    made._prepared_state_components = made._prepared_state_component_indices("UCX")
     info = KVArgsRegisterInfo(
         room="0",
         endpoint="",
@@ -203,9 +202,11 @@ def nixl(memory: Memory, made: Any, source: Side, dest: Side, layers: int, heads
         dst_state_item_lens=there.state_item_lens,
         dst_state_dim_per_tensor=there.state_dim_per_tensor,
         dst_state_layer_ids=there.state_layer_ids,
+        dst_state_data_lens=there.state_data_lens,
     )
     made.decode_kv_args_table = {PEER: info}
     made._prepare_payload_xfer(info)
+    made._prepare_state_xfer(info)
     here, dests = (
         side.request.pages[: -(-side.request.tokens // side.request.page)].astype(np.int32)
         for side in (source, dest)
@@ -302,7 +303,7 @@ def transfer(
     memory = Memory(sources, dests)
     said = SimpleNamespace(
         enable_unified_memory=False, enable_kv_cache_sharding=False, speculative_algorithm=None,
-        device="cpu",
+        device="cuda",
     )  # fmt: skip
     published = {
         each: (lambda: said)
