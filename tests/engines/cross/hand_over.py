@@ -8,12 +8,10 @@ the prompt's last token, which vLLM tells, for the first that prefill has sample
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from disagg.connectors.sglang.bootstrap import BootstrapServer, join
+from disagg.connectors.sglang.bootstrap import BootstrapServer
 from tests.engines.sglang import engines as sglang
 from tests.engines.vllm import engines as vllm
 
@@ -74,7 +72,7 @@ def from_sglang(
         prefill.add(prompt[:-1], bootstrap_room=room, **where)
         for prompt, room in zip(prompts, named)
     ]
-    known = {"do_remote_prefill": True, "remote_addresses": addresses(prefill.port)}
+    known = {"do_remote_prefill": True, "remote_addresses": sglang.addresses(prefill.port)}
     last = [
         decode.add(prompt, tokens=tokens, params={**known, "remote_request_id": room})
         for prompt, room in zip(prompts, named)
@@ -94,25 +92,6 @@ def bootstrap(addresses: list[str]) -> Iterator[int]:
         yield server.port
         server.shutdown()
         thread.join()
-
-
-def addresses(port: int) -> list[str]:
-    """Endpoints of SGLang's prefill, as its bootstrap server names them."""
-
-    def ask(**which: int) -> dict[str, Any]:
-        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-        query = "&".join(f"{name}={which.get(name, which['rest'])}" for name in names)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{query}") as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
-
-    sizes = ask(rest=-1)
-    ranks = [
-        ask(rest=0, target_pp_rank=stage, target_tp_rank=rank)
-        for stage in range(sizes["pp_size"])
-        for rank in range(sizes["attn_tp_size"])
-    ]
-    return [join(each["rank_ip"], each["rank_port"]) for each in ranks]
 
 
 def compare(folder: Path) -> tuple[int, list[str]]:

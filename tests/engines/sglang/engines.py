@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import deque
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+
+from disagg.connectors.sglang.bootstrap import join
 
 ROOT = Path(__file__).parents[3]
 Role = Literal["single", "prefill", "decode"]
@@ -271,3 +274,22 @@ def handed_over(
         for there, here in zip(told["logprobs"], one["logprobs"]):
             assert not there or there[-1] == here[0]
     return found
+
+
+def addresses(port: int) -> list[str]:
+    """Endpoints of SGLang's prefill, as its bootstrap server names them."""
+
+    def ask(**which: int) -> dict[str, Any]:
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        query = "&".join(f"{name}={which.get(name, which['rest'])}" for name in names)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/route?{query}") as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    sizes = ask(rest=-1)
+    ranks = [
+        ask(rest=0, target_pp_rank=stage, target_tp_rank=rank)
+        for stage in range(sizes["pp_size"])
+        for rank in range(sizes["attn_tp_size"])
+    ]
+    return [join(each["rank_ip"], each["rank_port"]) for each in ranks]

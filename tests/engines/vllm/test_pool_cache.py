@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from disagg import (
     DecodeEndpoint,
@@ -21,47 +20,18 @@ from disagg import (
     create_engine,
 )
 from kvpool import Allocator, SWAPool
-from kvpool.integrations.transformers import PoolCache, pool_for
+from kvpool.integrations.transformers import PoolCache
+from tests.engines.transformer import PAGE, STEPS, Transformer
 from tests.engines.vllm.conftest import LENGTHS, Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
 from tests.engines.vllm.models import save
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
-Load = Callable[..., "Transformer"]
+Load = Callable[..., Transformer]
 EXACT = {"dtype": "float32"}
 FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
-STEPS, PAGE, PATIENCE = 24, 16, 60.0
-
-
-class Transformer:
-    """A model, and a pool for four requests of it."""
-
-    def __init__(self, place: Path, dtype: str) -> None:
-        load: Any = AutoModelForCausalLM.from_pretrained
-        self.model = load(place, dtype=getattr(torch, dtype)).eval()
-        sizes = {"num_pages": 80, "num_window_pages": 80, "num_slots": 6, "page_size": PAGE}
-        self.pool = pool_for(self.model.config, dtype=dtype, **sizes)
-        self.allocator = Allocator(self.pool)
-
-    @torch.no_grad()
-    def logits(self, cache: Any, tokens: list[int]) -> torch.Tensor:
-        """Of the last of `tokens`."""
-        asked = torch.tensor([tokens])
-        return self.model(asked, past_key_values=cache, use_cache=True).logits[0, -1]
-
-    def greedy(self, cache: Any, tokens: list[int]) -> list[int]:
-        """The tokens after `tokens`."""
-        found: list[int] = []
-        while len(found) < STEPS:
-            found.append(int(self.logits(cache, tokens if not found else found[-1:]).argmax()))
-        return found
-
-    def alone(self, prompt: list[int]) -> list[int]:
-        """Tokens of plain transformers. The last of the prompt is computed in a step of its own."""
-        cache = DynamicCache(config=self.model.config)
-        self.logits(cache, prompt[:-1])
-        return self.greedy(cache, prompt[-1:])
+PATIENCE = 60.0
 
 
 @pytest.fixture

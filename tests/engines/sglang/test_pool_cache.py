@@ -1,0 +1,88 @@
+"""SGLang prefills and `transformers` over kvpool's own pool decodes, and the other way round: the
+tokens are those of one SGLang engine and of plain transformers (float32, greedy).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.connectors.sglang.bootstrap import BootstrapServer
+from disagg.connectors.source import FIRST_TOKEN
+from kvpool.integrations.transformers import PoolCache
+from tests.engines.sglang.conftest import EXACT, LENGTHS, Answers
+from tests.engines.sglang.engines import Engine, addresses
+from tests.engines.transformer import STEPS, Transformer
+from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.models import save
+
+PATIENCE = 60.0
+Start = Callable[..., Engine]
+Expected = Callable[..., Answers]
+
+
+@pytest.fixture
+def transformer(models: Path) -> Iterator[Transformer]:
+    """A llama, which computes on one thread, beside an engine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Transformer(save("llama", models), "float32")
+    torch.set_num_threads(threads)
+
+
+def test_transformers_decodes_what_sglang_has_prefilled(
+    start: Start, expected: Expected, transformer: Transformer
+) -> None:
+    side, asked, got = transformer, prompts(*LENGTHS), []
+    prefill = start("prefill", "llama", **EXACT).ready()
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": 1}
+    with DecodeEndpoint(side.pool.layout, create_engine("local"), verify="checksum") as endpoint:
+        link = endpoint.connect(addresses(prefill.port), timeout=PATIENCE)
+        for prompt in asked:
+            room, request = time.monotonic_ns(), side.allocator.new_request()
+            side.allocator.extend(request, len(prompt), received=True)
+            endpoint.receive(room, request.address(), link=link, aux=[FIRST_TOKEN])
+            name = prefill.add(prompt, bootstrap_room=room, **where)
+            assert endpoint.wait(room, PATIENCE) is KVPoll.Success, endpoint.failure(room)
+            prefill.finished(name)
+            first = endpoint.aux(room)[FIRST_TOKEN]
+            cache = PoolCache(side.pool, side.allocator, [request])
+            got.append([first, *side.greedy(cache, [first], STEPS - 1)])
+    prefill.idle()
+    assert got == [side.alone(prompt) for prompt in asked]
+    assert got == [one["tokens"] for one in expected("llama", **EXACT)]
+
+
+def test_sglang_decodes_what_transformers_has_prefilled(
+    start: Start, expected: Expected, transformer: Transformer
+) -> None:
+    side, asked = transformer, prompts(*LENGTHS)
+    decode = start("decode", "llama", page_size=32, **EXACT).ready()
+    with (
+        PrefillEndpoint(side.pool.layout, create_engine("local")) as endpoint,
+        BootstrapServer("127.0.0.1", 0, [endpoint.address]) as server,
+    ):
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": server.port}
+        names, rooms = [], []
+        for prompt in asked:
+            rooms.append(time.monotonic_ns())
+            names.append(decode.add(prompt, bootstrap_room=rooms[-1], tokens=STEPS, **where))
+            cache = PoolCache.new(side.pool, side.allocator)
+            first = int(side.logits(cache, prompt).argmax())
+            endpoint.send(rooms[-1], cache.requests[0].address(), aux={FIRST_TOKEN: first})
+        got = [decode.finished(name)["tokens"] for name in names]
+        for room in rooms:
+            assert endpoint.wait(room, PATIENCE) is KVPoll.Success, endpoint.failure(room)
+        server.shutdown()
+        thread.join()
+    decode.idle()
+    assert got == [side.alone(prompt) for prompt in asked]
+    assert got == [one["tokens"] for one in expected("llama", **EXACT)]
