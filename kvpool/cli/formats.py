@@ -174,8 +174,8 @@ FORMATS = (
         "Gated DeltaNet, channels first",
         "Qwen3-Next-80B-A3B: the last 3 inputs of a convolution over q, k and v, and 32 heads of "
         "temporal state.",
-        f"{SGLANG}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dk, Dv)`. {VLLM} has the "
-        "temporal state as `(v_heads, Dv, Dk)`: the same region.",
+        f"{BOTH}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dv, Dk)` on a GPU, where this "
+        "has `(v_heads, Dk, Dv)`: the same region.",
         gated_delta_net(**GDN),
         **SLOT,
     ),
@@ -189,7 +189,8 @@ FORMATS = (
     Format(
         "Kimi Delta Attention, taps first",
         "Kimi-Linear-48B: q, k and v over the same 32 heads.",
-        f"{SGLANG}: conv `(kernel - 1, channels)`, temporal `(heads, Dk, Dv)`.",
+        f"{SGLANG}: conv `(kernel - 1, channels)`, temporal `(heads, Dv, Dk)` on a GPU: the same "
+        "region.",
         kda(**KDA),
         **SLOT,
     ),
