@@ -70,16 +70,34 @@ class Source:
             )
 
 
+class Recent:
+    """The latest rooms, so that none is offered or asked for twice."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most, self._known = most, dict[Room, None]()
+
+    def add(self, room: Room) -> bool:
+        """Notes a room; False if it is known."""
+        if room in self._known:
+            return False
+        self._known[room] = None
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+        return True
+
+
 def prompt_digest(ids: Sequence[int]) -> str:
     """Of token ids: 16 hex digits."""
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
 
 
-def named_room(name: Any, ids: Sequence[int]) -> Room | None:
+def named_room(name: Any, ids: Sequence[int] | None) -> Room | None:
     """The room of a prompt where a proxy has named it to both sides; None if it has not. Two
     prompts of one name have two rooms: neither side reads or offers the other's. A number is the
     room itself: SGLang's bootstrap_room, of which its engines know no prompt.
     """
     if isinstance(name, int) and not isinstance(name, bool):
         return room_name(name)
-    return f"{name}#{prompt_digest(ids[:-1])}" if isinstance(name, str) and name else None
+    if ids is None or not isinstance(name, str) or not name:
+        return None
+    return f"{name}#{prompt_digest(ids[:-1])}"

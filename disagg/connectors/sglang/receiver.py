@@ -80,7 +80,12 @@ class KvpoolReceiver(CommonKVReceiver):
         """How many tokens prefill is to have computed: SGLang passes on pages only, which would
         hold a longer or shorter prompt too.
         """
-        (asked,) = (each.req for each in self.kv_mgr.queue.queue if each.kv_receiver is self)
+        queue = self.kv_mgr.queue.queue
+        asked = next((each.req for each in queue if each.kv_receiver is self), None)
+        if asked is None:
+            raise ValueError(
+                "SGLang's queue has no request of this room, so its length is unknown."
+            )
         again = getattr(asked, "pd_rebootstrap_in_progress", False)  # with what decode has computed
         return len(asked.origin_input_ids) + (len(asked.output_ids) if again else 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,13 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.shared_memory import SharedAllocation
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
-from disagg.connectors.vllm.scheduler import Scheduler, Step, log
+from disagg.connectors.vllm.scheduler import Blocks, Scheduler, Step, log
 from disagg.connectors.vllm.worker import Worker
 from disagg.protocol.messages import Convention
 
 KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
+Finished = tuple[bool, dict[str, Any] | None]
 
 
 @dataclass
@@ -97,14 +98,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.scheduled(scheduler_output)
         return self._scheduler.step()
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Blocks) -> Finished:
         return self._scheduler.finished(request, block_ids)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> Finished:
         return self._scheduler.finished(request, (block_ids,))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -192,12 +189,11 @@ def _moves_on(kv_cache_config: Any) -> bool:
 
 def _conventions(vllm_config: Any) -> dict[str, Convention]:
     """What this engine's bytes mean. Its indexer turns no keys."""
-    model = vllm_config.model_config
-    local = os.path.isdir(model.model) and vllm_config.load_config.load_format != "dummy"
+    model, loads = vllm_config.model_config, vllm_config.load_config.load_format != "dummy"
     return conventions(
         model.hf_text_config,
         revision=getattr(model.revision, "resolved", None),
-        folder=model.model if local else None,
+        folder=model.model if loads else None,
         quantization=model.quantization,
         index_keys="plain",
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.connectors.source import Source, named_room, prompt_digest
+from disagg.connectors.source import Recent, Source, named_room, prompt_digest
 from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")
@@ -20,8 +20,6 @@ Blocks = tuple[Sequence[int], ...]
 """Block ids of a request by transferable cache group, as vLLM keeps them: 0 is the null block."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
-MAX_KNOWN = 10_000
-"""How many of the latest rooms are known, so that none is offered or asked for twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +44,22 @@ class Receive:
     """
 
     request: str
-    room: Room
-    addresses: tuple[str, ...]
+    source: Source
     blocks: Blocks
     start: int
     stop: int
     waits: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
-    """A room of which nothing is needed: prefill may have its blocks back."""
-
-    room: Room
-    addresses: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class Step:
-    """What the workers do in one step. `aborts` are requests."""
+    """What the workers do in one step. `declines` are rooms of which nothing is needed: prefill may
+    have its blocks back. `aborts` are requests.
+    """
 
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
-    declines: list[Decline] = field(default_factory=list)
+    declines: list[Source] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
 
@@ -112,8 +103,7 @@ class Scheduler:
         self._sending: dict[str, _Sending] = {}
         self._wanted: dict[str, Source] = {}
         self._receiving: set[str] = set()
-        self._named: dict[Room, None] = {}
-        self._asked: dict[Room, None] = {}
+        self._named, self._asked = Recent(), Recent()
         self._made = 0
 
     def serve(self, addresses: Sequence[str]) -> None:
@@ -146,12 +136,11 @@ class Scheduler:
         """Prefill's request is cut by the token that decode computes. Raises ValueError."""
         if not self._produces:
             raise ValueError("this engine is a kv_consumer. Send it to a kv_producer.")
-        ids, name, room = request.prompt_token_ids, request.request_id, None
+        ids, name = request.prompt_token_ids, request.request_id
         if self._cuts and ids is None:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
-        if ids is not None:
-            room = named_room(named, ids)
-        if room is None or not _add(self._named, room):
+        room = named_room(named, ids)
+        if room is None or not self._named.add(room):
             room = self._room(name)
         stop = request.num_prompt_tokens - 1
         self._sending[name] = _Sending(request, room, stop, ids[stop] if ids else None)
@@ -199,7 +188,7 @@ class Scheduler:
         if not self._consumes:
             raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
         source = Source.read(params, request.prompt_token_ids)
-        if not _add(self._asked, source.room):
+        if not self._asked.add(source.room):
             raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
         self._wanted[request.request_id] = source
         source.check_prompt(request.prompt_token_ids)
@@ -222,8 +211,8 @@ class Scheduler:
             if not self._waits:
                 self._receiving.add(name)
             stop, held = request.num_prompt_tokens - 1, self._held(blocks.get_block_ids())
-            about = name, source.room, source.addresses, held
-            self._step.receives.append(Receive(*about, stop - external, stop, self._waits))
+            about = name, source, held, stop - external, stop, self._waits
+            self._step.receives.append(Receive(*about))
 
     def received(self, requests: Sequence[str]) -> None:
         """Requests whose rooms have ended."""
@@ -232,7 +221,7 @@ class Scheduler:
     def _decline(self, request: str) -> None:
         """Nothing is needed of prefill any more, if anything was."""
         if source := self._wanted.pop(request, None):
-            self._step.declines.append(Decline(source.room, source.addresses))
+            self._step.declines.append(source)
 
     # both
 
@@ -256,13 +245,3 @@ class Scheduler:
         ids, stop = request.prompt_token_ids, sending.stop
         prompt = None if ids is None else prompt_digest(ids[:stop])
         return True, Source(sending.room, self._addresses, prompt).told(stop)
-
-
-def _add(known: dict[Room, None], room: Room) -> bool:
-    """Notes a room, and drops the oldest beyond MAX_KNOWN; False if it was known."""
-    if room in known:
-        return False
-    known[room] = None
-    if len(known) > MAX_KNOWN:
-        del known[next(iter(known))]
-    return True

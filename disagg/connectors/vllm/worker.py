@@ -30,15 +30,15 @@ class Worker:
         """Asks for what requests need of prefill."""
         for receive in step.receives:
             self._receive(receive)
-        for decline in step.declines:
-            self.rank.decline(decline.room, decline.addresses)
+        for source in step.declines:
+            self.rank.decline(source.room, source.addresses)
         self.rank.turn()
 
     def wait_layer(self, name: str) -> None:
         """Waits for a layer of the requests that this step begins."""
         if name in self._layers:
             for receive in self._loading.values():
-                self.rank.wait_layer(receive.room, self._layers[name])
+                self.rank.wait_layer(receive.source.room, self._layers[name])
 
     def save_layer(self, name: str, step: Step) -> None:
         """Offers a layer, once all that vLLM computes under its number was computed."""
@@ -53,7 +53,7 @@ class Worker:
         for layer in self._computed.rest():
             self._offer(step, layer)
         for receive in self._loading.values():
-            self.rank.wait(receive.room)
+            self.rank.wait(receive.source.room)
         self.rank.turn()
 
     def results(self, finished: Collection[str]) -> Results:
@@ -101,7 +101,7 @@ class Worker:
     def _receive(self, receive: Receive) -> None:
         try:
             address = self.block_table(receive.blocks, receive.stop)
-            about = receive.room, address, receive.start, receive.addresses
+            about = receive.source.room, address, receive.start, receive.source.addresses
             self.rank.receive(receive.request, *about)
         except ValueError as error:
             self.rank.not_received(receive.request, error)

@@ -39,7 +39,7 @@ class WatchedConnector(KvpoolConnector):
                 self._save("prefill", told.room, told.blocks, told.stop)
 
         def saw_receive(told: Receive) -> None:
-            asked[told.room] = told
+            asked[told.source.room] = told
             receive(told)
 
         def saw_received(room: str | int, failure: Any) -> None:

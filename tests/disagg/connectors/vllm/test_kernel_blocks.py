@@ -14,6 +14,7 @@ import torch
 
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.source import Source
 from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import Group, engine_layout
 from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
@@ -160,7 +161,7 @@ def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, 
     before = source.raw.clone()
     address = prefill.worker.rank.prefill.address
     prefill.step(sends=[Send("p", "room", EARLY, 0, 70, False)])
-    results = decode.step(receives=[Receive("d", "room", (address,), here, 0, TOKENS)])
+    results = decode.step(receives=[Receive("d", Source("room", (address,)), here, 0, TOKENS)])
     prefill.step(sends=[Send("p", "room", THERE, 70, TOKENS, True)])
     end = time.monotonic() + 20
     while not results.received:

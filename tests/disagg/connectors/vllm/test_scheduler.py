@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.connectors.vllm.scheduler import Decline, Scheduler
+from disagg.connectors.vllm.scheduler import Scheduler
 
 
 class Groups(SimpleNamespace):
@@ -77,8 +77,8 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     assert here.matched(asked, 0) == (39, True)
     here.allocated(asked, BLOCKS, 39)
     (receive,) = here.step().receives
-    assert (receive.room, receive.start, receive.stop) == (send.room, 0, 39)
-    assert receive.addresses == ("ipc:///a", "ipc:///b")
+    assert (receive.source.room, receive.start, receive.stop) == (send.room, 0, 39)
+    assert receive.source.addresses == ("ipc:///a", "ipc:///b")
     assert receive.blocks == ((7, 8, 9), (0, 6, 5))
     here.allocated(asked, BLOCKS, 0)  # vLLM calls again when the state has come
     assert here.step() == scheduler().step()
@@ -129,7 +129,9 @@ def test_a_decode_that_has_everything_declines():
     asked = decoding(made, "d", **params)
     assert made.matched(asked, 39) == (0, False)
     made.allocated(asked, BLOCKS, 0)
-    assert made.step().declines == [Decline(params["remote_request_id"], ("ipc:///a", "ipc:///b"))]
+    (source,) = made.step().declines
+    assert source.room == params["remote_request_id"]
+    assert source.addresses == ("ipc:///a", "ipc:///b")
 
 
 def test_a_request_that_is_stopped_before_it_is_scheduled_declines():
@@ -183,7 +185,7 @@ def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
     for each in asked:
         assert here.matched(each, 0) == (each.num_prompt_tokens - 1, True)
         here.allocated(each, BLOCKS, each.num_prompt_tokens - 1)
-    found = [each.room for each in here.step().receives]
+    found = [each.source.room for each in here.step().receives]
     assert found[:2] == rooms[:2]
     assert found[2] not in rooms
 

@@ -8,9 +8,10 @@ import torch
 
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.source import Source
 from disagg.connectors.stats import empty, summary, total
 from disagg.connectors.vllm.layout import Group
-from disagg.connectors.vllm.scheduler import Decline, Receive, Send, Step, log
+from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
 from disagg.connectors.vllm.worker import Worker
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
@@ -77,7 +78,7 @@ def until(true, *sides, turns=None):
 
 
 def receive(prefill, room="room", blocks=((0, 4, 5), (7,)), start=0):
-    return Receive("d", room, (prefill.worker.rank.prefill.address,), blocks, start, 20)
+    return Receive("d", Source(room, (prefill.worker.rank.prefill.address,)), blocks, start, 20)
 
 
 def send(room="room", start=0, stop=20, last=True):
@@ -190,7 +191,7 @@ def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
 def test_blocks_of_a_step_whose_state_does_not_come_are_told():
     prefill, decode = Side(True), Side(False, peer_timeout=0.5)
     one = receive(prefill, blocks=((9, 4, 5), (7,)), start=8)
-    nobody = replace(one, request="lost", room="other", addresses=("tcp://nonsense",))
+    nobody = replace(one, request="lost", source=Source("other", ("tcp://nonsense",)))
     step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
     decode.worker.begin(step)
     prefill.worker.rank.close()
@@ -234,7 +235,7 @@ def test_a_request_that_cannot_be_offered_gives_all_its_blocks_back(sides, begun
 def test_a_declined_room_gives_prefills_blocks_back(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    decode.step(declines=[Decline("room", (prefill.worker.rank.prefill.address,))])
+    decode.step(declines=[Source("room", (prefill.worker.rank.prefill.address,))])
     until(lambda: "p" in prefill.sent, decode, prefill)
 
 
@@ -249,7 +250,7 @@ def test_an_aborted_request_is_reported_once_and_not_as_failed(sides):
 def test_a_prefill_that_is_not_there_fails_its_request_only(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    nobody = Receive("lost", "other", ("tcp://nonsense",), ((8,), (10,)), 0, 8)
+    nobody = Receive("lost", Source("other", ("tcp://nonsense",)), ((8,), (10,)), 0, 8)
     decode.step(receives=[nobody, receive(prefill, blocks=((9, 4, 5), (7,)))])
     until(lambda: {"d", "lost"} <= decode.received, decode, prefill)
     assert decode.failed == {"lost"}
