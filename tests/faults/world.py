@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +17,7 @@ from disagg.protocol.status import KVPoll
 from tests.faults.child import main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
+from tests.ports import free_port
 from tests.processes import FORKS, stands_still
 
 PATIENCE = 60.0
@@ -243,7 +242,7 @@ class World:
         options: dict[str, Any] = {"peer_timeout": self._peer_timeout}
         bind = None
         if name[0] == "p":
-            bind = self._ports.setdefault(name, f"tcp://127.0.0.1:{_port()}")
+            bind = self._ports.setdefault(name, f"tcp://127.0.0.1:{free_port()}")
             options["lease"] = self._lease
         else:
             options["read_timeout"], options["ranks"] = self._read_timeout, shape.readers
@@ -314,15 +313,3 @@ class World:
 def parts(engine: str) -> tuple[int, int]:
     """Most bytes of one part of a read, on d0 and d1: few, so that reads take long."""
     return (8192, 16384) if engine == "mooncake" else (512, 1024)
-
-
-def _port() -> int:
-    """A free port below the range from which the kernel assigns ports."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as trial:
-            try:
-                trial.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port

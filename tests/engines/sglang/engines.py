@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disagg.connectors.sglang.bootstrap import join
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 Role = Literal["single", "prefill", "decode"]
@@ -228,14 +229,6 @@ def _alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def failure(answer: dict[str, Any]) -> str:
