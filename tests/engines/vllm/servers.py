@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+
+from tests.ports import free_port
 
 Role = Literal["single", "prefill", "decode"]
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -50,9 +51,7 @@ class Server:
     """A process that serves HTTP at `url`, in a process group of its own."""
 
     def __init__(self, name: str, module: str, arguments: list[str], logs: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         self.command = [sys.executable, "-m", module, *arguments]
         self.command += ["--host", "127.0.0.1", "--port", str(port)]
