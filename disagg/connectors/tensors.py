@@ -4,7 +4,7 @@ that are one block; layers that lie in one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 
 from kvpool.describe import Described, describe_buffer, describe_items
 from kvpool.item import Template, item_regions, prefixed
-from kvpool.layout import Buffer, LayoutError, Region
+from kvpool.layout import Buffer, LayoutError, Region, Space
 
 
 class UnknownFormat(ValueError):
@@ -88,6 +88,28 @@ class Layer:
         shape = count // ratio, heads, ratio * tokens, content
         view = self.view.as_strided(shape, (ratio * block, head, token, element))
         return replace(self, view=view)
+
+
+def layer_number(name: str) -> int:
+    """The number in a layer's dotted name. Raises UnknownFormat unless there is one."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise UnknownFormat(
+            f"{name}: a name with {len(numbers)} numbers is not known, only with the layer's. Use "
+            "another model."
+        )
+    return numbers[0]
+
+
+def one_space(found: Mapping[Space, str], instead: str) -> Space:
+    """The space of layers that share ids: those found, and a layer of each. Raises UnknownFormat
+    where there are several, saying what to use `instead`.
+    """
+    space, *others = found
+    if others:
+        each = "; ".join(f"{layer} {space}" for space, layer in found.items())
+        raise UnknownFormat(f"layers of several spaces are not known: {each}. {instead}")
+    return space
 
 
 @contextmanager
