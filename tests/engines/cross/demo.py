@@ -19,8 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
+from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
 from tests.engines.process import EngineFailed
+from tests.engines.saved import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
@@ -100,7 +101,7 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
             began = time.monotonic()
             got = hand_over(prefill, decode, asked, given.tokens)
             took = time.monotonic() - began
-        nbytes, wrong = compare(watch)
+        _, nbytes, wrong = compare(watch)
         same = sum(mine == theirs for mine, theirs in zip(got, alone[0]))
         good &= same == len(asked) and not wrong and nbytes > 0
         state = f"{nbytes / 2**20:.2f} MiB equal" if not wrong else f"[red]{len(wrong)} differ"

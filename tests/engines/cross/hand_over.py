@@ -1,4 +1,4 @@
-"""Requests that vLLM and SGLang share: how each is asked, and an oracle over both.
+"""Requests that vLLM and SGLang share: how each is asked.
 
 vLLM hands over the state of a prompt without its last token, which decode computes. SGLang hands
 over all of what it was given, and the token that comes next. So SGLang is given the prompt without
@@ -9,15 +9,12 @@ the prompt's last token, which vLLM tells, for the first that prefill has sample
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer
 from tests.engines.process import EngineFailed
@@ -93,30 +90,3 @@ def bootstrap(addresses: list[str]) -> Iterator[int]:
         yield server.port
         server.shutdown()
         thread.join()
-
-
-def compare(folder: Path) -> tuple[int, list[str]]:
-    """Bytes that are equal in both engines' own tensors, and what differs."""
-    nbytes, wrong = 0, []
-    for path in sorted(folder.glob("decode.*.0.pt")):
-        ours = _by_layer(path)
-        theirs = _by_layer(path.with_name(path.name.replace("decode", "prefill")))
-        if not ours or ours.keys() != theirs.keys():
-            wrong.append(f"{path.name}: {sorted(ours)} and {sorted(theirs)}")
-        for key in ours.keys() & theirs.keys():
-            one, other = (found[key].contiguous() for found in (ours, theirs))
-            if one.shape == other.shape and torch.equal(one, other) and one.any():
-                nbytes += one.numel() * one.element_size()
-            else:
-                wrong.append(f"{path.name} {key}: {tuple(one.shape)} and {tuple(other.shape)}")
-    return nbytes, wrong
-
-
-def _by_layer(path: Path) -> dict[str, torch.Tensor]:
-    """What an engine has saved, by number of layer and part."""
-    found = {}
-    for name, tensor in torch.load(path).items():
-        where, _, part = name.rpartition("/")
-        (number,) = re.findall(r"\d+", where)
-        found[f"{number}/{part}"] = tensor.reshape(tensor.shape[0], -1)
-    return found

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
+from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.process import EngineFailed, ending
+from tests.engines.saved import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
@@ -51,23 +52,34 @@ def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield from ending(one)
 
 
+VLLM_TP, SGLANG_TP = {"tensor_parallel_size": 2, "block_size": 32}, {"tp_size": 2, "page_size": 16}
 WAYS = {
     "vLLM to SGLang": (vllm_engine, {"block_size": 32}, Engine, {"page_size": 16}, from_vllm),
     "SGLang to vLLM": (Engine, {"page_size": 1}, vllm_engine, {"block_size": 64}, from_sglang),
+    "vLLM's 2 ranks to SGLang": (vllm_engine, VLLM_TP, Engine, {"page_size": 16}, from_vllm),
+    "SGLang to vLLM's 2 ranks": (Engine, {"page_size": 64}, vllm_engine, VLLM_TP, from_sglang),
+    "SGLang's 2 ranks to vLLM": (Engine, SGLANG_TP, vllm_engine, {"block_size": 64}, from_sglang),
+    "vLLM to SGLang's 2 ranks": (vllm_engine, {"block_size": 64}, Engine, SGLANG_TP, from_vllm),
 }
 
 
-@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "engine"),
+    [
+        (way, engine)
+        for way in WAYS
+        for engine in (("local",) if "ranks" in way else ("local", "nixl", "mooncake"))
+    ],
+)
 def test_one_engine_prefills_and_the_other_decodes(way, engine, start, expected, tmp_path):
     one, size, other, other_size, hand_over = WAYS[way]
     extra = {"engine": engine}
     prefill = start(one, "prefill", "llama", extra=extra, **size)
     decode = start(other, "decode", "llama", extra=extra, **other_size)
     got = hand_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
-    nbytes, wrong = compare(tmp_path)
+    tensors, nbytes, wrong = compare(tmp_path)
     assert not wrong
-    assert nbytes
+    assert tensors and nbytes
     assert got == expected("llama")
     prefill.idle()
     decode.idle()

@@ -105,29 +105,3 @@ def _rank() -> int:
 
     rank: int = get_parallel().attn_tp_rank
     return rank
-
-
-def compare(folder: Path) -> tuple[int, int, list[str]]:
-    """Tensors compared, bytes, and what differs, between the two sides of every room."""
-    count, nbytes, wrong = 0, 0, []
-    for first in sorted(folder.glob("decode.*.0.pt")):
-        room = first.name.split(".")[1]
-        ours, theirs = (_ranks(folder, side, room) for side in ("decode", "prefill"))
-        if ours.keys() != theirs.keys():
-            wrong.append(f"{room}: {sorted(ours.keys() ^ theirs.keys())}")
-        for key in ours.keys() & theirs.keys():
-            one, other = (found[key].contiguous().view(torch.uint8) for found in (ours, theirs))
-            count += 1
-            nbytes += one.numel()
-            if one.shape != other.shape or not torch.equal(one, other) or not one.any():
-                wrong.append(f"{room} {key} {tuple(one.shape)} {tuple(other.shape)}")
-    return count, nbytes, wrong
-
-
-def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
-    """Both ranks' heads side by side."""
-    parts = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
-    return {
-        key: torch.cat([part[key] for part in parts], 1) if key.endswith(("/k", "/v")) else value
-        for key, value in parts[0].items()
-    }

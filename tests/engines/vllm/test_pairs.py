@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.engines.pair import EXACT, LENGTHS, Pair
+from tests.engines.saved import compare
 from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, asked_at_once, handed_over, prompts
-from tests.engines.vllm.watched import compare
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]

@@ -98,30 +98,3 @@ class WatchedConnector(KvpoolConnector):
                 view = self._views[name]
                 for part in view if isinstance(view, (list, tuple)) else [view]:
                     part[live] = part[live].roll(1, -1)
-
-
-def compare(folder: Path) -> tuple[int, int, list[str]]:
-    """Tensors compared, bytes, and what differs, between the two sides of every room."""
-    tensors, nbytes, wrong = 0, 0, []
-    for first in sorted(folder.glob("decode.*.0.pt")):
-        room = first.name.removeprefix("decode.").removesuffix(".0.pt")
-        ours, theirs = (_ranks(folder, side, room) for side in ("decode", "prefill"))
-        if ours.keys() != theirs.keys():
-            wrong.append(f"{room}: {sorted(ours.keys() ^ theirs.keys())}")
-        for key in ours.keys() & theirs.keys():
-            one, other = (found[key].contiguous().view(torch.uint8) for found in (ours, theirs))
-            tensors += 1
-            nbytes += one.numel()
-            if one.shape != other.shape or not torch.equal(one, other) or not one.any():
-                wrong.append(f"{room} {key} {tuple(one.shape)} {tuple(other.shape)}")
-    return tensors, nbytes, wrong
-
-
-def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
-    """Both ranks' heads side by side."""
-    parts = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
-    joined = {}
-    for key in parts[0]:
-        sharded = len(parts) > 1 and key.endswith(("/k", "/v"))
-        joined[key] = torch.cat([part[key] for part in parts], 1) if sharded else parts[0][key]
-    return joined
