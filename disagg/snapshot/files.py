@@ -26,6 +26,7 @@ from kvpool.layout.sentences import by_layers
 Bytes = npt.NDArray[np.uint8]
 MAX_SPAN = 4 << 20
 """Bytes that are read at once for cells that lie apart."""
+_UNUSABLE = "What is in the request's items now must not be used."
 
 
 class SnapshotFile:
@@ -38,11 +39,9 @@ class SnapshotFile:
         # a pipe would block; what is no file is refused below
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self._status = self._stat()
-            self.header, self._start = self._header(self._status.st_size)
-        except SnapshotRefused as error:
-            self.close()
-            raise SnapshotRefused(f"{self.path}: {error}") from None
+            with self._named():
+                self._status = self._stat()
+                self.header, self._start = self._header(self._status.st_size)
         except BaseException:
             self.close()
             raise
@@ -50,7 +49,8 @@ class SnapshotFile:
 
     def read(self, at: int, into: Bytes) -> None:
         """Fills an array with the data from byte `at` on."""
-        self._read(self._start + at, into)
+        with self._named():
+            self._read(self._start + at, into)
 
     def check(self, keys: Collection[Key] | None = None) -> None:
         """Compares the data of regions `keys` (default: all) with the digests of what was saved."""
@@ -78,10 +78,7 @@ class SnapshotFile:
         """Refuses a file that was written to since it was opened."""
         now, then = self._stat(), self._status
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
-            raise SnapshotRefused(
-                f"{self.path}: written to while it was loaded. What is in the request's items now "
-                "must not be used."
-            )
+            raise SnapshotRefused(f"{self.path}: written to while it was loaded. {_UNUSABLE}")
 
     def close(self) -> None:
         """Closes the file."""
@@ -97,6 +94,13 @@ class SnapshotFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except SnapshotRefused as error:
+            raise SnapshotRefused(f"{self.path}: {error}") from None
 
     def _stat(self) -> os.stat_result:
         found = os.fstat(self._descriptor)
@@ -118,7 +122,7 @@ class SnapshotFile:
         while left.nbytes:
             count = os.preadv(self._descriptor, [left], at)
             if not count:
-                raise SnapshotRefused(f"{self.path}: it ends at byte {at}: it was cut off.")
+                raise SnapshotRefused(f"cut off while it was loaded. {_UNUSABLE}")
             left, at = left[count:], at + count
 
     def _reader(self, buffer: Buffer) -> ReadCells:
