@@ -22,6 +22,7 @@ from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
 VERSION = 1
+"""Rises with the version of layouts, and with how digests are computed, too."""
 MAX_HEADER = 8 << 20
 """Bytes of a header."""
 MAX_TOKENS = 1 << 24

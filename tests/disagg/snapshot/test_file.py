@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ import torch
 
 from disagg.snapshot import Header, SnapshotRefused, check, inspect, load, save
 from disagg.snapshot.copies import STAGING_BYTES
-from kvpool import MHAPool
+from kvpool import MHAPool, Space
+from kvpool.item import Cell, Repeat
 from tests import oracle
 from tests.pools import CLASSES, dsv4, hybrid, mha, mla
 
@@ -76,6 +78,26 @@ def test_the_file_does_not_depend_on_pages_order_placement_or_what_was_there(tmp
     assert len(files) == 1
 
 
+def small():
+    """Pages, a window and a state, of fixed names and shapes."""
+    page = Repeat("entry", 4, Repeat("head", 2, Cell("k", 3, "bf16")))
+    parts = [
+        (0, "kv", 5, page),
+        (1, "swa", 9, Repeat("entry", 2, Cell("latent", 5, "e4m3"))),
+        (2, "state", 3, Cell("temporal", 4, "f32")),
+    ]
+    return oracle.built(parts, [Space("swa", "paged", 2, window=5), Space("state", "slot")], page=4)
+
+
+def test_files_of_this_version_are_read():
+    """Where this fails, `VERSION` of headers has to rise, and to be that of this file."""
+    dest = small()
+    oracle.blank(dest)
+    address = oracle.place(dest, 11)
+    load(Path(__file__).with_name("version1.safetensors"), dest.layout, address)
+    oracle.assert_holds(dest, address)
+
+
 def test_a_header_says_what_the_file_holds(tmp_path):
     pool = hybrid(**ROOM)
     agreed = {"vocab_size": 128, "rope_theta": 1e4, "model": "qwen3_next"}
@@ -95,10 +117,9 @@ def test_a_header_says_what_the_file_holds(tmp_path):
 BIG = {"layers": range(8), "num_kv_heads": 8, "head_dim": 128, "dtype": "bf16", "page_size": 32}
 
 
-@pytest.mark.parametrize("order", ["nhd", "hnd"])
-def test_memory_stays_bounded_whatever_the_request(order, tmp_path):
+def test_memory_stays_bounded_whatever_the_request(tmp_path):
     tokens = 2048  # 64 MiB
-    pool, dest = (MHAPool(**BIG, num_pages=66, order=each) for each in ("nhd", order))
+    pool, dest = (MHAPool(**BIG, num_pages=66, order=each) for each in ("nhd", "hnd"))
     assert pool.layout.live_bytes(tokens) == 64 << 20
     address, into = oracle.place(pool, tokens, 1), oracle.place(dest, tokens, 2)
     for layer in pool.layers:
@@ -163,28 +184,20 @@ from tests import oracle
 
 pool = mla()
 address = oracle.place(pool, 13)
-real = getattr(os, sys.argv[2])
-
-def killed(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-setattr(os, sys.argv[2], killed)
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 save(sys.argv[1], pool.layout, address)
 """
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_save_that_is_killed_leaves_what_was_there(call, tmp_path):
+def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
     pool, path = mla(), tmp_path / "a"
     save(path, pool.layout, filled(pool, 9))
     before = path.read_bytes()
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), call], timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == before and check(path).tokens == 9
     (left,) = (each for each in tmp_path.iterdir() if each != path)
     assert left.name.startswith(".kvpool-")
-    if call == "fsync":  # before its header was synced, after it was written: sound or refused
-        assert check(left).tokens == 13
 
 
 def test_a_request_that_is_written_to_while_it_is_saved_is_refused_at_load(tmp_path, monkeypatch):
