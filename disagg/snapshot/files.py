@@ -42,10 +42,10 @@ class SnapshotFile:
             with self._named():
                 self._status = self._stat()
                 self.header, self._start = self._header(self._status.st_size)
+            self.address = block_table(self.header.layout, self.header.tokens)
         except BaseException:
             self.close()
             raise
-        self.address = block_table(self.header.layout, self.header.tokens)
 
     def read(self, at: int, into: Bytes) -> None:
         """Fills an array with the data from byte `at` on."""

@@ -120,6 +120,8 @@ def decode(data: bytes, size: int) -> Header:
         return _decode(data, size)
     except SnapshotRefused as error:
         raise SnapshotRefused(str(error)[:MAX_REASON]) from None  # it may quote megabytes
+    except RecursionError:
+        raise SnapshotRefused("header: nested too deeply.") from None
 
 
 def _decode(data: bytes, size: int) -> Header:
@@ -253,7 +255,7 @@ def _object(text: str, what: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=once)
     except SnapshotRefused:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SnapshotRefused(f"{what}: malformed JSON: {error}.") from None
     if not isinstance(found, dict):
         raise SnapshotRefused(f"{what}: a JSON object, got {type(found).__name__}.")

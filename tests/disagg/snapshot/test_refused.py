@@ -73,7 +73,7 @@ def refusal(data, kinds=SnapshotRefused):
         except kinds as error:
             assert all((memory == oracle.DEST).all() for memory in oracle.state(pool).memory)
             if isinstance(error, SnapshotRefused):
-                assert str(error).startswith(f"{path}: ") and len(str(error)) < 6000
+                assert str(error).startswith(f"{path}: ") and len(str(error).encode()) < 6000
             return str(error)
     oracle.assert_holds(pool, address)
     return None
@@ -198,7 +198,7 @@ FILES = {
     "data added": (lambda: whole() + b"x", "2497 bytes of data, its tensors have 2496"),
     "no JSON": (lambda: struct.pack("<Q", 8) + b"{,     }", "header: malformed JSON"),
     "no UTF-8": (lambda: struct.pack("<Q", 8) + b'{"\xff": 1}'[:8], "header: 'utf-8' codec"),
-    "deep": (lambda: struct.pack("<Q", 200_000) + b"[" * 200_000, "header: malformed JSON"),
+    "deep": (lambda: struct.pack("<Q", 200_000) + b"[" * 200_000, "header: nested too deeply"),
     "twice": (lambda: struct.pack("<Q", 17) + b'{"a": 1, "a": 2} ', "header: 'a' is there twice"),
     "a flipped bit": (
         lambda: whole()[:-1] + bytes([whole()[-1] ^ 1]),
@@ -217,6 +217,19 @@ def test_every_length_of_a_cut_file_is_refused():
     data = whole()
     for size in [*range(64), *range(64, len(data), 97)]:
         assert refusal(data[:size])
+
+
+@pytest.mark.parametrize("depth", [90, 300, *range(700, 1000, 9), 3000, 30_000])
+def test_a_header_may_be_as_deep_as_it_likes(depth):
+    """What one part of a reader takes, another may not."""
+    deep = "[" * depth + "]" * depth
+    for said in (
+        edited(T, "shape", to="?"),
+        edited("weight", to="?"),
+        edited(META, "layout", to="?"),
+    ):
+        text = json.dumps(said).replace('"?"', deep).encode()
+        assert refusal(struct.pack("<Q", len(text)) + text + sound()[1])
 
 
 JSON = st.recursive(

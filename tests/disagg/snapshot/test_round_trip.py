@@ -102,9 +102,11 @@ def test_eight_ranks_with_long_pages_load_into_two_with_short_ones(order):
                 load(lacking, dest.layout, address)
 
 
-def test_ranks_that_share_out_positions():
+@pytest.mark.parametrize("tokens", [3, 45])
+def test_ranks_that_share_out_positions(tokens):
+    """Of 3 positions, two of three ranks hold none."""
     side = Side(tp=2, cp=3, size=4, window_size=2, page=8)
-    tokens, ranks = 45, side.ranks()
+    ranks = side.ranks()
     holders = [side.state("mha", 9, tokens, *rank) for rank in ranks]
     addresses = [filled(holder, tokens, seed) for seed, holder in enumerate(holders, 1)]
     with saved(holders, addresses) as paths:
