@@ -67,8 +67,11 @@ def load(
     with ExitStack() as stack:
         files = [stack.enter_context(SnapshotFile(path)) for path in given]
         _check_alike(files)
-        _check_agrees(files[0], layout, total, conventions)
+        _check_agree(files, layout, total, conventions)
         made = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
+        what = f"load of {files[0].path}"
+        stack.enter_context(pinned(address, layout, what, "received", wanted.start))
+        staging = Staging(layout)
 
         def moved(number: int) -> Iterator[CopyBatch]:
             return batches(made, number, files[number].address, address, wanted)
@@ -77,16 +80,12 @@ def load(
             for _ in moved(number):  # refuses what cannot be bound
                 pass
             file.check({o.dest.key for o, elected in made.elected if elected == number})
-        staging = Staging(layout)
-        with pinned(address, layout, f"load of {files[0].path}", "received", wanted.start):
-            for number, file in enumerate(files):
-                for batch in moved(number):
-                    for at, pointers, nbytes in windows(
-                        batch.src, batch.dst, batch.nbytes, MAX_GAP
-                    ):
-                        size = int(at[-1] + nbytes[-1] - at[0])
-                        file.read(int(at[0]), staging.bytes[:size])
-                        staging.scatter(at - at[0], pointers, nbytes, size)
+        for number, file in enumerate(files):
+            for batch in moved(number):
+                for at, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, MAX_GAP):
+                    size = int(at[-1] + nbytes[-1] - at[0])
+                    file.read(int(at[0]), staging.bytes[:size])
+                    staging.scatter(at - at[0], pointers, nbytes, size)
         for file in files:
             file.check_unchanged()
     return len(wanted)
@@ -113,30 +112,34 @@ def _check_alike(files: Sequence[SnapshotFile]) -> None:
                     f"{file.path}: {what} {theirs!r}, in {first.path} {mine!r}. Load the files of "
                     "one request, saved at one time."
                 )
-        _check_conventions(file, one.conventions, f"in {first.path}")
 
 
-def _check_agrees(
-    file: SnapshotFile, layout: PoolLayout, tokens: int, conventions: Mapping[str, Convention]
+def _check_agree(
+    files: Sequence[SnapshotFile],
+    layout: PoolLayout,
+    tokens: int,
+    conventions: Mapping[str, Convention],
 ) -> None:
-    """Refuses files of another model, and of fewer tokens than are wanted."""
-    header = file.header
-    if header.tokens < tokens:
-        raise SnapshotRefused(
-            f"{file.path}: it has {header.tokens} tokens, the block table {tokens}. Load at most "
-            f"{header.tokens}."
-        )
-    models = header.layout.model, layout.model
-    if all(models) and models[0] != models[1]:
-        raise SnapshotRefused(f"{file.path}: state of model {models[0]!r}, this is {models[1]!r}.")
-    _check_conventions(file, checked_conventions(conventions), "here")
-
-
-def _check_conventions(file: SnapshotFile, others: Mapping[str, Convention], where: str) -> None:
-    """Refuses a file that says other than `others` of something of which both say anything."""
-    for name, theirs in sorted(file.header.conventions.items()):
-        if name in others and others[name] != theirs:
+    """Refuses files of another model than `layout` and `conventions` are of, or than each other,
+    and those of fewer tokens than are wanted.
+    """
+    known = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
+    for file in files:
+        header = file.header
+        if header.tokens < tokens:
             raise SnapshotRefused(
-                f"{file.path}: {name} {theirs!r}, {where} {others[name]!r}. Load it into the same "
-                "model with the same settings."
+                f"{file.path}: it has {header.tokens} tokens, the block table {tokens}. Load at "
+                f"most {header.tokens}."
             )
+        models = header.layout.model, layout.model
+        if all(models) and models[0] != models[1]:
+            raise SnapshotRefused(
+                f"{file.path}: state of model {models[0]!r}, this is {models[1]!r}."
+            )
+        for name, value in header.conventions.items():
+            other, where = known.setdefault(name, (value, f"in {file.path}"))
+            if other != value:
+                raise SnapshotRefused(
+                    f"{file.path}: {name} {value!r}, {where} {other!r}. Load it into the same "
+                    "model with the same settings."
+                )

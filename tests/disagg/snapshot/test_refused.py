@@ -352,6 +352,8 @@ def test_files_of_different_requests_or_models_are_refused(tmp_path):
     load([first, second], pool.layout, into, conventions={"vocab_size": 7, "revision": "x"})
     with pytest.raises(SnapshotRefused, match="first: rope 'yarn', here 'default'"):
         load([first, second], pool.layout, into, conventions={"rope": "default"})
+    with pytest.raises(SnapshotRefused, match="second: head_dim 4, here 8"):
+        load([first, second], pool.layout, into, conventions={"head_dim": 8})
     other = mha(model="two")
     with pytest.raises(SnapshotRefused, match="state of model 'one', this is 'two'"):
         load([first, second], other.layout, into)

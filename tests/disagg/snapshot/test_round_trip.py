@@ -11,9 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from disagg import IncompatibleLayouts, IncompleteTransfer
 from disagg.snapshot import load, save
-from kvpool import Allocator, Shard, Space
+from kvpool import Allocator, RequestPinned, Shard, Space
 from kvpool.device import DeviceUnavailable
 from kvpool.item import Cell, Repeat
+from kvpool.layout import Pin
 from kvpool.pools.mha import MHAPool
 from tests import oracle
 from tests.disagg.engines.shared_device import installed, there
@@ -264,9 +265,17 @@ def test_a_request_is_pinned_while_it_is_saved_and_loaded():
         allocator.extend(fork, 2)
         load(paths, pool.layout, fork.address(), tokens=range(8, 10))
         assert oracle.holds(pool, fork.address()) and not fork.pins() and not request.pins()
-        allocator.free(request)
-        with pytest.raises(ValueError, match="this request was freed"):
-            save(paths[0], pool.layout, request.address())
+        allocator.free(fork)
+        address = request.address()
+        for side, call in (
+            ("received", lambda: save(paths[0], pool.layout, address)),
+            ("offered", lambda: load(paths, pool.layout, address)),
+        ):
+            pin = Pin("r", side, address, pool.layout, last=True, held=lambda: True)
+            request.pin(pin)
+            with pytest.raises(RequestPinned, match=r"room 'r' .* the 10 tokens of this"):
+                call()
+            request.unpin(pin)
 
 
 def test_memory_that_cannot_be_copied_is_refused(tmp_path):
