@@ -27,13 +27,20 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"plan"},
         {"digest", "engines"},
         {"protocol"},
-        {"runtime"},
+        {"runtime", "snapshot"},
         {"connectors", "cli", "prometheus", "testing"},
         {"exporter", "disagg"},
     ),
 }
 BANNED = {  # by imported package: where
-    "torch": ("kvpool.layout", "kvpool.render", "disagg.plan", "disagg.protocol", "disagg.runtime"),
+    "torch": (
+        "kvpool.layout",
+        "kvpool.render",
+        "disagg.plan",
+        "disagg.protocol",
+        "disagg.runtime",
+        "disagg.snapshot",
+    ),
     "zmq": ("disagg.protocol",),
     "threading": ("disagg.protocol",),
     "typer": ("kvpool", "disagg", "kvpool_cuda", "kvpool_npu"),

@@ -7,7 +7,7 @@ add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -21,7 +21,7 @@ from disagg.plan import TransferPlan
 from disagg.plan.cells import cut
 from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
-from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
+from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import axis_steps, by_layers, held_words, ranges
 from kvpool.layout.types import EVERY, MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
@@ -78,9 +78,14 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
 
 
 def digests(
-    layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], each: bool = False
+    layout: PoolLayout,
+    address: RequestAddress,
+    pieces: Iterable[Piece],
+    each: bool = False,
+    reader: Callable[[Buffer], ReadCells] = reader,
 ) -> Iterator[Hashes | None]:
-    """Digests of the pieces in order, one per piece, or with `each` one per entry.
+    """Digests of the pieces in order, one per piece, or with `each` one per entry. `reader` makes
+    what reads a buffer, which need not be memory.
 
     Yields after about `STEP_BYTES` of work: the digests of pieces completed since, or None. Pieces
     may be untrusted: raises ValueError, naming owner, layer and role, if a piece lies outside the
@@ -91,7 +96,8 @@ def digests(
     work = 0
     for piece in pieces:
         region = _region(layout, piece)
-        read, starts, numbers = _rows(layout, address, region, piece)
+        starts, numbers = _rows(layout, address, region, piece)
+        read = reader(layout.buffer_of(region))
         # looking for the entries of a piece takes time by this side's entries, all of them
         mine = len(layout.space_of(region).held.part(piece.entries))
         left -= mine * _volume(piece.box) * region.width
@@ -257,9 +263,9 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
 
 def _rows(
     layout: PoolLayout, address: RequestAddress, region: Region, piece: Piece
-) -> tuple[ReadCells, Ints, Ints]:
-    """A reader of a region's buffer, and the offset and number of each entry. Raises ValueError for
-    entries that are not alive, or another rank's.
+) -> tuple[Ints, Ints]:
+    """The offset in a region's buffer and the number of each entry. Raises ValueError for entries
+    that are not alive, or another rank's.
     """
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
     packed, total, entries = bool(region.packing), address.num_tokens, piece.entries
@@ -281,7 +287,7 @@ def _rows(
     items, steps = np.divmod(space.held.index(numbers), 1 if packed else space.entries_per_item)
     ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
-    return reader(buffer), starts, numbers
+    return starts, numbers
 
 
 def _volume(box: Box) -> int:

@@ -1,0 +1,177 @@
+"""Files on disk: one that is read, bounded by what its header says, and one that is replaced
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from disagg.digest.cell_hash import ReadCells
+from disagg.digest.digest import digests
+from disagg.snapshot.header import LENGTH, Header, SnapshotRefused, decode, header_bytes
+from disagg.snapshot.portable import block_table, live_pieces
+from kvpool.layout import Buffer, Key
+from kvpool.layout.grid import Ints
+from kvpool.layout.sentences import by_layers
+
+Bytes = npt.NDArray[np.uint8]
+MAX_SPAN = 4 << 20
+"""Bytes that are read at once for cells that lie apart."""
+_UNUSABLE = "What is in the request's items now must not be used."
+
+
+class SnapshotFile:
+    """An open file whose header is sound. Raises OSError, and SnapshotRefused, which begins with
+    the path.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        # a pipe would block; what is no file is refused below
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with self._named():
+                self._status = self._stat()
+                self.header, self._start = self._header(self._status.st_size)
+            self.address = block_table(self.header.layout, self.header.tokens)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, at: int, into: Bytes) -> None:
+        """Fills an array with the data from byte `at` on."""
+        with self._named():
+            self._read(self._start + at, into)
+
+    def check(self, keys: Collection[Key] | None = None) -> None:
+        """Compares the data of regions `keys` (default: all) with the digests of what was saved."""
+        layout, tokens = self.header.layout, self.header.tokens
+        pieces = [p for p in live_pieces(layout, tokens) if keys is None or p.key in keys]
+        try:
+            parts = list(digests(layout, self.address, pieces, reader=self._reader))
+        except SnapshotRefused:
+            raise
+        except ValueError as error:  # cells without number
+            raise SnapshotRefused(f"{self.path}: {error}") from None
+        found = [value for part in parts if part is not None for value in part.tolist()]
+        wrong = by_layers(
+            (piece.key, "")
+            for piece, value in zip(pieces, found)
+            if value != self.header.digests[piece.key]
+        )
+        if wrong:
+            raise SnapshotRefused(
+                f"{self.path}: {'; '.join(wrong)}: not the bytes that were saved. The file is "
+                "damaged, or the request was written to while it was saved."
+            )
+
+    def check_unchanged(self) -> None:
+        """Refuses a file that was written to since it was opened."""
+        now, then = self._stat(), self._status
+        if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+            raise SnapshotRefused(f"{self.path}: written to while it was loaded. {_UNUSABLE}")
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except SnapshotRefused as error:
+            raise SnapshotRefused(f"{self.path}: {error}") from None
+
+    def _stat(self) -> os.stat_result:
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise SnapshotRefused("not a regular file.")
+        return found
+
+    def _header(self, size: int) -> tuple[Header, int]:
+        """The header, and where the data begin."""
+        start = np.empty(min(LENGTH.size, size), dtype=np.uint8)
+        self._read(0, start)
+        text = np.empty(header_bytes(start.tobytes(), size), dtype=np.uint8)
+        self._read(LENGTH.size, text)
+        end = LENGTH.size + text.size
+        return decode(text.tobytes(), size - end), end
+
+    def _read(self, at: int, into: Bytes) -> None:
+        left = into.data
+        while left.nbytes:
+            count = os.preadv(self._descriptor, [left], at)
+            if not count:
+                raise SnapshotRefused(f"cut off while it was loaded. {_UNUSABLE}")
+            left, at = left[count:], at + count
+
+    def _reader(self, buffer: Buffer) -> ReadCells:
+        """Reads cells of a buffer. See disagg.digest.memory."""
+
+        def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
+            low, high = int(offsets.min()), int(offsets.max()) + width
+            if high - low <= MAX_SPAN:
+                span = np.empty(high - low, dtype=np.uint8)
+                self.read(buffer.base + low, span)
+                rows = np.ndarray((span.size - width + 1,), f"V{width}", span, strides=(1,))
+                return np.asarray(rows[offsets - low])
+            cells = np.empty((offsets.size, width), dtype=np.uint8)
+            for cell, offset in zip(cells, offsets.ravel().tolist()):
+                self.read(buffer.base + offset, cell)
+            return cells.view(f"V{width}").reshape(offsets.shape)
+
+        return read
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+    """The descriptor of a new file, readable by its owner only, which takes the place of `path`
+    once the block has ended; if it raises, or the process ends, `path` stays what it was.
+    """
+    target = os.path.abspath(os.fspath(path))
+    folder = os.path.dirname(target)
+    descriptor, made = tempfile.mkstemp(prefix=".kvpool-", suffix=".tmp", dir=folder)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(made, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(made)
+        raise
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(held)  # the name too
+    finally:
+        os.close(held)
+
+
+def write(descriptor: int, at: int, data: memoryview | bytes) -> None:
+    """Writes all of `data` at byte `at`."""
+    left = memoryview(data)
+    while left.nbytes:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count

@@ -1,0 +1,271 @@
+"""The header of a file: safetensors' tensors, and what kvpool says of them in `__metadata__`.
+
+All of it is untrusted. What the tensors are follows from the layout and the number of tokens; the
+rest is covered by a checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.errors import PeerError
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.snapshot.portable import data_bytes, live_pieces, portable
+from kvpool.layout import Key, LayoutError, PoolLayout
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.types import MAX_NAME, MAX_REASON
+
+VERSION = 1
+"""Rises with the version of layouts, and with how digests are computed, too."""
+MAX_HEADER = 8 << 20
+"""Bytes of a header."""
+MAX_TOKENS = 1 << 24
+"""Tokens of a file."""
+LENGTH = struct.Struct("<Q")
+
+_METADATA = "__metadata__"
+_MARK = "kvpool_snapshot"
+_COVERED = (_MARK, "tokens", "request", "conventions", "layout", "digests")
+_TYPES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float64": "F64",
+}
+"""safetensors' names of dtypes; of what not all its readers know, bytes."""
+Tensor = dict[str, str | list[int]]
+
+
+class SnapshotRefused(PeerError, ValueError):
+    """A file that is no snapshot, is damaged, or is not of this model or request. Unless the
+    message says otherwise, nothing was written to the pool.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file holds: `tokens` tokens of a rank's state, by a layout whose pointers are offsets
+    in its data.
+
+    `request` names the request of which the ranks' files are parts. `conventions` are those of the
+    engine (`disagg.connectors.conventions`). `digests` are those of all live bytes of each region
+    that has any.
+    """
+
+    tokens: int
+    layout: PoolLayout
+    request: str = ""
+    conventions: Mapping[str, Convention] = field(default_factory=dict)
+    digests: Mapping[Key, int] = field(default_factory=dict)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of data that follow the header."""
+        return data_bytes(self.layout)
+
+    def encode(self) -> bytes:
+        """Length and header; of equal length whatever the digests are. Raises ValueError above
+        `MAX_HEADER`.
+        """
+        names = {region.key: region.buffer for region in self.layout.regions}
+        digests = {names[key]: f"{value:016x}" for key, value in self.digests.items()}
+        covered = {
+            _MARK: str(VERSION),
+            "tokens": str(self.tokens),
+            "request": self.request,
+            "conventions": _json(dict(sorted(self.conventions.items()))),
+            "layout": self.layout.to_json(),
+            "digests": _json(digests),
+        }
+        document = {_METADATA: covered | {"checksum": _checksum(covered)}, **tensors(self.layout)}
+        text = _json(document).encode()
+        text += b" " * (-len(text) % LENGTH.size)
+        if len(text) > MAX_HEADER:
+            raise ValueError(f"a header of {len(text)} bytes: at most {MAX_HEADER} are read back.")
+        return LENGTH.pack(len(text)) + text
+
+
+def header_bytes(start: bytes, size: int) -> int:
+    """Bytes of the header of a file of `size` bytes, by its first 8. Raises SnapshotRefused."""
+    if len(start) < LENGTH.size:
+        raise SnapshotRefused(f"{size} bytes: too short for a safetensors file.")
+    (length,) = LENGTH.unpack(start)
+    if length > min(MAX_HEADER, size - LENGTH.size):
+        raise SnapshotRefused(
+            f"its header would be {length} bytes: at most {MAX_HEADER} are read, and the file has "
+            f"{size}. It is no safetensors file, or was cut off."
+        )
+    return int(length)
+
+
+def decode(data: bytes, size: int) -> Header:
+    """Reads a header without its length, of `size` bytes of data. Raises SnapshotRefused."""
+    try:
+        return _decode(data, size)
+    except SnapshotRefused as error:
+        raise SnapshotRefused(str(error)[:MAX_REASON]) from None  # it may quote megabytes
+    except RecursionError:
+        raise SnapshotRefused("header: nested too deeply.") from None
+
+
+def _decode(data: bytes, size: int) -> Header:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise SnapshotRefused(f"header: {error}.") from None
+    given = _object(text, "header")
+    said = given.pop(_METADATA, {})
+    if not isinstance(said, dict) or _MARK not in said:
+        raise SnapshotRefused(f"not a kvpool snapshot: its {_METADATA} has no {_MARK}.")
+    if said[_MARK] != str(VERSION):
+        raise SnapshotRefused(
+            f"{_MARK} version {said[_MARK]!r}: this kvpool reads version {VERSION}. Load it with "
+            "the kvpool that saved it."
+        )
+    _same_names(said, (*_COVERED, "checksum"), _METADATA)
+    if wrong := [name for name, value in said.items() if not isinstance(value, str)]:
+        raise SnapshotRefused(f"{_METADATA} {wrong[0]}: a text, got {said[wrong[0]]!r}.")
+    if said["checksum"] != _checksum(said):
+        raise SnapshotRefused(
+            f"{_METADATA} checksum {said['checksum']!r}: its values have {_checksum(said)!r}. The "
+            "header is damaged."
+        )
+    if not re.fullmatch("[1-9][0-9]{0,8}", said["tokens"]) or int(said["tokens"]) > MAX_TOKENS:
+        raise SnapshotRefused(f"tokens {said['tokens']!r}: 1 to {MAX_TOKENS}.")
+    tokens = int(said["tokens"])
+    try:
+        layout = PoolLayout.from_json(said["layout"])
+        conventions = checked_conventions(_object(said["conventions"], "conventions"))
+        request = checked_request(said["request"])
+        expected = portable(layout, tokens)
+    except SnapshotRefused:
+        raise
+    except ValueError as error:
+        what = "layout: " if isinstance(error, LayoutError) else ""
+        raise SnapshotRefused(f"{what}{error}") from None
+    _same_layout(layout, expected)
+    _same_tensors(given, tensors(layout))
+    if size != data_bytes(layout):
+        raise SnapshotRefused(
+            f"{size} bytes of data, its tensors have {data_bytes(layout)}. The file was cut off, "
+            "or bytes were added."
+        )
+    digests = _digests(_object(said["digests"], "digests"), layout, tokens)
+    return Header(tokens, layout, request, conventions, digests)
+
+
+def checked_request(name: str) -> str:
+    """The name of a request, which must be short and printable; else raises ValueError."""
+    if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
+        raise ValueError(f"request {name!r}: at most {MAX_NAME} printable characters.")
+    return name
+
+
+def tensors(layout: PoolLayout) -> dict[str, Tensor]:
+    """The tensors of a file of that layout, by name: `[item, axes..., element]`, with the entries
+    of an item as an axis where there are several.
+    """
+    found: dict[str, Tensor] = {}
+    for region in layout.regions:
+        buffer, entry = layout.buffer_of(region), region.axis("entry")
+        grid = [buffer.items] if entry is None or entry.size == 1 else [buffer.items, entry.size]
+        size = ITEMSIZE[region.dtype] if region.dtype in _TYPES else 1
+        found[buffer.name] = {
+            "dtype": _TYPES.get(region.dtype, "U8"),
+            "shape": [*grid, *(axis.size for axis in region.inner_axes), region.width // size],
+            "data_offsets": [buffer.base, buffer.end],
+        }
+    return found
+
+
+def _same_names(found: Iterable[str], expected: Iterable[str], where: str) -> None:
+    found, expected = set(found), set(expected)
+    for what, names in (("unknown", found - expected), ("missing", expected - found)):
+        if names:
+            raise SnapshotRefused(f"{where}: {what} {', '.join(map(repr, sorted(names)))}.")
+
+
+def _same_layout(found: PoolLayout, expected: PoolLayout) -> None:
+    """Refuses a layout that is not that of a file, with the first part that differs."""
+    for what in ("spaces", "regions", "buffers"):
+        for one, other in zip(getattr(found, what), getattr(expected, what)):
+            if one != other:
+                raise SnapshotRefused(f"layout: {one!r}, in a file it is {other!r}.")
+        count = len(getattr(found, what)), len(getattr(expected, what))
+        if count[0] != count[1]:
+            raise SnapshotRefused(f"layout: {count[0]} {what}, in a file {count[1]}.")
+    if found != expected:
+        raise SnapshotRefused("layout: a generation, which a file has not.")
+
+
+def _same_tensors(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    _same_names(found, expected, "tensors")
+    for name, tensor in expected.items():
+        given = found[name]
+        if not isinstance(given, dict):
+            raise SnapshotRefused(f"tensor {name}: {given!r}.")
+        _same_names(given, tensor, f"tensor {name}")
+        for what, value in tensor.items():
+            if _json(given[what]) != _json(value):  # not equal to True or 1.0 either
+                raise SnapshotRefused(
+                    f"tensor {name}: {what} {given[what]!r}, by the layout {value!r}."
+                )
+
+
+def _digests(given: Mapping[str, Any], layout: PoolLayout, tokens: int) -> dict[Key, int]:
+    keys = {layout.region_by_key[p.key].buffer: p.key for p in live_pieces(layout, tokens)}
+    _same_names(given, keys, "digests")
+    found = {}
+    for name, key in keys.items():
+        text = given[name]
+        if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
+            raise SnapshotRefused(f"digest of {name}: 16 hex digits, got {text!r}.")
+        found[key] = int(text, 16)
+    return found
+
+
+def _object(text: str, what: str) -> dict[str, Any]:
+    """A JSON object, no name of it twice."""
+
+    def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            raise SnapshotRefused(f"{what}: {twice!r} is there twice.")
+        return found
+
+    try:
+        found = json.loads(text, object_pairs_hook=once)
+    except SnapshotRefused:
+        raise
+    except ValueError as error:
+        raise SnapshotRefused(f"{what}: malformed JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise SnapshotRefused(f"{what}: a JSON object, got {type(found).__name__}.")
+    return found
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _checksum(said: Mapping[str, str]) -> str:
+    """SHA-256 of the values that are not to be derived from others."""
+    return hashlib.sha256(_json([said[name] for name in _COVERED]).encode()).hexdigest()

@@ -1,0 +1,145 @@
+"""`load`: from files to a pool; `inspect` and `check`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+
+from disagg.plan import plan
+from disagg.plan.bind import CopyBatch
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.snapshot.copies import MAX_GAP, Staging, batches, windows
+from disagg.snapshot.files import SnapshotFile
+from disagg.snapshot.header import Header, SnapshotRefused
+from disagg.snapshot.saving import pinned
+from kvpool.layout import PoolLayout, RequestAddress
+
+Path = str | os.PathLike[str]
+
+
+def inspect(path: Path) -> Header:
+    """What a file holds, by its header. Raises SnapshotRefused and OSError."""
+    with SnapshotFile(path) as file:
+        return file.header
+
+
+def check(path: Path) -> Header:
+    """As `inspect`, and compares all data with the digests of what was saved."""
+    with SnapshotFile(path) as file:
+        file.check()
+        return file.header
+
+
+def load(
+    paths: Path | Sequence[Path],
+    layout: PoolLayout,
+    address: RequestAddress,
+    *,
+    tokens: range | None = None,
+    conventions: Mapping[str, Convention] = MappingProxyType({}),
+    allow_missing: Collection[str] = (),
+) -> int:
+    """Reads positions `tokens` (default: all) of a request from the files of its ranks, all that
+    this rank needs together, into the pool that `layout` describes; returns how many these are.
+
+    The block table may have fewer tokens than the files: then it is a prefix that is loaded.
+    `tokens` begins after what is there already, and ends with the block table's last.
+    `allow_missing` is `plan`'s. Nothing is written before all files are checked.
+
+    Raises SnapshotRefused for a file that is damaged, or of another model or request, or has too
+    few tokens; IncompatibleLayouts where the files do not have all state (to its sentences,
+    "prefill" is the files, "decode" this pool); IncompleteTransfer where they do not have the state
+    at that prefix; RequestPinned and ValueError for a block table that may not be written to;
+    DeviceUnavailable and OSError.
+    """
+    total = address.num_tokens
+    wanted = range(total) if tokens is None else tokens
+    if wanted.step != 1 or not 0 <= wanted.start <= wanted.stop == total:
+        raise ValueError(
+            f"tokens={tokens}: a range that ends with the block table's {total} tokens. State of "
+            "a prefix is loaded into a block table of that prefix."
+        )
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise ValueError("load needs at least one file.")
+    with ExitStack() as stack:
+        files = [stack.enter_context(SnapshotFile(path)) for path in given]
+        _check_alike(files)
+        _check_agree(files, layout, total, conventions)
+        made = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
+        what = f"load of {files[0].path}"
+        stack.enter_context(pinned(address, layout, what, "received", wanted.start))
+        staging = Staging(layout)
+
+        def moved(number: int) -> Iterator[CopyBatch]:
+            return batches(made, number, files[number].address, address, wanted)
+
+        for number, file in enumerate(files):
+            for _ in moved(number):  # refuses what cannot be bound
+                pass
+            file.check({o.dest.key for o, elected in made.elected if elected == number})
+        for number, file in enumerate(files):
+            for batch in moved(number):
+                for at, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, MAX_GAP):
+                    size = int(at[-1] + nbytes[-1] - at[0])
+                    file.read(int(at[0]), staging.bytes[:size])
+                    staging.scatter(at - at[0], pointers, nbytes, size)
+        for file in files:
+            file.check_unchanged()
+    return len(wanted)
+
+
+def _check_alike(files: Sequence[SnapshotFile]) -> None:
+    """Refuses files that are not parts of one request."""
+    first, *others = files
+    one = first.header
+    if others and not one.request:
+        raise SnapshotRefused(
+            f"{first.path}: it does not say of which request it is, so other files may be of "
+            "another. Save the files of several ranks with request=..."
+        )
+    for file in others:
+        other = file.header
+        for what, mine, theirs in (
+            ("request", one.request, other.request),
+            ("tokens", one.tokens, other.tokens),
+            ("model", one.layout.model, other.layout.model),
+        ):
+            if mine != theirs:
+                raise SnapshotRefused(
+                    f"{file.path}: {what} {theirs!r}, in {first.path} {mine!r}. Load the files of "
+                    "one request, saved at one time."
+                )
+
+
+def _check_agree(
+    files: Sequence[SnapshotFile],
+    layout: PoolLayout,
+    tokens: int,
+    conventions: Mapping[str, Convention],
+) -> None:
+    """Refuses files of another model than `layout` and `conventions` are of, or than each other,
+    and those of fewer tokens than are wanted.
+    """
+    known = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
+    for file in files:
+        header = file.header
+        if header.tokens < tokens:
+            raise SnapshotRefused(
+                f"{file.path}: it has {header.tokens} tokens, the block table {tokens}. Load at "
+                f"most {header.tokens}."
+            )
+        models = header.layout.model, layout.model
+        if all(models) and models[0] != models[1]:
+            raise SnapshotRefused(
+                f"{file.path}: state of model {models[0]!r}, this is {models[1]!r}."
+            )
+        for name, value in header.conventions.items():
+            other, where = known.setdefault(name, (value, f"in {file.path}"))
+            if other != value:
+                raise SnapshotRefused(
+                    f"{file.path}: {name} {value!r}, {where} {other!r}. Load it into the same "
+                    "model with the same settings."
+                )

@@ -1,0 +1,108 @@
+"""The layout of a file: the live items of a request, one region behind the other without gaps.
+
+It depends on what the state means and not on how a pool keeps it: pages of any size, in any order
+and placement, become the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from disagg.digest.digest import Piece
+from kvpool.layout import Axis, Buffer, PoolLayout, Region, RequestAddress, Space, Span
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.types import EVERY
+
+
+def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
+    """The layout of a file that holds `tokens` tokens of what `layout` describes; its pointers are
+    offsets from the file's first byte of data.
+
+    A page is one entry, but of packed regions, whose items stay whole. Wide elements come first, so
+    that every region begins at a multiple of its element's size. Raises LayoutError where names
+    are too long or meet.
+    """
+    plain = {layout.space_of(region).name for region in layout.regions if not region.packing}
+    spaces: dict[str, Space] = {}
+    buffers: list[Buffer] = []
+    regions: list[Region] = []
+    end = 0
+    for region in sorted(layout.regions, key=_order):
+        space = _space(layout.space_of(region), bool(region.packing), plain)
+        spaces[space.name] = space
+        made = _compact(region, space)
+        items = max(1, len(space.alive_items(tokens)))  # a buffer has an item
+        size = made.nbytes
+        buffers.append(Buffer(made.buffer, space.name, end, size, size, items))
+        regions.append(made)
+        end += items * size
+    return PoolLayout(
+        tuple(buffers),
+        tuple(regions),
+        tuple(spaces.values()),
+        layout.total_kv_layers,
+        layout.model,
+    )
+
+
+def block_table(layout: PoolLayout, tokens: int) -> RequestAddress:
+    """Where the request lies in a file of that layout: its live items, in order."""
+    spans = {}
+    for space in layout.spaces:
+        items = space.alive_items(tokens)
+        first = 0 if space.per_request else items.start
+        spans[space.name] = Span(np.arange(len(items)), first)
+    return RequestAddress(tokens, spans)
+
+
+def data_bytes(layout: PoolLayout) -> int:
+    """Bytes of a file's data."""
+    return max((buffer.end for buffer in layout.buffers), default=0)
+
+
+def live_pieces(layout: PoolLayout, tokens: int) -> Iterator[Piece]:
+    """All that a rank has of a request, region by region, as digests name it. The same for its
+    pool and its file; regions without live entries have no piece.
+    """
+    for region in layout.regions:
+        space = layout.space_of(region)
+        live = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
+        held = () if space.held == EVERY else (space.held,)
+        box = tuple((axis.name, axis.start, axis.stop) for axis in region.inner_axes)
+        piece = Piece(region.key, box, live, held)
+        if live and piece.numbers().size:
+            yield piece
+
+
+def _order(region: Region) -> tuple[int, str, int, str]:
+    return -ITEMSIZE[region.dtype], *region.key
+
+
+def _space(space: Space, packed: bool, plain: set[str]) -> Space:
+    """A space of the file. Packed regions have one of their own, as their items are pages."""
+    whole = packed or space.per_request
+    return replace(
+        space,
+        name=f"{space.name}.packed" if packed and space.name in plain else space.name,
+        entries_per_item=space.entries_per_item if whole else 1,
+        reserved=0,
+        ids=None,
+        block_pool=None,
+        items_per_block=1,
+    )
+
+
+def _compact(region: Region, space: Space) -> Region:
+    """A region alone in its item: entry, then the other axes in their order, without gaps."""
+    axes: list[Axis] = []
+    stride = region.width
+    for axis in reversed(region.inner_axes):
+        axes.append(replace(axis, stride=stride))
+        stride *= axis.size
+    if space.kind != "slot" and not region.packing:
+        axes.append(Axis("entry", space.entries_per_item, stride))
+    name = f"{region.owner}.{region.layer}.{region.role}"
+    return replace(region, buffer=name, offset=0, axes=tuple(axes))

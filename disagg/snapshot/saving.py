@@ -1,0 +1,89 @@
+"""`save`: from a pool to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Literal
+
+from disagg.digest.digest import digests
+from disagg.plan import plan
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.snapshot.copies import Staging, batches, windows
+from disagg.snapshot.files import replacing, write
+from disagg.snapshot.header import MAX_TOKENS, Header, checked_request
+from disagg.snapshot.portable import block_table, live_pieces, portable
+from kvpool.layout import Key, Pin, PoolLayout, RequestAddress
+
+
+def save(
+    path: str | os.PathLike[str],
+    layout: PoolLayout,
+    address: RequestAddress,
+    *,
+    tokens: int | None = None,
+    request: str = "",
+    conventions: Mapping[str, Convention] = MappingProxyType({}),
+) -> None:
+    """Writes the first `tokens` (default: all) tokens of a request to a file: what this rank, whose
+    pool `layout` describes, holds of them.
+
+    `request` names the request; the files of several ranks are loaded together only if they name
+    the same one. `conventions` is what loaders are to agree with
+    (`disagg.connectors.conventions`). The file is complete under its name or not there, on disk
+    when the call returns, and readable by its owner only.
+
+    Raises IncompleteTransfer where state of these tokens is gone (a slot or ring holds that of the
+    last token only), RequestPinned while a room receives the request, DeviceUnavailable, OSError,
+    and ValueError for arguments that cannot be; `path` is then what it was before.
+    """
+    count = address.num_tokens if tokens is None else tokens
+    if not 1 <= count <= min(address.num_tokens, MAX_TOKENS):
+        raise ValueError(
+            f"tokens: 1 to {min(address.num_tokens, MAX_TOKENS)}, which the block table has, got "
+            f"{count}."
+        )
+    agreed = checked_conventions(conventions)
+    there = portable(layout, count)
+    pieces = list(live_pieces(there, count))
+    empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
+    header = Header(count, there, checked_request(request), agreed, empty)
+    start = len(header.encode())
+    made, into = plan([layout], there), block_table(there, count)
+    staging = Staging(layout)
+    with pinned(address, layout, f"save to {path}", "offered"), replacing(path) as file:
+        os.ftruncate(file, start + header.data_bytes)
+        for batch in batches(made, 0, address, into, range(count)):
+            for at, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
+                size = int(at[-1] + nbytes[-1] - at[0])
+                staging.gather(pointers, at - at[0], nbytes, size)
+                write(file, start + int(at[0]), staging.bytes[:size].data)
+        # of the pool, not of the file: what a copy got wrong is found at load
+        here = RequestAddress(count, address.spans)
+        parts = [part for part in digests(layout, here, pieces) if part is not None]
+        values = [value for part in parts for value in part.tolist()]
+        known = dict(zip(empty, values))
+        write(file, 0, replace(header, digests=known).encode())
+
+
+@contextmanager
+def pinned(
+    address: RequestAddress,
+    layout: PoolLayout,
+    what: str,
+    side: Literal["offered", "received"],
+    start: int = 0,
+) -> Iterator[None]:
+    """Pins the request whose block table it is, as a room of the name `what` does."""
+    if address.holder is None:
+        yield
+        return
+    pin = Pin(what, side, address, layout, last=True, held=lambda: True, start=start)
+    address.holder.pin(pin)
+    try:
+        yield
+    finally:
+        address.holder.unpin(pin)
