@@ -1,4 +1,4 @@
-"""What linear attention keeps in a slot, as item templates: `[conv | temporal]`.
+"""What linear attention keeps in a slot, as item templates: a conv state and a temporal state.
 
 The conv state's channels are sections with heads of their own: q, k and v of delta nets, x, B and C
 of Mamba-2. Ranks of tensor parallelism share each section's heads.
@@ -34,11 +34,11 @@ class Section(NamedTuple):
 
 
 def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
-    """A slot in each item."""
+    """A slot, or a state of one, in each item."""
     return [Part(view.flatten(1), ("item",), item)]
 
 
-def slot(
+def states(
     kind: LinearKind,
     conv: tuple[int, int],
     temporal: Sequence[int],
@@ -50,8 +50,9 @@ def slot(
     spare: int = 0,
     dim_first: bool = False,
     key_first: bool = False,
-) -> Template:
-    """A slot of `rank` of `ranks`. `conv`: `(dim, tap)` if `dim_first`, else `(tap, dim)`.
+) -> tuple[Template, Template]:
+    """The conv state and the temporal state of a slot of `rank` of `ranks`. `conv`: `(dim, tap)` if
+    `dim_first`, else `(tap, dim)`.
 
     `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets, whose bytes are
     `(head, key, value)` if `key_first`, as SGLang's. `groups`: Mamba-2's B and C in the model.
@@ -63,20 +64,19 @@ def slot(
     parts = sections(kind, channels, temporal, rank, ranks, groups)
     size, kept = ITEMSIZE[dtypes[0]], taps - spare
     cells = [(part, Cell(f"conv.{part.role}", 1, dtypes[0])) for part in parts]
-    found: list[Template] = []
     if dim_first:
         unused = [Skip(spare * size)] if spare else []
-        found += [part.of(Seq(Repeat("tap", kept, cell), *unused)) for part, cell in cells]
+        found = [part.of(Seq(Repeat("tap", kept, cell), *unused)) for part, cell in cells]
     else:
-        found.append(Repeat("tap", kept, Seq(*(part.of(cell) for part, cell in cells))))
-        found += [Skip(spare * channels * size)] if spare else []
+        unused = [Skip(spare * channels * size)] if spare else []
+        found = [Repeat("tap", kept, Seq(*(part.of(cell) for part, cell in cells))), *unused]
     heads, *inner = temporal
     state: Template = Cell("temporal", prod(inner), dtypes[1])
     if kind == "delta_net":  # an axis says which of the two states it is
         value, key = inner
         outer, cell = ("key", value) if key_first else ("value", key)
         state = Repeat(outer, prod(inner) // cell, Cell("temporal", cell, dtypes[1]))
-    return Seq(*found, Repeat("head", heads, state, rank * heads, ranks * heads))
+    return Seq(*found), Repeat("head", heads, state, rank * heads, ranks * heads)
 
 
 def sections(

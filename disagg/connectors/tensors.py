@@ -13,7 +13,7 @@ import torch
 
 from kvpool.describe import Described, describe_buffer, describe_items
 from kvpool.item import Template, item_regions, prefixed
-from kvpool.layout import Buffer, LayoutError, Region
+from kvpool.layout import Buffer, LayoutError, PoolLayout, Region, Space
 
 
 class UnknownFormat(ValueError):
@@ -40,8 +40,8 @@ Format = Callable[[torch.Tensor], list[Part]]
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer `number` of `owner`: its tensor `[item, ...]`, and what is in it. `name` is the
-    engine's; `prefix` is put before every role.
+    """A tensor `[item, ...]` of layer `number` of `owner`, and what is in it: all that the layer
+    keeps, or a part. `name` is the engine's; `prefix` is put before every role.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Layer:
             parts = self.format(self.view)
             (first, *_) = item_regions(parts[0].item, owner=self.owner, layer=0, buffer="?")
             dims = ("item", *map(str, range(1, self.view.dim())))
-            name = f"{self.owner}.{self.number}.{first.role}"
+            name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             home = describe_buffer(self.view, dims, name=name, space=space)
             regions: list[Region] = []
             for part in parts:
@@ -88,6 +88,34 @@ class Layer:
         shape = count // ratio, heads, ratio * tokens, content
         view = self.view.as_strided(shape, (ratio * block, head, token, element))
         return replace(self, view=view)
+
+
+def layout_of(
+    held: Iterable[tuple[Space, Layer]], layers: int, model: object, *spaces: Space
+) -> PoolLayout:
+    """The layout of a rank's tensors, each with the space of its items, for a model of `layers`
+    layers whose name or folder is `model`. `spaces` are there without a tensor too.
+
+    Raises UnknownFormat for a layer whose space is not that of the others of its name, and as
+    `Layer.describe` does; LayoutError where the tensors do not fit together.
+    """
+    known = {space.name: space for space in spaces}
+    inside: dict[str, list[Described]] = {}
+    for space, layer in held:
+        if known.setdefault(space.name, space) != space:
+            raise UnknownFormat(
+                f"{layer.name}: {space}, but others have {known[space.name]}. Use a model, and a "
+                "draft, of one page size and window."
+            )
+        inside.setdefault(space.name, []).append(layer.describe(space.name))
+    joined = [join_nested(parts) for parts in inside.values()]
+    return PoolLayout(
+        tuple(buffer for part in joined for buffer in part.buffers),
+        tuple(region for part in joined for region in part.regions),
+        tuple(known.values()),
+        layers,
+        model=str(model).rstrip("/").rpartition("/")[2],
+    )
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.connectors.sglang.states import Ranks, State, read_pool
-from disagg.connectors.tensors import UnknownFormat
+from disagg.connectors.sglang.states import Ranks, read_pool
+from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
 __all__ = ["EngineLayout", "Pools", "Ranks", "engine_layout"]
@@ -109,25 +109,7 @@ def engine_layout(
     if linear is not None and linear is not getattr(pools.target, "mamba_pool", None):
         states += read_pool(linear, ranks)
     page = getattr(pools.target, "page_size", 1)
-    layout = PoolLayout(
-        tuple(buffer for _, part in states for buffer in part.buffers),
-        tuple(region for _, part in states for region in part.regions),
-        spaces_of(states, page),
-        total_layers,
-        model=model,
-    )
+    pages = Space("kv", entries_per_item=page)
+    layout = layout_of(states, total_layers, model, pages)
     kinds = tuple(str(getattr(kind, "value", kind)) for kind in state_types)
     return EngineLayout(layout, kinds, page)
-
-
-def spaces_of(states: Sequence[State], page: int) -> tuple[Space, ...]:
-    """The spaces of all states, and that of the pages of `page` tokens."""
-    found = {"kv": Space("kv", entries_per_item=page)}
-    for space, seen in states:
-        known = found.setdefault(space.name, space)
-        if known != space:
-            raise UnknownFormat(
-                f"{seen.regions[0]}: {space}, but other layers have {known}: not known, only equal "
-                "ones. Give the draft the target's page size and window."
-            )
-    return tuple(found.values())
