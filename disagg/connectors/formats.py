@@ -7,11 +7,13 @@ the view's strides; its kernel takes what lies behind them for contiguous.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from disagg.connectors.tensors import Part, UnknownFormat
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template
-from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.dtypes import ITEMSIZE
 
 Heads = tuple[int, int]
 FP8_LATENT_ROW = Seq(
@@ -35,6 +37,13 @@ def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
     return rank * total // ranks, total
 
 
+def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
+    """A view of rows `[token, head, content]`, in any number of dims, in pages of `page` tokens."""
+    rows = tensor.view(-1, heads, tensor.shape[-1])
+    pages = len(rows) // page
+    return rows[: pages * page].view(pages, page, heads, -1).transpose(1, 2)
+
+
 def rows(view: torch.Tensor, row: Template) -> list[Part]:
     """`row` a token."""
     return [Part(view[:, 0], ("item", "entry"), row)]
@@ -50,12 +59,10 @@ def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[Part]:
     return [Part(view, ("item", "head", "entry"), row, heads)]
 
 
-def packed_heads(
-    view: torch.Tensor, *, role: str, dtype: str, packing: str, heads: Heads
-) -> list[Part]:
-    """A head's part of an item, of which only `packing` is known."""
-    count = view[0, 0].numel() * view.element_size() // ITEMSIZE[dtype_name(dtype)]
-    return [Part(view, ("item", "head"), Cell(role, count, dtype), heads, packing)]
+def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -> list[Part]:
+    """`row` a token and head; of a head's part of an item only `packing` is known."""
+    count = view[0, 0].numel() * view.element_size() // ITEMSIZE[row.dtype]
+    return [Part(view, ("item", "head"), replace(row, count=count), heads, packing)]
 
 
 def keys_and_values(

@@ -7,14 +7,15 @@ of Mamba-2. Ranks of tensor parallelism share each section's heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
 
 import torch
 
-from disagg.connectors.tensors import Part, UnknownFormat
+from disagg.connectors.tensors import Format, Part, UnknownFormat
 from kvpool.item import Cell, Repeat, Seq, Skip, Template
-from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 
 LinearKind = Literal["mamba1", "mamba2", "delta_net"]
 
@@ -36,6 +37,36 @@ class Section(NamedTuple):
 def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
     """A slot, or a state of one, in each item."""
     return [Part(view.flatten(1), ("item",), item)]
+
+
+def apart(
+    kind: LinearKind,
+    conv: torch.Tensor,
+    temporal: torch.Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    groups: int,
+    key_first: bool,
+) -> list[tuple[torch.Tensor, Format]]:
+    """The states in tensors of their own, `[layer, slot, channel, tap]` in either order of the last
+    two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a layer has.
+    The other arguments are those of `states`.
+    """
+    dim_first = conv.stride(2) >= conv.stride(3)
+    held = conv if dim_first else conv.transpose(2, 3), temporal
+    items = states(
+        kind,
+        (held[0].shape[2], held[0].shape[3]),
+        temporal.shape[2:],
+        (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
+        rank=rank,
+        ranks=ranks,
+        groups=groups,
+        dim_first=dim_first,
+        key_first=key_first,
+    )
+    return [(tensor, partial(slots, item=item)) for tensor, item in zip(held, items)]
 
 
 def states(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, slots, states
+from disagg.connectors.linear_states import LinearKind, apart
 from disagg.connectors.tensors import Format, Layer, UnknownFormat, naming
 from kvpool.item import Cell, Template
 from kvpool.layout import Space
@@ -23,6 +23,8 @@ from kvpool.layout.dtypes import dtype_name
 HERE = "add it to disagg/connectors/sglang/states.py"
 ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
+
+DSV4_UNUSED = ("unified_kv_pool", "request_window", "swa_req_ring_size")
 
 
 class Ranks(NamedTuple):
@@ -67,13 +69,6 @@ State = tuple[Space, Layer]
 Reader = Callable[[Any, At], Iterator[State]]
 
 
-def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
-    """Rows of tokens and heads, in any number of dims, as `[page, head, token, content]`."""
-    rows = tensor.view(-1, heads, tensor.shape[-1])
-    pages = len(rows) // page
-    return rows[: pages * page].view(pages, page, heads, -1).transpose(1, 2)
-
-
 def read_heads(
     pool: Any, at: At, buffers: Sequence[torch.Tensor], cell: Cell, order: str
 ) -> Iterator[State]:
@@ -83,11 +78,9 @@ def read_heads(
     heads = at.ranks.heads(pool.head_num)
     form = partial(formats.head_rows, row=cell, heads=heads)
     if order == "nhd":
-        buffers = [paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
+        buffers = [formats.paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
     elif order not in ORDERS:
-        form = partial(
-            formats.packed_heads, role=cell.role, dtype=cell.dtype, packing=order, heads=heads
-        )
+        form = partial(formats.packed_heads, row=cell, packing=order, heads=heads)
     yield from at.tensors(buffers, form)
 
 
@@ -131,7 +124,7 @@ def read_mla(pool: Any, at: At) -> Iterator[State]:
     form = partial(formats.latent_rows, **sizes, dtype=dtype_name(pool.dtype))
     if pool.dsa_kv_cache_store_fp8:
         form = partial(formats.rows, row=formats.FP8_LATENT_ROW)
-    yield from at.tensors((paged(each, pool.page_size) for each in pool.kv_buffer), form)
+    yield from at.tensors((formats.paged(each, pool.page_size) for each in pool.kv_buffer), form)
 
 
 def read_index_keys(pool: Any, at: At, page: int) -> Iterator[State]:
@@ -178,7 +171,7 @@ def read_npu_mla(pool: Any, at: At) -> Iterator[State]:
         row: Template = formats.FP8_LATENT_ROW
         if role != "latent" or not pool.dsa_kv_cache_store_fp8:
             row = Cell(role, stacked.shape[-1], kind)
-        views = (paged(each, page) for each in stacked)
+        views = (formats.paged(each, page) for each in stacked)
         yield from where.tensors(views, partial(formats.rows, row=row))
 
 
@@ -212,27 +205,15 @@ def read_mamba(pool: Any, at: At) -> Iterator[State]:
             f"model, or {HERE}."
         )
     (conv,), temporal = cache.conv, cache.temporal
-    _, _, heads, value, key = temporal.shape
-    kind: LinearKind = "mamba2" if value > 1 else "mamba1"
-    if pool.conv_shard_groups:
-        kind = "delta_net"
-    dim_first = getattr(pool, "conv_slice_axis", 0) == 0
-    if conv.stride(2) < conv.stride(3):  # as kernels of AMX write it
-        dim_first, conv = not dim_first, conv.transpose(2, 3)
-    parts = states(
-        kind,
-        conv.shape[2:],
-        (heads, key) if kind == "mamba1" else (heads, value, key),
-        (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
-        rank=ranks.tp_rank,
-        ranks=ranks.tp_size,
-        groups=ranks.groups,
-        dim_first=dim_first,
-        key_first=pool.device == "cpu",
-    )
+    kind: LinearKind = "delta_net" if pool.conv_shard_groups else "mamba2"
+    if kind == "mamba2" and temporal.shape[3] == 1:
+        kind, temporal = "mamba1", temporal.squeeze(3)
+    if getattr(pool, "conv_slice_axis", 0) == 1:
+        conv = conv.transpose(2, 3)
     where = at._replace(layers=pool.mamba_layer_ids, space=Space("state", "slot"))
-    for tensors, item in zip((conv, temporal), parts):
-        yield from where.tensors(tensors, partial(slots, item=item))
+    shard = {"rank": ranks.tp_rank, "ranks": ranks.tp_size, "groups": ranks.groups}
+    for tensors, form in apart(kind, conv, temporal, **shard, key_first=pool.device == "cpu"):
+        yield from where.tensors(tensors, form)
 
 
 def read_dsv4(pool: Any, at: At) -> Iterator[State]:
@@ -243,9 +224,7 @@ def read_dsv4(pool: Any, at: At) -> Iterator[State]:
     known = {
         "kv_layout": str(getattr(pool.kv_layout, "value", pool.kv_layout)) == "v4",
         "uniform_fp8": not pool.uniform_fp8,
-        "unified_kv_pool": pool.unified_kv_pool is None,
-        "request_window": pool.request_window is None,
-        "swa_req_ring_size": pool.swa_req_ring_size is None,
+        **{name: getattr(pool, name) is None for name in DSV4_UNUSED},
         "online": not any(ring and ring.online for ring in pool.compress_state_pools),
         "compression_ratios": set(pool.compression_ratios) <= {0, 4, 128},
         "index_pools": not any(keys.use_fp4_indexer for keys in pool.index_pools.values()),
@@ -280,21 +259,17 @@ def read_dsv4(pool: Any, at: At) -> Iterator[State]:
 
 
 def read_ring(ring: Any, at: At, role: str, ratio: int) -> Iterator[State]:
-    """The tokens of a layer that are not yet compressed."""
-    home, rows = ring_space(ratio, ring.ring_size), ring.kv_score_buffer.kv_score
-    row = Cell(role, rows.shape[-1], dtype_name(rows.dtype))
-    views = [paged(rows, home.entries_per_item)]
-    yield from at._replace(space=home).tensors(views, partial(formats.rows, row=row))
-
-
-def ring_space(ratio: int, ring: int) -> Space:
-    """Tokens of the open window of 4 and the window before it: in a ring of each page of the
-    sliding window, so 4 tokens of a ring are an item. Those of the open window of 128: a ring of
-    each request.
+    """A layer's tokens that are not yet compressed. To 4: those of the open window and the one
+    before it, in a ring of each page of the sliding window, so 4 tokens of a ring are an item. To
+    128: those of the open window, in a ring of each request.
     """
+    rows, size = ring.kv_score_buffer.kv_score, ring.ring_size
+    home = Space("c128.ring", "ring", size, window=0, window_step=ratio)
     if ratio == 4:
-        return Space("c4.ring", entries_per_item=4, window=4, window_step=4, reserved=ring // 4)
-    return Space("c128.ring", "ring", ring, window=0, window_step=ratio)
+        home = Space("c4.ring", entries_per_item=4, window=4, window_step=4, reserved=size // 4)
+    row = Cell(role, rows.shape[-1], dtype_name(rows.dtype))
+    views = [formats.paged(rows, home.entries_per_item)]
+    yield from at._replace(space=home).tensors(views, partial(formats.rows, row=row))
 
 
 POOLS: Mapping[str, Reader] = {
