@@ -39,7 +39,7 @@ def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
     return [Part(view.flatten(1), ("item",), item)]
 
 
-def apart(
+def tensor_states(
     kind: LinearKind,
     conv: torch.Tensor,
     temporal: torch.Tensor,

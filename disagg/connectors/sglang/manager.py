@@ -24,11 +24,11 @@ from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
 log = logging.getLogger("sglang.kvpool")
 
 SETTINGS = "KVPOOL_SGLANG"
-"""The environment variable of `Settings`. A request waits as long as SGLang would have it wait."""
+"""The environment variable that holds `Settings` as JSON: SGLang has no options for backends."""
 ALL_RANKS = dict.fromkeys(
     ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), -1
 )
-"""What a bootstrap server is asked for how many there are."""
+"""What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
 HTTP_SECONDS = 5.0
@@ -58,8 +58,8 @@ class KvpoolManager(CommonKVManager):
     def start(self, queue: Any) -> None:
         """Makes the endpoints, over the pools of the queue whose manager this is."""
         self.queue, scheduler = queue, queue.scheduler
-        self._refuse_options()
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        self._refuse_options(prefill)
         model, text = scheduler.model_config, scheduler.model_config.hf_text_config
         pools = Pools(
             queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
@@ -71,7 +71,7 @@ class KvpoolManager(CommonKVManager):
             scheduler.sliding_window_size,
             int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
         )
-        settings = Settings.of_environment(
+        settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
             SETTINGS,
             unused=("stream", "shared_memory"),
             lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
@@ -174,11 +174,10 @@ class KvpoolManager(CommonKVManager):
             self.record_failure(room, str(why))
             self.update_status(room, KVPoll.Failed)
 
-    def _refuse_options(self) -> None:
+    def _refuse_options(self, prefill: bool) -> None:
         given, scheduler = self.server_args, self.queue.scheduler
         policy = given.disaggregation_decode_allocation_policy
-        decode = self.disaggregation_mode == DisaggregationMode.DECODE
-        reused = decode and not self.enable_deferred_decode_kv_release
+        reused = not prefill and not self.enable_deferred_decode_kv_release
         release = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request "
         release += "would be used again while a read may write to them"
         for wrong, what, instead in (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, apart
+from disagg.connectors.linear_states import LinearKind, tensor_states
 from disagg.connectors.tensors import Format, Layer, UnknownFormat, naming
 from kvpool.item import Cell, Template
 from kvpool.layout import Space
@@ -25,6 +25,7 @@ ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
 
 DSV4_UNUSED = ("unified_kv_pool", "request_window", "swa_req_ring_size")
+"""What pools of DeepSeek-V4 that are known do without."""
 
 
 class Ranks(NamedTuple):
@@ -212,7 +213,8 @@ def read_mamba(pool: Any, at: At) -> Iterator[State]:
         conv = conv.transpose(2, 3)
     where = at._replace(layers=pool.mamba_layer_ids, space=Space("state", "slot"))
     shard = {"rank": ranks.tp_rank, "ranks": ranks.tp_size, "groups": ranks.groups}
-    for tensors, form in apart(kind, conv, temporal, **shard, key_first=pool.device == "cpu"):
+    key_first = pool.device == "cpu"  # its kernels write [head, key, value]
+    for tensors, form in tensor_states(kind, conv, temporal, **shard, key_first=key_first):
         yield from where.tensors(tensors, form)
 
 

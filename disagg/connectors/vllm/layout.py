@@ -150,7 +150,7 @@ def group_of(spec: Any, space: Space) -> Group:
 
 
 def space_of(called: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Space:
-    """The space of a layer's blocks, of `blocks` items each, which is all of its group's.
+    """The space of a layer's blocks, of `blocks` items each; layers of a group have one space.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
     them sees the last W - 1 of them, or those of its chunk.
