@@ -44,6 +44,18 @@ def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
     return rows[: pages * page].view(pages, page, heads, -1).transpose(1, 2)
 
 
+def check_unscaled(key: float, value: float) -> None:
+    """Raises UnknownFormat where the elements of a whole tensor are scaled: that is in no page, and
+    a peer with another scale would read wrong values.
+    """
+    if (key, value) != (1.0, 1.0):
+        raise UnknownFormat(
+            f"its values are scaled by k {key} and v {value} of the checkpoint, which is not in "
+            "its pages; only 1.0 is known. Use a checkpoint without KV scales, or --kv-cache-dtype "
+            "auto."
+        )
+
+
 def rows(view: torch.Tensor, row: Template) -> list[Part]:
     """`row` a token."""
     return [Part(view[:, 0], ("item", "entry"), row)]

@@ -118,6 +118,17 @@ def layout_of(
     )
 
 
+def layer_number(name: str) -> int:
+    """The number in a layer's dotted name. Raises UnknownFormat unless there is one."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise UnknownFormat(
+            f"{name}: a name with {len(numbers)} numbers is not known, only with the layer's. Use "
+            "another model."
+        )
+    return numbers[0]
+
+
 @contextmanager
 def naming(layer: str) -> Iterator[None]:
     """Names a layer in what is refused of it."""

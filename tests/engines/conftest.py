@@ -2,6 +2,9 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 collect_ignore_glob = []
 if not find_spec("vllm"):
@@ -10,3 +13,9 @@ if not find_spec("sglang"):
     collect_ignore_glob += ["sglang"]
 if not find_spec("sglang") or "KVPOOL_VLLM_PYTHON" not in os.environ:  # they need both
     collect_ignore_glob += ["cross"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models are."""
+    return tmp_path_factory.mktemp("models")

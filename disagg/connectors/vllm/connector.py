@@ -22,13 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from disagg.connectors import stats
+from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.shared_memory import SharedAllocation
-from disagg.connectors.vllm.layout import engine_layout
+from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
-from disagg.connectors.vllm.scheduler import Blocks, Scheduler, Step, log
+from disagg.connectors.vllm.scheduler import Scheduler, Step, log
 from disagg.connectors.vllm.worker import Worker
 from disagg.protocol.messages import Convention
 
@@ -183,8 +184,7 @@ def _moves_on(kv_cache_config: Any) -> bool:
     """Whether a token more changes or drops state of the tokens before."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     inner = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    names = ("Mamba", "SlidingWindow", "ChunkedLocal", "CircularBuffer")
-    return any(base.__name__.startswith(names) for spec in inner for base in type(spec).__mro__)
+    return any(SPECS.get(type(spec).__name__) != "kv" for spec in inner)
 
 
 def _conventions(vllm_config: Any) -> dict[str, Convention]:

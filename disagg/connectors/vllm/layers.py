@@ -7,7 +7,6 @@ no attribute of vLLM's: `ATTENTION` says it, as read in the kernels of vLLM 0.32
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 
 from disagg.connectors import formats
 from disagg.connectors.linear_states import LinearKind, slots, states
-from disagg.connectors.tensors import Format, Layer, UnknownFormat, naming
+from disagg.connectors.tensors import Format, Layer, UnknownFormat, layer_number, naming
 from kvpool.item import Seq
 from kvpool.layout.dtypes import dtype_name
 
@@ -139,14 +138,8 @@ def read_attention(
         return partial(formats.index_keys, dim=config.index_head_dim, dtype=here.fp8, scale=scale)
     if cache == "fp8_ds_mla":
         return partial(formats.rows, row=formats.FP8_LATENT_ROW)
-    scales = [getattr(module, f"_{which}_scale_float", 1.0) for which in "kv"]
-    if mode == "FP8_PER_TENSOR" and scales != [1.0, 1.0]:
-        # a scale of the whole tensor is in no page: a peer with another would read wrong values
-        raise UnknownFormat(
-            f"its values are scaled by k {scales[0]} and v {scales[1]} of the checkpoint, which is "
-            "not in its pages; only 1.0 is known. Use a checkpoint without KV scales, or "
-            "--kv-cache-dtype auto."
-        )
+    if mode == "FP8_PER_TENSOR":
+        formats.check_unscaled(*(getattr(module, f"_{which}_scale_float", 1.0) for which in "kv"))
     if ATTENTION[backend] == "latent rows":
         sizes = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim}
         return partial(formats.latent_rows, **sizes, dtype=element(cache, view, here))
@@ -197,15 +190,10 @@ def owner_of(vllm_config: Any, name: str, module: Any, spec: Any) -> tuple[int, 
     numbered after the target's; a group of EAGLE's may hold the target's layers too.
     """
     target = vllm_config.model_config
-    numbers = [int(part) for part in name.split(".") if re.fullmatch(r"\d+", part)]
-    if len(numbers) != 1:
-        raise UnknownFormat(
-            f"{name}: a name with {len(numbers)} numbers is not known, only with the layer's. Use "
-            f"another model, or {HERE}."
-        )
+    number = layer_number(name)
     draft = getattr(module, "is_draft_layer", False) or getattr(spec, "is_draft", False)
     named = name.startswith("draft_model.")
-    if not draft and not named and numbers[0] < target.get_total_num_hidden_layers():
-        return numbers[0], "target", target
+    if not draft and not named and number < target.get_total_num_hidden_layers():
+        return number, "target", target
     speculative = vllm_config.speculative_config
-    return numbers[0], "draft", getattr(speculative, "draft_model_config", None) or target
+    return number, "draft", getattr(speculative, "draft_model_config", None) or target

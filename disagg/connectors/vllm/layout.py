@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from disagg.connectors.blocks import Group
 from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, layout_of
 from disagg.connectors.vllm.layers import Platform, platform, read_layer
 from kvpool.layout import Interleave, PoolLayout, Space
@@ -30,26 +31,10 @@ SPECS = {
 
 
 @dataclass(frozen=True)
-class Group:
-    """A transferable KV cache group of vLLM, in the order of `transfer_group_ids`.
-
-    `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
-    pipeline stage). `blocks`: kernel blocks a manager block, which are its items a block. `tokens`:
-    positions a manager block holds, on all ranks that share them. `state`: which of a slot group's
-    blocks is the live state of n tokens: the request's first, or that of position n - 1, block
-    number `(n - 1) // tokens`.
-    """
-
-    space: str
-    blocks: int
-    tokens: int
-    state: Literal["first", "position"] | None = None
-
-
-@dataclass(frozen=True)
 class EngineLayout:
-    """What a rank's tensors mean, and how vLLM's block ids address them. `layers`: owner and number
-    of each layer that has state, by vLLM's name; two may have one number.
+    """What a rank's tensors mean, and how vLLM's block ids address them. `groups` are the
+    transferable cache groups, in the order of `transfer_group_ids`. `layers`: owner and number of
+    each layer that has state, by vLLM's name; two may have one number.
     """
 
     layout: PoolLayout

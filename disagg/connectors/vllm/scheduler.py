@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.connectors.blocks import Blocks
 from disagg.connectors.source import Recent, Source, named_room, prompt_digest
 from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")
 
-Blocks = tuple[Sequence[int], ...]
-"""Block ids of a request by transferable cache group, as vLLM keeps them: 0 is the null block."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
 

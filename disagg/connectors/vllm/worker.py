@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import numpy as np
-
+from disagg.connectors.blocks import Group, block_table
 from disagg.connectors.layerwise import Computed, Layer
 from disagg.connectors.rank import Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.connectors.vllm.layout import Group
-from disagg.connectors.vllm.scheduler import Blocks, Receive, Send, Step
-from kvpool.layout import RequestAddress, Span
+from disagg.connectors.vllm.scheduler import Receive, Send, Step
 
 
 class Worker:
@@ -76,14 +73,12 @@ class Worker:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def _abort(self, step: Step) -> None:
-        """Before the step's sends: a request that was preempted has a new room among them."""
+    def _offer(self, step: Step, layer: Layer | None = None) -> None:
+        """Offers one layer of what the step computes, or all at once. Aborts come before: a request
+        that was preempted has a new room among the sends.
+        """
         while step.aborts:
             self.rank.abort(step.aborts.pop())
-
-    def _offer(self, step: Step, layer: Layer | None = None) -> None:
-        """Offers one layer of what the step computes, or all at once."""
-        self._abort(step)
         for send in list(step.sends):
             try:
                 self._send(send, layer)
@@ -92,7 +87,7 @@ class Worker:
                 self.rank.not_sent(send.request, send.room, error)
 
     def _send(self, send: Send, layer: Layer | None) -> None:
-        address = self.block_table(send.blocks, send.stop)
+        address = block_table(self._groups, send.blocks, send.stop)
         about = send.request, send.room, address, range(send.start, send.stop)
         last = send.last and self._computed.ended
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
@@ -100,26 +95,10 @@ class Worker:
 
     def _receive(self, receive: Receive) -> None:
         try:
-            address = self.block_table(receive.blocks, receive.stop)
+            address = block_table(self._groups, receive.blocks, receive.stop)
             about = receive.source.room, address, receive.start, receive.source.addresses
             self.rank.receive(receive.request, *about)
         except ValueError as error:
             self.rank.not_received(receive.request, error)
         if receive.waits:
             self._loading[receive.request] = receive
-
-    def block_table(self, blocks: Blocks, tokens: int) -> RequestAddress:
-        """vLLM's block ids of every group as a block table of `tokens` positions."""
-        spans: dict[str, Span] = {}
-        for group, ids in zip(self._groups, blocks):
-            held = np.asarray(ids, dtype=np.int64)
-            if not group.space:  # no layer of it is on this stage
-                continue
-            if group.state is not None:
-                at = 0 if group.state == "first" else (tokens - 1) // group.tokens
-                held = held[at : at + 1]
-                spans[group.space] = Span(held[held != 0] * group.blocks)
-                continue
-            held = held[: -(-tokens // group.tokens)]
-            spans[group.space] = Span.from_blocks(held, null=0, items_per_block=group.blocks)
-        return RequestAddress(tokens, spans)

@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -84,14 +85,17 @@ def register_ranges(engine: Any, ranges: Iterable[tuple[int, int]]) -> None:
             )
 
 
-def fetch(engine: Any, address: str, rows: Sequence[Sequence[int]]) -> bool:
-    """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived.
+def fetch(engine: Any, address: str, rows: Sequence[Sequence[int]], slept: float = 0.0) -> bool:
+    """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived. Sleeps
+    for `slept` seconds before it waits, which keeps a core busy.
 
     `batch_transfer_sync_read` is not used: it retries while bytes of the failed attempt are still
     in flight, and reports success.
     """
     src, dst, nbytes = rows
     number = engine.batch_transfer_async_read(address, dst, src, nbytes)
+    if number and slept:
+        time.sleep(slept)
     # the status frees the number: a second call would crash
     return bool(number) and bool(engine.get_batch_transfer_status([number]) == 0)
 

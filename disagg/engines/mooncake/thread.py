@@ -7,6 +7,7 @@ read through a `TransferEngine` and a thread of its own.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from disagg.engines.base import TransferError
+from disagg.engines.mooncake.pace import Pace
 from disagg.engines.mooncake.package import fetch, hasten, register_ranges
 from disagg.plan.bind import CopyBatch
 
@@ -139,6 +141,7 @@ class PeerThread:
             )
 
     def _serve(self, engine: Any) -> None:
+        pace = Pace()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._given_up)
@@ -146,16 +149,19 @@ class PeerThread:
                     return
                 transfer = self._queue[0]
             for start in range(0, transfer.rows.shape[1], CALL_RUNS):
-                rows = transfer.rows[:, start : start + CALL_RUNS].tolist()
+                part = transfer.rows[:, start : start + CALL_RUNS]
+                rows, size = part.tolist(), (int(part[2].sum()), part.shape[1])
                 with self._changed:
                     if self._given_up:
                         return
                     self._doubt = True
-                if not fetch(engine, self._address, rows):
+                began = time.perf_counter()
+                if not fetch(engine, self._address, rows, pace.sleep_seconds(*size)):
                     raise TransferError(
                         f"Mooncake cannot read {len(rows[0])} runs from {self._address}: the peer "
                         "is dead, stopped or out of reach. See Mooncake's log on stderr."
                     )
+                pace.took(*size, time.perf_counter() - began)
                 with self._changed:
                     self._doubt = False
                     self._changed.notify_all()

@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
-from tests.engines.sglang.engines import Engine, EngineFailed
+from tests.engines.process import EngineFailed
+from tests.engines.sglang.engines import Engine
 from tests.engines.vllm import models
-from tests.engines.vllm.engines import EngineFailed as VLLMFailed, prompts
+from tests.engines.vllm.engines import prompts
 
 console = Console(width=None if sys.stdout.isatty() else 100)
 Asked = list[list[int]]
@@ -34,7 +35,7 @@ def main() -> int:
     folder = Path(given.folder or tempfile.mkdtemp(prefix="kvpool-cross-demo-"))
     try:
         return _run(given, folder)
-    except (EngineFailed, VLLMFailed) as failure:
+    except EngineFailed as failure:
         console.print(str(failure), markup=False, style="red")
         return 1
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer
+from tests.engines.process import EngineFailed
 from tests.engines.sglang import engines as sglang
 from tests.engines.vllm import engines as vllm
 
@@ -58,7 +59,7 @@ def from_vllm(
         found = [decode.finished(name) for name in asked]
     for prompt, one in zip(prompts, found):
         if one["tokens"][:1] != prompt[-1:]:
-            raise vllm.EngineFailed(f"{one}\n{decode.tail()}")
+            raise EngineFailed(f"{one}\n{decode.tail()}")
     return [one["tokens"][1:] for one in found]
 
 

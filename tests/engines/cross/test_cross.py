@@ -5,25 +5,19 @@ engine alone, and every live byte is equal in both engines' own tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.cross.hand_over import compare, from_sglang, from_vllm, vllm_engine
+from tests.engines.pair import EXACT, LENGTHS
+from tests.engines.process import EngineFailed, ending
 from tests.engines.sglang.engines import Engine
-from tests.engines.vllm.engines import EngineFailed, prompts
+from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
-LENGTHS = (300, 77, 16, 513)
-FLOAT = {"dtype": "float32"}
 Tokens = list[list[int]]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +30,10 @@ def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         if model not in known:
             path = save(model, models)
             asked = prompts(*LENGTHS)
-            with closing(vllm_engine("single", path, logs, **FLOAT)) as one:
-                found = [one.ready().generate([each])[0]["tokens"][0] for each in asked]
-            with closing(Engine("single", path, logs, **FLOAT)) as other:
-                assert found == [other.ready().generate([each])[0]["tokens"] for each in asked]
+            with vllm_engine("single", path, logs, **EXACT).ready() as one:
+                found = [one.generate([each])[0]["tokens"][0] for each in asked]
+            with Engine("single", path, logs, **EXACT).ready() as other:
+                assert found == [other.generate([each])[0]["tokens"] for each in asked]
             known[model] = found
         return known[model]
 
@@ -49,44 +43,32 @@ def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture
 def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Starts an engine, which ends with the test: `start(engine, role, model, **arguments)`."""
-    started: list[Any] = []
 
     def one(engine: Any, role: str, model: str, **arguments: Any) -> Any:
-        path = save(model, models)
-        started.append(engine(role, path, tmp_path / "logs", watch=tmp_path, **FLOAT, **arguments))
-        return started[-1]
+        logs = tmp_path / "logs"
+        return engine(role, save(model, models), logs, watch=tmp_path, **EXACT, **arguments)
 
-    yield one
-    for each in started:
-        each.close()
+    yield from ending(one)
 
 
-@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
-@pytest.mark.parametrize("model", ["llama"])
-def test_vllm_prefills_and_sglang_decodes(model, engine, start, expected, tmp_path):
-    extra = {"engine": engine}
-    prefill = start(vllm_engine, "prefill", model, extra=extra, block_size=32)
-    decode = start(Engine, "decode", model, extra=extra, page_size=16)
-    got = from_vllm(prefill.ready(), decode.ready(), prompts(*LENGTHS))
-    nbytes, wrong = compare(tmp_path)
-    assert not wrong
-    assert nbytes
-    assert got == expected(model)
-    prefill.idle()
-    decode.idle()
+WAYS = {
+    "vLLM to SGLang": (vllm_engine, {"block_size": 32}, Engine, {"page_size": 16}, from_vllm),
+    "SGLang to vLLM": (Engine, {"page_size": 1}, vllm_engine, {"block_size": 64}, from_sglang),
+}
 
 
 @pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
-@pytest.mark.parametrize("model", ["llama"])
-def test_sglang_prefills_and_vllm_decodes(model, engine, start, expected, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_one_engine_prefills_and_the_other_decodes(way, engine, start, expected, tmp_path):
+    one, size, other, other_size, hand_over = WAYS[way]
     extra = {"engine": engine}
-    prefill = start(Engine, "prefill", model, extra=extra, page_size=1)
-    decode = start(vllm_engine, "decode", model, extra=extra, block_size=64)
-    got = from_sglang(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+    prefill = start(one, "prefill", "llama", extra=extra, **size)
+    decode = start(other, "decode", "llama", extra=extra, **other_size)
+    got = hand_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
     nbytes, wrong = compare(tmp_path)
     assert not wrong
     assert nbytes
-    assert got == expected(model)
+    assert got == expected("llama")
     prefill.idle()
     decode.idle()
 

@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.engines.pair import LENGTHS
+from tests.engines.process import ending
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
-LENGTHS = (300, 77, 16, 513)
-EXACT = {"dtype": "float32"}
-"""bfloat16 sums are rounded otherwise on two ranks than on one, and in other batches."""
 Answers = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models are."""
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
@@ -47,13 +40,8 @@ def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture
 def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Starts an engine, which ends with the test: `start(role, model, **arguments)`."""
-    started: list[Engine] = []
 
     def one(role: Any, model: str, **arguments: Any) -> Engine:
-        engine = Engine(role, save(model, models), tmp_path / "logs", **arguments)
-        started.append(engine)
-        return engine
+        return Engine(role, save(model, models), tmp_path / "logs", **arguments)
 
-    yield one
-    for engine in started:
-        engine.close()
+    yield from ending(one)

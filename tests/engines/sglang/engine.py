@@ -55,7 +55,7 @@ class Served:
                     return
 
     async def generate(
-        self, id: str, prompt: list[int], tokens: int, logprobs: bool = False, **bootstrap: Any
+        self, id: str, prompt: list[int], tokens: int = 24, logprobs: bool = False, **bootstrap: Any
     ) -> None:
         """One request, greedy."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections import deque
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from disagg.connectors.sglang.bootstrap import join
+from tests.engines.process import EngineFailed, Process
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 Role = Literal["single", "prefill", "decode"]
 
 
-class EngineFailed(RuntimeError):
-    """An engine process ended or is silent; the message has the end of its log."""
-
-
-class Engine:
+class Engine(Process):
     """Processes of `tests.engines.sglang.engine`. `extra` is the connector's settings, `watch` a
     folder for what `watched` sees, `port` the bootstrap server's; other arguments are SGLang's.
     """
@@ -83,40 +78,14 @@ class Engine:
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp_size", 1) > 1 else "0-1",
             **(environ or {}),
         }
-        logs.mkdir(parents=True, exist_ok=True)
-        self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
-        self._line, theirs = socket.socketpair()
-        with theirs:
-            self.process = launcher().fork(theirs, environment, self.log, given)
-        self._left, self._events = b"", deque[dict[str, Any]]()
-        self._count, self._ready = 0, False
-
-    def ready(self, timeout: float = 300.0) -> Engine:
-        """Waits until it serves."""
-        if not self._ready:
-            self.event("ready", timeout=timeout)
-            self._ready = True
-        return self
-
-    def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
-        """Adds a request; `finished(name)` waits for it."""
-        self._count += 1
-        name = name or f"{self.role}{self._count}"
-        self.send(do="add", id=name, prompt=prompt, **{"tokens": 24, **more})
-        return name
-
-    def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
-        """The end of a request: `tokens`, `reason`, `logprobs`."""
-        return self.event("finished", id=name, timeout=timeout)
+        super().__init__(role, logs)
+        with self.theirs:
+            self.process = launcher().fork(self.theirs, environment, self.log, given)
 
     def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
         """All at once."""
         names = [self.add(prompt, **more) for prompt in prompts]
         return [self.finished(name) for name in names]
-
-    def send(self, **command: Any) -> None:
-        """Sends a command."""
-        self._line.sendall(json.dumps(command).encode() + b"\n")
 
     def held(self) -> list[dict[str, int]]:
         """What each rank holds: `watched.counts`."""
@@ -132,37 +101,13 @@ class Engine:
                 raise EngineFailed(f"{self.role} holds {busy}.\n{self.tail()}")
             time.sleep(0.05)
 
-    def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """The next event of that kind and with those fields."""
-        until = time.monotonic() + timeout
-        while True:
-            for event in self._events:
-                if event["event"] == kind and fields.items() <= event.items():
-                    self._events.remove(event)
-                    return event
-            left = until - time.monotonic()
-            ready, _, _ = select.select([self._line], [], [], max(left, 0))
-            if not ready:
-                raise EngineFailed(
-                    f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
-                )
-            data = self._line.recv(1 << 20)
-            if not data:
-                self.ended(2)  # its log is whole by then
-                raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
-            *lines, self._left = (self._left + data).split(b"\n")
-            self._events.extend(json.loads(text) for text in lines)
-
-    def tail(self, characters: int = 6000) -> str:
-        """The end of its log."""
-        return self.log.read_text(errors="replace")[-characters:]
-
-    def ended(self, timeout: float = 60.0) -> bool:
-        """Whether it ends by itself in that time."""
-        until = time.monotonic() + timeout
-        while (alive := _alive(self.process)) and time.monotonic() < until:
-            time.sleep(0.05)
-        return not alive
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def kill(self) -> None:
         """SIGKILL, to it and to its workers."""
@@ -174,12 +119,6 @@ class Engine:
         """Ends it."""
         self.kill()
         self._line.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Launcher:
@@ -221,14 +160,6 @@ def launcher() -> Launcher:
 def _free(rank: dict[str, int], cached: bool) -> bool:
     tokens = rank["tokens"] - (rank["cached"] if cached else 0)
     return not (tokens or rank["requests"] or rank["metadata"])
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def failure(answer: dict[str, Any]) -> str:

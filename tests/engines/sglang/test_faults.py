@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.sglang.conftest import LENGTHS, Answers
+from tests.engines.pair import LENGTHS
+from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
 

@@ -5,32 +5,20 @@ byte is equal, by an oracle that reads SGLang's own tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engines.sglang.conftest import EXACT, LENGTHS, Answers
+from tests.engines.pair import EXACT, LENGTHS, Pair
+from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.sglang.watched import compare
 from tests.engines.vllm.engines import prompts
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Answers]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What each side is started with."""
-
-    model: str
-    engine: str = "local"
-    prefill: dict[str, Any] = field(default_factory=dict)
-    decode: dict[str, Any] = field(default_factory=dict)
-    both: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def pages(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
@@ -62,9 +50,7 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     name: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     pair = PAIRS[name]
-    common = {"extra": {"engine": pair.engine, **pair.extra}, "watch": tmp_path, **pair.both}
-    prefill = start("prefill", pair.model, **common, **pair.prefill)
-    decode = start("decode", pair.model, **common, **pair.decode)
+    prefill, decode = pair.start(start, tmp_path)
     got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS), logprobs=True)
     tensors, nbytes, wrong = compare(tmp_path)
     assert not wrong

@@ -16,7 +16,8 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.sglang.bootstrap import BootstrapServer
 from disagg.connectors.source import FIRST_TOKEN
 from kvpool.integrations.transformers import PoolCache
-from tests.engines.sglang.conftest import EXACT, LENGTHS, Answers
+from tests.engines.pair import EXACT, LENGTHS
+from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, addresses
 from tests.engines.transformer import STEPS, Transformer
 from tests.engines.vllm.engines import prompts

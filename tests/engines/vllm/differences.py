@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tests.engines.pair import LENGTHS
 from tests.engines.vllm.engines import PREFILL, Engine, EngineFailed, Role, prompts
 from tests.engines.vllm.models import save
 
-LENGTHS = (300, 77, 16, 513)
 MODELS = ("llama", "deepseek_v3", "gpt_oss", "gemma3", "qwen3_next")
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 CONNECTORS: dict[str, dict[str, Any]] = {

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.engines.process import EngineFailed, Process
 
 Role = Literal["single", "prefill", "decode", "both"]
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
@@ -28,11 +27,7 @@ PREFILL = {
 }
 
 
-class EngineFailed(RuntimeError):
-    """An engine process ended or is silent; the message has the end of its log."""
-
-
-class Engine:
+class Engine(Process):
     """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
     for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did
     not come, `python` the environment's that has vLLM; other arguments are vLLM's.
@@ -79,11 +74,9 @@ class Engine:
         environment = os.environ | {"KVPOOL_WATCH": str(watch or ""), "KVPOOL_SIDE": role}
         environment["KVPOOL_NOISE"] = "1" if noise else ""
         environment |= environ or {}
-        logs.mkdir(parents=True, exist_ok=True)
-        self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
-        self._line, theirs = socket.socketpair()
+        super().__init__(role, logs)
         command = [python, "-m", "tests.engines.vllm.engine"]
-        with self.log.open("wb") as out, theirs:
+        with self.log.open("wb") as out, self.theirs as theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), json.dumps(given)],
                 pass_fds=[theirs.fileno()],
@@ -92,36 +85,12 @@ class Engine:
                 env=environment,
                 start_new_session=True,
             )
-        self._left, self._events = b"", deque[dict[str, Any]]()
-        self._count, self._ready = 0, False
-
-    def ready(self, timeout: float = 300.0) -> Engine:
-        """Waits until it serves."""
-        if not self._ready:
-            self.event("ready", timeout=timeout)
-            self._ready = True
-        return self
-
-    def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
-        """Adds a request; `finished(name)` waits for it."""
-        self._count += 1
-        name = name or f"r{self._count}"
-        self.send(do="add", id=name, prompt=prompt, **more)
-        return name
-
-    def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
-        """The end of a request: `tokens`, `reason`, `params`."""
-        return self.event("finished", id=name, timeout=timeout)
 
     def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
         """All at once; `params`, if given, is a list."""
         params = more.pop("params", [None] * len(prompts))
         names = [self.add(prompt, params=one, **more) for prompt, one in zip(prompts, params)]
         return [self.finished(name) for name in names]
-
-    def send(self, **command: Any) -> None:
-        """Sends a command."""
-        self._line.sendall(json.dumps(command).encode() + b"\n")
 
     def blocks(self) -> tuple[int, int]:
         """Blocks in use, and requests that are known."""
@@ -139,51 +108,25 @@ class Engine:
                 )
             time.sleep(0.02)
 
-    def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """The next event of that kind and with those fields."""
-        until = time.monotonic() + timeout
-        while True:
-            for event in self._events:
-                if event["event"] == kind and fields.items() <= event.items():
-                    self._events.remove(event)
-                    return event
-            left = until - time.monotonic()
-            ready, _, _ = select.select([self._line], [], [], max(left, 0))
-            if not ready:
-                raise EngineFailed(
-                    f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
-                )
-            data = self._line.recv(1 << 20)
-            if not data:
-                raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
-            *lines, self._left = (self._left + data).split(b"\n")
-            self._events.extend(json.loads(text) for text in lines)
-
-    def tail(self, characters: int = 6000) -> str:
-        """The end of its log."""
-        return self.log.read_text(errors="replace")[-characters:]
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
 
     def kill(self) -> None:
         """SIGKILL, to it and to its workers."""
-        if self.process.poll() is None:
+        if self.alive():
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
         """Ends it in good order."""
-        if self.process.poll() is None:
+        if self.alive():
             try:
                 self.send(do="close")
                 self.process.wait(30)
             except (OSError, subprocess.TimeoutExpired):
                 self.kill()
         self._line.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def asked_at_once(

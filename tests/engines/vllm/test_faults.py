@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
 from tests.engines.vllm.models import save
 
-LENGTHS = (300, 77, 16, 513)
 FAULTS = (
     "prefill killed before it is asked",
     "prefill killed while it is read",
@@ -30,8 +30,6 @@ FAULTS = (
     "decode is busy",
 )
 LEASE = 3.0
-EXACT = {"dtype": "float32"}
-"""bfloat16 sums are rounded otherwise in other batches, and batches are as requests come."""
 RUNS = {"local": 32, "nixl": 16, "mooncake": 16}
 CASES = [(engine, seed) for engine, count in RUNS.items() for seed in range(count)]
 

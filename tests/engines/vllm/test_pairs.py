@@ -5,30 +5,18 @@ byte is equal, by an oracle that reads vLLM's own tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.conftest import LENGTHS, Tokens
+from tests.engines.pair import EXACT, LENGTHS, Pair
+from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, asked_at_once, handed_over, prompts
 from tests.engines.vllm.watched import compare
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What each side is started with."""
-
-    model: str
-    engine: str = "local"
-    prefill: dict[str, Any] = field(default_factory=dict)
-    decode: dict[str, Any] = field(default_factory=dict)
-    both: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
@@ -37,8 +25,6 @@ def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
 
 
 TP = {"tensor_parallel_size": 2}
-EXACT = {"dtype": "float32"}
-"""bfloat16 sums are rounded otherwise on two ranks than on one, and in other batches."""
 PAIRS = {
     "llama 128 to 32": Pair("llama", **blocks(128, 32), both=EXACT),
     "llama 32 to 128": Pair("llama", **blocks(32, 128), both=EXACT),
@@ -68,9 +54,7 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     name: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     pair = PAIRS[name]
-    common = {"extra": {"engine": pair.engine, **pair.extra}, "watch": tmp_path, **pair.both}
-    prefill = start("prefill", pair.model, **common, **pair.prefill)
-    decode = start("decode", pair.model, **common, **pair.decode)
+    prefill, decode = pair.start(start, tmp_path)
     asked = prompts(*LENGTHS)
     got = handed_over(prefill.ready(), decode.ready(), asked)
     tensors, nbytes, wrong = compare(tmp_path)

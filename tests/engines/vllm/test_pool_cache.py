@@ -21,15 +21,15 @@ from disagg import (
 )
 from kvpool import Allocator, SWAPool
 from kvpool.integrations.transformers import PoolCache
+from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.transformer import PAGE, STEPS, Transformer
-from tests.engines.vllm.conftest import LENGTHS, Tokens
+from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
 from tests.engines.vllm.models import save
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
 Load = Callable[..., Transformer]
-EXACT = {"dtype": "float32"}
 FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
 PATIENCE = 60.0
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from disagg.connectors.blocks import Group, block_table
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.vllm.layers import Platform
-from disagg.connectors.vllm.layout import Group, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
 from disagg.connectors.vllm.worker import Worker
 from tests.disagg.connectors.vllm import engines, kernels
@@ -185,7 +186,7 @@ def test_each_group_says_how_many_items_its_blocks_are(opened):
     said = {s.name: (s.items_per_block, s.reserved) for s in side.described.layout.spaces}
     assert said == {"kv0": (33, 33), "swa1": (33, 33), "state2": (1, 1)}
     assert side.described.layout.block_pools == {"blocks": ("kv0", "swa1", "state2")}
-    spans = side.worker.block_table(THERE, TOKENS).spans
+    spans = block_table(side.described.groups, THERE, TOKENS).spans
     assert spans["kv0"].ids[:3].tolist() == [231, 232, 233] and spans["kv0"].ids.size == 99
     assert spans["swa1"].first_item == 33 and spans["swa1"].ids[[0, -1]].tolist() == [132, 395]
     assert spans["state2"].ids.tolist() == [3]

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from disagg.connectors.blocks import Group
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.stats import empty, summary, total
-from disagg.connectors.vllm.layout import Group
 from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
 from disagg.connectors.vllm.worker import Worker
 from kvpool.describe import describe

@@ -1,0 +1,113 @@
+"""An engine process of a test: commands go to it, and events come back, as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import Self
+
+E = TypeVar("E", bound="Process")
+
+
+class EngineFailed(RuntimeError):
+    """An engine process ended or is silent; the message has the end of its log."""
+
+
+class Process(ABC):
+    """An engine's log, and this end of its socket; `theirs` is the other."""
+
+    def __init__(self, role: str, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.role, self.log = role, logs / f"{role}-{time.monotonic_ns()}.log"
+        self._line, self.theirs = socket.socketpair()
+        self._left, self._events = b"", deque[dict[str, Any]]()
+        self._count, self._ready = 0, False
+
+    def send(self, **command: Any) -> None:
+        """Sends a command."""
+        self._line.sendall(json.dumps(command).encode() + b"\n")
+
+    def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
+        """Adds a request; `finished(name)` waits for it."""
+        self._count += 1
+        name = name or f"{self.role}{self._count}"
+        self.send(do="add", id=name, prompt=prompt, **more)
+        return name
+
+    def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
+        """The end of a request: `tokens`, `reason`, and what else its engine tells."""
+        return self.event("finished", id=name, timeout=timeout)
+
+    def event(self, kind: str, timeout: float = 60.0, **fields: Any) -> dict[str, Any]:
+        """The next event of that kind and with those fields."""
+        until = time.monotonic() + timeout
+        while True:
+            for event in self._events:
+                if event["event"] == kind and fields.items() <= event.items():
+                    self._events.remove(event)
+                    return event
+            left = until - time.monotonic()
+            ready, _, _ = select.select([self._line], [], [], max(left, 0))
+            if not ready:
+                raise EngineFailed(
+                    f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
+                )
+            data = self._line.recv(1 << 20)
+            if not data:
+                self.ended(2)  # its log is whole by then
+                raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
+            *lines, self._left = (self._left + data).split(b"\n")
+            self._events.extend(json.loads(text) for text in lines)
+
+    def ready(self, timeout: float = 300.0) -> Self:
+        """Waits until it serves."""
+        if not self._ready:
+            self.event("ready", timeout=timeout)
+            self._ready = True
+        return self
+
+    def tail(self, characters: int = 6000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+    def ended(self, timeout: float = 60.0) -> bool:
+        """Whether it ends by itself in that time."""
+        until = time.monotonic() + timeout
+        while (alive := self.alive()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return not alive
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ending(start: Callable[..., E]) -> Iterator[Callable[..., E]]:
+    """For a fixture: `start`, whose engines end with the test."""
+    started: list[E] = []
+
+    def one(*given: Any, **more: Any) -> E:
+        started.append(start(*given, **more))
+        return started[-1]
+
+    yield one
+    for engine in started:
+        engine.close()
