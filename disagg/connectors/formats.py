@@ -7,10 +7,13 @@ the view's strides; its kernel takes what lies behind them for contiguous.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from disagg.connectors.tensors import Part, UnknownFormat
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template
+from kvpool.layout.dtypes import ITEMSIZE
 
 Heads = tuple[int, int]
 FP8_LATENT_ROW = Seq(
@@ -32,6 +35,13 @@ def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
             )
         total = of_model
     return rank * total // ranks, total
+
+
+def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
+    """A view of rows `[token, head, content]`, in any number of dims, in pages of `page` tokens."""
+    rows = tensor.view(-1, heads, tensor.shape[-1])
+    pages = len(rows) // page
+    return rows[: pages * page].view(pages, page, heads, -1).transpose(1, 2)
 
 
 def check_unscaled(key: float, value: float) -> None:
@@ -56,6 +66,17 @@ def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> li
     return rows(view, Seq(Cell("latent", latent, dtype), Cell("rope", rope, dtype)))
 
 
+def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[Part]:
+    """`row` a token and head."""
+    return [Part(view, ("item", "head", "entry"), row, heads)]
+
+
+def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -> list[Part]:
+    """`row` a token and head; of a head's part of an item only `packing` is known."""
+    count = view[0, 0].numel() * view.element_size() // ITEMSIZE[row.dtype]
+    return [Part(view, ("item", "head"), replace(row, count=count), heads, packing)]
+
+
 def keys_and_values(
     view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, scaled: bool = False
 ) -> list[Part]:
@@ -65,7 +86,7 @@ def keys_and_values(
     cells: list[Template] = []
     for role, count in (("k", key), ("v", value)):
         cells += [Cell(role, count, dtype), Cell(f"{role}.scale", 1, "f32")][: 1 + scaled]
-    return [Part(view, ("item", "head", "entry"), Seq(*cells), heads)]
+    return head_rows(view, row=Seq(*cells), heads=heads)
 
 
 def transposed_keys(
@@ -102,14 +123,14 @@ def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[
     return [Part(view, ("item",), item)]
 
 
-def v4_latents(items: torch.Tensor, entries: int) -> list[Part]:
-    """Items of bytes `[item, byte]` of DeepSeek-V4's latents: all rows of 448 e4m3 and 64 bf16 of
-    rope, then all scales, 7 ue8m0 and a byte that nobody uses; the rest is padding too.
+def v4_latents(view: torch.Tensor, *, entries: int) -> list[Part]:
+    """Bytes `[item, byte]` of DeepSeek-V4's latents: all rows of 448 e4m3 and 64 bf16 of rope, then
+    all scales, 7 ue8m0 and a byte that nobody uses; the rest is padding too.
     """
     rows = Seq(Cell("latent", 448, "e4m3"), Cell("rope", 64, "bf16"))
     scales = Seq(Cell("latent.scale", 7, "ue8m0"), Skip(1))
     item = Seq(Repeat("entry", entries, rows), Repeat("entry", entries, scales))
-    return [Part(items, ("item",), Pad(576, item))]
+    return [Part(view, ("item",), Pad(576, item))]
 
 
 def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]:

@@ -1,4 +1,4 @@
-"""What linear attention keeps in a slot, as item templates: `[conv | temporal]`.
+"""What linear attention keeps in a slot, as item templates: a conv state and a temporal state.
 
 The conv state's channels are sections with heads of their own: q, k and v of delta nets, x, B and C
 of Mamba-2. Ranks of tensor parallelism share each section's heads.
@@ -7,14 +7,15 @@ of Mamba-2. Ranks of tensor parallelism share each section's heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
 
 import torch
 
-from disagg.connectors.tensors import Part, UnknownFormat
+from disagg.connectors.tensors import Format, Part, UnknownFormat
 from kvpool.item import Cell, Repeat, Seq, Skip, Template
-from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 
 LinearKind = Literal["mamba1", "mamba2", "delta_net"]
 
@@ -34,11 +35,41 @@ class Section(NamedTuple):
 
 
 def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
-    """A slot in each item."""
+    """A slot, or a state of one, in each item."""
     return [Part(view.flatten(1), ("item",), item)]
 
 
-def slot(
+def tensor_states(
+    kind: LinearKind,
+    conv: torch.Tensor,
+    temporal: torch.Tensor,
+    *,
+    rank: int,
+    ranks: int,
+    groups: int,
+    key_first: bool,
+) -> list[tuple[torch.Tensor, Format]]:
+    """The states in tensors of their own, `[layer, slot, channel, tap]` in either order of the last
+    two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a layer has.
+    The other arguments are those of `states`.
+    """
+    dim_first = conv.stride(2) >= conv.stride(3)
+    held = conv if dim_first else conv.transpose(2, 3), temporal
+    items = states(
+        kind,
+        (held[0].shape[2], held[0].shape[3]),
+        temporal.shape[2:],
+        (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
+        rank=rank,
+        ranks=ranks,
+        groups=groups,
+        dim_first=dim_first,
+        key_first=key_first,
+    )
+    return [(tensor, partial(slots, item=item)) for tensor, item in zip(held, items)]
+
+
+def states(
     kind: LinearKind,
     conv: tuple[int, int],
     temporal: Sequence[int],
@@ -50,8 +81,9 @@ def slot(
     spare: int = 0,
     dim_first: bool = False,
     key_first: bool = False,
-) -> Template:
-    """A slot of `rank` of `ranks`. `conv`: `(dim, tap)` if `dim_first`, else `(tap, dim)`.
+) -> tuple[Template, Template]:
+    """The conv state and the temporal state of a slot of `rank` of `ranks`. `conv`: `(dim, tap)` if
+    `dim_first`, else `(tap, dim)`.
 
     `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets, whose bytes are
     `(head, key, value)` if `key_first`, as SGLang's. `groups`: Mamba-2's B and C in the model.
@@ -63,20 +95,19 @@ def slot(
     parts = sections(kind, channels, temporal, rank, ranks, groups)
     size, kept = ITEMSIZE[dtypes[0]], taps - spare
     cells = [(part, Cell(f"conv.{part.role}", 1, dtypes[0])) for part in parts]
-    found: list[Template] = []
     if dim_first:
         unused = [Skip(spare * size)] if spare else []
-        found += [part.of(Seq(Repeat("tap", kept, cell), *unused)) for part, cell in cells]
+        found = [part.of(Seq(Repeat("tap", kept, cell), *unused)) for part, cell in cells]
     else:
-        found.append(Repeat("tap", kept, Seq(*(part.of(cell) for part, cell in cells))))
-        found += [Skip(spare * channels * size)] if spare else []
+        unused = [Skip(spare * channels * size)] if spare else []
+        found = [Repeat("tap", kept, Seq(*(part.of(cell) for part, cell in cells))), *unused]
     heads, *inner = temporal
     state: Template = Cell("temporal", prod(inner), dtypes[1])
     if kind == "delta_net":  # an axis says which of the two states it is
         value, key = inner
         outer, cell = ("key", value) if key_first else ("value", key)
         state = Repeat(outer, prod(inner) // cell, Cell("temporal", cell, dtypes[1]))
-    return Seq(*found, Repeat("head", heads, state, rank * heads, ranks * heads))
+    return Seq(*found), Repeat("head", heads, state, rank * heads, ranks * heads)
 
 
 def sections(

@@ -18,7 +18,7 @@ from typing import TypeVar
 from disagg.connectors.layerwise import Layer
 from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Stats
+from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom
 from disagg.protocol.decode_state import Link
@@ -72,8 +72,9 @@ class _Receiving:
 class Rank:
     """Offers what this rank computes (`produces`), reads what it needs (`consumes`).
 
-    `readers` ranks of this engine read each room. `log` is the engine's. `conventions` are what its
-    bytes mean beside their layout, as far as the settings say nothing else.
+    `readers` ranks of this engine read each room. `log` is the engine's; every `log_seconds` it is
+    told the numbers (None: the engine takes them from `stats`). `conventions` are what its bytes
+    mean beside their layout, as far as the settings say nothing else.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class Rank:
         consumes: bool,
         readers: int,
         log: logging.Logger,
+        log_seconds: float | None = None,
         conventions: Mapping[str, Convention] = MappingProxyType({}),
     ) -> None:
-        self.stats, self._log = Stats(), log
+        self.stats, self._log, self._log_seconds = Stats(), log, log_seconds
+        self._logged = time.monotonic()
         said = {**conventions, **settings.conventions}
         options = settings.options
         options["conventions"] = {name: each for name, each in said.items() if each is not None}
@@ -259,6 +262,8 @@ class Rank:
                 self._received(room, failure)
                 self.decode.forget(room)
             self._links.close_unused({each.link for each in self._receiving.values()})
+        if self._log_seconds is not None and time.monotonic() - self._logged > self._log_seconds:
+            self._log_numbers()
         results, self._results = self._results, Results()
         return results
 
@@ -282,6 +287,12 @@ class Rank:
         while not self._closed.wait(TURN_SECONDS):
             if time.monotonic() - self._turned > TURN_SECONDS:
                 self.turn()
+
+    def _log_numbers(self) -> None:
+        if numbers := self.stats.take():
+            said = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
+            self._log.info("kvpool: %s", said)
+            self._logged = time.monotonic()
 
     def _link(self, peers: tuple[str, ...]) -> Link:
         return _needed(self._links, "decode").to(peers)

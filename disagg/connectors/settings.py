@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -59,6 +61,18 @@ class Settings:
         if settings.stream not in STREAMS:
             raise ValueError(f"{called}: stream={settings.stream!r}: 'chunks', 'layers' or null.")
         return settings
+
+    @classmethod
+    def of_environment(cls, variable: str, unused: Collection[str], **defaults: Any) -> Settings:
+        """The settings of an engine that has no options for backends: a JSON object in an
+        environment variable. The engine knows nothing of what is `unused`.
+        """
+        given = json.loads(os.environ.get(variable) or "{}")
+        if not isinstance(given, dict):
+            raise ValueError(f'{variable}: a JSON object, such as {{"engine": "nixl"}}.')
+        if wrong := sorted({*unused} & set(given)):
+            raise ValueError(f"{variable}: {', '.join(wrong)} is not for this engine.")
+        return cls.read(defaults | given, variable)
 
     @property
     def options(self) -> Options:

@@ -4,7 +4,7 @@ that are one block; layers that lie in one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 
 from kvpool.describe import Described, describe_buffer, describe_items
 from kvpool.item import Template, item_regions, prefixed
-from kvpool.layout import Buffer, LayoutError, Region, Space
+from kvpool.layout import Buffer, LayoutError, PoolLayout, Region, Space
 
 
 class UnknownFormat(ValueError):
@@ -40,8 +40,8 @@ Format = Callable[[torch.Tensor], list[Part]]
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer `number` of `owner`: its tensor `[item, ...]`, and what is in it. `name` is the
-    engine's; `prefix` is put before every role.
+    """A tensor `[item, ...]` of layer `number` of `owner`, and what is in it: all that the layer
+    keeps, or a part. `name` is the engine's; `prefix` is put before every role.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Layer:
             parts = self.format(self.view)
             (first, *_) = item_regions(parts[0].item, owner=self.owner, layer=0, buffer="?")
             dims = ("item", *map(str, range(1, self.view.dim())))
-            name = f"{self.owner}.{self.number}.{first.role}"
+            name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             home = describe_buffer(self.view, dims, name=name, space=space)
             regions: list[Region] = []
             for part in parts:
@@ -90,6 +90,34 @@ class Layer:
         return replace(self, view=view)
 
 
+def layout_of(
+    held: Iterable[tuple[Space, Layer]], layers: int, model: object, *spaces: Space
+) -> PoolLayout:
+    """The layout of a rank's tensors, each with the space of its items, for a model of `layers`
+    layers whose name or folder is `model`. `spaces` are there without a tensor too.
+
+    Raises UnknownFormat for a layer whose space is not that of the others of its name, and as
+    `Layer.describe` does; LayoutError where the tensors do not fit together.
+    """
+    known = {space.name: space for space in spaces}
+    inside: dict[str, list[Described]] = {}
+    for space, layer in held:
+        if known.setdefault(space.name, space) != space:
+            raise UnknownFormat(
+                f"{layer.name}: {space}, but others have {known[space.name]}. Use a model, and a "
+                "draft, of one page size and window."
+            )
+        inside.setdefault(space.name, []).append(layer.describe(space.name))
+    joined = [join_nested(parts) for parts in inside.values()]
+    return PoolLayout(
+        tuple(buffer for part in joined for buffer in part.buffers),
+        tuple(region for part in joined for region in part.regions),
+        tuple(known.values()),
+        layers,
+        model=str(model).rstrip("/").rpartition("/")[2],
+    )
+
+
 def layer_number(name: str) -> int:
     """The number in a layer's dotted name. Raises UnknownFormat unless there is one."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
@@ -99,17 +127,6 @@ def layer_number(name: str) -> int:
             "another model."
         )
     return numbers[0]
-
-
-def one_space(found: Mapping[Space, str], instead: str) -> Space:
-    """The space of layers that share ids: those found, and a layer of each. Raises UnknownFormat
-    where there are several, saying what to use `instead`.
-    """
-    space, *others = found
-    if others:
-        each = "; ".join(f"{layer} {space}" for space, layer in found.items())
-        raise UnknownFormat(f"layers of several spaces are not known: {each}. {instead}")
-    return space
 
 
 @contextmanager

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from disagg.connectors.sglang.buffer_lists import kv_args
+
+__all__ = ["BACKEND", "kv_args", "register"]
+
 BACKEND = "kvpool"
 
 
@@ -39,13 +43,12 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
     """SGLang's `get_kv_class`."""
     if backend.value != BACKEND or kind.value == "kvargs":
         return original(backend, kind)
-    if kind.value == "bootstrap_server":  # in a process that has no pools
-        from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-        return CommonKVBootstrapServer
     from disagg.connectors.sglang import manager, receiver, sender
 
     return {
+        "bootstrap_server": CommonKVBootstrapServer,
         "manager": manager.KvpoolManager,
         "sender": sender.KvpoolSender,
         "receiver": receiver.KvpoolReceiver,
@@ -54,9 +57,7 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
 
 def _make_manager(original: Any, queue: Any) -> Any:
     """The queue's `_init_kv_manager`. It gives the manager pointers; the pools are the queue's."""
-    if queue.transfer_backend.value != BACKEND:
-        return original(queue)
-    from disagg.connectors.sglang.manager import KvpoolManager
-
-    with KvpoolManager.of(queue):
-        return original(queue)
+    made = original(queue)
+    if queue.transfer_backend.value == BACKEND:
+        made.start(queue)
+    return made

@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from disagg.runtime.sockets.address import tcp_text
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse
 
 UNKNOWN = "-1"
 """Asked for in place of a rank: how many ranks there are."""
 
 
-class BootstrapServer(ThreadingHTTPServer):
+class BootstrapServer(ThreadingMixIn, WSGIServer):
     """Serves `GET /route` of SGLang 0.5.22 and 0.5.23 for ranks at `addresses`, which are taken for
     ranks of tensor parallelism. `page_size` and `kv_cache_dtype` are named to SGLang, which our
     connector does not compare.
@@ -29,40 +35,27 @@ class BootstrapServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, addresses: Sequence[str]) -> None:
         super().__init__((host, port), _Handler)
-        self.ranks = [dict(zip(("rank_ip", "rank_port"), split(each))) for each in addresses]
+        ranks = [dict(zip(("rank_ip", "rank_port"), split(each))) for each in addresses]
+        self.answers: dict[str, dict[str, Any]] = {str(n): rank for n, rank in enumerate(ranks)}
+        """By rank; for `UNKNOWN`, all of prefill."""
+        self.answers[UNKNOWN] = {
+            "attn_tp_size": len(ranks),
+            **dict.fromkeys(("attn_cp_size", "dp_size", "pp_size"), 1),
+            **dict.fromkeys(("page_size", "kv_cache_dtype")),
+            "follow_bootstrap_room": True,
+        }
+        self.set_app(self.answer)
 
-    @property
-    def port(self) -> int:
-        """The port that it listens at."""
-        return int(self.server_address[1])
-
-    def answer(self, query: dict[str, list[str]]) -> dict[str, Any] | None:
-        """All of prefill, or the rank that is asked for; None for one that is not there."""
-        rank = query.get("target_tp_rank", [UNKNOWN])[0]
-        if rank == UNKNOWN:
-            return {
-                "attn_tp_size": len(self.ranks),
-                **dict.fromkeys(("attn_cp_size", "dp_size", "pp_size"), 1),
-                **dict.fromkeys(("page_size", "kv_cache_dtype")),
-                "follow_bootstrap_room": True,
-            }
-        known = rank.isdecimal() and int(rank) < len(self.ranks)
-        return self.ranks[int(rank)] if known else None
+    def answer(self, asked: dict[str, Any], respond: StartResponse) -> list[bytes]:
+        """As WSGI calls it."""
+        (rank,) = parse_qs(asked["QUERY_STRING"]).get("target_tp_rank", [UNKNOWN])[:1]
+        found = self.answers.get(rank) if asked["PATH_INFO"] == "/route" else None
+        status = "404 Not Found" if found is None else "200 OK"
+        respond(status, [("Content-Type", "application/json")])
+        return [json.dumps(found).encode()]
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: BootstrapServer
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        found = self.server.answer(parse_qs(url.query)) if url.path == "/route" else None
-        body = json.dumps(found).encode()
-        self.send_response(404 if found is None else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
+class _Handler(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Not a line for each request."""
 
@@ -77,9 +70,7 @@ def split(address: str) -> tuple[str, int]:
 
 def join(host: str, port: int) -> str:
     """The endpoint address that `split` took apart."""
-    if not port:
-        return host
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return tcp_text((host, port)) if port else host
 
 
 def main() -> None:
@@ -90,7 +81,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8998)
     given = parser.parse_args()
     with BootstrapServer(given.host, given.port, given.addresses) as server:
-        print(f"{len(server.ranks)} ranks at http://{given.host}:{server.port}/route")
+        print(f"{len(given.addresses)} ranks at http://{given.host}:{server.server_port}/route")
         server.serve_forever()
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import requests
@@ -23,20 +18,22 @@ from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
+from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
-from disagg.connectors.stats import summary
 
 log = logging.getLogger("sglang.kvpool")
 
 SETTINGS = "KVPOOL_SGLANG"
 """The environment variable that holds `Settings` as JSON: SGLang has no options for backends."""
+ALL_RANKS = dict.fromkeys(
+    ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank"), -1
+)
+"""What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
 HTTP_SECONDS = 5.0
 LOG_SECONDS = 60.0
 """Between two lines of the log that say what was handed over."""
-
-_queue: ContextVar[Any] = ContextVar("kvpool_queue")
 
 
 class KvpoolManager(CommonKVManager):
@@ -48,46 +45,66 @@ class KvpoolManager(CommonKVManager):
 
     supports_deferred_decode_kv_release = True
 
-    def __init__(
-        self,
-        args: Any,
-        disaggregation_mode: DisaggregationMode,
-        server_args: Any,
-        is_mla_backend: bool = False,
-    ) -> None:
-        self._next_turn, self._next_line = 0.0, time.monotonic() + LOG_SECONDS
-        self.senders: dict[int, Any] = {}
-        """By room, those of which SGLang has not been told the end."""
-        self.receivers: dict[int, Any] = {}
-        """By room, those that have asked, until no read can touch their pages."""
+    def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
+        self._next_turn = 0.0
+        self.sending: set[int] = set()
+        """Rooms of which SGLang has not been told the end."""
+        self.reading: dict[int, int] = {}
+        """Rows of the metadata, by room that was asked for and whose pages a read may touch."""
         self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         """Endpoint addresses by bootstrap address, as they were when they were used last."""
-        self.queue = _queue.get()
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        if disaggregation_mode == DisaggregationMode.DECODE:
-            if not self.enable_deferred_decode_kv_release:
-                raise ValueError(
-                    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted "
-                    "request would be used again while a read may write to them. Leave it at 1."
-                )
-            self.queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
-            self._start()
+        super().__init__(args, mode, *more)
 
-    @classmethod
-    @contextmanager
-    def of(cls, queue: Any) -> Iterator[None]:
-        """Managers that are made meanwhile are the queue's."""
-        token = _queue.set(queue)
-        try:
-            yield
-        finally:
-            _queue.reset(token)
+    def start(self, queue: Any) -> None:
+        """Makes the endpoints, over the pools of the queue whose manager this is."""
+        self.queue, scheduler = queue, queue.scheduler
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        self._refuse_options(prefill)
+        model, text = scheduler.model_config, scheduler.model_config.hf_text_config
+        pools = Pools(
+            queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
+        )
+        ranks = Ranks(
+            self.attn_tp_rank,
+            self.attn_tp_size,
+            model.get_total_num_kv_heads(),
+            scheduler.sliding_window_size,
+            int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
+        )
+        settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
+            SETTINGS,
+            unused=("stream", "shared_memory"),
+            lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            offer_timeout=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
+        )
+        kinds = self.kv_args.state_types
+        self.layout = engine_layout(pools, kinds, ranks, model.num_hidden_layers, model.model_path)
+        self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
+        self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
+        """Whether this rank of prefill sends the metadata, which all of them have."""
+        self.rank = Rank(
+            settings,
+            self.layout.layout,
+            produces=prefill,
+            consumes=not prefill,
+            readers=self.attn_tp_size * self.pp_size,
+            log=log,
+            log_seconds=LOG_SECONDS,
+            conventions=conventions(
+                text,
+                folder=model.model_path,
+                quantization=model.quantization,
+                index_keys="hadamard",
+            ),
+        )
+        if prefill:
+            self.local_ip, self.rank_port = split(self.rank.address)
+            super().register_to_bootstrap()
+        else:
+            queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
 
     def register_to_bootstrap(self) -> None:
-        """Prefill's, called when all is known of the rank."""
-        self._start()
-        self.local_ip, self.rank_port = split(self.rank.address)
-        super().register_to_bootstrap()
+        """Called before there are endpoints; `start` does it."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Asks the bootstrap server once how many ranks a prefill has. Ranks, page sizes and types
@@ -95,13 +112,9 @@ class KvpoolManager(CommonKVManager):
         """
         if bootstrap_addr in self.prefill_info_table:
             return True
-        unknown = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+        url = f"http://{bootstrap_addr}/route"
         try:
-            answer = requests.get(
-                f"http://{bootstrap_addr}/route",
-                params=dict.fromkeys(unknown, -1),
-                timeout=HTTP_SECONDS,
-            )
+            answer = requests.get(url, params=ALL_RANKS, timeout=HTTP_SECONDS)
             answer.raise_for_status()
             info = PrefillServerInfo(**answer.json())
         except (requests.RequestException, TypeError, ValueError) as error:
@@ -117,25 +130,26 @@ class KvpoolManager(CommonKVManager):
 
     def turn(self) -> None:
         """Lets the endpoints go on, and notes what has become of rooms."""
-        now = time.monotonic()
-        if now < self._next_turn:
+        if time.monotonic() < self._next_turn:
             return
-        results = self.rank.results([str(room) for room in self.senders])
-        for name in results.sent:
-            self.senders.pop(int(name), None)
-            self._ended(int(name), results.why.get(name))
-        for name in results.received:
-            receiver = self.receivers.pop(int(name))
-            why: Any = results.why.get(name)
-            if name in results.aux:
-                why = receiver.take(results.aux[name])
-            self._ended(int(name), why)
-        for room in self.senders:
+        results = self.rank.results([str(room) for room in self.sending])
+        for name in results.sent | results.received:
+            room = int(name)
+            why: object = results.why.get(name)
+            self.sending.discard(room)
+            row = self.reading.pop(room, 0)
+            try:
+                if name in results.aux:
+                    write_row(self.metadata, row, room, results.aux[name])
+            except ValueError as error:
+                why = error
+            if why is None:
+                self.update_status(room, KVPoll.Success)
+            else:
+                self.fail(room, why)
+        for room in self.sending:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
-        if now > self._next_line and (numbers := self.rank.stats.take()):
-            self._next_line = now + LOG_SECONDS
-            log.info("kvpool: %s", ", ".join(f"{k} {v}" for k, v in summary(numbers).items()))
         self._next_turn = time.monotonic() + TURN_SECONDS
 
     def forget_lost(self, bootstrap_addr: str) -> None:
@@ -152,7 +166,7 @@ class KvpoolManager(CommonKVManager):
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether no read can touch the pages of an aborted room."""
         self.turn()
-        return bootstrap_room not in self.receivers
+        return bootstrap_room not in self.reading
 
     def fail(self, room: int, why: object) -> None:
         """SGLang is told of a failure, unless it knows of the room's end."""
@@ -160,72 +174,19 @@ class KvpoolManager(CommonKVManager):
             self.record_failure(room, str(why))
             self.update_status(room, KVPoll.Failed)
 
-    def _ended(self, room: int, why: object) -> None:
-        if why is None:
-            self.update_status(room, KVPoll.Success)
-        else:
-            self.fail(room, why)
-
-    def _start(self) -> None:
-        """Makes the endpoints."""
-        self._refuse_options()
-        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        queue, scheduler = self.queue, self.queue.scheduler
-        model, text = scheduler.model_config, scheduler.model_config.hf_text_config
-        pools = Pools(
-            queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
-        )
-        ranks = Ranks(
-            self.attn_tp_rank,
-            self.attn_tp_size,
-            model.get_total_num_kv_heads(),
-            scheduler.sliding_window_size,
-            int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
-        )
-        name = str(model.model_path).rstrip("/").rpartition("/")[2]
-        kinds = self.kv_args.state_types
-        self.layout = engine_layout(pools, kinds, ranks, model.num_hidden_layers, name)
-        self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
-        self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
-        """Whether this rank of prefill sends the metadata, which all of them have."""
-        self.rank = Rank(
-            _settings(),
-            self.layout.layout,
-            produces=prefill,
-            consumes=not prefill,
-            readers=self.attn_tp_size * self.pp_size,
-            log=log,
-            conventions=conventions(
-                text,
-                folder=model.model_path,
-                quantization=model.quantization,
-                index_keys="hadamard",
-            ),
-        )
-
-    def _refuse_options(self) -> None:
+    def _refuse_options(self, prefill: bool) -> None:
         given, scheduler = self.server_args, self.queue.scheduler
         policy = given.disaggregation_decode_allocation_policy
+        reused = not prefill and not self.enable_deferred_decode_kv_release
+        release = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request "
+        release += "would be used again while a read may write to them"
         for wrong, what, instead in (
             (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
             (given.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
             (self.enable_all_cp_ranks_for_transfer, "state that CP ranks share", "no CP sharding"),
             (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),
+            (reused, release, "1"),
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
-
-
-def _settings() -> Settings:
-    """As the environment has them. A request waits as long as SGLang would have it wait."""
-    given = json.loads(os.environ.get(SETTINGS) or "{}")
-    if not isinstance(given, dict):
-        raise ValueError(f'{SETTINGS}: a JSON object, such as {{"engine": "nixl"}}.')
-    if unknown := sorted({"stream", "shared_memory"} & set(given)):
-        raise ValueError(f"{SETTINGS}: {', '.join(unknown)} is not for SGLang.")
-    waits = {
-        "lease": float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
-        "offer_timeout": float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
-    }
-    return Settings.read(waits | given, SETTINGS)

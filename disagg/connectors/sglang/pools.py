@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.connectors.sglang.states import Ranks, State, read_pool
-from disagg.connectors.tensors import UnknownFormat
+from disagg.connectors.sglang.states import Ranks, read_pool
+from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
 __all__ = ["EngineLayout", "Pools", "Ranks", "engine_layout"]
@@ -32,12 +32,11 @@ class Pools(NamedTuple):
 @dataclass(frozen=True)
 class EngineLayout:
     """What a rank's pools mean, and how SGLang's indices address them. `state_types`: the
-    components of `KVArgs.state_types`, by value. `page`: tokens of a page.
+    components of `KVArgs.state_types`, by value.
     """
 
     layout: PoolLayout
     state_types: tuple[str, ...] = ()
-    page: int = 1
 
     @property
     def held_back(self) -> int:
@@ -75,22 +74,19 @@ class EngineLayout:
             return {space.name: Span(ids)}
         if space.kind == "ring":  # SGLang lists the part of the ring with the open window, if any
             return {space.name: Span(ids // (space.entries_per_item // space.window_step))}
-        first = -(-tokens // self.page) - ids.size  # the last page has the last position
-        ratio = self.page // space.entries_per_item
-        found = {space.name: Span(parts(ids, ratio), first * ratio)}
+        page = self.layout.space_by_name["kv"].tokens_per_item
+        first = -(-tokens // page) - ids.size  # the last page has the last position
+        ratio = page // space.entries_per_item
+        items = Span.from_blocks(ids, null=-1, items_per_block=ratio).ids
+        found = {space.name: Span(items, first * ratio)}
         rings = self.layout.space_by_name.get("c4.ring")
         if rings is not None and ids.size:  # blocks of a page share its ring, in turn
             step = rings.entries_per_item
             live = rings.alive_items(tokens)
-            block = np.arange(max(live.start, first * self.page // step), live.stop)
-            page = ids[block * step // self.page - first]
-            found["c4.ring"] = Span(page * rings.reserved + block % rings.reserved, int(block[0]))
+            block = np.arange(max(live.start, first * page // step), live.stop)
+            home = ids[block * step // page - first]
+            found["c4.ring"] = Span(home * rings.reserved + block % rings.reserved, int(block[0]))
         return found
-
-
-def parts(ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The items that items `ids` are, `count` each."""
-    return (ids[:, None] * count + np.arange(count)).ravel() if count > 1 else ids
 
 
 def engine_layout(
@@ -108,26 +104,7 @@ def engine_layout(
     linear = getattr(pools.requests, "mamba_pool", None)
     if linear is not None and linear is not getattr(pools.target, "mamba_pool", None):
         states += read_pool(linear, ranks)
-    page = getattr(pools.target, "page_size", 1)
-    layout = PoolLayout(
-        tuple(buffer for _, part in states for buffer in part.buffers),
-        tuple(region for _, part in states for region in part.regions),
-        spaces_of(states, page),
-        total_layers,
-        model=model,
-    )
+    pages = Space("kv", entries_per_item=getattr(pools.target, "page_size", 1))
+    layout = layout_of(states, total_layers, model, pages)
     kinds = tuple(str(getattr(kind, "value", kind)) for kind in state_types)
-    return EngineLayout(layout, kinds, page)
-
-
-def spaces_of(states: Sequence[State], page: int) -> tuple[Space, ...]:
-    """The spaces of all states, and that of the pages of `page` tokens."""
-    found = {"kv": Space("kv", entries_per_item=page)}
-    for space, seen in states:
-        known = found.setdefault(space.name, space)
-        if known != space:
-            raise UnknownFormat(
-                f"{seen.regions[0]}: {space}, but other layers have {known}: not known, only equal "
-                "ones. Give the draft the target's page size and window."
-            )
-    return tuple(found.values())
+    return EngineLayout(layout, kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,15 +10,14 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from disagg.connectors.sglang.bootstrap import join
-from disagg.connectors.sglang.metadata import write_row
-from disagg.connectors.sglang.sender import failure_of
+from disagg.connectors.sglang.sender import raise_failure
 from disagg.connectors.source import FIRST_TOKEN
 
 
 class KvpoolReceiver(CommonKVReceiver):
     """Asks for a request's state, and reads it."""
 
-    _row: int
+    failure_exception = raise_failure
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         mgr.forget_lost(bootstrap_addr)
@@ -36,33 +35,21 @@ class KvpoolReceiver(CommonKVReceiver):
         mgr, room, start = self.kv_mgr, self.bootstrap_room, decode_prefix_len or 0
         if mgr.check_status(room) == KVPoll.Failed:
             return
-        self._row, page = aux_index, mgr.kv_args.page_size
+        first = start // mgr.kv_args.page_size
         try:
-            address = mgr.layout.address(self._tokens(), kv_indices, state_indices, start // page)
+            address = mgr.layout.address(self._tokens(), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
             mgr.rank.receive(str(room), room, address, start, peers, (FIRST_TOKEN,))
         except ValueError as error:
             mgr.fail(room, error)
             return
-        mgr.receivers[room] = self
+        mgr.reading[room] = aux_index
         mgr.update_status(room, KVPoll.Transferring)
-
-    def take(self, values: Mapping[str, Any]) -> ValueError | None:
-        """Writes what came with the state to decode's row; returns why that cannot be."""
-        try:
-            write_row(self.kv_mgr.metadata, self._row, self.bootstrap_room, values)
-        except ValueError as error:
-            return error
-        return None
 
     def poll(self) -> Any:
         """SGLang's state of the room."""
         self.kv_mgr.turn()
         return super().poll()
-
-    def failure_exception(self) -> None:
-        """Raises why the room has failed."""
-        raise failure_of(self)
 
     def _register_kv_args(self) -> bool:
         return True  # our handshake does that
@@ -70,7 +57,7 @@ class KvpoolReceiver(CommonKVReceiver):
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Prefill is told that nobody reads the room (any more)."""
         mgr, room = self.kv_mgr, self.bootstrap_room
-        if room in mgr.receivers:
+        if room in mgr.reading:
             mgr.rank.abort(str(room))
         elif not force_arm:
             with suppress(ValueError):

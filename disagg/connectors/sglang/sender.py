@@ -12,9 +12,20 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from disagg.connectors.sglang.metadata import read_row
 
 
+def raise_failure(one: Any) -> None:
+    """Raises why the room of a sender or receiver has failed, as SGLang has it, and forgets it."""
+    one.conclude_state = KVPoll.Failed
+    one.clear()
+    with one.kv_mgr.failure_lock:
+        why = one.kv_mgr.failure_records.pop(one.bootstrap_room, None)
+    another = "it has failed on another rank."
+    raise KVTransferError(one.bootstrap_room, why or another, is_from_another_rank=why is None)
+
+
 class KvpoolSender(CommonKVSender):
     """Offers the chunks of a request. It is Bootstrapping until a decode has asked for its room."""
 
+    failure_exception = raise_failure
     conclude_state: Any
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **more: Any):
@@ -23,7 +34,7 @@ class KvpoolSender(CommonKVSender):
         self._tokens = self._offered = 0
         if not mgr.is_dummy_cp_rank and mgr.check_status(bootstrap_room) != KVPoll.Failed:
             self.init_time = time.time()
-            mgr.senders[bootstrap_room] = self
+            mgr.sending.add(bootstrap_room)
             mgr.rank.expect(str(bootstrap_room), bootstrap_room)
 
     def send(
@@ -74,10 +85,6 @@ class KvpoolSender(CommonKVSender):
         """That of all pipeline stages."""
         return self._polled(self.kv_mgr.check_status_pp_consensus)
 
-    def failure_exception(self) -> None:
-        """Raises why the room has failed."""
-        raise failure_of(self)
-
     def clear(self) -> None:
         """SGLang is done with the request, maybe as it has failed on another rank."""
         self._give_up()
@@ -89,7 +96,8 @@ class KvpoolSender(CommonKVSender):
         super().abort()
 
     def _give_up(self) -> None:
-        if self.kv_mgr.senders.pop(self.bootstrap_room, None) is not None:
+        if self.bootstrap_room in self.kv_mgr.sending:
+            self.kv_mgr.sending.remove(self.bootstrap_room)
             self.kv_mgr.rank.abort(str(self.bootstrap_room))
 
     def _polled(self, check: Callable[[int], Any]) -> Any:
@@ -102,13 +110,3 @@ class KvpoolSender(CommonKVSender):
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         return status
-
-
-def failure_of(one: Any) -> KVTransferError:
-    """Why the room of a sender or receiver has failed, as SGLang raises it. It is forgotten."""
-    one.conclude_state = KVPoll.Failed
-    one.clear()
-    with one.kv_mgr.failure_lock:
-        why = one.kv_mgr.failure_records.pop(one.bootstrap_room, None)
-    another = "it has failed on another rank."
-    return KVTransferError(one.bootstrap_room, why or another, is_from_another_rank=why is None)

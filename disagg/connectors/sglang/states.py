@@ -6,21 +6,26 @@ SGLang is imported. Page 0 and slot 0 are padding. Read in SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, sections
-from disagg.connectors.tensors import Part, UnknownFormat, naming
-from kvpool.describe import Described, Section, describe, describe_items, describe_sections
-from kvpool.item import Cell, Template, prefixed
+from disagg.connectors.linear_states import LinearKind, tensor_states
+from disagg.connectors.tensors import Format, Layer, UnknownFormat, naming
+from kvpool.item import Cell, Template
 from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
 
 HERE = "add it to disagg/connectors/sglang/states.py"
+ORDERS = ("nhd", "hnd")
+"""Of tokens and heads in a page, by SGLang's names."""
+
+DSV4_UNUSED = ("unified_kv_pool", "request_window", "swa_req_ring_size")
+"""What pools of DeepSeek-V4 that are known do without."""
 
 
 class Ranks(NamedTuple):
@@ -44,7 +49,7 @@ class Ranks(NamedTuple):
 
 class At(NamedTuple):
     """Where a pool's states lie: the numbers of its layers, the space of its pages, what precedes
-    its roles, and whose they are.
+    its roles, whose they are, and what the pool is called.
     """
 
     ranks: Ranks
@@ -52,35 +57,32 @@ class At(NamedTuple):
     layers: Sequence[int]
     space: Space
     prefix: str = ""
+    name: str = ""
 
-    def states(self, number: int, *parts: Part, space: Space | None = None) -> Iterator[State]:
-        """`parts` of the pool's layer at index `number`, each in a buffer of its own."""
-        home = space or self.space
-        for tensor, dims, item, heads, packing in parts:
-            yield (
-                home,
-                describe_items(
-                    tensor,
-                    dims,
-                    prefixed(item, self.prefix),
-                    layer=self.layers[number],
-                    space=home.name,
-                    owner=self.owner,
-                    shards={"head": heads} if "head" in dims else {},
-                    packing=packing,
-                ),
-            )
+    def tensors(self, views: Iterable[torch.Tensor], form: Format) -> Iterator[State]:
+        """A tensor of each of the pool's layers, in their order, which holds `form`."""
+        for layer, view in zip(self.layers, views, strict=True):
+            name = f"{self.name} layer {layer}"
+            yield self.space, Layer(name, layer, view, form, self.owner, self.prefix)
 
 
-State = tuple[Space, Described]
+State = tuple[Space, Layer]
 Reader = Callable[[Any, At], Iterator[State]]
 
 
-def paged(tensor: torch.Tensor, page: int, *inner: int) -> torch.Tensor:
-    """Rows of tokens, in any number of dims, as `[page, token, *inner]`."""
-    rows = tensor.view(-1, *inner)
-    pages = len(rows) // page
-    return rows[: pages * page].view(pages, page, *inner)
+def read_heads(
+    pool: Any, at: At, buffers: Sequence[torch.Tensor], cell: Cell, order: str
+) -> Iterator[State]:
+    """A cell for each token and head. `order`: that of both, or the name of one that only a kernel
+    knows.
+    """
+    heads = at.ranks.heads(pool.head_num)
+    form = partial(formats.head_rows, row=cell, heads=heads)
+    if order == "nhd":
+        buffers = [formats.paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
+    elif order not in ORDERS:
+        form = partial(formats.packed_heads, row=cell, packing=order, heads=heads)
+    yield from at.tensors(buffers, form)
 
 
 def read_mha(pool: Any, at: At) -> Iterator[State]:
@@ -90,76 +92,61 @@ def read_mha(pool: Any, at: At) -> Iterator[State]:
             f"KV quantised by {type(pool.quant_method).__name__} is not known. Use "
             "--kv-cache-dtype auto or fp8_e4m3."
         )
-    heads, dtype, page = at.ranks.heads(pool.head_num), dtype_name(pool.dtype), pool.page_size
-    for number in range(pool.layer_num):
-        for role, buffers, dim in (
-            ("k", pool.k_buffer, pool.head_dim),
-            ("v", pool.v_buffer, pool.v_head_dim),
-        ):
-            cell, buffer = Cell(role, dim, dtype), buffers[number]
-            if pool.kv_cache_layout == "nhd":
-                view = paged(buffer, page, pool.head_num, dim)
-                part = Part(view, ("item", "entry", "head"), cell, heads)
-            elif pool.kv_cache_layout == "hnd":
-                part = Part(buffer, ("item", "head", "entry"), cell, heads)
-            elif pool.kv_cache_layout == "vectorized_5d":  # dim and tokens are cut in tiles
-                name = f"sglang vectorized_5d {role}, {page} x {dim} by {buffer.shape[-1]}"
-                part = Part(buffer, ("item", "head"), Cell(role, page * dim, dtype), heads, name)
-            else:
-                raise UnknownFormat(
-                    f"kv_cache_layout {pool.kv_cache_layout!r} is not known (known: nhd, hnd, "
-                    "vectorized_5d)."
-                )
-            yield from at.states(number, part)
+    order = pool.kv_cache_layout
+    if order not in (*ORDERS, "vectorized_5d"):
+        raise UnknownFormat(
+            f"kv_cache_layout {order!r} is not known (known: {', '.join(ORDERS)}, vectorized_5d)."
+        )
+    for role, buffers, dim in (
+        ("k", pool.k_buffer, pool.head_dim),
+        ("v", pool.v_buffer, pool.v_head_dim),
+    ):
+        name = order
+        if order not in ORDERS:  # dim and tokens are cut in tiles
+            tile = buffers[0].shape[-1]
+            name = f"sglang {order} {role}, {pool.page_size} x {dim} by {tile}"
+        yield from read_heads(pool, at, buffers, Cell(role, dim, dtype_name(pool.dtype)), name)
 
 
 def read_mxfp8(pool: Any, at: At) -> Iterator[State]:
     """K and V, and a scale for 32 elements of each; in pages of 128, in the order of a kernel."""
     yield from read_mha(pool, at)
-    heads, page = at.ranks.heads(pool.head_num), pool.page_size
-    for number in range(pool.layer_num):
-        for role, scales in (("k", pool.k_scale_buffer), ("v", pool.v_scale_buffer)):
-            buffer, count = scales[number], scales[number].shape[-1]
-            cell = Cell(f"{role}.scale", count, "ue8m0")
-            if pool.mxfp8_sf_interleaved:
-                name = f"sglang mxfp8 scales, {' x '.join(map(str, buffer.shape[2:]))}"
-                whole = Cell(f"{role}.scale", page * count, "ue8m0")
-                part = Part(buffer, ("item", "head"), whole, heads, name)
-            else:
-                view = paged(buffer, page, pool.head_num, count)
-                part = Part(view, ("item", "entry", "head"), cell, heads)
-            yield from at.states(number, part)
+    for role, buffers in (("k.scale", pool.k_scale_buffer), ("v.scale", pool.v_scale_buffer)):
+        *_, count = shape = buffers[0].shape[2:]
+        order = "nhd"
+        if pool.mxfp8_sf_interleaved:
+            order = f"sglang mxfp8 scales, {' x '.join(map(str, shape))}"
+        yield from read_heads(pool, at, buffers, Cell(role, count, "ue8m0"), order)
 
 
 def read_mla(pool: Any, at: At) -> Iterator[State]:
     """Rows of latent and rope, the same on every rank."""
-    for number, buffer in enumerate(pool.kv_buffer):
-        view = paged(buffer, pool.page_size, 1, pool.kv_cache_dim).transpose(1, 2)
-        if pool.dsa_kv_cache_store_fp8:
-            parts = formats.rows(view, formats.FP8_LATENT_ROW)
-        else:
-            parts = formats.latent_rows(
-                view,
-                latent=pool.kv_lora_rank,
-                rope=pool.qk_rope_head_dim,
-                dtype=dtype_name(pool.dtype),
-            )
-        yield from at.states(number, *parts)
+    sizes = {"latent": pool.kv_lora_rank, "rope": pool.qk_rope_head_dim}
+    form = partial(formats.latent_rows, **sizes, dtype=dtype_name(pool.dtype))
+    if pool.dsa_kv_cache_store_fp8:
+        form = partial(formats.rows, row=formats.FP8_LATENT_ROW)
+    yield from at.tensors((formats.paged(each, pool.page_size) for each in pool.kv_buffer), form)
+
+
+def read_index_keys(pool: Any, at: At, page: int) -> Iterator[State]:
+    """Pages of index keys in fp8, then of their scales; layers that reuse another's top-k have
+    none.
+    """
+    form = partial(formats.index_keys, dim=pool.index_head_dim, dtype="e4m3", scale="float32")
+    held = {n: each for n, each in zip(at.layers, pool.index_k_with_scale_buffer) if len(each)}
+    views = (each.view(len(each), 1, page, -1) for each in held.values())
+    yield from at._replace(layers=[*held]).tensors(views, form)
 
 
 def read_dsa(pool: Any, at: At) -> Iterator[State]:
-    """Rows, and index keys with their scales; layers that reuse another's top-k have none."""
+    """Rows, and index keys."""
     yield from read_mla(pool, at)
     if pool.index_kpool > 1 or torch.version.hip:
         raise UnknownFormat(
             f"index keys of {pool.index_kpool} tokens, and those of ROCm, are not known. Use a "
             f"model with a key a token on another device, or {HERE}."
         )
-    for number, buffer in enumerate(pool.index_k_with_scale_buffer):
-        if len(buffer):
-            view = buffer.view(len(buffer), 1, pool.page_size, -1)
-            keys = formats.index_keys(view, dim=pool.index_head_dim, dtype="e4m3", scale="float32")
-            yield from at.states(number, *keys)
+    yield from read_index_keys(pool, at, pool.page_size)
 
 
 def read_npu_mla(pool: Any, at: At) -> Iterator[State]:
@@ -173,23 +160,20 @@ def read_npu_mla(pool: Any, at: At) -> Iterator[State]:
             f"of {page} are not known. Unset SGLANG_USE_FIA_NZ, and use equal pages."
         )
     dtype, slots = dtype_name(pool.dtype), pool.indexer_layer_id_to_slot
-    for number in range(pool.layer_num):
-        latent = paged(pool.k_buffer[number], page, pool.kv_cache_dim)
-        held: list[tuple[torch.Tensor, Template]] = [(latent, formats.FP8_LATENT_ROW)]
-        if not pool.dsa_kv_cache_store_fp8:
-            rope = paged(pool.v_buffer[number], page, pool.kr_cache_dim)
-            held = [
-                (latent, Cell("latent", pool.kv_cache_dim, dtype)),
-                (rope, Cell("rope", pool.kr_cache_dim, dtype)),
-            ]
-        slot = slots.get(pool.start_layer + number)
-        if slot is not None:
-            keys = paged(pool.index_k_buffer[slot], page, pool.index_head_dim)
-            held.append((keys, Cell("index_key", pool.index_head_dim, dtype)))
-            if pool.index_k_scale_buffer is not None:
-                scales = paged(pool.index_k_scale_buffer[slot], page, 1)
-                held.append((scales, Cell("index_key.scale", 1, "float32")))
-        yield from at.states(number, *(Part(view, ("item", "entry"), cell) for view, cell in held))
+    indexed = at._replace(layers=[at.layers[layer - pool.start_layer] for layer in slots])
+    for role, where, stacked, kind in (
+        ("latent", at, pool.k_buffer, dtype),
+        ("rope", at, pool.v_buffer, dtype),
+        ("index_key", indexed, pool.index_k_buffer, dtype),
+        ("index_key.scale", indexed, pool.index_k_scale_buffer, "float32"),
+    ):
+        if stacked is None or not stacked.numel():
+            continue
+        row: Template = formats.FP8_LATENT_ROW
+        if role != "latent" or not pool.dsa_kv_cache_store_fp8:
+            row = Cell(role, stacked.shape[-1], kind)
+        views = (formats.paged(each, page) for each in stacked)
+        yield from where.tensors(views, partial(formats.rows, row=row))
 
 
 def read_swa(pool: Any, at: At) -> Iterator[State]:
@@ -198,12 +182,12 @@ def read_swa(pool: Any, at: At) -> Iterator[State]:
         raise UnknownFormat("sliding_window_size is None. Pass that of the scheduler.")
     window = Space("swa", entries_per_item=pool.page_size, window=at.ranks.window)
     for inside, slides in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
-        held = sorted(
-            (n, layer) for layer, (n, swa) in pool.layers_mapping.items() if swa == slides
-        )
+        held = {n: layer for layer, (n, swa) in pool.layers_mapping.items() if swa == slides}
+        where = at._replace(layers=[held[n] for n in sorted(held)])
+        if slides:
+            where = where._replace(space=window, prefix="swa.")
         if held:
-            where = at._replace(space=window, prefix="swa.") if slides else at
-            yield from read(inside, where._replace(layers=[layer for _, layer in held]))
+            yield from read(inside, where)
 
 
 def read_hybrid(pool: Any, at: At) -> Iterator[State]:
@@ -215,42 +199,23 @@ def read_hybrid(pool: Any, at: At) -> Iterator[State]:
 
 def read_mamba(pool: Any, at: At) -> Iterator[State]:
     """A slot a request: the conv state, `[channel, tap]` or `[tap, channel]`, and the temporal."""
-    cache, ranks, space = pool.mamba_cache, at.ranks, Space("state", "slot")
+    cache, ranks = pool.mamba_cache, at.ranks
     if len(cache.conv) != 1 or len(getattr(pool, "_slot_siblings", ())):
         raise UnknownFormat(
             f"{len(cache.conv)} conv states, and states beside them, are not known. Use another "
             f"model, or {HERE}."
         )
     (conv,), temporal = cache.conv, cache.temporal
-    heads, value, key = temporal.shape[2:]
     kind: LinearKind = "delta_net" if pool.conv_shard_groups else "mamba2"
-    if kind == "mamba2" and value == 1:
-        kind = "mamba1"
-    taps_first = getattr(pool, "conv_slice_axis", 0) == 1
-    channels = conv.shape[3 if taps_first else 2]
-    shape = (heads, value, key) if kind != "mamba1" else (heads, key)
-    found = sections(kind, channels, shape, ranks.tp_rank, ranks.tp_size, ranks.groups)
-    cuts = [
-        Section(f"conv.{part.role}", {"head": part.heads, "dim": part.dim}, {"head": part[3:]})
-        for part in found
-    ]
-    shards = {"head": (ranks.tp_rank * heads, ranks.tp_size * heads)}
-    for number, layer in enumerate(pool.mamba_layer_ids):
-        names = {"layer": layer, "space": space.name, "owner": at.owner}
-        dims: tuple[str, ...] = ("item", "channel", "tap")
-        if taps_first:
-            dims = ("item", "tap", "channel")
-        yield space, describe_sections(conv[number], dims, "channel", cuts, cell=None, **names)
-        state, inner = temporal[number].flatten(2), ["state"]
-        if kind == "delta_net":  # an axis says which of the two states it is
-            state, inner = temporal[number], ["value", "key"]
-            if pool.device == "cpu":  # its kernels write [head, key, value]
-                state, inner = state.view(-1, heads, key, value), ["key", "value"]
-        dims = ("item", "head", *inner)
-        yield (
-            space,
-            describe(state, dims, role="temporal", cell=dims[-1], shards=shards, **names),
-        )
+    if kind == "mamba2" and temporal.shape[3] == 1:
+        kind, temporal = "mamba1", temporal.squeeze(3)
+    if getattr(pool, "conv_slice_axis", 0) == 1:
+        conv = conv.transpose(2, 3)
+    where = at._replace(layers=pool.mamba_layer_ids, space=Space("state", "slot"))
+    shard = {"rank": ranks.tp_rank, "ranks": ranks.tp_size, "groups": ranks.groups}
+    key_first = pool.device == "cpu"  # its kernels write [head, key, value]
+    for tensors, form in tensor_states(kind, conv, temporal, **shard, key_first=key_first):
+        yield from where.tensors(tensors, form)
 
 
 def read_dsv4(pool: Any, at: At) -> Iterator[State]:
@@ -261,9 +226,7 @@ def read_dsv4(pool: Any, at: At) -> Iterator[State]:
     known = {
         "kv_layout": str(getattr(pool.kv_layout, "value", pool.kv_layout)) == "v4",
         "uniform_fp8": not pool.uniform_fp8,
-        "unified_kv_pool": pool.unified_kv_pool is None,
-        "request_window": pool.request_window is None,
-        "swa_req_ring_size": pool.swa_req_ring_size is None,
+        **{name: getattr(pool, name) is None for name in DSV4_UNUSED},
         "online": not any(ring and ring.online for ring in pool.compress_state_pools),
         "compression_ratios": set(pool.compression_ratios) <= {0, 4, 128},
         "index_pools": not any(keys.use_fp4_indexer for keys in pool.index_pools.values()),
@@ -275,50 +238,40 @@ def read_dsv4(pool: Any, at: At) -> Iterator[State]:
             f"{wrong}: known are paged latents of DeepSeek-V4 in fp8, compressed 4 and 128 to one, "
             f"their index keys in fp8, and rings of tokens. Use those, or {HERE}."
         )
-    held = [(layer, each) for layer, each in enumerate(pool.layer_mapping) if each is not None]
-    here = at._replace(layers=range(len(pool.layer_mapping)))
+    ratios = {n: each.compress_ratio for n, each in enumerate(pool.layer_mapping) if each}
     page, window = pool.swa_kv_pool.page_size, pool.sliding_window - 1
-    slides = here._replace(space=Space("swa", entries_per_item=page, window=window), prefix="swa.")
-    for number, (layer, each) in enumerate(held):
-        yield from slides.states(
-            layer, *formats.v4_latents(pool.swa_kv_pool.kv_buffer[number], page)
-        )
-        ratio, nth = each.compress_ratio, each.compress_layer_id
-        if not ratio:
-            continue
-        entries = pool.page_size // ratio
+    space = Space("swa", entries_per_item=page, window=window)
+    here = at._replace(layers=[*ratios], space=space, prefix="swa.")
+    yield from here.tensors(pool.swa_kv_pool.kv_buffer, partial(formats.v4_latents, entries=page))
+    for ratio in sorted({*ratios.values()} - {0}):
+        entries, layers = pool.page_size // ratio, [n for n in ratios if ratios[n] == ratio]
         space = Space(f"c{ratio}", entries_per_item=entries, tokens_per_entry=ratio, ids="kv")
-        there = here._replace(space=space, prefix=f"c{ratio}.")
-        latents = pool.kv_pools[ratio].kv_buffer[nth]
-        yield from there.states(layer, *formats.v4_latents(latents, entries))
+        here = at._replace(layers=layers, space=space, prefix=f"c{ratio}.")
+        latents = partial(formats.v4_latents, entries=entries)
+        yield from here.tensors(pool.kv_pools[ratio].kv_buffer, latents)
         if ratio in pool.index_pools:
-            inside = pool.index_pools[ratio]
-            keys = inside.index_k_with_scale_buffer[nth]
-            view = keys.view(len(keys), 1, entries, -1)
-            yield from there.states(
-                layer,
-                *formats.index_keys(view, dim=inside.index_head_dim, dtype="e4m3", scale="float32"),
-            )
+            yield from read_index_keys(pool.index_pools[ratio], here, entries)
         for role, rings in (
             ("state", pool.compress_state_pools),
             ("index_state", pool.indexer_compress_state_pools),
         ):
-            if rings[layer] is not None:
-                rows = rings[layer].kv_score_buffer.kv_score
-                cell = Cell(role, rows.shape[-1], dtype_name(rows.dtype))
-                home = ring_space(ratio, rings[layer].ring_size)
-                view = paged(rows, home.entries_per_item, rows.shape[-1])
-                yield from there.states(layer, Part(view, ("item", "entry"), cell), space=home)
+            for layer in layers:
+                if rings[layer] is not None:
+                    yield from read_ring(rings[layer], here._replace(layers=[layer]), role, ratio)
 
 
-def ring_space(ratio: int, ring: int) -> Space:
-    """Tokens of the open window of 4 and the window before it: in a ring of each page of the
-    sliding window, so 4 tokens of a ring are an item. Those of the open window of 128: a ring of
-    each request.
+def read_ring(ring: Any, at: At, role: str, ratio: int) -> Iterator[State]:
+    """A layer's tokens that are not yet compressed. To 4: those of the open window and the one
+    before it, in a ring of each page of the sliding window, so 4 tokens of a ring are an item. To
+    128: those of the open window, in a ring of each request.
     """
+    rows, size = ring.kv_score_buffer.kv_score, ring.ring_size
+    home = Space("c128.ring", "ring", size, window=0, window_step=ratio)
     if ratio == 4:
-        return Space("c4.ring", entries_per_item=4, window=4, window_step=4, reserved=ring // 4)
-    return Space("c128.ring", "ring", ring, window=0, window_step=ratio)
+        home = Space("c4.ring", entries_per_item=4, window=4, window_step=4, reserved=size // 4)
+    row = Cell(role, rows.shape[-1], dtype_name(rows.dtype))
+    views = [formats.paged(rows, home.entries_per_item)]
+    yield from at._replace(space=home).tensors(views, partial(formats.rows, row=row))
 
 
 POOLS: Mapping[str, Reader] = {
@@ -350,8 +303,9 @@ def reader(kind: type) -> Reader:
 
 def read(pool: Any, at: At) -> Iterator[State]:
     """The states of a pool."""
-    with naming(type(pool).__name__):
-        yield from reader(type(pool))(pool, at)
+    name = type(pool).__name__
+    with naming(name):
+        yield from reader(type(pool))(pool, at._replace(name=f"{at.name}: {name}"))
 
 
 def read_pool(pool: Any, ranks: Ranks, owner: str = "target") -> list[State]:
@@ -359,17 +313,8 @@ def read_pool(pool: Any, ranks: Ranks, owner: str = "target") -> list[State]:
     first, count = getattr(pool, "start_layer", 0), getattr(pool, "layer_num", 0)
     space = Space("kv", entries_per_item=getattr(pool, "page_size", 1))
     with naming(owner):
-        found = [*read(pool, At(ranks, owner, range(first, first + count), space))]
+        found = [*read(pool, At(ranks, owner, range(first, first + count), space, name=owner))]
     if owner == "target":
         return found
-    layers = sorted({region.layer for _, seen in found for region in seen.regions})
-    return [
-        (
-            where,
-            Described(
-                seen.buffers,
-                tuple(replace(r, layer=layers.index(r.layer)) for r in seen.regions),
-            ),
-        )
-        for where, seen in found
-    ]
+    layers = sorted({layer.number for _, layer in found})
+    return [(where, replace(layer, number=layers.index(layer.number))) for where, layer in found]

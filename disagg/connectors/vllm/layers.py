@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, slot, slots
+from disagg.connectors.linear_states import LinearKind, slots, states
 from disagg.connectors.tensors import Format, Layer, UnknownFormat, layer_number, naming
+from kvpool.item import Seq
 from kvpool.layout.dtypes import dtype_name
 
 HERE = "add it to disagg/connectors/vllm/layers.py"
@@ -99,7 +100,7 @@ def read_linear(vllm_config: Any, module: Any, spec: Any, here: Platform) -> For
         )
     ranks = 1 if getattr(spec, "tp_replicated", False) else parallel.tensor_parallel_size
     conv, temporal = spec.shapes
-    item = slot(
+    parts = states(
         LINEAR[kind],
         conv,
         temporal,
@@ -111,7 +112,7 @@ def read_linear(vllm_config: Any, module: Any, spec: Any, here: Platform) -> For
         dim_first=here.dim_first,
         key_first=here.key_first,
     )
-    return partial(slots, item=item)
+    return partial(slots, item=Seq(*parts))
 
 
 def read_attention(

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 
 from disagg.connectors.blocks import Group
-from disagg.connectors.tensors import UnknownFormat, fold_blocks, join_nested, naming, one_space
+from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, layout_of
 from disagg.connectors.vllm.layers import Platform, platform, read_layer
-from kvpool.describe import Described
 from kvpool.layout import Interleave, PoolLayout, Space
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
@@ -58,8 +57,7 @@ def engine_layout(
     here, ids = here or platform(), kv_cache_config.transfer_group_ids
     modules = vllm_config.compilation_config.static_forward_context
     groups: list[Group] = []
-    spaces: list[Space] = []
-    parts: list[Described] = []
+    held: list[tuple[Space, Layer]] = []
     names: dict[str, tuple[str, int]] = {}
     for number in ids:
         specs = layer_specs(kv_cache_config.kv_cache_groups[number], modules)
@@ -72,18 +70,13 @@ def engine_layout(
         ]
         names |= {name: (layer.owner, layer.number) for name, layer in zip(specs, layers)}
         layers, blocks = fold_blocks(layers, kv_cache_config.num_blocks)
-        space = space_of(number, specs, blocks, vllm_config.parallel_config)
-        groups.append(group_of(next(iter(specs.values())), space))
-        spaces.append(space)
-        parts.append(join_nested(layer.describe(space.name) for layer in layers))
+        first, parallel = next(iter(specs.values())), vllm_config.parallel_config
+        called = f"{SPECS[type(first).__name__]}{number}"
+        spaces = [space_of(called, *each, blocks, parallel) for each in specs.items()]
+        groups.append(group_of(first, spaces[0]))
+        held += zip(spaces, layers)
     model = vllm_config.model_config
-    layout = PoolLayout(
-        tuple(buffer for part in parts for buffer in part.buffers),
-        tuple(region for part in parts for region in part.regions),
-        tuple(spaces),
-        model.get_total_num_hidden_layers(),
-        model=str(model.model).rstrip("/").rpartition("/")[2],
-    )
+    layout = layout_of(held, model.get_total_num_hidden_layers(), model.model)
     return EngineLayout(layout, tuple(groups), names)
 
 
@@ -141,33 +134,27 @@ def group_of(spec: Any, space: Space) -> Group:
     return Group(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
 
 
-def space_of(group: int, specs: Mapping[str, Any], blocks: int, parallel: Any) -> Space:
-    """The space of a group's blocks, of `blocks` items each: that of each of its layers.
+def space_of(called: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Space:
+    """The space of a layer's blocks, of `blocks` items each; layers of a group have one space.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
     them sees the last W - 1 of them, or those of its chunk.
     """
-    found: dict[Space, str] = {}
-    for layer, spec in specs.items():
-        kind, window, step = SPECS[type(spec).__name__], None, 1
-        if kind == "swa":
-            window = spec.sliding_window - 1 + spec.extra_retained_tokens
-            if window < 1:
-                raise UnknownFormat(f"{layer}: a window of 1 token is not known, only larger ones.")
-        if kind == "chunk":
-            window, step = 0, spec.attention_chunk_size
-        entries = 1 if kind == "state" else spec.block_size // blocks
-        space = Space(
-            f"{kind}{group}",
-            "slot" if kind == "state" else "paged",
-            entries,
-            window=window,
-            window_step=step,
-            reserved=blocks,
-            block_pool="blocks",
-            interleave=shared_positions(parallel, spec),
-            items_per_block=blocks,
-        )
-        found.setdefault(space, layer)
-    with naming(f"KV cache group {group}"):
-        return one_space(found, "Use a model whose groups have one block size and window each.")
+    kind, window, step = SPECS[type(spec).__name__], None, 1
+    if kind == "swa":
+        window = spec.sliding_window - 1 + spec.extra_retained_tokens
+        if window < 1:
+            raise UnknownFormat(f"{layer}: a window of 1 token is not known, only larger ones.")
+    if kind == "chunk":
+        window, step = 0, spec.attention_chunk_size
+    return Space(
+        called,
+        "slot" if kind == "state" else "paged",
+        1 if kind == "state" else spec.block_size // blocks,
+        window=window,
+        window_step=step,
+        reserved=blocks,
+        block_pool="blocks",
+        interleave=shared_positions(parallel, spec),
+        items_per_block=blocks,
+    )

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import slot, slots
-from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, join_nested
+from disagg.connectors.linear_states import slots, states
+from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, join_nested, layout_of
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool
+from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.pools.kinds import MHA, mamba2
 from tests import oracle
@@ -57,6 +58,7 @@ def transposed(dtype, held):
 
 
 LATENTS = partial(formats.latent_rows, latent=LATENT, rope=ROPE)
+LATENT_ROWS = partial(LATENTS, dtype="bfloat16")
 MLA = {"kernel": kernels.LatentRows, "content": LATENT + ROPE, "model": {"latent": LATENT}}
 FORMATS = {
     "keys_and_values": heads(formats.keys_and_values, "bfloat16"),
@@ -69,7 +71,7 @@ FORMATS = {
     "transposed": transposed("bfloat16", BF16),
     "transposed_f32": transposed("float32", F32),
     "transposed_fp8": transposed(FP8, U8),
-    "latent_rows": Format(partial(LATENTS, dtype="bfloat16"), **MLA, heads=False),
+    "latent_rows": Format(LATENT_ROWS, **MLA, heads=False),
     "latent_rows_fp8": Format(partial(LATENTS, dtype=FP8), **MLA, held=U8, heads=False),
     "rows_of_656": Format(
         partial(formats.rows, row=formats.FP8_LATENT_ROW), kernels.SparseRows, 656, U8, {}, False
@@ -213,11 +215,11 @@ def slot_of(kind, rank=0, size=1, dim_first=False, spare=0):
         view, 0, [2 + rank], heads, conv=conv, temporal=temporal, dim_first=dim_first,
         sections=held, cell_dims=1 if kind in ("delta_net", "mamba1") else 2,
     )  # fmt: skip
-    item = slot(
+    parts = states(
         kind, conv, temporal, ("bfloat16", "float32"), rank=rank, ranks=size, groups=1, spare=spare,
         dim_first=dim_first,
     )  # fmt: skip
-    seen = Layer("linear", 0, view, partial(slots, item=item)).describe("state")
+    seen = Layer("linear", 0, view, partial(slots, item=Seq(*parts))).describe("state")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1)
     held_state = oracle.over(layout, pages.view(-1).view(torch.uint8).numpy())
     return held_state, kernel, RequestAddress(1, {"state": Span([2 + rank])})
@@ -304,7 +306,7 @@ def test_mamba_state_of_vllm_is_that_of_a_pool():
 )
 def test_a_linear_state_that_is_not_known_is_refused(kind, conv, temporal, groups, words):
     with pytest.raises(UnknownFormat) as refused:
-        slot(kind, conv, temporal, ("float32", "float32"), ranks=2, groups=groups)
+        states(kind, conv, temporal, ("float32", "float32"), ranks=2, groups=groups)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -356,3 +358,15 @@ def test_unequal_kernel_blocks_are_refused_by_name():
     layers = [attention(form, n, view, [1])[0] for n, view in enumerate(views)]
     with pytest.raises(UnknownFormat, match=r"model\.layers\.1\.attn \(12, 2, 16, 32\)"):
         fold_blocks(layers, 6)
+
+
+def test_layers_of_one_space_with_other_pages_are_refused_by_name():
+    layers = [
+        Layer(name, n, torch.zeros(3, 1, tokens, LATENT + ROPE, dtype=BF16), LATENT_ROWS)
+        for n, (name, tokens) in enumerate({"a": 16, "b": 8}.items())
+    ]
+    spaces = [Space("kv", entries_per_item=tokens) for tokens in (16, 8)]
+    layout = layout_of(zip(spaces[:1], layers), 2, "org/model/", Space("swa", window=4))
+    assert ([s.name for s in layout.spaces], layout.model) == (["swa", "kv"], "model")
+    with pytest.raises(UnknownFormat, match=r"^b: .*entries_per_item=8.*entries_per_item=16"):
+        layout_of(zip(spaces, layers), 2, "org/model")

@@ -87,6 +87,6 @@ def bootstrap(addresses: list[str]) -> Iterator[int]:
     with BootstrapServer("127.0.0.1", 0, addresses) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.port
+        yield server.server_port
         server.shutdown()
         thread.join()

@@ -71,7 +71,7 @@ def test_sglang_decodes_what_transformers_has_prefilled(
     ):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": server.port}
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": server.server_port}
         names, rooms = [], []
         for prompt in asked:
             rooms.append(time.monotonic_ns())

@@ -23,7 +23,7 @@ def served(addresses):
         thread.start()
 
         def ask(path):
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}") as answer:
                 return json.load(answer)
 
         yield ask

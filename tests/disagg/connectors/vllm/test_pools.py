@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import slot, slots
+from disagg.connectors.linear_states import slots, states
 from disagg.connectors.tensors import Layer
 from disagg.plan import plan
 from kvpool import Shard
+from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.models import declare
@@ -83,11 +84,11 @@ def linear(config, layer, rank, ranks, key_first=True):
     """As `read_layer` makes it on a CPU, or on a GPU."""
     shapes = shapes_of(config, ranks)
     view = torch.zeros(5, 1, 1, 4 * sum(map(prod, shapes)), dtype=torch.int8)
-    item = slot(
+    parts = states(
         "delta_net", *shapes, ("float32", "float32"), rank=rank, ranks=ranks, key_first=key_first
     )
     name = f"model.layers.{layer}.linear_attn"
-    return "state", Layer(name, layer, view, partial(slots, item=item))
+    return "state", Layer(name, layer, view, partial(slots, item=Seq(*parts)))
 
 
 @pytest.fixture

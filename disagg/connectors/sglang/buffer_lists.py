@@ -1,0 +1,137 @@
+"""The fields of SGLang's own `KVArgs`, from a layout: for those who keep SGLang's own transports.
+
+SGLang pairs buffers by their places in lists: `k0..kL, v0..vL`, or a row a layer; a draft's after
+the target's; the components of other state in lists of lists. Read in SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
+
+MAIN: tuple[str, ...] = ("k", "v", "latent", "rope", "c4.latent", "c4.index_key", "c128.latent")
+"""First roles of the buffers of pages, in SGLang's order."""
+STATES = {
+    "swa": ("swa.k", "swa.v", "swa.latent", "c4.state", "c4.index_state"),
+    "block_scale": ("k.scale", "v.scale"),
+    "block_scale_swa": ("swa.k.scale", "swa.v.scale"),
+    "c128_state": ("c128.state",),
+    "mamba": ("conv.q", "conv.x", "temporal"),
+    "dsa": ("index_key",),
+}
+"""Components of other state, in SGLang's order, and the first roles of their buffers."""
+LISTS = (
+    *("data_ptrs", "data_lens", "item_lens", "layer_ids"),
+    *("dim_per_tensor", "slice_outer_counts", "conv_shard_groups"),
+)
+"""What SGLang lists of a buffer: the first three always, all of a buffer of linear attention."""
+
+Held = list[tuple[Buffer, list[Region]]]
+Row = tuple[Any, ...]
+"""Of a buffer, the values of the first few of `LISTS`."""
+
+
+def kv_args(layout: PoolLayout) -> dict[str, Any]:
+    """The fields of `KVArgs` that say what a rank's pools are, by name; `state_types` by value.
+
+    Raises LayoutError, which names the buffer, where its items are not one after the other: SGLang
+    takes a page's address for pointer + id * item length.
+    """
+    inside: dict[str, list[Region]] = {}
+    for region in sorted(layout.regions, key=lambda region: region.offset):
+        inside.setdefault(region.buffer, []).append(region)
+    held = [(layout.buffer_by_name[name], regions) for name, regions in inside.items()]
+    linear = any(space.kind == "slot" for space in layout.spaces)
+    main, components = MAIN, STATES
+    if any(regions[0].role == "rope" for _, regions in held):  # index keys beside it, as on an NPU
+        main = (*MAIN, "index_key", "index_key.scale")
+        components = {kind: roles for kind, roles in STATES.items() if kind != "dsa"}
+    drafts, pages = 0, list[Row]()
+    states: dict[tuple[str, str], list[Row]] = {}
+    for owner, first in (("target", 0), ("draft", layout.total_kv_layers)):
+        mine = [each for each in held if each[1][0].owner == owner]
+        found = ordered(mine, main)
+        drafts = len(found)
+        for buffer, regions in found:  # layers are named beside linear attention only
+            layer = (first + regions[0].layer,) if linear else ()
+            pages.append(row(layout, buffer) + layer)
+        for kind, roles in components.items():
+            name = kind, owner if kind == "swa" else ""  # SGLang has a draft's window apart
+            for buffer, regions in ordered(mine, roles):
+                more = sliced(regions) if kind == "mamba" else ()
+                states.setdefault(name, []).append(row(layout, buffer) + more)
+    target = [region for region in layout.regions if region.owner == "target"]
+    layers = [region.layer for region in target]
+    heads = [axis for axis in (region.axis("head") for region in target) if axis is not None]
+    return {
+        "page_size": layout.space_by_name["kv"].tokens_per_item,
+        "num_draft_entries": drafts,
+        "prefill_start_layer": min(layers),
+        "prefill_end_layer": max(layers) + 1,
+        "kv_head_num": heads[0].size if heads else 0,
+        "total_kv_head_num": heads[0].total if heads else 0,
+        "state_types": [kind for kind, _ in states],
+        **{f"kv_{name}": column(pages, n) for n, name in enumerate(LISTS[:4])},
+        **{
+            f"state_{name}": [column(rows, n) for rows in states.values()]
+            for n, name in enumerate(LISTS)
+        },
+    }
+
+
+def ordered(held: Held, roles: Sequence[str]) -> Held:
+    """Buffers by their first role, in the order of `roles`, then by layer."""
+    mine = [each for each in held if each[1][0].role in roles]
+    return sorted(mine, key=lambda each: (roles.index(each[1][0].role), each[1][0].layer))
+
+
+def column(rows: list[Row], number: int) -> list[Any]:
+    """The values of a list."""
+    return [row[number] for row in rows if number < len(row)]
+
+
+def row(layout: PoolLayout, buffer: Buffer) -> Row:
+    """A buffer's pointer, bytes, and bytes of what SGLang counts as an item: a page, a slot, the
+    ring of a page of the window, or the part of a request's ring with an open window.
+    """
+    if buffer.items > 1 and buffer.item_bytes != buffer.item_stride:
+        raise LayoutError(
+            f"buffer {buffer.name}: items of {buffer.item_bytes} bytes every {buffer.item_stride}. "
+            "Pages of several layers side by side are not in SGLang's lists: build the pool with "
+            "placement='layer'."
+        )
+    space, item = layout.space_by_name[buffer.space], buffer.item_stride
+    if space.kind == "ring":
+        item //= space.entries_per_item // space.window_step
+    elif space.window_step > 1:
+        item *= space.reserved
+    return buffer.base, buffer.items * buffer.item_stride, item
+
+
+def sliced(regions: list[Region]) -> Row:
+    """The layer of a state of linear attention, and what tensor parallelism cuts of it: its size on
+    this rank, how many rows are before it, and of a conv state of q, k and v the channels of each
+    in the model.
+    """
+    layer = regions[0].layer
+    sizes = [{axis.name: axis for axis in region.axes} for region in regions]
+    if regions[0].role == "temporal":
+        return layer, sizes[0]["head"].size, 1, None
+    channels = sum(axes["head"].size * axes["dim"].size for axes in sizes)
+    tap, dim = sizes[0]["tap"], sizes[0]["dim"]
+    delta_net = [region.role for region in regions] == ["conv.q", "conv.k", "conv.v"]
+    groups = [axes["head"].total * axes["dim"].size for axes in sizes] if delta_net else None
+    return layer, channels, tap.size if tap.stride > dim.stride else 1, groups
+
+
+def pack_int_lists(lists: Sequence[Sequence[int]], code: str) -> bytes:
+    """Nested lists as SGLang's peers read them: how many lists, the bytes of each, then their
+    numbers, all little-endian; `code` is the numbers' in `struct`. No lists are no bytes.
+    """
+    if not lists:
+        return b""
+    packed = [struct.pack(f"<{len(each)}{code}", *each) for each in lists]
+    return struct.pack(f"<{len(packed) + 1}I", len(packed), *map(len, packed)) + b"".join(packed)
