@@ -380,9 +380,15 @@ def test_groups_lie_over_one_another_and_share_one_pool_of_blocks():
 
 
 def test_a_windowed_layer_whose_blocks_are_all_kept_is_paged():
-    config, _, views = allocate([(names(0), heads_spec(sliding_window=100))])
-    (space,) = engine_layout(config_for(flash(0)), config, views).layout.spaces
+    """vLLM makes one group of all layers, whose spec has the window of those that have any."""
+    config, _, views = allocate([(names(0, 1), heads_spec(sliding_window=100))])
+    modules = flash(0, sliding_window=100) | flash(1, sliding_window=None)
+    layout = engine_layout(config_for(modules), config, views).layout
+    (space,) = layout.spaces
     assert (space.kind, space.window) == ("paged", None)
+    assert {(r.layer, r.role) for r in layout.regions} == {
+        (0, "swa.k"), (0, "swa.v"), (1, "k"), (1, "v"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
@@ -42,6 +43,8 @@ def kv_args(layout: PoolLayout) -> dict[str, Any]:
     """
     inside: dict[str, list[Region]] = {}
     for region in sorted(layout.regions, key=lambda region: region.offset):
+        if layout.buffer_by_name[region.buffer].space == "kv":  # windows whose pages are all kept
+            region = replace(region, role=region.role.removeprefix("swa."))
         inside.setdefault(region.buffer, []).append(region)
     held = [(layout.buffer_by_name[name], regions) for name, regions in inside.items()]
     linear = any(space.kind == "slot" for space in layout.spaces)

@@ -31,9 +31,11 @@ ALL_RANKS = dict.fromkeys(
 """What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
+RELEASE = (
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request would be used "
+    "again while a read may write to them"
+)
 HTTP_SECONDS = 5.0
-LOG_SECONDS = 60.0
-"""Between two lines of the log that say what was handed over."""
 
 
 class KvpoolManager(CommonKVManager):
@@ -70,6 +72,11 @@ class KvpoolManager(CommonKVManager):
             model.get_total_num_kv_heads(),
             scheduler.sliding_window_size,
             int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
+            {
+                getattr(each, "layer_id", None)
+                for each in scheduler.tp_worker.model_runner.model.modules()
+                if getattr(each, "sliding_window_size", -1) > -1
+            },
         )
         settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
             SETTINGS,
@@ -89,7 +96,7 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            log_seconds=LOG_SECONDS,
+            log_seconds=60.0,
             conventions=conventions(
                 text,
                 folder=model.model_path,
@@ -178,15 +185,13 @@ class KvpoolManager(CommonKVManager):
         given, scheduler = self.server_args, self.queue.scheduler
         policy = given.disaggregation_decode_allocation_policy
         reused = not prefill and not self.enable_deferred_decode_kv_release
-        release = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request "
-        release += "would be used again while a read may write to them"
         for wrong, what, instead in (
             (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
             (given.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
             (self.enable_all_cp_ranks_for_transfer, "state that CP ranks share", "no CP sharding"),
             (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),
-            (reused, release, "1"),
+            (reused, RELEASE, "1"),
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")

@@ -6,7 +6,7 @@ SGLang is imported. Page 0 and slot 0 are padding. Read in SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ class Ranks(NamedTuple):
 
     `tp_rank`, `tp_size`: its place in attention's tensor parallelism. `total_kv_heads`: those of
     the model. `window`: the tokens before a position that its sliding window sees (the scheduler's
-    `sliding_window_size`). `groups`: Mamba-2's B and C in the model.
+    `sliding_window_size`). `groups`: Mamba-2's B and C in the model. `sliding`: layers that see
+    that window, whether or not their pool holds more.
     """
 
     tp_rank: int = 0
@@ -41,6 +42,7 @@ class Ranks(NamedTuple):
     total_kv_heads: int = 1
     window: int | None = None
     groups: int = 0
+    sliding: Collection[int | None] = ()
 
     def heads(self, held: int) -> formats.Heads:
         """The first of `held` heads of this rank, and all of the model."""
@@ -62,8 +64,9 @@ class At(NamedTuple):
     def tensors(self, views: Iterable[torch.Tensor], form: Format) -> Iterator[State]:
         """A tensor of each of the pool's layers, in their order, which holds `form`."""
         for layer, view in zip(self.layers, views, strict=True):
-            name = f"{self.name} layer {layer}"
-            yield self.space, Layer(name, layer, view, form, self.owner, self.prefix)
+            slides = self.owner == "target" and layer in self.ranks.sliding
+            about = f"{self.name} layer {layer}", layer, view, form, self.owner
+            yield self.space, Layer(*about, self.prefix or ("swa." if slides else ""))
 
 
 State = tuple[Space, Layer]

@@ -86,7 +86,9 @@ def read_layer(
             found = read_linear(vllm_config, module, spec, here)
         else:
             found = read_attention(vllm_config.parallel_config, model, module, spec, view, here)
-    prefix = "swa." if getattr(spec, "sliding_window", None) else ""
+    # where all groups are made one, their spec has the window of any layer
+    slides = getattr(module, "sliding_window", None) or type(spec).__name__.startswith("Sliding")
+    prefix = "swa." if slides else ""
     return Layer(named, number, view, found, owner, prefix)
 
 

@@ -19,6 +19,8 @@ from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
 Tokens = list[list[int]]
+WINDOW = 128
+"""Of gemma3's layers."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,43 @@ def test_one_engine_prefills_and_the_other_decodes(way, engine, start, expected,
     assert not wrong
     assert tensors and nbytes
     assert got == expected("llama")
+    prefill.idle()
+    decode.idle()
+
+
+WHOLE = {"disable_hybrid_kv_cache_manager": True}
+"""vLLM keeps all positions of windows too."""
+
+
+@pytest.mark.parametrize(
+    ("one", "size", "other", "other_size", "hand_over"),
+    [
+        (Engine, {"page_size": 16}, vllm_engine, {"block_size": 64}, from_sglang),
+        (vllm_engine, {"block_size": 64, **WHOLE}, Engine, {"page_size": 16}, from_vllm),
+    ],
+    ids=["SGLang to vLLM", "vLLM to SGLang"],
+)
+def test_windows(one, size, other, other_size, hand_over, start, expected, tmp_path):
+    """SGLang holds all positions of them on a CPU."""
+    prefill = start(one, "prefill", "gemma3", **size)
+    decode = start(other, "decode", "gemma3", **other_size)
+    got = hand_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+    tensors, nbytes, wrong = compare(tmp_path, last=WINDOW - 1)
+    assert not wrong
+    assert tensors and nbytes
+    assert got == expected("gemma3")
+    prefill.idle()
+    decode.idle()
+
+
+def test_an_engine_that_holds_all_positions_is_not_given_windows(start):
+    """SGLang would keep them for the next request of that prefix."""
+    prefill = start(vllm_engine, "prefill", "gemma3").ready()
+    decode = start(Engine, "decode", "gemma3", page_size=16).ready()
+    with pytest.raises(
+        EngineFailed, match="keeps entries from 172 on alive, the destination needs 0 to 298"
+    ):
+        from_vllm(prefill, decode, prompts(300))
     prefill.idle()
     decode.idle()
 

@@ -66,6 +66,7 @@ class Side(NamedTuple):
     ranks: int = 1
     window: int | None = None
     requests: Any = None
+    sliding: tuple[int, ...] = ()
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def own_args(side: Side, layers: int) -> Any:
 
 
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> EngineLayout:
-    ranks = Ranks(side.rank, side.ranks, heads, side.window, groups)
+    ranks = Ranks(side.rank, side.ranks, heads, side.window, groups, side.sliding)
     pools = Pools(side.target, side.draft, side.requests)
     return engine_layout(pools, state_types(side), ranks, total_layers)
 

@@ -32,6 +32,7 @@ CASES = {
     "dsa": lambda: Side(sides.dsa(), None),
     "dsa, a draft": lambda: Side(sides.dsa(), None, sides.dsa(layers=1)),
     "window": lambda: Side(sides.swa(), None, window=20),
+    "window, kept whole": lambda: Side(sides.mha(), None, window=20, sliding=(0, 2)),
     "window, mxfp8": lambda: Side(sides.swa(inner="MHATokenToKVPoolMXFP8"), None, window=20),
     "gated delta net": lambda: Side(sides.hybrid(), None),
     "kimi delta net": lambda: Side(sides.hybrid(kind="kda", full="mla"), None),
