@@ -17,9 +17,10 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
+from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, sharded
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,
@@ -56,10 +57,12 @@ class Common(TypedDict, total=False):
 class KVPool(TypedAccess):
     """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
-    `layers` are global ids, any subset; `page_size` is in tokens. `num_pages` counts pages of
-    tokens, `num_window_pages` those of sliding windows, `num_slots` slots and rings, one per
-    request; item 0 of each is reserved for padding. `dtype` is that of values written and read,
-    `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
+    `layers` are global ids, any subset; `total_kv_layers` counts those of the target model, and may
+    be left out where `layers` are all of them, 0 to n-1. `page_size` is in tokens. `num_pages`
+    counts pages of tokens, `num_window_pages` those of sliding windows, `num_slots` slots and
+    rings, one per request; item 0 of each is reserved for padding. `dtype` is that of values
+    written and read, `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or
+    `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
     after the other. `own_spaces` prefixes space names with the owner: a draft that cannot share the
     target's ids has its own.
@@ -101,12 +104,7 @@ class KVPool(TypedAccess):
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.num_slots = num_slots
         self.dtype, self.packing = storage(dtype, packing, owner)
-        self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
-        if owner == "target" and self.total_kv_layers <= self.layers[-1]:
-            total = self.total_kv_layers
-            raise ValueError(
-                f"{owner} total_kv_layers: {total}, but the pool has layer {self.layers[-1]}."
-            )
+        self.total_kv_layers = self._total(total_kv_layers)
         self.device: Device = get_device(str(device))
         self._names = names = f"{owner}." if own_spaces else ""
         self.specs = tuple(
@@ -193,9 +191,27 @@ class KVPool(TypedAccess):
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
+    def kv_buf_group_sizes(self) -> list[int]:
+        """Buffers in each group of the contiguous listing: of K, of V; one for each layer that has
+        the kind.
+        """
+        return [len(part.layers) for part in self.specs if part.state is None]
+
+    @property
     def kv_buf_groups(self) -> int:
-        """Groups of buffers in the contiguous listing: K and V are two."""
-        return sum(1 for part in self.specs if part.state is None)
+        """Groups of equal size in the contiguous listing: K and V are two. Raises ValueError where
+        their sizes differ, as group n would not begin at n times the length over the groups.
+        """
+        sizes = self.kv_buf_group_sizes
+        if len(set(sizes)) > 1:
+            names = ", ".join(
+                f"{part.name} {len(part.layers)}" for part in self.specs if part.state is None
+            )
+            raise ValueError(
+                f"{self.owner} kv_buf_groups: groups of different sizes ({names}). Read "
+                "kv_buf_group_sizes."
+            )
+        return len(sizes)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
@@ -207,8 +223,11 @@ class KVPool(TypedAccess):
         found = []
         for part in self.specs:
             if part.state is not None:
-                infos = buf_infos(self._listed(part))
-                found.append(StateBufInfos(part.state, *infos, [part.sharded] * len(part.layers)))
+                infos, count = buf_infos(self._listed(part)), len(part.layers)
+                sections, times = sharded(replace(part, layers=(0,)).regions(self.owner))
+                steps = sum(section.size for section in sections)
+                each = [steps] * count, [sections] * count, [times] * count
+                found.append(StateBufInfos(part.state, *infos, *each))
         return found
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
@@ -281,6 +300,22 @@ class KVPool(TypedAccess):
             ).regions[0]
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
+
+    def _total(self, given: int | None) -> int:
+        """Layers of the target model."""
+        held = self.layers
+        if given is None:
+            if self.owner == "target" and held == tuple(range(len(held))):
+                return len(held)
+            raise ValueError(
+                f"{self.owner} total_kv_layers: not given, and layers {ranges(held)} alone do not "
+                "say how many the target model has. Give total_kv_layers."
+            )
+        if self.owner == "target" and given <= held[-1]:
+            raise ValueError(
+                f"{self.owner} total_kv_layers: {given}, but the pool has layer {held[-1]}."
+            )
+        return given
 
     def _items(self, list_space: Space) -> int:
         """Items of the id list that `list_space` owns."""

@@ -46,7 +46,7 @@ class HybridLinearPool(UnionPool):
         yield self.full, self.at(full)
         if self.index is not None:
             indexed = full if self.index_layers is None else full & self.index_layers
-            yield self.index, self.at(indexed, packing=self.index_packing, state=StateType.NSA)
+            yield self.index, self.at(indexed, packing=self.index_packing, state=StateType.DSA)
         conv = str(self.conv_dtype or self.dtype)
         yield (
             self.linear,

@@ -118,7 +118,7 @@ def test_a_refusal_names_region_and_both_values(template, space, sentence):
 
 
 def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
-    target, draft = mla(range(2)), mla(range(1), owner="draft")
+    target, draft = mla(range(2)), mla(range(1), owner="draft", total_kv_layers=2)
     dest = PoolLayout.merge(target.layout, draft.layout)
     with pytest.raises(IncompatibleLayouts, match="draft layer 0 latent: prefill offers no such"):
         plan([target.layout], dest)
@@ -130,7 +130,8 @@ def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
 
 
 def test_regions_of_sources_only_are_named_and_not_sent():
-    target, draft, dest = mha(range(2)), mha(range(1), owner="draft"), mha(range(1, 2))
+    target, dest = mha(range(2)), mha(range(1, 2), total_kv_layers=2)
+    draft = mha(range(1), owner="draft", total_kv_layers=2)
     made = plan([PoolLayout.merge(target.layout, draft.layout)], dest.layout)
     assert set(made.unsent) == {
         ("target", 0, "k"),
