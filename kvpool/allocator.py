@@ -13,7 +13,8 @@ from weakref import ref
 
 import numpy as np
 
-from kvpool.block_table import BlockTable, OutOfPages
+from kvpool.block_table import BlockTable
+from kvpool.free_list import FreeList, OutOfPages
 from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
@@ -136,7 +137,7 @@ class Allocator:
 
     def free_items(self, id_list: str) -> int:
         """Free items of an id list."""
-        return self.lists[id_list].num_free
+        return self.lists[id_list].free_list.num_free
 
     def new_request(self) -> Request:
         """A request without tokens or items."""
@@ -279,7 +280,8 @@ class Allocator:
             for buffer in self.layout.buffers
             if self.layout.space_by_name[buffer.space].id_list == name
         )
-        return BlockTable(self.layout.space_by_name[name], items)
+        space = self.layout.space_by_name[name]
+        return BlockTable(space, FreeList(items, space.reserved))
 
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

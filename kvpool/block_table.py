@@ -1,4 +1,4 @@
-"""Block tables: free items, reference counts, and the items of each request."""
+"""Block tables: the items of each request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.free_list import FreeList, OutOfPages
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 
 NO_ITEM = -1
-
-
-class OutOfPages(RuntimeError):
-    """Fewer items are free than are needed; nothing was changed."""
 
 
 class Change(NamedTuple):
@@ -36,15 +33,11 @@ class Fork(NamedTuple):
 
 class BlockTable:
     """The block table `[request, item number] -> id` of the spaces that share one list of ids. A
-    request holds the items numbered `first` to `stop`.
+    request holds the items numbered `first` to `stop`, taken from a free list.
     """
 
-    def __init__(self, space: Space, items: int) -> None:
-        self.space, self.items = space, items
-        # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
-        self._free: Ints = np.arange(items - 1, space.reserved - 1, -1, dtype=np.int64)
-        self.num_free = self._free.size
-        self._counts: Ints = np.zeros(items, dtype=np.int64)
+    def __init__(self, space: Space, free_list: FreeList) -> None:
+        self.space, self.free_list = space, free_list
         self._table: Ints = np.full((0, 4), NO_ITEM, dtype=np.int64)
         self._first: Ints = np.zeros(0, dtype=np.int64)
         self._stop: Ints = np.zeros(0, dtype=np.int64)
@@ -68,26 +61,21 @@ class BlockTable:
     def shared(self, row: int, first: int) -> Ints:
         """Ids of a request's items from number `first` on that other requests hold too."""
         ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
-        return ids[self._counts[ids] > 1]
+        return self.free_list.shared(ids)
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
         """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
         gone = _cells(rows, had, np.minimum(first, end))
-        free = self.num_free
-        if gone[0].size:
-            back, times = np.unique(self._table[gone], return_counts=True)
-            free += int((self._counts[back] == times).sum())
-        needed = int(
-            np.maximum(stop - np.maximum(end, first), 0).sum()
-        )  # checked before the cells are listed
+        free = self.free_list.num_free + self.free_list.freed_by(self._table[gone])
+        # checked before the cells are listed
+        needed = int(np.maximum(stop - np.maximum(end, first), 0).sum())
         if needed > free:
             size = "" if self.space.per_request else f" of {self.space.tokens_per_item} tokens"
             raise OutOfPages(
                 f"space {self.space.name}: {needed} more items{size} are needed, {free} of "
-                f"{self.items - self.space.reserved} are free. Free a request, or build a larger "
-                "pool."
+                f"{self.free_list.usable} are free. Free a request, or build a larger pool."
             )
         return Change(rows, gone, _cells(rows, np.maximum(end, first), stop), first, stop)
 
@@ -96,7 +84,7 @@ class BlockTable:
         self._put(change.gone)
         if change.stop.size and int(change.stop.max()) > self._table.shape[1]:
             self._widen(int(change.stop.max()))
-        self._table[change.fresh] = self._take(change.fresh[0].size)
+        self._table[change.fresh] = self.free_list.take(change.fresh[0].size)
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
 
     def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
@@ -106,7 +94,7 @@ class BlockTable:
                 f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
                 "prefix have left the window and were freed."
             )
-        if stop - shared > self.num_free:
+        if stop - shared > self.free_list.num_free:
             raise OutOfPages(f"space {self.space.name}: a copy of an item is needed, 0 are free.")
         return Fork(
             first, self._table[row, first:shared].copy(), self._table[row, shared:stop].copy()
@@ -114,8 +102,8 @@ class BlockTable:
 
     def apply_fork(self, row: int, fork: Fork) -> tuple[Ints, Ints]:
         """Gives a new request its items; returns the ids to copy from and to."""
-        self._counts[fork.ids] += 1
-        fresh = self._take(fork.src.size)
+        self.free_list.share(fork.ids)
+        fresh = self.free_list.take(fork.src.size)
         stop = fork.first + fork.ids.size + fresh.size
         if stop > self._table.shape[1]:
             self._widen(stop)
@@ -139,48 +127,17 @@ class BlockTable:
                 )
         rows, columns = _cells(live, self._first[live], self._stop[live])
         ids = self._table[rows, columns]
-        free = self._free[: self.num_free]
-        everywhere = np.concatenate([free, ids])
-        outside = everywhere[(everywhere < self.space.reserved) | (everywhere >= self.items)]
-        if outside.size:
-            raise RuntimeError(f"{what} {int(outside[0])} of {self.items} is free or held.")
-        held = np.bincount(ids, minlength=self.items)
-        on_stack = np.bincount(free, minlength=self.items)
-        expected = (held == 0) & (np.arange(self.items) >= self.space.reserved)
-        for name, found, wanted in (
-            ("held", self._counts, held),
-            ("free", on_stack, expected.astype(np.int64)),
-        ):
-            wrong = np.flatnonzero(found != wanted)
-            if wrong.size:
-                at = int(wrong[0])
-                raise RuntimeError(
-                    f"{what} {at}: counted {name} {found[at]} times, is {wanted[at]}."
-                )
+        self.free_list.check_integrity(ids, f"space {self.space.name}")
         once = np.unique(np.stack([rows, ids]), axis=1)
         if once.shape[1] != ids.size:
             raise RuntimeError(f"{what}s are listed twice in one request.")
         if (self._table >= 0).sum() != ids.size:
             raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
 
-    def _take(self, count: int) -> Ints:
-        self.num_free -= count
-        fresh = self._free[self.num_free : self.num_free + count][::-1]
-        self._counts[fresh] = 1
-        return fresh
-
     def _put(self, cells: tuple[Ints, Ints]) -> None:
         ids = self._table[cells]
-        if not ids.size:
-            return
         self._table[cells] = NO_ITEM
-        np.subtract.at(self._counts, ids, 1)
-        # in the order of allocation, the first on top
-        _, order = np.unique(ids, return_index=True)
-        back = ids[np.sort(order)]
-        back = back[self._counts[back] == 0][::-1]
-        self._free[self.num_free : self.num_free + back.size] = back
-        self.num_free += back.size
+        self.free_list.release(ids)
 
     def _widen(self, least: int) -> None:
         rows, columns = self._table.shape

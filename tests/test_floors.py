@@ -14,6 +14,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"_native", "layout", "version"},
         {"device"},
         {"pools"},
+        {"free_list"},
         {"block_table"},
         {"pins"},
         {"allocator"},

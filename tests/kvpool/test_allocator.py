@@ -54,11 +54,12 @@ def started(pool, tokens, **options):
 def snapshot(alloc):
     """All that an allocator knows, and all bytes of its pools."""
     lists = [
-        (name, each._free[: each.num_free], each._counts, each._table, each._first, each._stop)
+        (name, each._table, each._first, each._stop, each.free_list.num_free)
         for name, each in alloc.lists.items()
     ]
+    free = [(each.free_list._stack, each.free_list._counts) for each in alloc.lists.values()]
     slabs = [slab for pool in alloc.pools for slab in pool.layout.slabs() if slab.memory == "cpu"]
-    known = alloc._tokens, alloc._received, lists, alloc._rows
+    known = alloc._tokens, alloc._received, lists, free, alloc._rows
     return repr(known), [ctypes.string_at(slab.base, slab.nbytes) for slab in slabs]
 
 
@@ -819,23 +820,23 @@ def test_check_integrity_names_a_page_that_two_hold_and_one_counts():
 
 def test_check_integrity_names_a_page_that_is_lost():
     def change(kv, one, two):
-        kv._counts[8] = 0
-        kv._free[: kv.num_free] = [5, 6, 7, 7]
+        kv.free_list._counts[8] = 0
+        kv.free_list._stack[: kv.free_list.num_free] = [5, 6, 7, 7]
 
     corrupt(change, "item 7: counted free 2 times, is 1")
 
 
 def test_check_integrity_names_a_page_that_is_held_and_free():
     def change(kv, one, two):
-        kv._free[kv.num_free] = 2
-        kv.num_free += 1
+        kv.free_list._stack[kv.free_list.num_free] = 2
+        kv.free_list.num_free += 1
 
     corrupt(change, "item 2: counted free 1 times, is 0")
 
 
 def test_check_integrity_names_a_page_that_is_neither_held_nor_free():
     def change(kv, one, two):
-        kv.num_free -= 1
+        kv.free_list.num_free -= 1
 
     corrupt(change, "item 5: counted free 0 times, is 1")
 
@@ -850,14 +851,14 @@ def test_check_integrity_names_a_page_that_cannot_be_held(item):
 
 def test_check_integrity_names_a_free_padding_page():
     def change(kv, one, two):
-        kv._free[0] = 0
+        kv.free_list._stack[0] = 0
 
     corrupt(change, "item 0 of 9 is free or held")
 
 
 def test_check_integrity_names_a_wrong_count():
     def change(kv, one, two):
-        kv._counts[3] += 1
+        kv.free_list._counts[3] += 1
 
     corrupt(change, "item 3: counted held 2 times, is 1")
 
@@ -865,9 +866,9 @@ def test_check_integrity_names_a_wrong_count():
 def test_check_integrity_sees_a_page_twice_in_one_request():
     def change(kv, one, two):
         kv._table[one, 2] = 2
-        kv._counts[2:4] = 2, 0
-        kv._free[kv.num_free] = 3
-        kv.num_free += 1
+        kv.free_list._counts[2:4] = 2, 0
+        kv.free_list._stack[kv.free_list.num_free] = 3
+        kv.free_list.num_free += 1
 
     corrupt(change, "items are listed twice in one request")
 
