@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 from weakref import ref
 
 import numpy as np
@@ -23,7 +23,18 @@ from kvpool.pins import Pins
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
-__all__ = ["Allocator", "OutOfPages", "Request"]
+__all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
+
+
+class Usage(NamedTuple):
+    """Free and used items by id list (a shared item counts once, reserved ones not), and live
+    requests.
+    """
+
+    free: dict[str, int]
+    used: dict[str, int]
+    requests: int
+
 
 FREED = -1
 """The row of a request that was freed."""
@@ -138,6 +149,15 @@ class Allocator:
     def free_items(self, id_list: str) -> int:
         """Free items of an id list."""
         return self.lists[id_list].free_list.num_free
+
+    def usage(self) -> Usage:
+        """Free and used items, and requests, now. Any thread may ask, as exporters do
+        (`disagg.exporter.export(..., allocators={"kv": allocator})`).
+        """
+        lists = {name: each.free_list for name, each in self.lists.items()}
+        free = {name: each.num_free for name, each in lists.items()}
+        used = {name: each.usable - free[name] for name, each in lists.items()}
+        return Usage(free, used, self._num_live)
 
     def new_request(self) -> Request:
         """A request without tokens or items."""

@@ -19,7 +19,7 @@ from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
-from kvpool.pools.budget import fit
+from kvpool.pools.budget import fit, fixed_items, state_bytes
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, sharded
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
@@ -43,6 +43,8 @@ class Common(TypedDict, total=False):
     num_pages: int
     num_window_pages: int
     num_slots: int
+    requests: int | None
+    chunk_tokens: int
     page_size: int
     dtype: DTypeLike | None
     packing: DTypeLike | None
@@ -60,9 +62,10 @@ class KVPool(TypedAccess):
     `layers` are global ids, any subset; `total_kv_layers` counts those of the target model, and may
     be left out where `layers` are all of them, 0 to n-1. `page_size` is in tokens. `num_pages`
     counts pages of tokens, `num_window_pages` those of sliding windows, `num_slots` slots and
-    rings, one per request; item 0 of each is reserved for padding. `dtype` is that of values
-    written and read, `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or
-    `"mxfp8"`.
+    rings, one per request; item 0 of each is reserved for padding. The last two may be left out
+    where `requests` is given: as many as so many requests need at a time that are extended by
+    `chunk_tokens` tokens at most. `dtype` is that of values written and read, `packing` how they
+    are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
     after the other. `own_spaces` prefixes space names with the owner: a draft that cannot share the
     target's ids has its own.
@@ -71,6 +74,8 @@ class KVPool(TypedAccess):
     default_page_size: ClassVar[int] = 64
     has_index_packing: ClassVar[bool] = False
     """Whether the class takes `index_packing`, the packing of index keys."""
+    has_linear_states: ClassVar[bool] = False
+    """Whether the class takes `conv_dtype` and `temporal_dtype`, those of linear attention."""
     speculation_arguments: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Arguments of a pool that serves speculative decoding."""
 
@@ -82,6 +87,8 @@ class KVPool(TypedAccess):
         num_pages: int,
         num_window_pages: int = 0,
         num_slots: int = 0,
+        requests: int | None = None,
+        chunk_tokens: int = 1,
         dtype: DTypeLike | None = None,
         packing: DTypeLike | None = None,
         total_kv_layers: int | None = None,
@@ -111,6 +118,9 @@ class KVPool(TypedAccess):
             replace(part, space=names + part.space) for part in self.declare() if part.layers
         )
         spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
+        if requests is not None:
+            for name, count in fixed_items(spaces.values(), requests, chunk_tokens).items():
+                setattr(self, name, getattr(self, name) or count)
         buffers, nbytes = place(
             self.specs,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
@@ -138,10 +148,21 @@ class KVPool(TypedAccess):
 
     @classmethod
     def from_budget(
-        cls, nbytes: int, *, requests: int = 1, chunk_tokens: int = 1, **arguments: Any
+        cls,
+        nbytes: int,
+        *,
+        weights: int = 0,
+        utilisation: float = 1.0,
+        requests: int = 1,
+        chunk_tokens: int = 1,
+        **arguments: Any,
     ) -> Self:
         """A pool with as many pages as fit into `nbytes`, besides a slot and window pages (for
         chunks of `chunk_tokens`) for each of `requests` requests.
+
+        With `weights` (bytes) and `utilisation` (a fraction), `nbytes` is the device's memory, of
+        which state gets `nbytes * utilisation - weights`:
+        `MLAPool.from_budget(141 << 30, weights=80 << 30, utilisation=0.9, layers=..., ...)`.
 
         Other arguments are those of the class. Raises ValueError if no page of tokens fits.
         """
@@ -152,7 +173,8 @@ class KVPool(TypedAccess):
             raise ValueError(f"{', '.join(counted)}: from_budget computes them. Leave them out.")
         build: Any = cls
         probe = build(**{**arguments, **small, "device": "meta"})
-        items = fit([probe], nbytes, requests, chunk_tokens, step, probe.owner)
+        left = state_bytes(nbytes, weights, utilisation, probe.owner)
+        items = fit([probe], left, requests, chunk_tokens, step, probe.owner)
         made: Self = build(**arguments, **items)
         return made
 
@@ -322,9 +344,10 @@ class KVPool(TypedAccess):
         name, reserved = count_argument(list_space), list_space.reserved
         value: int = getattr(self, name)
         if value <= reserved:
+            derived = "" if list_space.grows else " With requests=N they may be left out."
             raise ValueError(
                 f"{self.owner} {name}: {reserved + 1} or more, got {value}. Item 0 of space "
-                f"{list_space.name!r} is reserved for padding."
+                f"{list_space.name!r} is reserved for padding.{derived}"
             )
         return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.layout import Space
@@ -29,10 +29,30 @@ def items_per_request(space: Space, chunk_tokens: int) -> int:
     return (entries - 2) // space.entries_per_item + 2
 
 
-def fixed_items(pools: Sequence[KVPool], requests: int, chunk_tokens: int) -> dict[str, int]:
+def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> int:
+    """Bytes for state of a device of `memory` bytes: the fraction `utilisation` of them, less
+    `weights`. Raises DoesNotFit, beginning with `where`, if none are left.
+    """
+    if weights < 0 or not 0 < utilisation <= 1:
+        raise ValueError(
+            "weights: 0 bytes or more; utilisation: over 0, up to 1; got "
+            f"{weights:,}, {utilisation}."
+        )
+    found = int(memory * utilisation) - weights
+    if found < 1:
+        raise DoesNotFit(
+            f"{where}: {utilisation} of {memory:,} bytes are {found + weights:,}, and weights take "
+            f"{weights:,}. Shard the weights over more ranks, or raise utilisation."
+        )
+    return found
+
+
+def fixed_items(spaces: Iterable[Space], requests: int, chunk_tokens: int) -> dict[str, int]:
     """Constructor arguments other than num_pages: what `requests` requests need at a time."""
+    if requests < 1 or chunk_tokens < 1:
+        raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
     found: dict[str, int] = {}
-    for space in (space for pool in pools for space in pool.layout.spaces):
+    for space in spaces:
         if space.ids is None and not space.grows:
             name = count_argument(space)
             items = requests * items_per_request(space, chunk_tokens) + space.reserved
@@ -57,9 +77,8 @@ def fit(
 
     Pages of tokens fill what `requests` requests leave. Raises DoesNotFit, beginning with `where`.
     """
-    if requests < 1 or chunk_tokens < 1:
-        raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
-    fixed = fixed_items(pools, requests, chunk_tokens)
+    spaces = [space for pool in pools for space in pool.layout.spaces]
+    fixed = fixed_items(spaces, requests, chunk_tokens)
     least = size(pools, {"num_pages": 2, **fixed}, step)
     if least > nbytes:
         raise DoesNotFit(
@@ -67,7 +86,7 @@ def fit(
             "reserved page, and the windows, slots and rings of "
             f"{counted(requests)}; {least:,} bytes are enough."
         )
-    if not any(space.grows for pool in pools for space in pool.layout.spaces):
+    if not any(space.grows for space in spaces):
         return {"num_pages": 2, **fixed}
     pages = largest(lambda n: size(pools, {"num_pages": n, **fixed}, step) <= nbytes, 2)
     return {"num_pages": pages, **fixed}

@@ -143,14 +143,11 @@ class Settings:
     def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
         """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
-        from kvpool.pools.budget import fixed_items
-        from kvpool.pools.placement import ITEM_COUNTS
 
         common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
         if page:
             common["page_size"] = page
-        few = dict.fromkeys(ITEM_COUNTS, 2)
-        probe = pool_for(model.config, **common, **few, device="meta")
-        fixed = fixed_items([probe], requests=2, chunk_tokens=self.chunk_tokens)
+        common |= {"requests": 2, "chunk_tokens": self.chunk_tokens}
+        probe = pool_for(model.config, **common, num_pages=2, device="meta")
         pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
-        return pool_for(model.config, **common, num_pages=pages, **fixed, device=self.device)
+        return pool_for(model.config, **common, num_pages=pages, device=self.device)

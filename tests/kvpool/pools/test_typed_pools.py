@@ -383,6 +383,18 @@ def test_conv_and_temporal_are_written_apart_too_and_none_of_no_slots():
     assert [part.shape for part in pool.get_linear_state(0, [])] == [(0, 32, 3), (0, 4, 3, 5)]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", torch.float16])
+def test_linear_states_have_the_dtypes_that_are_asked_for(dtype):
+    pool = hybrid(conv_dtype="f32", temporal_dtype=dtype)
+    assert pool.view("conv.q", 0).dtype == torch.float32
+    named = torch.bfloat16 if dtype == "bf16" else dtype
+    state = torch.randn(1, 4, 3, 5).to(named)
+    pool.set_linear_state(0, [2], temporal=state)
+    assert pool.view("temporal", 0).dtype == named
+    assert torch.equal(pool.get_linear_state(0, [2])[1], state)
+    assert hybrid().view("temporal", 0).dtype == torch.float32
+
+
 def test_a_conv_of_its_own_dtype_is_widened_exactly():
     pool = hybrid(conv_dtype=torch.float32)
     conv = draw(1, 32, 3)
