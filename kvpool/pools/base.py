@@ -19,7 +19,7 @@ from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
-from kvpool.pools.budget import fit, fixed_items, state_bytes
+from kvpool.pools.budget import fit, items_needed, state_bytes
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, sharded
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
@@ -28,6 +28,7 @@ from kvpool.pools.placement import (
     Placement,
     Shard,
     count_argument,
+    grouped,
     place,
     used_spaces,
 )
@@ -67,8 +68,10 @@ class KVPool(TypedAccess):
     `chunk_tokens` tokens at most. `dtype` is that of values written and read, `packing` how they
     are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
-    after the other. `own_spaces` prefixes space names with the owner: a draft that cannot share the
-    target's ids has its own.
+    after the other. `"block"` makes the pool one block pool: pages, window pages, slots and rings
+    are blocks of equal bytes from one free list, of which `num_pages` counts them all; layers may
+    be in several groups, each with ids of its own (kvpool.pools.placement). `own_spaces` prefixes
+    space names with the owner: a draft that cannot share the target's ids has its own.
     """
 
     default_page_size: ClassVar[int] = 64
@@ -113,16 +116,20 @@ class KVPool(TypedAccess):
         self.dtype, self.packing = storage(dtype, packing, owner)
         self.total_kv_layers = self._total(total_kv_layers)
         self.device: Device = get_device(str(device))
-        self._names = names = f"{owner}." if own_spaces else ""
+        names = f"{owner}." if own_spaces else ""
         self.specs = tuple(
             replace(part, space=names + part.space) for part in self.declare() if part.layers
         )
         spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
+        if placement == "block":
+            self.specs, spaces = grouped(self.specs, spaces, f"{names}blocks")
         if requests is not None:
-            for name, count in fixed_items(spaces.values(), requests, chunk_tokens).items():
-                setattr(self, name, getattr(self, name) or count)
+            needed = items_needed(spaces.values(), requests, 0, chunk_tokens)
+            self.num_window_pages = num_window_pages or needed.get("num_window_pages", 0)
+            self.num_slots = num_slots or needed.get("num_slots", 0)
         buffers, nbytes = place(
             self.specs,
+            spaces,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
             owner=owner,
             placement=placement,
@@ -186,9 +193,9 @@ class KVPool(TypedAccess):
         """The spaces of declared buffers, and those whose ids they share."""
         yield Space("kv", "paged", entries_per_item=self.page_size)
 
-    def space(self, name: str) -> Space:
-        """The space named `name` in `spaces()`, which `own_spaces` may have prefixed."""
-        return self.layout.space_by_name[self._names + name]
+    def space_of(self, role: str, layer: int) -> Space:
+        """The space whose locations address a role of a layer. Raises KeyError as `view` does."""
+        return self.layout.space_of(self._region(role, layer))
 
     @property
     def start_layer(self) -> int:
@@ -207,9 +214,12 @@ class KVPool(TypedAccess):
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of each further token; windows, slots and rings do not grow."""
+        """Bytes of each further token; windows, slots and rings do not grow. Blocks count whole."""
         spaces = self.layout.space_by_name
-        grow = (b for b in self.layout.buffers if spaces[b.space].grows)
+        grow = [b for b in self.layout.buffers if spaces[b.space].grows]
+        if self.placement == "block":
+            lists = {spaces[b.space].id_list: b for b in grow}
+            return sum(b.item_stride / spaces[b.space].tokens_per_item for b in lists.values())
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
@@ -217,7 +227,11 @@ class KVPool(TypedAccess):
         """Buffers in each group of the contiguous listing: of K, of V; one for each layer that has
         the kind.
         """
-        return [len(part.layers) for part in self.specs if part.state is None]
+        sizes: dict[str, int] = {}
+        for part in self.specs:
+            if part.state is None:
+                sizes[part.name] = sizes.get(part.name, 0) + len(part.layers)
+        return list(sizes.values())
 
     @property
     def kv_buf_groups(self) -> int:
@@ -226,11 +240,8 @@ class KVPool(TypedAccess):
         """
         sizes = self.kv_buf_group_sizes
         if len(set(sizes)) > 1:
-            names = ", ".join(
-                f"{part.name} {len(part.layers)}" for part in self.specs if part.state is None
-            )
             raise ValueError(
-                f"{self.owner} kv_buf_groups: groups of different sizes ({names}). Read "
+                f"{self.owner} kv_buf_groups: groups of different sizes, {sizes}. Read "
                 "kv_buf_group_sizes."
             )
         return len(sizes)
@@ -352,11 +363,11 @@ class KVPool(TypedAccess):
         return value
 
     def _listed(self, part: BufferSpec) -> list[tuple[Buffer, int]]:
-        if self.placement == "page":
+        if self.placement in ("page", "block"):
             raise ValueError(
-                f"{self.owner}: with placement='page' the layers of a page lie side by side; "
-                "no pointer and item length per layer describe them. Read pool.layout, or build "
-                "with placement='layer'."
+                f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
+                "side; no pointer and item length per layer describe them. Read pool.layout, or "
+                "build with placement='layer'."
             )
         by_name = self.layout.buffer_by_name
         return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]

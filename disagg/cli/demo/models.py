@@ -143,11 +143,14 @@ class Settings:
     def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
         """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
+        from kvpool.pools.budget import needed_items
+        from kvpool.pools.placement import ITEM_COUNTS
 
         common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
         if page:
             common["page_size"] = page
-        common |= {"requests": 2, "chunk_tokens": self.chunk_tokens}
-        probe = pool_for(model.config, **common, num_pages=2, device="meta")
-        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
-        return pool_for(model.config, **common, num_pages=pages, device=self.device)
+        few = dict.fromkeys(ITEM_COUNTS, 2)
+        probe = pool_for(model.config, **common, **few, device="meta")
+        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 3
+        items = needed_items([probe], 2, pages, self.chunk_tokens)
+        return pool_for(model.config, **common, **items, device=self.device)

@@ -247,7 +247,7 @@ def test_weights_and_utilisation_leave_the_rest_for_state():
     assert (told["memory"], told["weights"], told["state"]) == (80 * GIB, 40 * GIB, 32 * GIB)
     assert told["tokens"]["count"] == (32 * GIB // (64 * 80 * 2 * 8 * 128 * 2) - 1) * 64
     text = " ".join(run(*asked, "--weights", "40GiB", "--utilisation", 0.9).output.split())
-    assert "32 GiB (0.9 of 80 GiB a rank less 40 GiB of weights), pages of 64 tokens" in text
+    assert "32.0 GiB (0.9 of 80.0 GiB a rank less 40.0 GiB of weights), pages of 64 tokens" in text
     full = run(*asked, "--weights", "90GiB")
     assert full.exit_code == 1 and "does not fit: llama: 1.0 of 85,899,345,920" in full.stderr
     assert run(*asked, "--utilisation", 1.5).exit_code == 2
