@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
@@ -45,7 +46,11 @@ class FreeList:
 
     def shared(self, ids: Ints) -> Ints:
         """Those of held items that have several holders."""
-        return ids[self._counts[ids] > 1]
+        return ids[self.is_shared(ids)]
+
+    def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which of held items have several holders."""
+        return np.asarray(self._counts[ids] > 1)
 
     def freed_by(self, ids: Ints) -> int:
         """How many items `release(ids)` would free."""

@@ -15,7 +15,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"device"},
         {"pools"},
         {"free_list"},
-        {"block_table"},
+        {"block_table", "truncation"},
         {"pins"},
         {"allocator"},
         {"models", "render"},
