@@ -58,6 +58,12 @@ def budget(
             help="With the draft (MTP) layers, in the last stage, and rings for speculation."
         ),
     ] = False,
+    block_pool: Annotated[
+        bool,
+        typer.Option(
+            "--block-pool", help="Pages, windows, slots and rings in blocks of one free list."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Print bytes per token by role, and the tokens and requests that fit on each rank.
@@ -66,10 +72,10 @@ def budget(
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
-    JSON: model, dtype, memory, tp, pp, page_size, reserved_requests, context_tokens; shares (owner,
-    role, per token or request, layers, bytes: over all stages, one shard of each); stages (layers,
-    draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as
-    constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
+    JSON: model, dtype, memory, tp, pp, page_size, block_pool, reserved_requests, context_tokens;
+    shares (owner, role, per token or request, layers, bytes: over all stages, one shard of each);
+    stages (layers, draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages,
+    num_slots as constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
     tightest stage (stage, count). tokens is null where no buffer grows with tokens.
     """
     from kvpool.models import declare, declare_draft
@@ -81,6 +87,7 @@ def budget(
             raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
         options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size, "draft": drafted}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
+        options |= {"placement": "block"} if block_pool else {}
         found = figures(declare(config), parse_memory(memory), **options)
     except DoesNotFit as error:
         typer.echo(f"does not fit: {error}", err=True)
@@ -124,6 +131,7 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
         "tp": found.tp,
         "pp": len(found.stages),
         "page_size": found.page_size,
+        "block_pool": found.block_pool,
         "reserved_requests": found.reserved_requests,
         "context_tokens": found.context_tokens,
         "shares": [_share(share) for share in found.shares],
@@ -166,7 +174,8 @@ def stage_table(found: Figures) -> Table:
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
     table.add_column("stage")
     table.add_column("layers", overflow="fold", min_width=8)
-    for name in (*(f"bytes\na {p}" for p in per), "pages", "tokens", "requests"):
+    pages = "blocks" if found.block_pool else "pages"
+    for name in (*(f"bytes\na {p}" for p in per), pages, "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
     for n, stage in enumerate(found.stages):
         layers = ranges(stage.layers)
@@ -187,7 +196,8 @@ def stage_table(found: Figures) -> Table:
 def _caption(found: Figures) -> str:
     text = (
         f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
-        f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
+        f"requests: at a time, of {found.context_tokens:,} tokens each. "
+        f"{'Block' if found.block_pool else 'Page'} 0 is reserved."
     )
     if found.tp > 1:
         text += f" Each row stands for {found.tp} ranks."

@@ -74,6 +74,7 @@ class Figures:
     memory: int
     tp: int
     page_size: int
+    block_pool: bool
     reserved_requests: int
     context_tokens: int
     stages: tuple[PipelineStage, ...]
@@ -113,7 +114,8 @@ def figures(
     tokens: int = 8192,
     **storage: Any,
 ) -> Figures:
-    """Figures of a model, in `memory` bytes for state on each rank; `storage` is dtype or packing.
+    """Figures of a model, in `memory` bytes for state on each rank; `storage` is dtype or packing,
+    and a placement.
 
     The draft is held by the last stage and shares its ids. Raises DoesNotFit if a stage cannot hold
     a page of tokens besides the windows, slots and rings of `requests` requests, and ValueError if
@@ -141,7 +143,8 @@ def figures(
         many = _requests(pools, memory, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
-    return Figures(target.model, memory, tp, per_page, requests, tokens, tuple(stages))
+    blocks = storage.get("placement") == "block"
+    return Figures(target.model, memory, tp, per_page, blocks, requests, tokens, tuple(stages))
 
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:
