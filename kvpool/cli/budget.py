@@ -75,8 +75,8 @@ def budget(
     JSON: model, dtype, memory, tp, pp, page_size, block_pool, reserved_requests, context_tokens;
     shares (owner, role, per token or request, layers, bytes: over all stages, one shard of each);
     stages (layers, draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages,
-    num_slots as constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
-    tightest stage (stage, count). tokens is null where no buffer grows with tokens.
+    num_slots as constructor arguments, bytes in all, tokens, requests); tokens and requests that
+    fit in the tightest stage (stage, count). tokens is null where no buffer grows with tokens.
     """
     from kvpool.models import declare, declare_draft
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory
