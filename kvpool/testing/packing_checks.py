@@ -10,10 +10,9 @@ import torch
 from kvpool.device.quant import scale_role
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
-from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.groups import Group, blocks, device_of, groups, same, shape
+from kvpool.testing.groups import blocks, device_of, groups, same, shape
 from kvpool.testing.memory import PoolMemory, on
 from kvpool.testing.values import (
     Bytes,
