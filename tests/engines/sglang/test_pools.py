@@ -207,7 +207,8 @@ def test_rings_of_window_pages_pair_with_kvpools_rings_of_requests(tokens, specu
         oracle.fill(side, seed)
     pool = DSv4Pool(
         layers=range(6), compress_ratios=RATIOS, num_pages=9, requests=2, chunk_tokens=tokens,
-        page_size=256, window=127, window_page_size=64, speculation=speculation, dtype="bf16", packing="fp8",
+        page_size=256, window=127, window_page_size=64, speculation=speculation, dtype="bf16",
+        packing="fp8",
     )  # fmt: skip
     allocator = Allocator(pool)
     allocator.extend(allocator.new_request(), 5)
