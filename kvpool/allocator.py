@@ -29,8 +29,8 @@ __all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
 
 
 class Usage(NamedTuple):
-    """Free and used items by id list (a shared item counts once, reserved ones not), and live
-    requests.
+    """Free and used items by id list, or of its block pool (a shared item counts once, reserved
+    ones not), and live requests.
     """
 
     free: dict[str, int]
