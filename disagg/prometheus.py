@@ -1,6 +1,6 @@
 """Serves the metrics of endpoints to Prometheus; they are read when Prometheus asks.
 
-with export({"prefill": prefill, "decode": decode}, port=9400) as server:
+with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allocator}) as server:
     ...                             # http://127.0.0.1:9400/metrics
 """
 
@@ -17,6 +17,8 @@ from disagg.protocol.metrics import Snapshot
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from kvpool.allocator import Usage
+
 log = logging.getLogger("disagg")
 
 Sample = tuple[tuple[str, ...], float]
@@ -28,6 +30,13 @@ class Observed(Protocol):
 
     def snapshot(self) -> Snapshot:
         """Its metrics now; called from any thread."""
+
+
+class Allocating(Protocol):
+    """An allocator of items."""
+
+    def usage(self) -> Usage:
+        """Its numbers now; called from any thread."""
 
 
 class Server:
@@ -50,10 +59,17 @@ class Server:
         self.close()
 
 
-def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.0.1") -> Server:
-    """Serves the metrics of endpoints, labelled by name; `port` 0 is any free port.
+def export(
+    endpoints: Mapping[str, Observed],
+    port: int = 0,
+    addr: str = "127.0.0.1",
+    *,
+    allocators: Mapping[str, Allocating] | None = None,
+) -> Server:
+    """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
+    port.
 
-    The mapping may change later. Raises RuntimeError if the package prometheus_client is missing,
+    The mappings may change later. Raises RuntimeError if the package prometheus_client is missing,
     ValueError if the address cannot be used.
     """
     try:
@@ -64,6 +80,7 @@ def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(endpoints))
+    registry.register(_Allocators({} if allocators is None else allocators))
     try:
         return Server(*start_http_server(port, addr, registry))
     except (OSError, OverflowError) as error:
@@ -94,6 +111,27 @@ class _Collector:
                     for values, number in samples(snapshot):
                         family.add_metric([endpoint_name, *values], number)
                 yield family
+
+
+class _Allocators:
+    def __init__(self, allocators: Mapping[str, Allocating]) -> None:
+        self._allocators = allocators
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of every allocator."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        seen = {name: each.usage() for name, each in list(self._allocators.items())}
+        labels = ["allocator", "ids"]
+        free = GaugeMetricFamily("kvpool_free_items", "Items that no request holds.", labels=labels)
+        used = GaugeMetricFamily("kvpool_used_items", "Items that requests hold.", labels=labels)
+        held = GaugeMetricFamily("kvpool_requests", "Live requests.", labels=labels[:1])
+        for name, usage in seen.items():
+            for family, items in ((free, usage.free), (used, usage.used)):
+                for id_list, count in items.items():
+                    family.add_metric([name, id_list], count)
+            held.add_metric([name], usage.requests)
+        yield from (free, used, held)
 
 
 def _items(found: Mapping[str, float]) -> Iterable[Sample]:

@@ -8,21 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 from weakref import ref
 
 import numpy as np
+import numpy.typing as npt
 
-from kvpool.block_table import BlockTable, OutOfPages
+from kvpool.block_table import BlockTable
+from kvpool.free_list import FreeLists, OutOfPages
 from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
+from kvpool.truncation import alive_start, need_kept, overwritten
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
-__all__ = ["Allocator", "OutOfPages", "Request"]
+__all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
+
+
+class Usage(NamedTuple):
+    """Free and used items by id list, or of its block pool (a shared item counts once, reserved
+    ones not), and live requests.
+    """
+
+    free: dict[str, int]
+    used: dict[str, int]
+    requests: int
+
 
 FREED = -1
 """The row of a request that was freed."""
@@ -73,15 +87,16 @@ class Request:
 
 
 class Allocator:
-    """Allocates the items of one pool, or of a target and its drafts, which then share ids.
+    """Allocates the items of one pool, or of a target and its drafts, which then share ids. Each id
+    list has a free list, or the id lists of a block pool one in common.
 
     Pages are reference counted, so that requests can share a prefix. Pages that have left a window
     are freed when their request is extended. A slot or ring belongs to one request. `on_fork` are
     called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
 
     A request that a room offers or receives is pinned: until the room has ended, `free` raises
-    RequestPinned, `extend` does where it would change what the room reads or writes, and `fork`
-    while it is received. Then nothing was changed.
+    RequestPinned, `extend` and `truncate` do where they would change what the room reads or writes,
+    and `fork` while it is received. Then nothing was changed.
     """
 
     def __init__(self, *pools: KVPool) -> None:
@@ -98,26 +113,25 @@ class Allocator:
         self.on_fork: list[Callable[[Request, Request, int], None]] = []
         first, *others = (pool.layout for pool in pools)
         self.layout = PoolLayout.merge(first, *others) if others else first
-        for name, lists in self.layout.block_pools.items():
-            if len(lists) > 1:
+        for space in self.layout.spaces:
+            if space.items_per_block > 1:
                 raise ValueError(
-                    f"spaces {', '.join(lists)} take their ids from block pool {name}, but an "
-                    "allocator has a free list for each. Give block tables of your own, or "
-                    "declare these spaces without block_pool."
-                )
-            size = self.layout.space_by_name[lists[0]].items_per_block
-            if size > 1:
-                raise ValueError(
-                    f"space {lists[0]}: a block of block pool {name} is {size} items, but an "
-                    "allocator hands out single ones. Give block tables of your own, or declare "
-                    "the space with items_per_block 1."
+                    f"space {space.name}: a block of block pool {space.block_pool} is "
+                    f"{space.items_per_block} items, but an allocator hands out single ones. Give "
+                    "block tables of your own, or declare the space with items_per_block 1."
                 )
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
         self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
-        self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}
+        named = {space.id_list: self.layout.space_by_name[space.id_list] for space in self.spaces}
+        self._free_lists = FreeLists(self.layout, named)
+        free = self._free_lists.by_id_list
+        self.lists = {name: BlockTable(space, free[name]) for name, space in named.items()}
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
+        # entries before it were overwritten by tokens that a truncation took back, by ring
+        rings = [space.name for space in self.spaces if space.kind == "ring"]
+        self._lost: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in rings}
         self._rows: list[int] = []  # free rows
         self._pins = Pins(self.lists)
         for pool in pools:
@@ -125,18 +139,26 @@ class Allocator:
 
     @property
     def free_pages(self) -> int:
-        """Free pages of tokens, in the id list that has the fewest. Raises ValueError where no list
-        grows with the tokens of a request.
+        """Free pages of tokens, in the id list that has the fewest; a page of a block pool is a
+        block for each list that grows with the tokens of a request. Raises ValueError where none
+        does.
         """
-        spaces = (self.layout.space_by_name[name] for name in self.lists)
-        grow = [space.name for space in spaces if space.grows]
-        if not grow:
+        if (pages := self._free_lists.pages) is None:
             raise ValueError(f"this pool has no pages of tokens: use free_items({[*self.lists]}).")
-        return min(self.free_items(name) for name in grow)
+        return pages
 
     def free_items(self, id_list: str) -> int:
-        """Free items of an id list."""
-        return self.lists[id_list].num_free
+        """Free items of an id list, or of its block pool."""
+        return self.lists[id_list].free_list.num_free
+
+    def usage(self) -> Usage:
+        """Free and used items, and requests, now. Any thread may ask, as exporters do
+        (`disagg.exporter.export(..., allocators={"kv": allocator})`).
+        """
+        lists = {name: each.free_list for name, each in self.lists.items()}
+        free = {name: each.num_free for name, each in lists.items()}
+        used = {name: each.usable - free[name] for name, each in lists.items()}
+        return Usage(free, used, self._num_live)
 
     def new_request(self) -> Request:
         """A request without tokens or items."""
@@ -145,6 +167,8 @@ class Allocator:
             more = max(16, rows)
             self._tokens = np.append(self._tokens, np.zeros(more, dtype=np.int64))
             self._received = np.append(self._received, np.zeros(more, dtype=np.int64))
+            for name, lost in self._lost.items():
+                self._lost[name] = np.append(lost, np.zeros(more, dtype=np.int64))
             self._rows.extend(range(rows + more - 1, rows - 1, -1))
             for each in self.lists.values():
                 each.add_rows(more)
@@ -170,7 +194,7 @@ class Allocator:
         rows, tokens = self._rows_of(requests), _whole(tokens)
         before = self._tokens[rows]
         if tokens < 0:
-            raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
+            raise ValueError(f"tokens: 0 or more, got {tokens}. See truncate.")
         if int(before.max(initial=0)) + tokens > MAX_TOKENS:
             raise ValueError(f"tokens: {tokens} more exceed {MAX_TOKENS}, the limit of a request.")
         after = before + tokens
@@ -180,14 +204,94 @@ class Allocator:
             name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
             for name, each in self.lists.items()
         }
+        needed = {name: change.needed for name, change in changes.items()}
+        gone = {name: each.ids(changes[name].gone) for name, each in self.lists.items()}
+        self._free_lists.check(needed, gone)
         self._pins.check_extend(rows, after, changes)
         positions = before[:, None] + np.arange(tokens, dtype=np.int64)
+        for name, each in self.lists.items():  # first, as one list may take what another frees
+            each.give_back(changes[name])
         for name, each in self.lists.items():
-            each.apply(changes[name])
+            each.fill(changes[name])
         self._tokens[rows] = after
         if received:
             self._received[rows] = after
         return self._locate(rows, positions, after)
+
+    def truncate(self, request: Request, tokens: int) -> None:
+        """Takes back all but the first `tokens` tokens, such as drafts that were rejected; their
+        items are freed, and the next `extend` goes on after them. A last page that other requests
+        hold too is copied.
+
+        `before = request.num_tokens; allocator.extend(request, 4)`, of which two are accepted:
+        `allocator.truncate(request, before + 2)`.
+
+        Raises ValueError if the state after `tokens` tokens is gone: a slot has that of the last
+        token only, a ring's entries were overwritten, a window's pages were freed or dead when
+        received. What a single `extend` has computed since can be taken back of pages and windows
+        always, of a ring as far as it is longer than its window (`DSv4Pool(speculation=True)`), of
+        a slot never: fork the request before. Raises OutOfPages if no page is free for a copy, and
+        RequestPinned if a room offers or receives one of the tokens. All change nothing.
+        """
+        self.truncate_batch([request], tokens)
+
+    def truncate_batch(self, requests: Sequence[Request], tokens: npt.ArrayLike) -> None:
+        """`truncate` for a batch, all requests or none: `tokens` is one number, or one of each
+        request `[B]`.
+        """
+        rows = self._rows_of(requests)
+        given = np.asarray(tokens)
+        whole = given.dtype.kind in "iu" or not given.size
+        if not whole or given.shape not in ((), rows.shape):
+            raise ValueError(
+                f"tokens: a whole number, or one for each of {rows.size} requests, got {tokens!r}."
+            )
+        before, after = self._tokens[rows], np.broadcast_to(given.astype(np.int64), rows.shape)
+        wrong = np.flatnonzero((after < 0) | (after > before))
+        if wrong.size:
+            held, asked = int(before[wrong[0]]), int(after[wrong[0]])
+            raise ValueError(f"tokens: 0 to {held}, which the request has, got {asked}.")
+        fewer = after < before
+        rows, before, after = rows[fewer], before[fewer], after[fewer]
+        if rows.size:
+            self._truncate(rows, before, after)
+
+    def _truncate(self, rows: Ints, before: Ints, after: Ints) -> None:
+        lost = self._lost_at(rows, before, after)
+        cuts = {}
+        for name, each in self.lists.items():
+            space = each.space
+            partial = (after % space.tokens_per_item > 0) & (not space.per_request)
+            cuts[name] = each.prepare_cut(rows, self._stop(name, after), partial)
+        copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
+        self._pins.check_truncate(rows, after, copied)
+        gone = {name: each.ids(cuts[name].gone) for name, each in self.lists.items()}
+        self._free_lists.check({name: cut.copied[0].size for name, cut in cuts.items()}, gone)
+        for name, each in self.lists.items():  # first, as one list may take what another frees
+            each.give_back(cuts[name])
+        copies = [(name, *each.cut(cuts[name])) for name, each in self.lists.items()]
+        self._copy(copies)
+        for name, source, _ in copies:  # after the copies: nobody takes them before
+            self.lists[name].free_list.release(source)
+        self._tokens[rows] = after
+        self._received[rows] = np.minimum(self._received[rows], after)
+        for name, entries in lost.items():
+            self._lost[name][rows] = entries
+
+    def _lost_at(self, rows: Ints, before: Ints, after: Ints) -> dict[str, Ints]:
+        """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
+        again, by space. Raises ValueError if state after those tokens is gone.
+        """
+        lost = {}
+        for space in self.spaces:
+            if space.kind == "ring":
+                gone = lost[space.name] = overwritten(
+                    space, before, after, self._lost[space.name][rows]
+                )
+            else:
+                gone = self.lists[space.id_list].freed(rows) * space.entries_per_item
+            need_kept(space, before, after, self._received[rows], gone)
+        return lost
 
     def locations(self, request: Request) -> dict[str, Ints]:
         """Flat locations of all tokens of a request, int64 `[num_tokens]`, by space; -1 for tokens
@@ -230,9 +334,12 @@ class Allocator:
                 )
             copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
+        self._free_lists.check({name: part.src.size for name, part in parts.items()}, {})
         child = self.new_request()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
+        for lost in self._lost.values():
+            lost[child._row] = lost[row] if tokens else 0
         copies = [
             (name, *each.apply_fork(child._row, parts[name])) for name, each in self.lists.items()
         ]
@@ -254,6 +361,8 @@ class Allocator:
         for each in self.lists.values():
             each.release(rows)
         self._tokens[rows] = self._received[rows] = 0
+        for lost in self._lost.values():
+            lost[rows] = 0
         self._rows.append(request._row)
         request._row = FREED
 
@@ -263,8 +372,11 @@ class Allocator:
         """
         live = np.setdiff1d(np.arange(self._tokens.size), self._rows)
         tokens = self._tokens[live]
-        for name, each in self.lists.items():
-            each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
+        held = {
+            name: each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
+            for name, each in self.lists.items()
+        }
+        self._free_lists.check_integrity(held)
 
     def _copy(self, copies: Sequence[tuple[str, Ints, Ints]]) -> None:
         """Copies items of id lists in every pool that has the list."""
@@ -273,21 +385,10 @@ class Allocator:
                 if any(space.id_list == name for space in pool.layout.spaces):
                     pool.copy_items(name, src, dst)
 
-    def _list(self, name: str) -> BlockTable:
-        items = min(
-            buffer.items
-            for buffer in self.layout.buffers
-            if self.layout.space_by_name[buffer.space].id_list == name
-        )
-        return BlockTable(self.layout.space_by_name[name], items)
-
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""
         space = self.layout.space_by_name[name]
-        if space.per_request or space.window is None:
-            return np.zeros_like(tokens)
-        step = space.window_step
-        return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
+        return np.zeros_like(tokens) if space.per_request else alive_start(space, tokens)
 
     def _first(self, name: str, tokens: Ints) -> Ints:
         """The first live item of requests of `tokens` `[B]` tokens."""
@@ -307,8 +408,10 @@ class Allocator:
             entries = positions // space.tokens_per_entry
             if space.per_request:
                 located = table.find(rows, np.zeros_like(positions)) * size + entries % size
-                kept = entries >= (after // space.tokens_per_entry)[:, None] - size
-                found[space.name] = np.where(kept | (space.kind == "slot"), located, -1)
+                if space.kind == "ring":
+                    gone = overwritten(space, after, after, self._lost[space.name][rows])
+                    located = np.where(entries >= gone[:, None], located, -1)
+                found[space.name] = located
             else:
                 items = table.find(rows, entries // size)
                 found[space.name] = np.where(items < 0, -1, items * size + entries % size)

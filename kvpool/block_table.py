@@ -1,29 +1,41 @@
-"""Block tables: free items, reference counts, and the items of each request."""
+"""Block tables: the items of each request."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from kvpool.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 
 NO_ITEM = -1
 
 
-class OutOfPages(RuntimeError):
-    """Fewer items are free than are needed; nothing was changed."""
-
-
 class Change(NamedTuple):
-    """An extension: (row, column) of cells to free and to fill, and the new bounds of the rows."""
+    """An extension: (row, column) of cells to free, those to fill from `since` on, how many these
+    are, and the new bounds of the rows.
+    """
 
     rows: Ints
     gone: tuple[Ints, Ints]
-    fresh: tuple[Ints, Ints]
+    since: Ints
+    needed: int
     first: Ints
     stop: Ints
+
+
+class Cut(NamedTuple):
+    """A truncation: the end of the items of each row, cells (row, column) to free, and those of
+    last items that others hold too, which are replaced by a copy.
+    """
+
+    rows: Ints
+    stop: Ints
+    gone: tuple[Ints, Ints]
+    copied: tuple[Ints, Ints]
 
 
 class Fork(NamedTuple):
@@ -36,15 +48,11 @@ class Fork(NamedTuple):
 
 class BlockTable:
     """The block table `[request, item number] -> id` of the spaces that share one list of ids. A
-    request holds the items numbered `first` to `stop`.
+    request holds the items numbered `first` to `stop`, taken from a free list.
     """
 
-    def __init__(self, space: Space, items: int) -> None:
-        self.space, self.items = space, items
-        # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
-        self._free: Ints = np.arange(items - 1, space.reserved - 1, -1, dtype=np.int64)
-        self.num_free = self._free.size
-        self._counts: Ints = np.zeros(items, dtype=np.int64)
+    def __init__(self, space: Space, free_list: FreeList) -> None:
+        self.space, self.free_list = space, free_list
         self._table: Ints = np.full((0, 4), NO_ITEM, dtype=np.int64)
         self._first: Ints = np.zeros(0, dtype=np.int64)
         self._stop: Ints = np.zeros(0, dtype=np.int64)
@@ -68,54 +76,76 @@ class BlockTable:
     def shared(self, row: int, first: int) -> Ints:
         """Ids of a request's items from number `first` on that other requests hold too."""
         ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
-        return ids[self._counts[ids] > 1]
+        return self.free_list.shared(ids)
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
-        """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
+        """The change after which requests hold items `first` to `stop`."""
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
-        gone = _cells(rows, had, np.minimum(first, end))
-        free = self.num_free
-        if gone[0].size:
-            back, times = np.unique(self._table[gone], return_counts=True)
-            free += int((self._counts[back] == times).sum())
-        needed = int(
-            np.maximum(stop - np.maximum(end, first), 0).sum()
-        )  # checked before the cells are listed
-        if needed > free:
-            size = "" if self.space.per_request else f" of {self.space.tokens_per_item} tokens"
-            raise OutOfPages(
-                f"space {self.space.name}: {needed} more items{size} are needed, {free} of "
-                f"{self.items - self.space.reserved} are free. Free a request, or build a larger "
-                "pool."
-            )
-        return Change(rows, gone, _cells(rows, np.maximum(end, first), stop), first, stop)
+        since = np.maximum(end, first)
+        # counted, not listed: they may be more than there are
+        needed = int(np.maximum(stop - since, 0).sum())
+        return Change(rows, _cells(rows, had, np.minimum(first, end)), since, needed, first, stop)
 
-    def apply(self, change: Change) -> None:
-        """Applies a prepared change."""
+    def ids(self, cells: tuple[Ints, Ints]) -> Ints:
+        """The ids in cells (row, column)."""
+        return self._table[cells]
+
+    def give_back(self, change: Change | Cut) -> None:
+        """Frees what a prepared change frees."""
         self._put(change.gone)
-        if change.stop.size and int(change.stop.max()) > self._table.shape[1]:
+
+    def fill(self, change: Change) -> None:
+        """Takes what a prepared change needs."""
+        if change.needed and int(change.stop.max()) > self._table.shape[1]:
             self._widen(int(change.stop.max()))
-        self._table[change.fresh] = self._take(change.fresh[0].size)
+        if change.needed:
+            fresh = _cells(change.rows, change.since, change.stop)
+            self._table[fresh] = self.free_list.take(change.needed)
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
 
+    def prepare_cut(self, rows: Ints, stop: Ints, partial: npt.NDArray[np.bool_]) -> Cut:
+        """The change after which requests hold items up to `stop`, where the last of `partial`
+        requests is written to again.
+        """
+        first, end = self._first[rows], self._stop[rows]
+        last = stop - 1
+        kept = partial & (last >= first)
+        row, column = rows[kept], last[kept]
+        shared = self.free_list.is_shared(self._table[row, column])
+        gone = _cells(rows, np.maximum(stop, first), end)
+        return Cut(rows, stop, gone, (row[shared], column[shared]))
+
+    def cut(self, cut: Cut) -> tuple[Ints, Ints]:
+        """Applies a prepared truncation, of which `gone` was given back; returns the ids to copy
+        from, which are to be released then, and to.
+        """
+        source = self._table[cut.copied]
+        fresh = self.free_list.take(source.size)
+        self._table[cut.copied] = fresh
+        self._first[cut.rows] = np.minimum(self._first[cut.rows], cut.stop)
+        self._stop[cut.rows] = cut.stop
+        return source, fresh
+
+    def freed(self, rows: Ints) -> Ints:
+        """How many items of each request were freed before those that it holds, `[B]`."""
+        return self._first[rows]
+
     def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
-        """The items of a fork of `row`; raises ValueError or OutOfPages."""
+        """The items of a fork of `row`; raises ValueError."""
         if stop > first and first < self._first[row]:
             raise ValueError(
                 f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
                 "prefix have left the window and were freed."
             )
-        if stop - shared > self.num_free:
-            raise OutOfPages(f"space {self.space.name}: a copy of an item is needed, 0 are free.")
         return Fork(
             first, self._table[row, first:shared].copy(), self._table[row, shared:stop].copy()
         )
 
     def apply_fork(self, row: int, fork: Fork) -> tuple[Ints, Ints]:
         """Gives a new request its items; returns the ids to copy from and to."""
-        self._counts[fork.ids] += 1
-        fresh = self._take(fork.src.size)
+        self.free_list.share(fork.ids)
+        fresh = self.free_list.take(fork.src.size)
         stop = fork.first + fork.ids.size + fresh.size
         if stop > self._table.shape[1]:
             self._widen(stop)
@@ -128,8 +158,10 @@ class BlockTable:
         self._put(_cells(rows, self._first[rows], self._stop[rows]))
         self._first[rows] = self._stop[rows] = 0
 
-    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> None:
-        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`."""
+    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> Ints:
+        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`. Returns
+        the ids that are held.
+        """
         what = f"space {self.space.name}: item"
         for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
             if has > start or end != needs:
@@ -139,48 +171,17 @@ class BlockTable:
                 )
         rows, columns = _cells(live, self._first[live], self._stop[live])
         ids = self._table[rows, columns]
-        free = self._free[: self.num_free]
-        everywhere = np.concatenate([free, ids])
-        outside = everywhere[(everywhere < self.space.reserved) | (everywhere >= self.items)]
-        if outside.size:
-            raise RuntimeError(f"{what} {int(outside[0])} of {self.items} is free or held.")
-        held = np.bincount(ids, minlength=self.items)
-        on_stack = np.bincount(free, minlength=self.items)
-        expected = (held == 0) & (np.arange(self.items) >= self.space.reserved)
-        for name, found, wanted in (
-            ("held", self._counts, held),
-            ("free", on_stack, expected.astype(np.int64)),
-        ):
-            wrong = np.flatnonzero(found != wanted)
-            if wrong.size:
-                at = int(wrong[0])
-                raise RuntimeError(
-                    f"{what} {at}: counted {name} {found[at]} times, is {wanted[at]}."
-                )
         once = np.unique(np.stack([rows, ids]), axis=1)
         if once.shape[1] != ids.size:
             raise RuntimeError(f"{what}s are listed twice in one request.")
-        if (self._table >= 0).sum() != ids.size:
+        if (self._table >= 0).sum() != (ids >= 0).sum():
             raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
-
-    def _take(self, count: int) -> Ints:
-        self.num_free -= count
-        fresh = self._free[self.num_free : self.num_free + count][::-1]
-        self._counts[fresh] = 1
-        return fresh
+        return ids
 
     def _put(self, cells: tuple[Ints, Ints]) -> None:
         ids = self._table[cells]
-        if not ids.size:
-            return
         self._table[cells] = NO_ITEM
-        np.subtract.at(self._counts, ids, 1)
-        # in the order of allocation, the first on top
-        _, order = np.unique(ids, return_index=True)
-        back = ids[np.sort(order)]
-        back = back[self._counts[back] == 0][::-1]
-        self._free[self.num_free : self.num_free + back.size] = back
-        self.num_free += back.size
+        self.free_list.release(ids)
 
     def _widen(self, least: int) -> None:
         rows, columns = self._table.shape

@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvpool.layout import PoolLayout, Region, Space
+from kvpool.layout import Buffer, PoolLayout, Region, Space
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import (
     DoesNotFit as DoesNotFit,
     fit,
-    fixed_items,
     items_per_request,
     largest,
+    needed_items,
+    pages_of_tokens,
     size,
+    state_bytes,
 )
 from kvpool.pools.placement import ITEM_COUNTS, Shard
 
+LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
 MEMORY_UNITS = {"b": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -67,12 +70,16 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a model for `memory` bytes a rank."""
+    """Figures of a model for `memory` bytes a rank, of which `state` are for state."""
 
     model: str
     memory: int
+    weights: int
+    utilisation: float
+    state: int
     tp: int
     page_size: int
+    block_pool: bool
     reserved_requests: int
     context_tokens: int
     stages: tuple[PipelineStage, ...]
@@ -104,6 +111,8 @@ def figures(
     target: Declaration,
     memory: int,
     *,
+    weights: int = 0,
+    utilisation: float = 1.0,
     draft: Declaration | None = None,
     tp: int = 1,
     pp: int = 1,
@@ -112,7 +121,9 @@ def figures(
     tokens: int = 8192,
     **storage: Any,
 ) -> Figures:
-    """Figures of a model, in `memory` bytes for state on each rank; `storage` is dtype or packing.
+    """Figures of a model on ranks of `memory` bytes each, of which state gets the fraction
+    `utilisation` less the bytes of `weights` on the rank. `storage` is dtype or packing, a
+    placement, and conv_dtype and temporal_dtype of linear attention.
 
     The draft is held by the last stage and shares its ids. Raises DoesNotFit if a stage cannot hold
     a page of tokens besides the windows, slots and rings of `requests` requests, and ValueError if
@@ -121,6 +132,10 @@ def figures(
     for name, value in (("tp", tp), ("pp", pp), ("requests", requests), ("tokens", tokens)):
         if value < 1:
             raise ValueError(f"{name}: 1 or more, got {value}.")
+    for name in LINEAR_DTYPES:
+        if name in storage and not target.pool.has_linear_states:
+            raise ValueError(f"{name}: {target.model} has no linear attention. Leave it out.")
+    state = state_bytes(memory, weights, utilisation, target.model)
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
@@ -130,28 +145,33 @@ def figures(
         pools = [target.build(layers=layers, **speculation, **common)]
         drafted: tuple[int, ...] = ()
         if draft is not None and n == pp - 1:
-            pools.append(draft.build(**draft.pool.speculation_arguments, **common))
+            shared = {name: v for name, v in common.items() if name not in LINEAR_DTYPES}
+            pools.append(draft.build(**draft.pool.speculation_arguments, **shared))
             drafted = draft.layers
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
-        items = fit(pools, memory, requests, 1, step, where)
-        growing = any(space.grows for space in layout.spaces)
-        room = (items["num_pages"] - 1) * per_page if growing else None
-        many = _requests(pools, memory, -(-tokens // per_page))
+        items = fit(pools, state, requests, 1, step, where)
+        pages = pages_of_tokens(pools, items, requests, 1)
+        room = None if pages is None else pages * per_page
+        many = _requests(pools, state, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
-    return Figures(target.model, memory, tp, per_page, requests, tokens, tuple(stages))
+    blocks = storage.get("placement") == "block"
+    found = target.model, memory, weights, utilisation, state, tp, per_page, blocks
+    return Figures(*found, requests, tokens, tuple(stages))
 
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:
     """Bytes of each token and each request by role, unused bytes as role `padding`: the sum is the
-    bytes of the buffers' items. Windows are counted at their largest, with chunks of one token.
+    bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
+    largest, with chunks of one token.
     """
     found: dict[tuple[str, str, str], dict[int, float]] = {}
     unused: dict[tuple[str, str, str], dict[int, float]] = {}
     inside: dict[str, list[Region]] = {}
     for region in layout.regions:
         inside.setdefault(region.buffer, []).append(region)
+    rests = _rests_of_blocks(layout)
     for buffer in layout.buffers:
         space, regions = layout.space_by_name[buffer.space], inside[buffer.name]
         per, owner, layer = _per(space), regions[0].owner, regions[0].layer
@@ -159,6 +179,7 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
         for region in regions:
             found.setdefault((owner, region.role, per), {})[layer] = region.nbytes * items
         rest = buffer.item_bytes - sum(region.nbytes for region in regions)
+        rest += rests.get(buffer.name, 0)
         if rest:
             held = unused.setdefault((owner, "padding", per), {})
             held[layer] = held.get(layer, 0) + rest * items
@@ -169,6 +190,20 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
         for key, held in rows
         if key[2] == per
     )
+
+
+def _rests_of_blocks(layout: PoolLayout) -> dict[str, int]:
+    """What the items of an id list leave of a block, by the last of their buffers."""
+    records: dict[tuple[str, str], list[Buffer]] = {}
+    for region in layout.regions:
+        buffer, ids = layout.buffer_of(region), layout.space_of(region).id_list
+        if layout.space_by_name[ids].block_pool is not None:
+            records.setdefault((region.owner, ids), []).append(buffer)
+    found = {}
+    for buffers in records.values():
+        held = sum(buffer.item_bytes for buffer in set(buffers))
+        found[buffers[-1].name] = max(0, buffers[-1].item_stride - held)
+    return found
 
 
 def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
@@ -201,7 +236,7 @@ def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:
     """How many requests of `pages` pages fit at a time."""
 
     def fits(count: int) -> bool:
-        items = {"num_pages": 1 + count * pages, **fixed_items(pools, count, 1)}
+        items = needed_items(pools, count, count * pages, 1)
         return size(pools, items, pools[0].device.alignment) <= memory
 
     return largest(fits, 0)

@@ -34,6 +34,7 @@ QUICK = (
     "swa fp8",
     "hybrid bf16",
     "hybrid nsa fp8 by page",
+    "swa bf16 in blocks",
     "dsv4 speculating bf16",
     "dsv4 fp8, rows of 584",
 )
@@ -379,6 +380,7 @@ class Flags(MHAPool):
 
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "num_pages": 5, "page_size": 4}
+SHAPE |= {"total_kv_layers": 3}
 
 
 def flags(kind=Flags, **more):
