@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, HybridLinearPool, OutOfPages, RequestPinned, SWAPool  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
-from kvpool.layout import Pin  # noqa: E402
+from kvpool.layout import Pin, Space  # noqa: E402
 from kvpool.pools.kinds import MHA, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
 
@@ -104,6 +104,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_types": ["full_attention", "linear_attention"] * 2,
     },
+    "inkling_text": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "sliding_window_size": 9,
+        "head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "rel_extent": 64,
+        "mlp_layer_types": ["dense"] * 4,
+    },
     "gemma3n_text": {
         **SHARED,
         "intermediate_size": [96] * 4,
@@ -129,6 +139,22 @@ WINDOW = {
     "window_layers": [0],
     "window": 8,
 }
+
+
+class FourConvolutions(SWAPool):
+    """Inkling: convolutions of keys, values, attention and MLP beside attention, in float32."""
+
+    def parts(self) -> Any:
+        yield from super().parts()
+        for n, channels in enumerate((32, 32, 64, 64)):
+            at = self.at(None, "state", 1, packing="f32", prefix=f"sconv{n}.")
+            yield short_conv(channels, 4), at
+
+    def spaces(self) -> Any:
+        yield from super().spaces()
+        yield Space("state", "slot")
+
+
 POOLS: dict[str, dict[str, Any]] = {
     "bamba": BAMBA,
     "granitemoehybrid": BAMBA,
@@ -155,6 +181,12 @@ POOLS: dict[str, dict[str, Any]] = {
         "full": MHA(4, 16),
         "linear": gated_delta_net(2, 2, 8, 12, 4),
         "linear_layers": [0, 1, 2],
+    },
+    "inkling_text": {
+        **WINDOW,
+        "pool": FourConvolutions,
+        "layers": range(4),
+        "window_layers": [0, 2],
     },
     "gemma3n_text": {**WINDOW, "full": MHA(2, 16)},
     "gemma4_text": {**WINDOW, "full": MHA(2, 32)},
@@ -212,12 +244,12 @@ def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
     if getattr(held, "keys", None) is not None:
         found |= {"k": held.keys.transpose(1, 2), "v": held.values.transpose(1, 2)}
     for name in ("conv_states", "recurrent_states"):
-        for state in getattr(held, name, {}).values():
+        for n, state in getattr(held, name, {}).items():
             if state is not None:  # no output depends on the first tap
-                found[name] = state[..., 1:] if name == "conv_states" else state
+                found[f"{name} {n}"] = state[..., 1:] if name == "conv_states" else state
     lightning_states = getattr(cache, "linear_cache", [])
     if layer < len(lightning_states) and len(lightning_states[layer]):
-        found["recurrent_states"] = lightning_states[layer]
+        found["recurrent_states 0"] = lightning_states[layer]
     return found
 
 
@@ -255,7 +287,8 @@ def assert_same_tensors(ours: PoolCache, theirs: Any, layer: int) -> None:
 
 def held_of(cache: PoolCache, layer: int) -> dict[str, torch.Tensor]:
     """What the pool holds of a layer, from its typed views and the requests' block tables alone."""
-    pool, conv, found = cache.pool, [], {}
+    pool, found = cache.pool, {}
+    convs: dict[str, list[torch.Tensor]] = {}  # by prefix
     for region in (r for r in pool.layout.regions if r.layer == layer):
         view, rows = pool.view(region.role, layer), []
         space = pool.layout.space_by_name[pool.layout.buffer_of(region).space]
@@ -269,14 +302,15 @@ def held_of(cache: PoolCache, layer: int) -> dict[str, torch.Tensor]:
                 first = 0 if space.window is None else max(0, end - space.window)
                 row = row[first - start : end - start]
             rows.append(row)
-        if ".conv." in f".{region.role}":
-            conv.append(torch.cat(rows).flatten(1, 2).squeeze(-1))
+        prefix, conv, _ = region.role.partition("conv.")
+        if conv:
+            convs.setdefault(prefix, []).append(torch.cat(rows).flatten(1, 2).squeeze(-1))
         elif space.per_request:
-            found["recurrent_states"] = torch.cat(rows)
+            found["recurrent_states 0"] = torch.cat(rows)
         else:
             found[region.role.removeprefix("swa.")] = torch.stack(rows)
-    if conv:
-        found["conv_states"] = torch.cat(conv, 1)
+    for n, sections in enumerate(convs.values()):
+        found[f"conv_states {n}"] = torch.cat(sections, 1)
     return found
 
 
