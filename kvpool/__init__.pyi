@@ -46,6 +46,7 @@ from .pools.kinds import (
     kda as kda,
     mamba2 as mamba2,
 )
+from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
 from .pools.mla import MLAPool as MLAPool
 from .pools.nsa import NSAPool as NSAPool

@@ -126,6 +126,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
         return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
 
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""
+        return self.update_indexer(keys.squeeze(1)).unsqueeze(1)
+
     def conv_state(self, index: int) -> torch.Tensor | None:
         """See PoolCache.get_conv_state. The model may change the returned tensor in place."""
         self._linear(index)
