@@ -50,6 +50,7 @@ from .pools.kinds import (
     mamba2 as mamba2,
     short_conv as short_conv,
 )
+from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
 from .pools.mla import MLAPool as MLAPool
 from .pools.nsa import NSAPool as NSAPool

@@ -127,6 +127,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
         return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
 
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""
+        return self.update_indexer(keys.squeeze(1)).unsqueeze(1)
+
     def linear_states(self, index: int) -> LinearStates:
         """The layer's linear-attention state number `index`; ValueError if there is none."""
         found = self.linear[index] if index < len(self.linear) else None

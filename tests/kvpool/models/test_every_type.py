@@ -1,0 +1,68 @@
+"""Every causal-LM type of transformers: the declared pool holds what transformers caches, and a
+model over it computes the same bits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvpool import Allocator  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
+from kvpool.models.families import FAMILIES  # noqa: E402
+from tests.kvpool.models.tiny import TYPES, kept, run, tiny  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = 21
+ATTENTION = [name for name in TYPES if name in FAMILIES]
+# one of each pool, kind of layers and rule; all with --long
+FEW = (
+    "dots3_note_text",
+    "falcon",
+    "gemma2",
+    "gemma4_text",
+    "glm_moe_dsa",
+    "gpt2",
+    "longcat_flash",
+    "llama4_text",
+    "mimo_v2_flash",
+    "minimax_m3_vl_text",
+    "modernbert-decoder",
+    "qwen2",
+)
+TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in ATTENTION]
+
+
+def prompt():
+    return torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
+    model = tiny(name)
+    theirs = transformers.DynamicCache(config=model.config)
+    run(model, theirs, prompt(), (PROMPT - 1, 1))
+    pool = pool_for(
+        model.config, dtype="f32", page_size=4, num_pages=20, num_window_pages=20, num_slots=4
+    )
+    spaces = pool.layout.space_by_name
+    for number, layer in enumerate(theirs.layers):
+        full, swa, kept_tokens = 0, 0, 0
+        for region in (r for r in pool.layout.regions if r.layer == number):
+            if spaces[pool.layout.buffer_of(region).space].per_request:
+                continue  # counted in test_against_transformers.py
+            count = region.nbytes // ITEMSIZE[region.dtype] // region.axis("entry").size
+            window = spaces[pool.layout.buffer_of(region).space].window
+            kept_tokens = window or kept_tokens
+            full, swa = full + count * (window is None), swa + count * (window is not None)
+        assert (full, swa, kept_tokens) == kept(layer, PROMPT), f"layer {number}"
+    for chunks in ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
+        ours = PoolCache.new(pool, Allocator(pool))
+        again = transformers.DynamicCache(config=model.config)
+        reference = run(model, again, prompt(), chunks)
+        for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
+            assert torch.equal(a, b), f"chunk {step} of {chunks}"
+        del ours

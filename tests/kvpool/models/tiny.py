@@ -1,0 +1,201 @@
+"""A tiny random model of every causal-LM type of transformers, and what transformers caches of it:
+the independent count that pools are held against.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+WINDOW = 9  # with the token itself
+# what a config of this type has of these
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "n_embd": 64,
+    "d_model": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "dense_intermediate_size": 32,
+    "dff": 96,
+    "n_inner": 96,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "kv_channels": 24,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "sliding_window": WINDOW,
+    "attention_chunk_size": WINDOW - 1,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 1,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_dense_layers": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "qk_head_dim": 24,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "moe_layers": None,
+    "num_nextn_predict_layers": 0,
+    "num_mtp_layers": 0,
+    "initializer_range": 0.2,
+    "rotary_dim": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+SWA, FULL = "sliding_attention", "full_attention"
+TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), LATENT),
+    "afmoe": {"layer_types": [SWA, FULL, SWA, SWA]},
+    "biogpt": {"head_dim": ...},
+    "cohere_compass_text": {
+        "head_dim": 16,
+        "layer_types": [SWA, FULL, SWA, FULL],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in (SWA, FULL)
+        },
+    },
+    "cohere2": {"head_dim": 16},
+    "cpmant": {"dim_head": 16},
+    "cwm": TOKENS,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "layer_types": [
+            SWA,
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 16,
+        },
+    },
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "layer_types": ["indexed_attention", SWA, "indexed_attention", SWA],
+        "per_layer_config": {
+            str(n): {"kv_lora_rank": 40, "qk_nope_head_dim": 20, "head_dim": 28} for n in (1, 3)
+        },
+        **TOKENS,
+    },
+    "emu3": TOKENS,
+    "exaone4": {"layer_types": [SWA, FULL, SWA, FULL]},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma3_text": {"num_hidden_layers": 6},
+    "gemma3n_text": {
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 5,
+        "activation_sparsity_pattern": [0.0] * 10,
+    },
+    "gemma4_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 6, "layer_types": None},
+    "gemma4_unified_text": {"num_hidden_layers": 6, "layer_types": None},
+    "glm4_moe": {"head_dim": 24},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "helium": {"head_dim": 16},
+    "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2},
+    "hy_v4": {"num_key_value_heads": 4, "head_dim": 24},
+    "kimi_linear": {
+        **LATENT,
+        "layer_types": [FULL, "linear_attention", FULL, "linear_attention"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+    },
+    "kolibri1": {"num_hidden_layers": 5},
+    "laguna": {"layer_types": [SWA, FULL] * 2, "num_attention_heads_per_layer": [4, 8, 4, 8]},
+    "longcat_flash": {**LATENT, "num_layers": 2, "num_hidden_layers": 4},
+    "mellum": {"layer_types": [SWA, FULL] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": [FULL, "minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
+    "modernbert-decoder": {"local_attention": 16, "cls_token_id": 0, "sep_token_id": 0, **TOKENS},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 4},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_moe": {"use_sliding_window": True},
+    "smollm3": {"use_sliding_window": True},
+}
+
+
+def changes(model: str) -> dict[str, Any]:
+    """The fields of a tiny config that differ from transformers' defaults."""
+    held = transformers.AutoConfig.for_model(model).to_dict()
+    fields = {**{n: v for n, v in SIZES.items() if n in held}, **CHANGES.get(model, {})}
+    return {name: value for name, value in fields.items() if value is not ...}
+
+
+@lru_cache(maxsize=2)
+def tiny(model: str) -> Any:
+    """A random float32 model."""
+    config = transformers.AutoConfig.for_model(model, **changes(model))
+    torch.manual_seed(7)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> list[torch.Tensor]:
+    """Logits of each chunk of the ids."""
+    parts = torch.split(ids, chunks, dim=1)
+    return [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+
+
+def kept(layer: Any, tokens: int) -> tuple[int, int, int]:
+    """What a layer of transformers' cache keeps after `tokens` tokens: elements of each token that
+    it keeps for ever, elements of each token in its window, and tokens in the window.
+    """
+    held = [layer.keys, layer.values] if getattr(layer, "keys", None) is not None else []
+    index = [getattr(layer, name, None) for name in ("indexer_keys", "idx_keys")]
+    kept_ = [x.reshape(1, -1, *x.shape[-2:]) for x in (*held, *index) if x is not None]
+    full = sum(x.shape[1] * x.shape[3] for x in kept_ if x.shape[2] == tokens)
+    windowed = [x for x in kept_ if x.shape[2] < tokens]
+    length = {x.shape[2] for x in windowed} or {0}
+    assert len(length) == 1
+    return full, sum(x.shape[1] * x.shape[3] for x in windowed), length.pop()
