@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from typing_extensions import Unpack
 
@@ -38,7 +39,7 @@ class LayeredPool(UnionPool):
 
     Layers of equal windows share a space: `swa`, or `swa127` and so on where windows differ. Roles
     are those of the other pools (`k`, `swa.k`, `latent`, `index_key`, ..), so that their layouts
-    pair.
+    pair. A layer's second linear state has the prefix `linear1.`, and so on.
     """
 
     has_index_packing = True
@@ -61,13 +62,16 @@ class LayeredPool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """Each state, with the layers that keep it."""
-        layers: dict[State, list[int]] = {}
+        """Each state, with the layers that keep it; linear states by their number in a layer."""
+        layers: dict[tuple[int, State], list[int]] = {}
         for layer in sorted(self.states):
+            linear = 0
             for state in self.states[layer]:
-                layers.setdefault(state, []).append(layer)
-        for state, held in layers.items():
-            yield state.kind, self._at(state, held)
+                is_linear = isinstance(state.kind, LinearState)
+                layers.setdefault((linear * is_linear, state), []).append(layer)
+                linear += is_linear
+        for number, state in sorted(layers, key=itemgetter(0)):
+            yield state.kind, self._at(state, layers[number, state], number)
 
     def spaces(self) -> Iterator[Space]:
         """Pages of tokens, pages of each window, and a slot per request."""
@@ -76,10 +80,11 @@ class LayeredPool(UnionPool):
             yield Space(name, "paged", self.window_page_size, window=window)
         yield Space("state", "slot")
 
-    def _at(self, state: State, layers: list[int]) -> At:
+    def _at(self, state: State, layers: list[int], number: int) -> At:
         if isinstance(state.kind, LinearState):
-            conv = str(self.conv_dtype or self.dtype)
-            return self.at(layers, "state", 1, packing=conv, state=StateType.MAMBA)
+            conv, prefix = str(self.conv_dtype or self.dtype), f"linear{number}." if number else ""
+            mamba = StateType.MAMBA
+            return self.at(layers, "state", 1, packing=conv, prefix=prefix, state=mamba)
         indexed = isinstance(state.kind, IndexKey)
         packing = self.index_packing if indexed else None
         if state.window is not None:

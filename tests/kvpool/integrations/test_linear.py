@@ -16,8 +16,9 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, HybridLinearPool, OutOfPages, RequestPinned, SWAPool  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
-from kvpool.layout import Pin, Space  # noqa: E402
+from kvpool.layout import Pin  # noqa: E402
 from kvpool.pools.kinds import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
+from kvpool.pools.layered import LayeredPool, State  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,11 +106,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "linear_attention"] * 2,
     },
     "inkling_text": {
-        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
         "sliding_window_size": 9,
         "head_dim": 16,
         "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
+        "swa_num_key_value_heads": 1,
         "swa_head_dim": 16,
         "rel_extent": 64,
         "mlp_layer_types": ["dense"] * 4,
@@ -148,20 +149,9 @@ WINDOW = {
 }
 
 
-class FourConvolutions(SWAPool):
-    """Inkling: convolutions of keys, values, attention and MLP beside attention, in float32."""
-
-    def parts(self) -> Any:
-        yield from super().parts()
-        for n, channels in enumerate((32, 32, 64, 64)):
-            at = self.at(None, "state", 1, packing="f32", prefix=f"sconv{n}.")
-            yield short_conv(channels, 4), at
-
-    def spaces(self) -> Any:
-        yield from super().spaces()
-        yield Space("state", "slot")
-
-
+# convolutions of keys, of values, after attention and after the MLP
+WIDE = (State(MHA(2, 16)), *[State(short_conv(channels, 4)) for channels in (32, 32, 64, 64)])
+NARROW = (State(MHA(1, 16), 8), *[State(short_conv(channels, 4)) for channels in (16, 16, 64, 64)])
 POOLS: dict[str, dict[str, Any]] = {
     "bamba": BAMBA,
     "granitemoehybrid": BAMBA,
@@ -190,10 +180,9 @@ POOLS: dict[str, dict[str, Any]] = {
         "linear_layers": [0, 1, 2],
     },
     "inkling_text": {
-        **WINDOW,
-        "pool": FourConvolutions,
-        "layers": range(4),
-        "window_layers": [0, 2],
+        "pool": LayeredPool,
+        "states": dict(enumerate((WIDE, NARROW) * 2)),
+        "conv_dtype": "f32",
     },
     "zaya": {
         "full": MHA(2, 16),
