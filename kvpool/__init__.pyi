@@ -44,7 +44,10 @@ from .pools.kinds import (
     V4Latent as V4Latent,
     gated_delta_net as gated_delta_net,
     kda as kda,
+    lightning as lightning,
+    mamba1 as mamba1,
     mamba2 as mamba2,
+    short_conv as short_conv,
 )
 from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
