@@ -13,13 +13,13 @@ from typing import Any
 
 from kvpool.models.config import Fields
 from kvpool.models.layers import Layer, Need
+from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
     CHUNKED,
     FULL,
     HEAD_DIM,
     HEADS,
     INDEXED,
-    LINEAR,
     SLIDING,
     Family,
     all_windowed,
@@ -33,7 +33,7 @@ from kvpool.models.rules import (
     window_state,
 )
 from kvpool.pools.dsv4 import DSv4Pool
-from kvpool.pools.kinds import MHA, MLA, IndexKey, gated_delta_net, kda
+from kvpool.pools.kinds import MHA, IndexKey
 from kvpool.pools.layered import State
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
@@ -297,49 +297,6 @@ def _deepseek_v4(fields: Fields) -> Need:
     return DSv4Pool, {**_compressed(fields), "compress_ratios": found[0]}
 
 
-def _qwen3_next(fields: Fields, name: str, needs: Needs) -> Layer:
-    """Gated DeltaNet beside full attention."""
-    state = gated_delta_net(
-        k_heads=fields.whole("linear_num_key_heads"),
-        v_heads=fields.whole("linear_num_value_heads"),
-        k_dim=fields.whole("linear_key_head_dim"),
-        v_dim=fields.whole("linear_value_head_dim"),
-        kernel=fields.whole("linear_conv_kernel_dim", 2),
-    )
-    held = heads(fields, needs)
-    return (State(state if name == LINEAR else held),)
-
-
-def _interval(fields: Fields, count: int) -> Sequence[str]:
-    step = fields.whole("full_attention_interval")
-    return [LINEAR if (n + 1) % step else FULL for n in range(count)]
-
-
-def _kimi_linear(fields: Fields, name: str, needs: Needs) -> Layer:
-    """Sizes of KDA are in linear_attn_config in published configs."""
-    given, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
-    for unread in (*names, kernel):
-        fields.get(unread)
-    if fields.has("linear_attn_config") or not fields.has(names[0]):
-        given, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
-        kernel = "short_conv_kernel_size"
-    state = kda(given.whole(names[0]), given.whole(names[1]), given.whole(kernel, 2))
-    (held,) = latent(fields, FULL, needs)
-    row = held.kind
-    assert isinstance(row, MLA)
-    return (State(state if name == LINEAR else replace(row, rope_pairs=False)),)
-
-
-def _kimi_types(fields: Fields, count: int) -> Sequence[str]:
-    """Published configs count layers from 1 in linear_attn_config."""
-    inner, numbers = fields.inner("linear_attn_config"), range(1, count + 1)
-    kinds = inner.subset("kda_layers", numbers), inner.subset("full_attn_layers", numbers)
-    if sorted((*kinds[0], *kinds[1])) != [*numbers]:
-        every = f"a list of the layers from 1 to {count} that kda_layers leave out"
-        raise inner.wrong("full_attn_layers", every)
-    return [LINEAR if n in kinds[0] else FULL for n in numbers]
-
-
 def _deepseek_v3_draft(fields: Fields, layers: range) -> Need:
     return MLAPool, _rows(fields)
 
@@ -442,9 +399,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
     "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
-    # linear states
-    "kimi_linear": Family(_kimi_linear, _kimi_types, names=(FULL, LINEAR)),
-    "qwen3_next": Family(_qwen3_next, _interval, names=(FULL, LINEAR), needs=BOTH),
+    **LINEAR_FAMILIES,
 }
 TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": _deepseek_v4}
 # types whose fields are in text_config, and the type of these where it is not given
@@ -459,6 +414,8 @@ WRAPPERS = {
     "got_ocr2": "qwen2",
     "llama4": "llama4_text",
     "moss_transcribe_diarize": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 DRAFTS: dict[str, Callable[[Fields, range], Need]] = {
     "deepseek_v3": _deepseek_v3_draft,

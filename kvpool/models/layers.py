@@ -32,7 +32,7 @@ def need(layers: Sequence[Layer]) -> Need:
         found = _grouped(layers, windows)
     elif kinds <= {MLA, IndexKey} and windows == {None}:
         found = _latent(layers)
-    elif single and windows == {None} and LinearState in kinds and len(kinds) == 2:
+    elif windows == {None} and LinearState in kinds and IndexKey not in kinds:
         found = _linear(layers)
     states = {n: layer for n, layer in enumerate(layers) if layer}
     return found or (LayeredPool, {"states": states})
@@ -79,11 +79,21 @@ def _paired(kind: object) -> bool:
 
 
 def _linear(layers: Sequence[Layer]) -> Need | None:
-    """One kind of attention and one linear state, a layer has either."""
-    full = {state.kind for (state,) in layers if not isinstance(state.kind, LinearState)}
-    linear = {state.kind for (state,) in layers if isinstance(state.kind, LinearState)}
-    if len(full) > 1 or len(linear) > 1:
+    """One linear state, and one kind of attention or none."""
+    if any(state.dtype for layer in layers for state in layer):
         return None
-    held = tuple(n for n, (state,) in enumerate(layers) if isinstance(state.kind, LinearState))
-    (attention,), (state,) = full, linear
-    return HybridLinearPool, {"full": attention, "linear": state, "linear_layers": held}
+    states = [{type(state.kind) is LinearState: state.kind for state in layer} for layer in layers]
+    linear = {held[True] for held in states if True in held}
+    full = {held[False] for held in states if False in held}
+    if len(full) > 1 or len(linear) != 1 or any(len(a) != len(b) for a, b in zip(layers, states)):
+        return None
+    found = (
+        {"linear": next(iter(linear))},
+        tuple(n for n, held in enumerate(states) if True in held),
+    )
+    arguments: dict[str, Any] = {**found[0], "linear_layers": found[1]}
+    if full:
+        arguments = {"full": next(iter(full)), **arguments}
+    if full and any(len(held) != 1 for held in states):
+        arguments["full_layers"] = tuple(n for n, held in enumerate(states) if False in held)
+    return HybridLinearPool, arguments

@@ -37,11 +37,12 @@ STATE = re.compile(
 )
 # names that match and concern queries, projections, outputs or training only
 STATELESS = re.compile(
-    r"output_hidden_states|use_cache|cache_implementation|chunk_size_feed_forward|lm_head|"
+    r"output_hidden_states|use_cache|cache_implementation|chunk_size_feed_forward|lm_head\w*|ssm_\w*multipliers?|"
     r"num_attention_heads(_per_layer)?|q_lora_rank|qk_head_dim|mlp_layer_types|add_cross_attention|"
     r"index_(n_heads|topk|block_size|local_blocks|topk_blocks)|.*_per_layer_input|n_heads?|"
     r"moe_layer_freq|encoder_attention_heads|hidden_states_.*|mtp_.*|quantization_config|"
-    r".*_bias|moe_layer_\w+|keep_window_size|num_ln_in_parallel_attn|index_share_for_mtp_iteration|scale_attn_by_inverse_layer_idx"
+    r".*_bias|moe_layer_\w+|keep_window_size|mamba_(norm_before_gate|rms_norm)|\w*_act|"
+    r"linear_(a_log|dt|allow)_\w+|(full|linear)_attn_(alpha|beta)_factor|num_ln_in_parallel_attn|index_share_for_mtp_iteration|scale_attn_by_inverse_layer_idx"
 )
 
 

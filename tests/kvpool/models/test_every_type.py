@@ -13,7 +13,7 @@ from kvpool import Allocator  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
 from kvpool.models.families import FAMILIES  # noqa: E402
-from tests.kvpool.models.tiny import TYPES, kept, run, tiny  # noqa: E402
+from tests.kvpool.models.tiny import TYPES, kept, own_cache, run, tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = 21
@@ -43,26 +43,30 @@ def prompt():
 @pytest.mark.parametrize("name", TRIED)
 def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
     model = tiny(name)
-    theirs = transformers.DynamicCache(config=model.config)
+    theirs = own_cache(model)
     run(model, theirs, prompt(), (PROMPT - 1, 1))
     pool = pool_for(
         model.config, dtype="f32", page_size=4, num_pages=20, num_window_pages=20, num_slots=4
     )
     spaces = pool.layout.space_by_name
-    for number, layer in enumerate(theirs.layers):
-        full, swa, kept_tokens = 0, 0, 0
+    for number in pool.layers:
+        full = swa = tokens = once = 0
         for region in (r for r in pool.layout.regions if r.layer == number):
-            if spaces[pool.layout.buffer_of(region).space].per_request:
-                continue  # counted in test_against_transformers.py
-            count = region.nbytes // ITEMSIZE[region.dtype] // region.axis("entry").size
-            window = spaces[pool.layout.buffer_of(region).space].window
-            kept_tokens = window or kept_tokens
-            full, swa = full + count * (window is None), swa + count * (window is not None)
-        assert (full, swa, kept_tokens) == kept(layer, PROMPT), f"layer {number}"
+            space = spaces[pool.layout.buffer_of(region).space]
+            count = region.nbytes // ITEMSIZE[region.dtype]
+            if space.per_request:
+                once += count
+                continue
+            count //= region.axis("entry").size
+            tokens = space.window or tokens
+            full, swa = full + count * space.grows, swa + count * (not space.grows)
+        assert (full, swa, tokens, once) == kept(theirs, number, PROMPT), f"layer {number}"
+    kind = PoolCache
+    if name == "minimax":
+        from kvpool.integrations.minimax import MiniMaxPoolCache as kind
     for chunks in ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
-        ours = PoolCache.new(pool, Allocator(pool))
-        again = transformers.DynamicCache(config=model.config)
-        reference = run(model, again, prompt(), chunks)
+        ours = kind.new(pool, Allocator(pool))
+        reference = run(model, own_cache(model), prompt(), chunks)
         for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
             assert torch.equal(a, b), f"chunk {step} of {chunks}"
         del ours

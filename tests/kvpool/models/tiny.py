@@ -4,6 +4,7 @@ the independent count that pools are held against.
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from typing import Any
 
@@ -84,10 +85,38 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 SWA, FULL = "sliding_attention", "full_attention"
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+MAMBA1 = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_dt_rank": 4}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 8,
+}
+CONV, LINEAR = "conv", "linear_attention"
+INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    "sliding_window_size": WINDOW,
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "rel_extent": 64,
+    "mlp_layer_types": ["dense"] * 4,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), LATENT),
     "afmoe": {"layer_types": [SWA, FULL, SWA, SWA]},
+    "bamba": {**MAMBA2, "attn_layer_indices": [2]},
+    "bailing_hybrid": {
+        **LATENT,
+        "layer_types": [FULL, LINEAR, LINEAR, FULL],
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "biogpt": {"head_dim": ...},
     "cohere_compass_text": {
         "head_dim": 16,
@@ -127,6 +156,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "emu3": TOKENS,
     "exaone4": {"layer_types": [SWA, FULL, SWA, FULL]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
+    "falcon_mamba": {"state_size": 8},
     "gemma3_text": {"num_hidden_layers": 6},
     "gemma3n_text": {
         "num_hidden_layers": 10,
@@ -138,30 +169,72 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 24},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+        "shared_intermediate_size": 32,
+    },
     "helium": {"head_dim": 16},
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2},
     "hy_v4": {"num_key_value_heads": 4, "head_dim": 24},
+    "inkling2_text": INKLING,
+    "inkling_text": INKLING,
+    "jamba": {**MAMBA1, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 1},
     "kimi_linear": {
         **LATENT,
-        "layer_types": [FULL, "linear_attention", FULL, "linear_attention"],
+        "layer_types": [FULL, LINEAR, FULL, LINEAR],
+        "num_experts_per_token": 2,
         "linear_num_heads": 2,
         "linear_head_dim": 16,
     },
     "kolibri1": {"num_hidden_layers": 5},
     "laguna": {"layer_types": [SWA, FULL] * 2, "num_attention_heads_per_layer": [4, 8, 4, 8]},
+    "lfm2": {"full_attn_idxs": [2]},
+    "lfm2_moe": {"layer_types": [CONV, CONV, FULL, CONV]},
+    "lfm3": {"layer_types": [CONV, SWA, FULL, CONV]},
     "longcat_flash": {**LATENT, "num_layers": 2, "num_hidden_layers": 4},
     "mellum": {"layer_types": [SWA, FULL] * 2},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8},
+    "minimax": {"head_dim": 16, "block_size": 8, "layer_types": [FULL, LINEAR] * 2},
     "minimax_m3_vl_text": {
         "layer_types": [FULL, "minimax_m3_sparse"] * 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
     "modernbert-decoder": {"local_attention": 16, "cls_token_id": 0, "sep_token_id": 0, **TOKENS},
+    "nemotron_h": {
+        "layers_block_type": ["mlp", LINEAR, FULL, LINEAR],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+    },
+    "olmo_hybrid": {"linear_num_value_heads": 2, "num_key_value_heads": 4},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 4},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True},
     "smollm3": {"use_sliding_window": True},
+    "zamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+        "layers_block_type": [LINEAR, LINEAR, "hybrid", LINEAR, LINEAR, "hybrid"],
+    },
+    "zamba2": {
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "num_mem_blocks": 1,
+        "num_key_value_heads": 4,
+        "chunk_size": 8,
+        "layers_block_type": [LINEAR, "hybrid"] * 2,
+    },
 }
 
 
@@ -180,22 +253,40 @@ def tiny(model: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
+def own_cache(model: Any) -> Any:
+    """transformers' own cache."""
+    if model.config.model_type == "minimax":
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        return MiniMaxCache()
+    return transformers.DynamicCache(config=model.config)
+
+
 @torch.no_grad()
 def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> list[torch.Tensor]:
     """Logits of each chunk of the ids."""
+    names = inspect.signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in names else "past_key_values"
     parts = torch.split(ids, chunks, dim=1)
-    return [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+    return [model(part, use_cache=True, **{name: cache}).logits for part in parts]
 
 
-def kept(layer: Any, tokens: int) -> tuple[int, int, int]:
+def kept(cache: Any, number: int, tokens: int) -> tuple[int, int, int, int]:
     """What a layer of transformers' cache keeps after `tokens` tokens: elements of each token that
-    it keeps for ever, elements of each token in its window, and tokens in the window.
+    it keeps for ever, elements of each token in its window, tokens in the window, and elements that
+    it keeps once.
     """
-    held = [layer.keys, layer.values] if getattr(layer, "keys", None) is not None else []
-    index = [getattr(layer, name, None) for name in ("indexer_keys", "idx_keys")]
-    kept_ = [x.reshape(1, -1, *x.shape[-2:]) for x in (*held, *index) if x is not None]
-    full = sum(x.shape[1] * x.shape[3] for x in kept_ if x.shape[2] == tokens)
-    windowed = [x for x in kept_ if x.shape[2] < tokens]
+    layer = cache.layers[number] if number < len(cache.layers) else None
+    held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys", "idx_keys")]
+    rows = [x.reshape(1, -1, *x.shape[-2:]) for x in held if x is not None and x.numel()]
+    full = sum(x.shape[1] * x.shape[3] for x in rows if x.shape[2] == tokens)
+    windowed = [x for x in rows if x.shape[2] < tokens]
     length = {x.shape[2] for x in windowed} or {0}
     assert len(length) == 1
-    return full, sum(x.shape[1] * x.shape[3] for x in windowed), length.pop()
+    # no output depends on the first tap of a convolution
+    once = [x[..., 1:] for x in getattr(layer, "conv_states", {}).values() if x is not None]
+    once += [x for x in getattr(layer, "recurrent_states", {}).values() if x is not None]
+    lightning = getattr(cache, "linear_cache", [])
+    once += [x for x in lightning[number : number + 1] if len(x)]
+    swa = sum(x.shape[1] * x.shape[3] for x in windowed)
+    return full, swa, length.pop(), sum(x.numel() for x in once)
