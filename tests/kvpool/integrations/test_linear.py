@@ -396,6 +396,27 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
     assert_same_step(model, ours, theirs, 3)
 
 
+def test_a_token_that_was_lost_is_told_of_from_then_on():
+    """In a model of one state, no other is left to refuse the forward."""
+    config = transformers.AutoConfig.for_model("mamba", **COMMON, num_hidden_layers=1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pool = HybridLinearPool(
+        linear=mamba1(96, 16, 4), linear_layers=[0], layers=[0], dtype="f32", **SIZES
+    )
+    cache = PoolCache.new(pool, Allocator(pool))
+    run(model, cache, torch.arange(20)[None], (20,), steps=0)
+    (request,), open_rooms = cache.requests, {"r"}
+    address = request.address()
+    request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
+    run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+    open_rooms.clear()
+    for _ in range(2):
+        with pytest.raises(RequestPinned):
+            run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+    with pytest.raises(ValueError, match=r"did not finish. Free it"):
+        PoolCache(pool, cache.allocator, [request])
+
+
 def test_a_tensor_that_is_not_let_go_of_is_noticed(monkeypatch):
     model, ours, _ = cached("bamba")
     kept = []
