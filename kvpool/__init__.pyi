@@ -42,6 +42,7 @@ from .pools.kinds import (
     LinearState as LinearState,
     Ring as Ring,
     V4Latent as V4Latent,
+    cca as cca,
     gated_delta_net as gated_delta_net,
     kda as kda,
     lightning as lightning,

@@ -45,6 +45,8 @@ class LinearStates:
             return None
         self.check_returned()
         first, held = self._taps()
+        if not self.kind.conv_inputs:
+            return held
         self._lent, self._views, self._unshifted = {}, {}, first
         return self._lend("conv", torch.cat([first, held], dim=-1))
 
@@ -55,8 +57,15 @@ class LinearStates:
         return self._lend("temporal", self._read()[1])
 
     def update_conv(self, conv: torch.Tensor) -> torch.Tensor:
-        """Writes the last of the inputs `[B, channel, T]`; returns all after the previous state."""
-        self._check("conv", conv, (self.kind.channels(self.at.shard), conv.shape[-1]))
+        """Writes the last of the inputs `[B, channel, T]`; returns all after the previous state.
+        Where the model gives the new state itself, writes and returns it.
+        """
+        given = conv.shape[-1] if self.kind.conv_inputs else self.kind.taps
+        self._check("conv", conv, (self.kind.channels(self.at.shard), given))
+        if not self.kind.conv_inputs:
+            self._advance(self._new_tokens())
+            self._write(conv, None)
+            return conv
         if self.tokens:
             before = self._taps()
         else:

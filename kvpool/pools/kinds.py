@@ -215,7 +215,8 @@ class LinearState:
     The convolution's channels are `sections` of (name, heads, dim), each sharded over its heads.
     `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap, channels]`.
     `state_axis`: the first dim of a head's state as an axis, for states that an engine transposes.
-    `temporal_dtype`: empty is that of the convolution, `At.packing`.
+    `temporal_dtype`: empty is that of the convolution, `At.packing`. `conv_inputs`: transformers'
+    model gives the convolution's new inputs; False: its new state (Zaya).
     """
 
     sections: tuple[tuple[str, int, int], ...]
@@ -225,6 +226,7 @@ class LinearState:
     conv_layout: ConvLayout = "channels_first"
     temporal_dtype: str = "f32"
     state_axis: str = ""
+    conv_inputs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         known = get_args(ConvLayout)
@@ -282,7 +284,7 @@ class LinearState:
             shape = ", ".join(map(str, ("N", "head", *self.state_shape)))
             taken = f"a state is [{shape}]" if self.heads else "this state has none"
             raise ValueError(f"temporal: {list(temporal.shape)}, {taken}.")
-        return temporal if self.state_axis else temporal.flatten(2)
+        return temporal if self.state_axis else temporal.reshape(*temporal.shape[:2], -1)
 
     def _conv(self, at: At) -> Template:
         parts = []
@@ -299,10 +301,10 @@ class LinearState:
 
     def _temporal(self, at: At) -> Template:
         start, size = at.shard.of(self.heads)
-        dtype, (first, *others) = self.temporal_dtype or at.packing, self.state_shape
-        cell: Template = Cell("temporal", prod(self.state_shape), dtype)
+        dtype, shape = self.temporal_dtype or at.packing, self.state_shape
+        cell: Template = Cell("temporal", prod(shape), dtype)
         if self.state_axis:
-            cell = Repeat(self.state_axis, first, Cell("temporal", prod(others), dtype))
+            cell = Repeat(self.state_axis, shape[0], Cell("temporal", prod(shape[1:]), dtype))
         return Repeat("head", size, cell, start, self.heads)
 
 
@@ -360,6 +362,16 @@ def short_conv(
 def lightning(heads: int, dim: int) -> LinearState:
     """Lightning attention (MiniMax-01): a state of every head, in the pool's dtype."""
     return LinearState((), 0, heads, (dim, dim), temporal_dtype="")
+
+
+def cca(q_heads: int, kv_heads: int, dim: int, kernels: tuple[int, int]) -> LinearState:
+    """Compressed convolutional attention (Zaya), beside keys and values in a layer: the last q and
+    k before two convolutions, and the half of the last token's values that the next token takes.
+    """
+    sections, taps = (("q", q_heads, dim), ("k", kv_heads, dim)), sum(kernels) - 2
+    return LinearState(
+        sections, taps, kv_heads * dim // 2, (), temporal_dtype="", conv_inputs=False
+    )
 
 
 def _row(latent: int, rope: int, dtype: str) -> Seq:

@@ -226,6 +226,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
         "layers_block_type": [LINEAR, LINEAR, "hybrid", LINEAR, LINEAR, "hybrid"],
     },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "zamba2": {
         "mamba_d_state": 8,
         "mamba_ngroups": 1,
@@ -271,10 +272,10 @@ def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> l
     return [model(part, use_cache=True, **{name: cache}).logits for part in parts]
 
 
-def kept(cache: Any, number: int, tokens: int) -> tuple[int, int, int, int]:
+def kept(cache: Any, number: int, tokens: int, unread: int = 1) -> tuple[int, int, int, int]:
     """What a layer of transformers' cache keeps after `tokens` tokens: elements of each token that
     it keeps for ever, elements of each token in its window, tokens in the window, and elements that
-    it keeps once.
+    it keeps once, less the `unread` first taps of a convolution, on which no output depends.
     """
     layer = cache.layers[number] if number < len(cache.layers) else None
     held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys", "idx_keys")]
@@ -283,8 +284,7 @@ def kept(cache: Any, number: int, tokens: int) -> tuple[int, int, int, int]:
     windowed = [x for x in rows if x.shape[2] < tokens]
     length = {x.shape[2] for x in windowed} or {0}
     assert len(length) == 1
-    # no output depends on the first tap of a convolution
-    once = [x[..., 1:] for x in getattr(layer, "conv_states", {}).values() if x is not None]
+    once = [x[..., unread:] for x in getattr(layer, "conv_states", {}).values() if x is not None]
     once += [x for x in getattr(layer, "recurrent_states", {}).values() if x is not None]
     lightning = getattr(cache, "linear_cache", [])
     once += [x for x in lightning[number : number + 1] if len(x)]
