@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvpool.models.families import WRAPPERS
+
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW = 9  # with the token itself
 # what a config of this type has of these
@@ -242,6 +244,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 def changes(model: str) -> dict[str, Any]:
     """The fields of a tiny config that differ from transformers' defaults."""
     held = transformers.AutoConfig.for_model(model).to_dict()
+    if model in WRAPPERS:
+        text = held["text_config"].get("model_type", WRAPPERS[model])
+        own = text if text in TYPES else model
+        return {"text_config": _changes(held["text_config"], own)}
+    return _changes(held, model)
+
+
+def _changes(held: dict[str, Any], model: str) -> dict[str, Any]:
     fields = {**{n: v for n, v in SIZES.items() if n in held}, **CHANGES.get(model, {})}
     return {name: value for name, value in fields.items() if value is not ...}
 
