@@ -24,6 +24,7 @@ from kvpool.pools.kinds import (
     MHA,
     MLA,
     LinearState,
+    cca,
     gated_delta_net,
     kda,
     lightning,
@@ -251,6 +252,14 @@ def _lightning(fields: Fields) -> LinearState:
     return lightning(fields.whole("num_attention_heads"), held.head_dim)
 
 
+def _zaya(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """Compressed convolutional attention: K and V, and what their convolutions take."""
+    kv, count = heads(fields, needs), fields.whole("num_attention_heads")
+    kernels = fields.whole("cca_time0"), fields.whole("cca_time1")
+    attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
+    return (*attention, State(cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
+
+
 BOTH, ONLY_HEADS = frozenset((HEADS, HEAD_DIM)), frozenset((HEADS,))
 GATED = beside(_gated_delta_net)
 FAMILIES: dict[str, Family] = {
@@ -293,5 +302,6 @@ FAMILIES: dict[str, Family] = {
         Family(GATED, _interval, (FULL, LINEAR), needs=BOTH),
     ),
     "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID)),
+    "zaya": Family(_zaya, _all(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
     "zamba2": Family(beside(ZAMBA2, _zamba2_attention), listed, (LINEAR, HYBRID)),
 }

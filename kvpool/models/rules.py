@@ -33,7 +33,7 @@ STATE = re.compile(
     r"head|window|layer_types|per_layer_config|kv|lora_rank|state|conv|chunk|linear|mamba|ssm|mqa|"
     r"index|compress|sliding|cache|hybrid|block_type|recurrent|multi_query|query_groups|local_att|"
     r"global_att|attention_types|attention_layers|attn_layer|full_attn|cross_attention|(^|_)cla(_|$)|"
-    r"bidirectional|cycles|number_of"
+    r"bidirectional|cycles|number_of|cca_|sconv"
 )
 # names that match and concern queries, projections, outputs or training only
 STATELESS = re.compile(

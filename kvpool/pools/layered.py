@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from typing_extensions import Unpack
 
@@ -19,7 +20,8 @@ from kvpool.pools.kinds import At, IndexKey, Kind, LinearState
 class State:
     """A kind of state that a layer keeps: of every token, or with `window` of that many tokens
     before the current one. A linear state is kept once a request, its convolution in `dtype`
-    (empty: the pool's). Where a layer has several, their roles begin with their number: `0.conv.x`.
+    (empty: the pool's). Where a layer has several, roles of the later begin with their
+    number: `linear1.conv.x`.
     """
 
     kind: Kind
@@ -40,7 +42,7 @@ class LayeredPool(UnionPool):
 
     Layers of equal windows share a space: `swa`, or `swa127` and so on where windows differ. Roles
     are those of the other pools (`k`, `swa.k`, `latent`, `index_key`, ..), so that their layouts
-    pair.
+    pair. A layer's second linear state has the prefix `linear1.`, and so on.
     """
 
     has_index_packing = True
@@ -63,18 +65,16 @@ class LayeredPool(UnionPool):
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
-        """Each state, with the layers that keep it."""
-        layers: dict[tuple[State, str], list[int]] = {}
+        """Each state, with the layers that keep it; linear states by their number in a layer."""
+        layers: dict[tuple[int, State], list[int]] = {}
         for layer in sorted(self.states):
-            linear = [s for s in self.states[layer] if isinstance(s.kind, LinearState)]
+            linear = 0
             for state in self.states[layer]:
-                if not isinstance(state.kind, LinearState):
-                    layers.setdefault((state, ""), []).append(layer)
-            for n, state in enumerate(linear):
-                prefix = f"{n}." if len(linear) > 1 else ""
-                layers.setdefault((state, prefix), []).append(layer)
-        for (state, prefix), held in sorted(layers.items(), key=lambda part: part[0][1]):
-            yield state.kind, self._at(state, prefix, held)
+                is_linear = isinstance(state.kind, LinearState)
+                layers.setdefault((linear * is_linear, state), []).append(layer)
+                linear += is_linear
+        for number, state in sorted(layers, key=itemgetter(0)):
+            yield state.kind, self._at(state, layers[number, state], number)
 
     def spaces(self) -> Iterator[Space]:
         """Pages of tokens, pages of each window, and a slot per request."""
@@ -83,10 +83,12 @@ class LayeredPool(UnionPool):
             yield Space(name, "paged", self.window_page_size, window=window)
         yield Space("state", "slot")
 
-    def _at(self, state: State, prefix: str, layers: list[int]) -> At:
+    def _at(self, state: State, layers: list[int], number: int) -> At:
         if isinstance(state.kind, LinearState):
             conv = state.dtype or self.conv_dtype or self.dtype
-            return self.at(layers, "state", 1, packing=conv, prefix=prefix, state=StateType.MAMBA)
+            prefix = f"linear{number}." if number else ""
+            mamba = StateType.MAMBA
+            return self.at(layers, "state", 1, packing=conv, prefix=prefix, state=mamba)
         indexed = isinstance(state.kind, IndexKey)
         packing = self.index_packing if indexed else None
         if state.window is not None:

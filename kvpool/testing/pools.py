@@ -22,6 +22,7 @@ from kvpool.pools.kinds import (
     mamba2,
     short_conv,
 )
+from kvpool.pools.layered import LayeredPool, State
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
 from kvpool.pools.nsa import NSAPool
@@ -98,6 +99,15 @@ hybrid_nsa = hybrid.but(
     index=INDEX,
     index_layers=[3],
 )
+layered = small(
+    LayeredPool,
+    states={
+        0: (State(MHA(4, 8, 16)),),
+        1: (State(MHA(2, 16), window=6), State(short_conv(8, 3)), State(short_conv(4, 2))),
+        2: (State(ROW), State(INDEX)),
+        3: (State(ROW, window=3),),
+    },
+)
 dsv4 = Example(
     DSv4Pool,
     {
@@ -123,6 +133,7 @@ CLASSES = {
     "hybrid": hybrid,
     "hybrid mla": hybrid_mla,
     "hybrid nsa": hybrid_nsa,
+    "layered": layered,
     "dsv4": dsv4,
     "dsv4 speculating": dsv4.but(speculation=True),
 }

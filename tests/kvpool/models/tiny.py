@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvpool.models.families import WRAPPERS
+
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WINDOW = 9  # with the token itself
 # what a config of this type has of these
@@ -226,6 +228,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
         "layers_block_type": [LINEAR, LINEAR, "hybrid", LINEAR, LINEAR, "hybrid"],
     },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "zamba2": {
         "mamba_d_state": 8,
         "mamba_ngroups": 1,
@@ -241,6 +244,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 def changes(model: str) -> dict[str, Any]:
     """The fields of a tiny config that differ from transformers' defaults."""
     held = transformers.AutoConfig.for_model(model).to_dict()
+    if model in WRAPPERS:
+        text = held["text_config"].get("model_type", WRAPPERS[model])
+        own = text if text in TYPES else model
+        return {"text_config": _changes(held["text_config"], own)}
+    return _changes(held, model)
+
+
+def _changes(held: dict[str, Any], model: str) -> dict[str, Any]:
     fields = {**{n: v for n, v in SIZES.items() if n in held}, **CHANGES.get(model, {})}
     return {name: value for name, value in fields.items() if value is not ...}
 
@@ -271,10 +282,10 @@ def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> l
     return [model(part, use_cache=True, **{name: cache}).logits for part in parts]
 
 
-def kept(cache: Any, number: int, tokens: int) -> tuple[int, int, int, int]:
+def kept(cache: Any, number: int, tokens: int, unread: int = 1) -> tuple[int, int, int, int]:
     """What a layer of transformers' cache keeps after `tokens` tokens: elements of each token that
     it keeps for ever, elements of each token in its window, tokens in the window, and elements that
-    it keeps once.
+    it keeps once, less the `unread` first taps of a convolution, on which no output depends.
     """
     layer = cache.layers[number] if number < len(cache.layers) else None
     held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys", "idx_keys")]
@@ -283,8 +294,7 @@ def kept(cache: Any, number: int, tokens: int) -> tuple[int, int, int, int]:
     windowed = [x for x in rows if x.shape[2] < tokens]
     length = {x.shape[2] for x in windowed} or {0}
     assert len(length) == 1
-    # no output depends on the first tap of a convolution
-    once = [x[..., 1:] for x in getattr(layer, "conv_states", {}).values() if x is not None]
+    once = [x[..., unread:] for x in getattr(layer, "conv_states", {}).values() if x is not None]
     once += [x for x in getattr(layer, "recurrent_states", {}).values() if x is not None]
     lightning = getattr(cache, "linear_cache", [])
     once += [x for x in lightning[number : number + 1] if len(x)]
