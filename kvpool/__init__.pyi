@@ -42,13 +42,17 @@ from .pools.kinds import (
     LinearState as LinearState,
     Ring as Ring,
     V4Latent as V4Latent,
+    cca as cca,
     gated_delta_net as gated_delta_net,
     kda as kda,
+    lightning as lightning,
+    mamba1 as mamba1,
     mamba2 as mamba2,
+    short_conv as short_conv,
 )
+from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
-from .pools.mla import MLAPool as MLAPool
-from .pools.nsa import NSAPool as NSAPool
+from .pools.mla import MLAPool as MLAPool, NSAPool as NSAPool
 from .pools.offload import Saved as Saved
 from .pools.placement import BufferSpec as BufferSpec, Declared as Declared, Shard as Shard
 from .pools.swa import SWAPool as SWAPool

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.pools.kinds import MHA, MLA, IndexKey, Ring, V4Latent, gated_delta_net, kda, mamba2
+from kvpool.pools.kinds import (
+    MHA,
+    MLA,
+    IndexKey,
+    Ring,
+    V4Latent,
+    cca,
+    gated_delta_net,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    short_conv,
+)
 from kvpool.render.markdown import Format, page
 
 HEAD = """# Formats, to the byte
@@ -30,6 +43,7 @@ C4_RING = (
     "`swa_page * 8 + swa_loc % 8` (`c_plan.cuh`), with unified KV and on Ascend A5 in a ring of "
     "each request, as here. The rows are the same, and the two pair."
 )
+DS = f"{VLLM} with `VLLM_SSM_CONV_STATE_LAYOUT=DS`: conv `(channels, kernel - 1)`"
 BOTH = f"{SGLANG} and {VLLM}"
 GDN: dict[str, Any] = {"k_heads": 16, "v_heads": 32, "k_dim": 128, "v_dim": 128, "kernel": 4}
 KDA: dict[str, Any] = {"heads": 32, "dim": 128, "kernel": 4}
@@ -218,6 +232,35 @@ FORMATS = (
         "The same with the taps outermost.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
         mamba2(**MAMBA2, conv_layout="taps_first"),
+        **SLOT,
+    ),
+    Format(
+        "Mamba-1, channels first",
+        "Falcon-Mamba-7B: 8,192 channels, each with a state of 16.",
+        f"{DS}, temporal `(channels, state_size)`.",
+        mamba1(8192, 16, 4),
+        **SLOT,
+    ),
+    Format(
+        "Short convolution, channels first",
+        "LFM2-1.2B: the last 2 inputs of a convolution over 2,048 channels, and nothing else.",
+        f"{DS}.",
+        short_conv(2048, 3),
+        **SLOT,
+    ),
+    Format(
+        "Lightning attention",
+        "MiniMax-Text-01: 64 heads of temporal state in the pool's dtype, and nothing else.",
+        f"{OWN}, with the dims of {VLLM}: `(heads, D, D)`.",
+        lightning(64, 128),
+        **SLOT,
+    ),
+    Format(
+        "Compressed convolutional attention",
+        "Zaya, beside keys and values: 2 inputs of convolutions over 8 heads of q and 2 of k, and "
+        "128 values of the last token.",
+        f"{OWN}.",
+        cca(8, 2, 128, (2, 2)),
         **SLOT,
     ),
 )

@@ -10,8 +10,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpool.integrations.compressor import Compressor
+from kvpool.integrations.linear import LinearStates
 from kvpool.layout import Space
-from kvpool.layout.dtypes import PACKINGS, dtype_name
+from kvpool.layout.dtypes import PACKINGS
 from kvpool.pools.composite import ATTENTION
 from kvpool.pools.kinds import MLA, At, IndexKey, Kind, LinearState, Ring
 
@@ -43,7 +44,7 @@ def halves_of_pairs(rope: torch.Tensor) -> torch.Tensor:
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """`states` are the layer's states, each of which must get every token: `attention`, `indexer`,
-    `linear`, `compressor`.
+    `linear` (`linear1`, ..), `compressor`.
     """
 
     def __init__(self, cache: PoolCache, layer: int) -> None:
@@ -56,7 +57,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         here = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
         self.attention = _first(here, *ATTENTION)
         self.index = _first(here, IndexKey)
-        self.linear = _first(here, LinearState)
+        linear = [(kind, at) for kind, at in here if isinstance(kind, LinearState)]
+        self.linear = [
+            LinearStates(self.cache, layer, f"linear{n or ''}", *found)
+            for n, found in enumerate(linear)
+        ]
         rounded = [at.packing for kind, at in here if isinstance(kind, IndexKey)]
         if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
             raise ValueError(
@@ -72,18 +77,14 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if "indexer" in self.compressors:
             self.index = None  # the compressor writes it
         self.states = [
-            name
-            for name, found in (
-                ("attention", self.attention),
-                ("indexer", self.index),
-                ("linear", self.linear),
-            )
-            if found
-        ] + list(self.compressors)
+            *["attention"] * bool(self.attention),
+            *["indexer"] * bool(self.index),
+            *(linear.name for linear in self.linear),
+            *self.compressors,
+        ]
         self.window = self._space(*self.attention).window if self.attention else None
         self.is_sliding = self.window is not None
-        self.is_linear = self.linear is not None and self.attention is None
-        self._conv: torch.Tensor | None = None
+        self.is_linear = bool(self.linear) and self.attention is None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool has its memory."""
@@ -120,56 +121,20 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows, tokens, dim = keys.shape
         (role,) = self.cache.pool.roles(self.layer, IndexKey)
         width = self.cache.pool.view(role, self.layer).shape[-1]
-        self.check("index_key", keys, (tokens, width), self.cache.pool.dtype)
+        self.cache.check(self.layer, "index_key", keys, (tokens, width), self.cache.pool.dtype)
         start = self.cache.advance(self.layer, "indexer", tokens)
         pool, where = self.cache.pool, self._where(*index)
         pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
         return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
 
-    def conv_state(self, index: int) -> torch.Tensor | None:
-        """See PoolCache.get_conv_state. The model may change the returned tensor in place."""
-        self._linear(index)
-        if self.cache.written[self.layer, "linear"] == 0:
-            return None
-        pool: Any = self.cache.pool
-        conv, _ = pool.get_linear_state(self.layer, self._slots())
-        # transformers keeps as many taps as the kernel has: a first one on which no output depends
-        self._conv = torch.nn.functional.pad(conv, (1, 0))
-        return self._conv
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""
+        return self.update_indexer(keys.squeeze(1)).unsqueeze(1)
 
-    def update_conv_state(self, conv: torch.Tensor, index: int) -> torch.Tensor:
-        """See PoolCache.update_conv_state."""
-        kernel = self._linear(index).taps + 1
-        self._check_conv(conv)
-        before = self.conv_state(index)
-        self.cache.advance(self.layer, "linear", conv.shape[-1])
-        if before is None:
-            before = conv.new_zeros(*conv.shape[:2], max(0, kernel - conv.shape[-1]))
-        full = torch.cat([before, conv], dim=-1)
-        self._conv = None
-        self._set_linear(conv=full)
-        return full
-
-    def recurrent_state(self, index: int) -> torch.Tensor | None:
-        """See PoolCache.get_recurrent_state."""
-        self._linear(index)
-        if self.cache.written[self.layer, "linear"] == 0:
-            return None
-        pool: Any = self.cache.pool
-        _, temporal = pool.get_linear_state(self.layer, self._slots())
-        return temporal  # type: ignore[no-any-return]
-
-    def update_recurrent_state(self, state: torch.Tensor, index: int) -> torch.Tensor:
-        """See PoolCache.update_recurrent_state."""
-        kind = self._linear(index)
-        heads = self.cache.pool.view("temporal", self.layer).shape[1]
-        self.check("temporal", state, (heads, *kind.state_shape), kind.temporal_dtype, widen=True)
-        if self._conv is not None:  # one token: the model has changed it in place
-            self.cache.advance(self.layer, "linear", 1)
-            self._set_linear(conv=self._conv)
-            self._conv = None
-        self._set_linear(temporal=state)
-        return state
+    def linear_states(self, index: int) -> LinearStates:
+        """The layer's linear-attention state number `index`; ValueError if there is none."""
+        found = self.linear[index] if index < len(self.linear) else None
+        return self._need(found, f"linear-attention state {index}")  # type: ignore[no-any-return]
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -177,7 +142,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """See Compressor.store."""
         compressor = self._compressor(name)
         for part in (kv, gate):
-            self.check(compressor.ring, part, (kv.shape[1], compressor.width), "f32", widen=True)
+            taken = kv.shape[1], compressor.width
+            self.cache.check(self.layer, compressor.ring, part, taken, "f32", widen=True)
         return compressor.store(name, kv, gate)
 
     def update_overlap_state(
@@ -193,6 +159,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> int:
         """Tokens cached for this layer; for a layer that the pool does not hold, for all others."""
         written = self.cache.written
+        for linear in self.linear:
+            linear.check_returned()
         if not self.states:
             return min(written.values())
         return written[self.layer, self.states[0]]
@@ -240,36 +208,6 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
         return states
 
-    def check(
-        self,
-        role: str,
-        given: torch.Tensor,
-        shape: tuple[int, ...],
-        dtype: str,
-        widen: bool = False,
-    ) -> None:
-        """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
-        narrower dtype).
-        """
-        held = getattr(torch, dtype_name(dtype))
-        memory = self.cache.pool.layout.buffers[0].memory
-        wide = torch.promote_types(given.dtype, held) if widen else given.dtype
-        found = tuple(given.shape), wide, str(given.device)
-        if found != ((self.batch_size, *shape), held, memory):
-            raise ValueError(
-                f"{self.cache.pool.owner} layer {self.layer} {role}: the model gives "
-                f"{list(given.shape)} {given.dtype} on {given.device}, the pool and its requests "
-                f"take {[self.batch_size, *shape]} {held} on {memory}. Build the pool unsharded, "
-                "with the model's dims, dtype and device, and the cache with a request for every "
-                "row."
-            )
-
-    def _check_conv(self, conv: torch.Tensor) -> None:
-        pool, kind = self.cache.pool, self._linear(0)
-        channels = sum(pool.shard.of(total)[1] * dim for _, total, dim in kind.sections)
-        held = pool.layout.region_by_key[pool.owner, self.layer, kind.inputs[0]]
-        self.check("conv", conv, (channels, conv.shape[-1]), held.dtype)
-
     def _roles(self) -> tuple[str, ...]:
         return self.cache.pool.roles(self.layer, *ATTENTION)
 
@@ -279,21 +217,6 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _where(self, kind: Kind, at: At) -> torch.Tensor:
         """Flat locations `[B, T]` of all tokens in a kind's space."""
         return self.cache.where[self._space(kind, at).name]
-
-    def _set_linear(
-        self, conv: torch.Tensor | None = None, temporal: torch.Tensor | None = None
-    ) -> None:
-        pool: Any = self.cache.pool
-        if conv is not None:
-            conv = conv[..., -self._linear(0).taps :]
-        pool.set_linear_state(self.layer, self._slots(), conv, temporal)
-
-    def _slots(self) -> torch.Tensor:
-        return self._where(*self._need(self.linear, "linear-attention states"))[:, 0]
-
-    def _linear(self, index: int) -> LinearState:
-        kind, _ = self._need(self.linear if index == 0 else None, f"linear-attention state {index}")
-        return kind  # type: ignore[no-any-return]
 
     def _compressor(self, name: str) -> Compressor:
         self._need(self.compressors.get(name), f"{name} states")

@@ -17,9 +17,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
-from kvpool.layout.dtypes import PACKINGS
+from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.pools.base import KVPool
 from kvpool.pools.composite import UnionPool
+from kvpool.pools.kinds import LinearState
 
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
@@ -78,6 +79,15 @@ class PoolCache(Cache):
     Raises ValueError if their numbers of tokens differ. The caller frees the requests.
     """
 
+    def __new__(cls, pool: UnionPool, *_: Any, **__: Any) -> PoolCache:
+        """A cache of the class that the models of such pools take."""
+        kinds = pool.kinds if isinstance(pool, UnionPool) else ()
+        if cls is PoolCache and any(isinstance(k, LinearState) and not k.taps for k, _ in kinds):
+            from kvpool.integrations.minimax import MiniMaxPoolCache
+
+            cls = MiniMaxPoolCache
+        return super().__new__(cls)
+
     def __init__(self, pool: UnionPool, allocator: Allocator, requests: Sequence[Request]) -> None:
         self.pool, self.allocator, self.requests = pool, allocator, tuple(requests)
         if len({id(request) for request in requests}) != len(requests) or not requests:
@@ -114,7 +124,9 @@ class PoolCache(Cache):
             (layer.layer, name): self.tokens for layer in self.pool_layers for name in layer.states
         }
         self._behind = 0  # states that lack the tokens of this forward
-        super().__init__(layers=list(self.pool_layers))
+        self.query_length = 0  # of the forward whose mask was made last
+        self.failed: Exception | None = None
+        Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
     @classmethod
     def new(cls, pool: UnionPool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
@@ -167,14 +179,52 @@ class PoolCache(Cache):
         self.written = dict.fromkeys(self.written, length)
         self.tokens = length
 
+    def fail(self, error: Exception) -> None:
+        """Keeps why a state changed in place was not written, for the next call to raise."""
+        self.failed = error
+        if len(self.written) == 1:  # no other state of this forward is there to raise it
+            for progress in self.progress:
+                progress.unfinished.add(self.pool.owner)
+
+    def check(
+        self,
+        layer: int,
+        role: str,
+        given: torch.Tensor,
+        shape: tuple[int, ...],
+        dtype: str,
+        widen: bool = False,
+    ) -> None:
+        """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
+        narrower dtype).
+        """
+        held = getattr(torch, dtype_name(dtype))
+        memory = self.pool.layout.buffers[0].memory
+        wide = torch.promote_types(given.dtype, held) if widen else given.dtype
+        found = tuple(given.shape), wide, str(given.device)
+        if found != ((len(self.requests), *shape), held, memory):
+            taken = [len(self.requests), *shape]
+            raise ValueError(
+                f"{self.pool.owner} layer {layer} {role}: the model gives {list(given.shape)} "
+                f"{given.dtype} on {given.device}, the pool and its requests take {taken} {held} "
+                f"on {memory}. Build the pool unsharded, with the model's dims, dtype and device, "
+                "and the cache with a request for every row."
+            )
+        if given.requires_grad:
+            raise ValueError(
+                f"{self.pool.owner} layer {layer} {role}: gradients are not supported. Run the "
+                "model in torch.no_grad()."
+            )
+
     def _extend(self, tokens: int) -> None:
         behind = [key for key, count in self.written.items() if count != self.tokens]
         if behind:
             layer, state = behind[0]
             raise RuntimeError(
                 f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.tokens}. "
-                "Either a forward did not finish (free the requests), or the model has no such "
-                "state."
+                "Either a forward did not finish (free the requests), or it changed the state in "
+                "place and something still holds the tensor (let go of it), or the model has no "
+                "such state (build the pool for this model)."
             )
         room = [request.num_tokens - self.tokens for request in self.requests]
         others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
@@ -206,6 +256,7 @@ class PoolCache(Cache):
             self.where[name] = torch.cat([self.where[name], self._stack(located)], dim=1)
         self.tokens += tokens
         self._behind = len(self.written)
+        self.query_length = 0
 
     def _stack(self, rows: Any) -> torch.Tensor:
         located = [torch.from_numpy(row) for row in rows]
@@ -227,24 +278,27 @@ class PoolCache(Cache):
         return self._layer(layer_idx).update_indexer(indexer_key_states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The last inputs of a convolution `[B, channel, tap]`; None before the first token."""
-        return self._layer(layer_idx).conv_state(state_idx)
+        """The last inputs of a convolution `[B, channel, tap]`; None before the first token. What
+        the model changes in place is written when it has let go of the tensor.
+        """
+        return self._layer(layer_idx).linear_states(state_idx).conv()
 
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Writes the last of `[B, channel, T]`; returns all of them after the previous state."""
-        return self._layer(layer_idx).update_conv_state(conv_states, state_idx)
+        return self._layer(layer_idx).linear_states(state_idx).update_conv(conv_states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Temporal state `[B, head, Dk, Dv]`; None before the first token."""
-        return self._layer(layer_idx).recurrent_state(state_idx)
+        """Temporal state `[B, head, ...]`, as get_conv_state."""
+        return self._layer(layer_idx).linear_states(state_idx).temporal()
 
     def update_recurrent_state(
         self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Writes the temporal state, and the conv state if the model changed it in place."""
-        return self._layer(layer_idx).update_recurrent_state(recurrent_states, state_idx)
+        states = self._layer(layer_idx).linear_states(state_idx)
+        return states.update_temporal(recurrent_states)
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
@@ -257,7 +311,17 @@ class PoolCache(Cache):
         """Whether a layer has linear attention only."""
         return [layer.is_linear for layer in self.pool_layers]
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(tokens that the next forward attends to, tokens dropped before them)."""
+        self.query_length = query_length
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def _layer(self, layer: int) -> PoolLayer:
+        if self.failed is not None:
+            failed = self.failed
+            if len(self.written) > 1:
+                self.failed = None
+            raise failed
         if layer >= len(self.layers) or not self.pool_layers[layer].states:
             raise ValueError(
                 f"{self.pool.owner} layer {layer}: the model caches this layer, the pool holds "

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.models.config import Fields, read_config, shipped as shipped
-from kvpool.models.families import DRAFTS, TARGETS, Need
+from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
+from kvpool.models.layers import Need
+from kvpool.models.rules import refuse_unread
 from kvpool.pools.base import KVPool
-
-NESTED = ("gemma3",)  # types whose fields are in text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +63,63 @@ def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
     Raises ValueError for an unknown model type, and names model type, field, the expected and the
     found value where a field does not fit.
     """
-    fields = _fields(config)
-    return _declaration(fields, TARGETS[fields.model](fields), range(fields.num_layers), "target")
+    fields, text = _fields(config)
+    need = TARGETS[text](fields)
+    refuse_unread(fields)
+    count = _layers(fields, text)
+    return _declaration(fields, need, range(count), count, "target")
 
 
 def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
     """The declaration of a model's draft layers (multi-token prediction); None if it has none. With
     the target's page size the two pools share ids, so their layouts merge.
     """
-    fields = _fields(config)
-    count, first = fields.num_draft_layers, fields.num_layers
+    fields, text = _fields(config)
+    count, first = fields.num_draft_layers, _layers(fields, text)
     if count == 0:
         return None
-    if fields.model not in DRAFTS:
+    if text not in DRAFTS:
         raise ValueError(
             f"{fields.model} config: {count} draft layers, but drafts of this type are not known "
             f"(known: {', '.join(DRAFTS)}). Build their pool yourself, with owner='draft'."
         )
     layers = range(first, first + count)
-    return _declaration(fields, DRAFTS[fields.model](fields, layers), layers, "draft")
+    return _declaration(fields, DRAFTS[text](fields, layers), layers, first, "draft")
 
 
 def known() -> tuple[str, ...]:
-    """Model types that can be declared."""
-    return tuple(sorted(TARGETS))
+    """Model types that can be declared. Also a type that is not among them can, if its text_config
+    is of one that is.
+    """
+    return tuple(sorted({*TARGETS, *WRAPPERS}))
 
 
-def _fields(config: str | Path | Mapping[str, Any]) -> Fields:
+def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
+    """The fields of the text model, and its type."""
     values = read_config(config)
     model = values.get("model_type")
-    if not isinstance(model, str) or model not in TARGETS:
+    fields = Fields(values, model if isinstance(model, str) else "")
+    text: object = model
+    wrapped = isinstance(values.get("text_config"), Mapping)
+    if isinstance(model, str) and model not in TARGETS and (wrapped or model in WRAPPERS):
+        fields = fields.inner("text_config")
+        text = fields.values.get("model_type", WRAPPERS.get(model))
+    if not isinstance(text, str) or text not in TARGETS:
+        inside = "" if text is model else f" with a text_config of {text!r}"
         raise ValueError(
-            f"model_type {model!r}: known are {', '.join(known())}. For another model build "
-            "MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool or DSv4Pool with its heads, dims "
-            "and layers, or subclass KVPool and define declare() (docs/add-a-pool.md)."
+            f"model_type {model!r}{inside}: known are {', '.join(known())}. For another model "
+            "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool "
+            "with its heads, dims and layers, or subclass KVPool and define declare() "
+            "(docs/add-a-pool.md)."
         )
-    fields = Fields(values, model)
-    return fields.inner("text_config") if model in NESTED else fields
+    return fields, text
 
 
-def _declaration(fields: Fields, need: Need, layers: range, owner: str) -> Declaration:
+def _layers(fields: Fields, text: str) -> int:
+    return FAMILIES[text].layers(fields) if text in FAMILIES else fields.num_layers
+
+
+def _declaration(fields: Fields, need: Need, layers: range, total: int, owner: str) -> Declaration:
     pool, arguments = need
-    total, model = fields.num_layers, fields.model
+    model = fields.model
     return Declaration(pool, arguments, tuple(layers), total, owner, model, pool.default_page_size)

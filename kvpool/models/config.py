@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,12 @@ from typing import Any
 MAX_VALUE = 1 << 31
 MAX_LAYERS = 1 << 16
 _CONFIGS = resources.files("kvpool.models") / "configs"
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "sliding_window": ("sliding_window_size", "attention_window_size"),
+}
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -20,51 +26,64 @@ class Fields:
     """Fields of a config of type `model`; `inside` is the path of a nested object, with a dot.
 
     A null field is an absent one. A field that does not fit raises ValueError naming model type,
-    field, the expected and the found value.
+    field, the expected and the found value. `used` are the paths of fields that were asked for.
     """
 
     values: Mapping[str, Any]
     model: str
     inside: str = ""
+    used: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    def get(self, name: str) -> Any:
+        """A field, None if it is absent."""
+        self.used.add(self.inside + name)
+        return self.values.get(name)
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error for a field that does not fit."""
-        held = self.values.get(name)
+        held = self.get(name)
         found = "it is missing" if held is None else f"got {_short(held)}"
         return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {found}.")
 
     def whole(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """A whole number."""
-        held = self.values.get(name)
+        held = self.get(name)
         if type(held) is not int or not least <= held <= most:
             raise self.wrong(name, f"a whole number from {least} to {most:,}")
         return held
 
     def whole_or(self, name: str, default: int) -> int:
         """A whole number from 1, or `default` where the field is absent."""
-        return default if self.values.get(name) is None else self.whole(name)
+        return default if self.get(name) is None else self.whole(name)
 
     def flag(self, name: str) -> bool:
         """True or false; false where the field is absent."""
-        held = self.values.get(name)
+        held = self.get(name)
         if held is not None and type(held) is not bool:
             raise self.wrong(name, "true or false")
         return held is True
 
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
-        return self.values.get(name) is not None
+        return self.get(name) is not None
 
     def inner(self, name: str) -> Fields:
         """The fields of a nested object."""
-        held = self.values.get(name)
+        held = self.get(name)
         if not isinstance(held, Mapping):
             raise self.wrong(name, "an object")
-        return Fields(held, self.model, f"{self.inside}{name}.")
+        return Fields(held, self.model, f"{self.inside}{name}.", self.used)
+
+    def named(self, name: str) -> str:
+        """The name under which a config has the number `name`: itself or one of ALIASES."""
+        found = [alias for alias in (name, *ALIASES.get(name, ())) if self.has(alias)]
+        if len({repr(self.values[alias]) for alias in found}) > 1:
+            raise self._differ({alias: self.values[alias] for alias in found})
+        return found[0] if found else name
 
     def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
         """A list of `length` values of `allowed`, one per layer."""
-        held = self.values.get(name)
+        held = self.get(name)
         if not isinstance(held, (list, tuple)) or len(held) != length:
             raise self.wrong(name, f"a list of {length} values, one for each layer")
         self._out_of(name, held, allowed)
@@ -72,7 +91,7 @@ class Fields:
 
     def subset(self, name: str, allowed: range) -> tuple[int, ...]:
         """A list of distinct whole numbers of `allowed`."""
-        held = self.values.get(name)
+        held = self.get(name)
         if not isinstance(held, (list, tuple)):
             raise self.wrong(name, f"a list of numbers from {allowed[0]} to {allowed[-1]}")
         self._out_of(name, held, allowed)
@@ -97,15 +116,18 @@ class Fields:
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self.whole("num_hidden_layers", most=MAX_LAYERS)
+        return self.whole(self.named("num_hidden_layers"), most=MAX_LAYERS)
 
     @property
     def num_draft_layers(self) -> int:
         """Draft (multi-token prediction) layers, under any of the names in use."""
         named = {name: self.whole(name, 0, 64) for name in DRAFT_LAYERS if self.has(name)}
         if len(set(named.values())) > 1:
-            raise ValueError(f"{self.model} config: {named} mean the same and must be equal.")
+            raise self._differ(named)
         return next(iter(named.values()), 0)
+
+    def _differ(self, named: Mapping[str, Any]) -> ValueError:
+        return ValueError(f"{self.model} config: {named} mean the same and must be equal.")
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

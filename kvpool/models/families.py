@@ -1,107 +1,291 @@
-"""Model types: the pool that each needs, read from its config.
+"""Model types: what a config cannot say of itself, and the types whose pools have a rule of their
+own.
 
-Fields are those of published config.json files, and those that transformers (5.17) writes for the
+Fields are those of published config.json files, and those that transformers (5.23) writes for the
 same models; both are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvpool.models.config import Fields
-from kvpool.pools.base import KVPool
+from kvpool.models.layers import Layer, Need
+from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
+from kvpool.models.rules import (
+    CHUNKED,
+    FULL,
+    HEAD_DIM,
+    HEADS,
+    INDEXED,
+    SLIDING,
+    Family,
+    all_windowed,
+    every,
+    from_max_window_layers,
+    grouped,
+    head_dim,
+    heads,
+    latent,
+    listed,
+    window_state,
+)
 from kvpool.pools.dsv4 import DSv4Pool
-from kvpool.pools.hybrid_linear import HybridLinearPool
-from kvpool.pools.kinds import MHA, MLA, gated_delta_net, kda
+from kvpool.pools.kinds import MHA, IndexKey
+from kvpool.pools.layered import State
 from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
-from kvpool.pools.nsa import NSAPool
-from kvpool.pools.swa import SWAPool
+from kvpool.pools.mla import MLAPool, NSAPool
 
-Need = tuple[type[KVPool], dict[str, Any]]  # a pool class and its own arguments
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-INDEXED = "indexed_attention", "deepseek_sparse_attention"
+PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+Needs = frozenset[str]
+BOTH = frozenset((HEADS, HEAD_DIM))
+ONLY_HEADS, ONLY_DIM = frozenset((HEADS,)), frozenset((HEAD_DIM,))
 
 
-def _llama(fields: Fields) -> Need:
-    """Without num_key_value_heads, as in the first llama configs: multi-head attention."""
-    heads = fields.whole_or("num_key_value_heads", 0) or fields.whole("num_attention_heads")
-    return MHAPool, {"num_kv_heads": heads, "head_dim": _head_dim(fields)}
+def _qwen3_moe(fields: Fields, count: int) -> Sequence[str]:
+    """transformers windows all layers."""
+    used = fields.flag("use_sliding_window")
+    if fields.has("max_window_layers") and fields.whole("max_window_layers", 0) and used:
+        raise ValueError(
+            f"{fields.model} config: engines disagree on max_window_layers with "
+            "use_sliding_window. Give layer_types instead."
+        )
+    return [SLIDING if used else FULL] * count
 
 
-def _mistral(fields: Fields) -> Need:
-    """A window on all layers, unless layer_types names some."""
-    windowed = _typed(fields, SLIDING)
-    if windowed is None:
-        windowed = range(fields.num_layers) if fields.has("sliding_window") else ()
-    return _windowed(fields, _heads(fields), windowed)
+def _qwen2_moe(fields: Fields, count: int) -> Sequence[str]:
+    """A window on every second layer before max_window_layers."""
+    end = fields.whole("max_window_layers", 0) if fields.flag("use_sliding_window") else 0
+    fields.get("max_window_layers")
+    return [SLIDING if n < end and n % 2 == 0 else FULL for n in range(count)]
 
 
-def _qwen3(fields: Fields) -> Need:
-    """Without layer_types, use_sliding_window is a window on the layers from max_window_layers."""
-    heads, windowed = _heads(fields, fields.whole("head_dim")), _typed(fields, SLIDING)
-    if windowed is None:
-        used = fields.flag("use_sliding_window")
-        windowed = range(fields.whole("max_window_layers", 0), fields.num_layers) if used else ()
-    return _windowed(fields, heads, windowed)
+def _by_window(fields: Fields, count: int) -> Sequence[str]:
+    """A window on the layers from max_window_layers, if there is a window."""
+    if not fields.has("sliding_window"):
+        return [FULL] * count
+    first = fields.whole("max_window_layers", 0)
+    return [FULL if n < first else SLIDING for n in range(count)]
 
 
-def _qwen3_moe(fields: Fields) -> Need:
-    """As qwen3, but head_dim may be absent, and transformers windows all layers."""
-    heads, windowed = _heads(fields), _typed(fields, SLIDING)
-    if windowed is None:
-        windowed = range(fields.num_layers) if fields.flag("use_sliding_window") else ()
-        if windowed and fields.has("max_window_layers") and fields.whole("max_window_layers", 0):
-            raise ValueError(
-                f"{fields.model} config: engines disagree on max_window_layers with "
-                "use_sliding_window. Give layer_types instead."
-            )
-    return _windowed(fields, heads, windowed)
+def _smollm3(fields: Fields, count: int) -> Sequence[str]:
+    """A window on layers without rotation."""
+    fields.get("max_window_layers")
+    windowed = fields.flag("use_sliding_window") and fields.has("sliding_window")
+    if not windowed:
+        return [FULL] * count
+    return [FULL if rotated else SLIDING for rotated in _rotated(fields, count)]
 
 
-def _gpt_oss(fields: Fields) -> Need:
-    heads = _heads(fields, fields.whole("head_dim"))
-    return _windowed(fields, heads, _where(_types(fields, (FULL, SLIDING)), SLIDING))
+def _llama4(fields: Fields, count: int) -> Sequence[str]:
+    """Chunks on layers with rotation."""
+    return [CHUNKED if rotated else FULL for rotated in _rotated(fields, count)]
 
 
-def _gemma3(fields: Fields) -> Need:
+def _rotated(fields: Fields, count: int) -> Sequence[int]:
+    if fields.get("no_rope_layers"):
+        found: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
+        return found
+    step = fields.whole_or("no_rope_layer_interval", 4)
+    return [int((n + 1) % step != 0) for n in range(count)]
+
+
+def _exaone(fields: Fields, count: int) -> Sequence[str]:
+    """Full attention on every fourth layer."""
+    if not fields.has("sliding_window"):
+        return [FULL] * count
+    return every(4, "sliding_window_pattern")(fields, count)
+
+
+def _last_full(types: Callable[[Fields, int], Sequence[str]]) -> Any:
+    def last_full(fields: Fields, count: int) -> Sequence[str]:
+        return [*types(fields, count)[:-1], FULL]
+
+    return last_full
+
+
+def _flint(fields: Fields, count: int) -> Sequence[str]:
+    """Full attention on the first two, on every fourth and on the last layer."""
+    full = {0, 1, count - 1}
+    return [FULL if n in full or n % 4 == 1 else SLIDING for n in range(count)]
+
+
+def _mimo_v2_flash_types(fields: Fields, count: int) -> Sequence[str]:
+    """hybrid_layer_pattern of published configs: 1 is a window."""
+    if fields.has("hybrid_layer_pattern"):
+        pattern = fields.each("hybrid_layer_pattern", (0, 1), count)
+        return [SLIDING if windowed else FULL for windowed in pattern]
+    return [FULL if n == 0 or not (n + 1) % 6 else SLIDING for n in range(count)]
+
+
+def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Window layers have twice the KV heads, unless swa_num_key_value_heads says otherwise."""
+    fields.get("attention_chunk_size")  # published, and read by no engine
+    fields.get("hybrid_layer_pattern")
+    full = heads(fields, needs, fields.whole("v_head_dim"))
+    count = fields.whole_or(f"swa_{HEADS}", 2 * full.num_kv_heads)
+    dims = fields.whole_or("swa_head_dim", full.head_dim), full.v_head_dim or full.head_dim
+    v_dim = fields.whole_or("swa_v_head_dim", dims[1])
+    if name == FULL:
+        return window_state(fields, name, full)
+    swa = MHA(count, dims[0], None if v_dim == dims[0] else v_dim)
+    if fields.has("sliding_window_size"):  # without the current token
+        return (State(swa, fields.whole("sliding_window_size")),)
+    return window_state(fields, name, swa)
+
+
+def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
     """The published 4B, 12B and 27B configs leave out the defaults of transformers'
-    Gemma3TextConfig: 4 KV heads of 256, full attention on every 6th layer.
+    Gemma3TextConfig: 4 KV heads of 256.
     """
-    if fields.flag("use_bidirectional_attention"):
-        raise fields.wrong("use_bidirectional_attention", "false (an encoder has no KV state)")
-    heads = MHA(fields.whole_or("num_key_value_heads", 4), fields.whole_or("head_dim", 256))
-    windowed = _typed(fields, SLIDING)
-    if windowed is None:
-        every = fields.whole_or("sliding_window_pattern", 6)
-        windowed = [n for n in range(fields.num_layers) if (n + 1) % every]
-    return _windowed(fields, heads, windowed)
+    held = MHA(fields.whole_or(HEADS, 4), fields.whole_or(HEAD_DIM, 256))
+    return window_state(fields, name, held)
 
 
-def _deepseek_v3(fields: Fields) -> Need:
-    return MLAPool, _latent(fields)
+def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
+    held = heads(fields, needs)
+    alike = fields.get("attention_k_eq_v") is False  # then global heads are not read
+    dim, count = fields.get("global_head_dim"), fields.get(f"num_global_{HEADS}")
+    if name == FULL and not fields.has("per_layer_config"):
+        dim = fields.whole_or("global_head_dim", 512)
+        count = None if alike or count is None else fields.whole(f"num_global_{HEADS}")
+        held = replace(held, head_dim=dim, num_kv_heads=count or held.num_kv_heads)
+    return window_state(fields, name, held)
 
 
-def _deepseek_v32(fields: Fields) -> Need:
+def _unshared(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+    """The last num_kv_shared_layers read the keys of earlier layers and keep none."""
+    shared = 0
+    if SHARED in needs or fields.get(SHARED) is not None:
+        shared = fields.whole(SHARED, 0, len(layers) - 1)
+    return [() if n >= len(layers) - shared else layer for n, layer in enumerate(layers)]
+
+
+def _falcon(fields: Fields, name: str, needs: Needs) -> Layer:
+    """One KV head, or all: transformers repeats those of the new architecture for every head."""
+    count, kv = fields.whole(fields.named("num_attention_heads")), fields.get("num_kv_heads")
+    repeated = fields.flag("new_decoder_architecture")
+    single = fields.get("multi_query") is not False
+    if single and not repeated:
+        count = 1
+    elif not repeated and kv is not None:
+        count = fields.whole("num_kv_heads")
+    return (State(MHA(count, head_dim(fields))),)
+
+
+def _gpt_bigcode(fields: Fields, name: str, needs: Needs) -> Layer:
+    """One KV head unless multi_query is false."""
+    count = fields.whole(fields.named("num_attention_heads"))
+    if fields.get("multi_query") is not False:
+        count = 1
+    fields.get(HEADS)
+    return (State(MHA(count, head_dim(fields))),)
+
+
+def _dbrx(fields: Fields, name: str, needs: Needs) -> Layer:
+    """KV heads are in attn_config."""
+    fields.get(HEADS)
+    count = fields.inner("attn_config").whole("kv_n_heads")
+    return (State(MHA(count, head_dim(fields))),)
+
+
+def _jetmoe(fields: Fields, name: str, needs: Needs) -> Layer:
+    """The dim of a head is kv_channels."""
+    return (State(MHA(fields.whole(HEADS), fields.whole("kv_channels"))),)
+
+
+def _mpt(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Queries are not grouped."""
+    if fields.has("attn_config"):
+        inner = fields.inner("attn_config")
+        if inner.get("attn_type") not in (None, "multihead_attention"):
+            raise inner.wrong("attn_type", "'multihead_attention'")
+    return grouped(fields, name, needs)
+
+
+def _gpt_neo(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Local layers keep all tokens: transformers masks those that are too far."""
+    for unread in ("attention_types", "attention_layers", "window_size"):
+        fields.get(unread)
+    return grouped(fields, name, needs)
+
+
+def _modernbert(fields: Fields, name: str, needs: Needs) -> Layer:
+    """A window of half of local_attention: an encoder sees the other half after a token."""
+    fields.get("local_attention")
+    if name == FULL or fields.has("sliding_window"):
+        return grouped(fields, name, needs)
+    return (State(heads(fields, needs), fields.whole("local_attention", 4) // 2 - 1),)
+
+
+def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Sparse layers have an indexer's key beside K and V."""
+    fields.get("index_head_dim")
+    held = State(heads(fields, needs))
+    if name == FULL:
+        return (held,)
+    return held, State(IndexKey(fields.whole("index_head_dim")))
+
+
+def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Window layers have rows of their own, which per_layer_config gives."""
+    if name == SLIDING and not fields.has("per_layer_config"):
+        raise fields.wrong("per_layer_config", "given, as transformers writes it")
+    return latent(fields, name, needs)
+
+
+def _indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
     of the last full layer and have no keys.
     """
-    held: tuple[int, ...] = tuple(range(fields.num_layers))
     if fields.has("indexer_types"):
-        held = _where(fields.each("indexer_types", ("full", "shared"), len(held)), "full")
-    elif fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
+        held = fields.each("indexer_types", ("full", "shared"), len(layers))
+        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
+        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
+    if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
         raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
-    elif fields.has("layer_types"):
-        held = _where(_types(fields, (*INDEXED, FULL)), *INDEXED)
-    return NSAPool, {**_indexed(fields), "index_layers": held}
+    return layers
+
+
+def _hy_v4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+    """Without indexer_types: full on the first layer, and on every fourth from the second."""
+    if fields.has("indexer_types"):
+        return _indexed(fields, layers, needs)
+    return [one if n == 0 or n % 4 == 1 else one[:1] for n, one in enumerate(layers)]
+
+
+def _all_indexed(fields: Fields, count: int) -> Sequence[str]:
+    return [INDEXED] * count
+
+
+def _two_a_block(fields: Fields) -> int:
+    """A block has two attentions; num_hidden_layers, where it is given, counts these."""
+    if fields.has("num_layers"):
+        fields.get("num_hidden_layers")
+        return 2 * fields.whole("num_layers")
+    return fields.num_layers
+
+
+def _cycles(fields: Fields) -> int:
+    """Layers run several times, each time with keys of their own."""
+    if fields.has("num_layers_per_stack"):
+        layers = fields.whole("num_layers_per_stack")
+    else:
+        layers = fields.num_layers
+    fields.get("L_bp_cycles")
+    return layers * fields.whole("H_cycles") * (fields.whole("L_cycles") + 1)
 
 
 def _deepseek_v4(fields: Fields) -> Need:
     """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
     with compress_rates (transformers).
     """
+    for unread in (HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers"):
+        fields.get(unread)
     count, found = fields.num_layers, []
     if fields.has("layer_types"):
         found.append(_rated(fields))
@@ -112,48 +296,13 @@ def _deepseek_v4(fields: Fields) -> Need:
     return DSv4Pool, {**_compressed(fields), "compress_ratios": found[0]}
 
 
-def _qwen3_next(fields: Fields) -> Need:
-    linear = _typed(fields, LINEAR)
-    if linear is None:
-        every = fields.whole("full_attention_interval")
-        linear = [n for n in range(fields.num_layers) if (n + 1) % every]
-    state = gated_delta_net(
-        k_heads=fields.whole("linear_num_key_heads"),
-        v_heads=fields.whole("linear_num_value_heads"),
-        k_dim=fields.whole("linear_key_head_dim"),
-        v_dim=fields.whole("linear_value_head_dim"),
-        kernel=fields.whole("linear_conv_kernel_dim", 2),
-    )
-    full = _heads(fields, fields.whole("head_dim"))
-    return HybridLinearPool, {"full": full, "linear": state, "linear_layers": tuple(linear)}
-
-
-def _kimi_linear(fields: Fields) -> Need:
-    """Published configs count layers from 1 in linear_attn_config."""
-    linear, names = _typed(fields, LINEAR), ("linear_num_heads", "linear_head_dim")
-    given, kernel = fields, "linear_conv_kernel_dim"
-    if fields.has("linear_attn_config") or not fields.has(names[0]):
-        given, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
-        kernel = "short_conv_kernel_size"
-    if linear is None:
-        inner, numbers = fields.inner("linear_attn_config"), range(1, fields.num_layers + 1)
-        kinds = inner.subset("kda_layers", numbers), inner.subset("full_attn_layers", numbers)
-        if sorted((*kinds[0], *kinds[1])) != [*numbers]:
-            every = f"a list of the layers from 1 to {len(numbers)} that kda_layers leave out"
-            raise inner.wrong("full_attn_layers", every)
-        linear = [n - 1 for n in kinds[0]]
-    state = kda(given.whole(names[0]), given.whole(names[1]), given.whole(kernel, 2))
-    full = MLA(**_latent(fields), rope_pairs=False)
-    return HybridLinearPool, {"full": full, "linear": state, "linear_layers": tuple(linear)}
-
-
 def _deepseek_v3_draft(fields: Fields, layers: range) -> Need:
-    return MLAPool, _latent(fields)
+    return MLAPool, _rows(fields)
 
 
 def _deepseek_v32_draft(fields: Fields, layers: range) -> Need:
     """The draft layers have index keys."""
-    return NSAPool, {**_indexed(fields), "index_layers": tuple(layers)}
+    return NSAPool, {**_indexed_rows(fields), "index_layers": tuple(layers)}
 
 
 def _deepseek_v4_draft(fields: Fields, layers: range) -> Need:
@@ -176,21 +325,96 @@ def _qwen3_next_draft(fields: Fields, layers: range) -> Need:
     return MHAPool, {"num_kv_heads": heads[0], "head_dim": heads[1]}
 
 
-TARGETS: dict[str, Callable[[Fields], Need]] = {
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v32": _deepseek_v32,
-    "deepseek_v4": _deepseek_v4,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "gpt_oss": _gpt_oss,
-    "kimi_linear": _kimi_linear,
-    "llama": _llama,
-    "ministral": _mistral,
-    "mistral": _mistral,
-    "mixtral": _mistral,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
+def _all(types: str, family: Family) -> dict[str, Family]:
+    return dict.fromkeys(types.split(), family)
+
+
+FAMILIES: dict[str, Family] = {
+    **_all(  # KV heads default to heads and head_dim to hidden_size / heads
+        "apertus arcee aria_text biogpt bloom codegen cohere ctrl diffllama flex_olmo gpt-sw3 gpt2 "
+        "gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared hunyuan_v1_dense "
+        "hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe opt persimmon "
+        "phi xglm",
+        Family(grouped),
+    ),
+    **_all(
+        "bitnet emu3_text_model ernie4_5_moe glm4_moe stablelm",
+        Family(grouped, needs=ONLY_HEADS),
+    ),
+    **_all(
+        "ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder minimax_m2 seed_oss solar_open",
+        Family(grouped, needs=BOTH),
+    ),
+    **dict.fromkeys(("cohere_compass_text", "cohere2"), Family(grouped, every(4, PATTERN))),
+    **dict.fromkeys(("doge", "phi3"), Family(grouped, all_windowed)),
+    **_all(
+        "ministral mistral mixtral phi4_multimodal phimoe starcoder2",
+        Family(grouped, all_windowed, needs=ONLY_HEADS),
+    ),
+    "qwen2": Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
+    **dict.fromkeys(("gemma2", "vaultgemma"), Family(grouped, every(2), needs=BOTH)),
+    **dict.fromkeys(("exaone4", "exaone_moe"), Family(grouped, _exaone, needs=ONLY_HEADS)),
+    **dict.fromkeys(("laguna", "mellum"), Family(grouped, needs=BOTH)),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        Family(_gemma4, _last_full(every(6)), also=_unshared, needs=BOTH),
+    ),
+    "afmoe": Family(grouped, every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
+    "beam": Family(grouped, _last_full(every(6)), needs=BOTH),
+    "cohere2_moe": Family(grouped, listed, needs=ONLY_DIM),
+    "cwm": Family(grouped, every(4, offset=0), needs=BOTH),
+    "dbrx": Family(_dbrx),
+    "dots1": Family(grouped, _by_window, needs=ONLY_HEADS),
+    "falcon": Family(_falcon),
+    "flint": Family(grouped, _flint, needs=BOTH),
+    "gemma3_text": Family(_gemma3, every(6, PATTERN)),
+    "gemma3n_text": Family(grouped, every(5), also=_unshared, needs=BOTH | {SHARED}),
+    "gpt_bigcode": Family(_gpt_bigcode),
+    "gpt_neo": Family(_gpt_neo),
+    "gpt_oss": Family(grouped, listed, needs=BOTH),
+    "granite_swa": Family(grouped, every(4, offset=0), needs=ONLY_HEADS),
+    "granitemoe_swa": Family(grouped, every(4, offset=0)),
+    "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM),
+    "jetmoe": Family(_jetmoe),
+    "kolibri1": Family(grouped, every(5), needs=BOTH),
+    "llama4_text": Family(grouped, _llama4, names=(FULL, SLIDING, CHUNKED), needs=BOTH),
+    "mimo_v2_flash": Family(_mimo_v2_flash, _mimo_v2_flash_types, needs=BOTH),
+    "minimax_m3_vl_text": Family(_minimax_m3, names=(FULL, "minimax_m3_sparse"), needs=BOTH),
+    "ministral3": Family(grouped, all_windowed, needs=BOTH),
+    "modernbert-decoder": Family(_modernbert, every(3, "global_attn_every_n_layers", offset=0)),
+    "mpt": Family(_mpt),
+    "olmo3": Family(grouped, every(4)),
+    "qwen2_moe": Family(grouped, _qwen2_moe, needs=ONLY_HEADS),
+    "qwen3": Family(grouped, from_max_window_layers, needs=BOTH),
+    "qwen3_moe": Family(grouped, _qwen3_moe, needs=ONLY_HEADS),
+    "smollm3": Family(grouped, _smollm3, needs=ONLY_HEADS),
+    # latents
+    **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu", Family(latent)),
+    "longcat_flash": Family(latent, layers=_two_a_block),
+    "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        Family(latent, _all_indexed, names=(FULL, INDEXED), also=_indexed),
+    ),
+    "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
+    "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
+    **LINEAR_FAMILIES,
+}
+TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": _deepseek_v4}
+# types whose fields are in text_config, and the type of these where it is not given
+WRAPPERS = {
+    "dots3_note": "dots3_note_text",
+    "emu3": "emu3_text_model",
+    "fuyu": "persimmon",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "got_ocr2": "qwen2",
+    "llama4": "llama4_text",
+    "moss_transcribe_diarize": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 DRAFTS: dict[str, Callable[[Fields, range], Need]] = {
     "deepseek_v3": _deepseek_v3_draft,
@@ -200,59 +424,19 @@ DRAFTS: dict[str, Callable[[Fields, range], Need]] = {
 }
 
 
-def _head_dim(fields: Fields) -> int:
-    if fields.has("head_dim"):
-        return fields.whole("head_dim")
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    if hidden % heads:
-        raise fields.wrong("head_dim", f"given: {heads} heads do not divide {hidden}")
-    return hidden // heads
-
-
-def _heads(fields: Fields, head_dim: int = 0) -> MHA:
-    return MHA(fields.whole("num_key_value_heads"), head_dim or _head_dim(fields))
-
-
-def _windowed(fields: Fields, heads: MHA, windowed: Sequence[int]) -> Need:
-    if not windowed:
-        return MHAPool, {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
-    window = _window(fields)
-    return SWAPool, {"full": heads, "window_layers": tuple(windowed), "window": window}
-
-
-def _window(fields: Fields) -> int:
-    """How many tokens before it a token sees: a model's window counts the token too."""
-    return fields.whole("sliding_window", 2) - 1
-
-
-def _types(fields: Fields, allowed: Sequence[str]) -> tuple[str, ...]:
-    return fields.each("layer_types", allowed, fields.num_layers)
-
-
-def _where(types: Sequence[str], *wanted: str) -> tuple[int, ...]:
-    return tuple(n for n, name in enumerate(types) if name in wanted)
-
-
-def _typed(fields: Fields, wanted: str) -> Sequence[int] | None:
-    """Layers of type `wanted` (all others are full); None where there are no layer_types."""
-    if not fields.has("layer_types"):
-        return None
-    return _where(_types(fields, (FULL, wanted)), wanted)
-
-
-def _latent(fields: Fields) -> dict[str, int]:
+def _rows(fields: Fields) -> dict[str, int]:
     return {name: fields.whole(name) for name in ("kv_lora_rank", "qk_rope_head_dim")}
 
 
-def _indexed(fields: Fields) -> dict[str, int]:
-    return {**_latent(fields), "index_head_dim": fields.whole("index_head_dim")}
+def _indexed_rows(fields: Fields) -> dict[str, int]:
+    return {**_rows(fields), "index_head_dim": fields.whole("index_head_dim")}
 
 
 def _compressed(fields: Fields) -> dict[str, Any]:
     """DSv4Pool's arguments other than the ratios; rope is a size, or a fraction of head_dim."""
     head_dim = fields.whole("head_dim", 2)
     if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
-        part = fields.values["partial_rotary_factor"]
+        part = fields.get("partial_rotary_factor")
         whole = type(part) is float and 0 < part < 1 and (part * head_dim).is_integer()
         if not whole:
             raise fields.wrong("partial_rotary_factor", f"a whole part of head_dim, {head_dim}")
@@ -264,7 +448,7 @@ def _compressed(fields: Fields) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "index_head_dim": fields.whole("index_head_dim"),
         "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
-        "window": _window(fields),
+        "window": fields.whole("sliding_window", 2) - 1,
     }
 
 
@@ -276,11 +460,14 @@ def _rated(fields: Fields) -> tuple[int, ...]:
     rates = {SLIDING: 0, SPARSE: _rate(fields, SPARSE), HEAVY: _rate(fields, HEAVY)}
     if rates[SPARSE] == rates[HEAVY]:
         raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
-    return tuple(rates[name] for name in _types(fields, (SLIDING, SPARSE, HEAVY)))
+    return tuple(
+        rates[name]
+        for name in fields.each("layer_types", (SLIDING, SPARSE, HEAVY), fields.num_layers)
+    )
 
 
 def _ratios(fields: Fields) -> tuple[int, ...]:
-    held = fields.values.get("compress_ratios")
+    held = fields.get("compress_ratios")
     if not isinstance(held, (list, tuple)) or len(held) < fields.num_layers:
         raise fields.wrong("compress_ratios", f"{fields.num_layers} numbers or more, one a layer")
     return fields.each("compress_ratios", (0, 4, 128), len(held))

@@ -87,7 +87,7 @@ class KVPool(TypedAccess):
         *,
         layers: Iterable[int],
         page_size: int,
-        num_pages: int,
+        num_pages: int = 0,
         num_window_pages: int = 0,
         num_slots: int = 0,
         requests: int | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from kvpool.layout.dtypes import dtype_name
 from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import KVPool
 from kvpool.pools.buf_infos import StateType
-from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, V4Latent
+from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState, V4Latent
 from kvpool.pools.placement import BufferSpec
 
 ATTENTION = (MHA, MLA, V4Latent)
@@ -57,17 +58,22 @@ class UnionPool(KVPool):
         stored = packing if isinstance(packing, str) else dtype_name(packing)
         return At(held, space, entries or self.page_size, self.shard, stored, prefix, state)
 
-    def roles(self, layer: int, *kinds: type, part: str = "") -> tuple[str, ...]:
-        """Input roles, with prefix, of a layer's first part that is one of `kinds`; `part` is the
-        prefix where a layer has several (`c4`). Raises KeyError naming the parts that it has.
+    def part(self, layer: int, *kinds: type, part: str = "") -> tuple[Any, At]:
+        """A layer's first part that is one of `kinds`; `part` is the prefix where a layer has
+        several (`c4`). Raises KeyError naming the parts that it has.
         """
         here = [(kind, at) for kind, at in self.kinds if layer in at.layers]
         for kind, at in here:
             if isinstance(kind, kinds) and part in ("", at.prefix[:-1]):
-                return tuple(at.prefix + role for role in kind.inputs)
+                return kind, at
         names = ", ".join(at.prefix + type(kind).__name__ for kind, at in here) or "nothing"
         wanted = " or ".join(f"{part}{'.' * bool(part)}{kind.__name__}" for kind in kinds)
         raise KeyError(f"{self.owner} layer {layer}: no {wanted} (the layer has {names}).")
+
+    def roles(self, layer: int, *kinds: type, part: str = "") -> tuple[str, ...]:
+        """Input roles, with prefix, of the part that `part` finds."""
+        kind, at = self.part(layer, *kinds, part=part)
+        return tuple(at.prefix + role for role in kind.inputs)
 
     def set_kv_buffer(
         self,
@@ -100,3 +106,36 @@ class UnionPool(KVPool):
         """Reads a sparse indexer's keys `[N, dim]`, in the pool's dtype."""
         (role,) = self.roles(layer, IndexKey)
         return self.read(role, layer, locations).to(getattr(torch, self.dtype))
+
+    def set_linear_state(
+        self,
+        layer: int,
+        slots: ArrayLike,
+        conv: torch.Tensor | None = None,
+        temporal: torch.Tensor | None = None,
+        *,
+        part: str = "",
+    ) -> None:
+        """Writes conv `[N, channel, tap]` (sections one after the other) and temporal
+        `[N, head, *state_shape]`, or one of them, to slots `[N]`.
+        """
+        kind, at = self.part(layer, LinearState, part=part)
+        values = {} if conv is None else kind.split(conv, at.shard)
+        if temporal is not None:
+            values["temporal"] = kind.rows(temporal)
+        self.write(layer, slots, {at.prefix + role: rows for role, rows in values.items()})
+
+    def get_linear_state(
+        self, layer: int, slots: ArrayLike, *, part: str = ""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Reads conv `[N, channel, tap]` and temporal `[N, head, *state_shape]`; None where the
+        state has no such part.
+        """
+        kind, at = self.part(layer, LinearState, part=part)
+        roles = [at.prefix + role for role in kind.inputs]
+        held = dict(zip(kind.inputs, self.read_roles(roles, layer, slots)))
+        conv = [held[role] for role in kind.conv_roles]
+        temporal = held.get("temporal")
+        if temporal is not None:
+            temporal = temporal.reshape(*temporal.shape[:2], *kind.state_shape)
+        return kind.join(conv) if conv else None, temporal

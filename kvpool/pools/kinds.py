@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -208,60 +209,62 @@ class Ring:
 @dataclass(frozen=True, slots=True)
 class LinearState:
     """The state of a linear-attention layer, per request: the last `taps` inputs of its
-    convolution, and the temporal state of every head.
+    convolution, and the temporal state of every head. Without `taps` or without `heads` there is
+    only the other one.
 
     The convolution's channels are `sections` of (name, heads, dim), each sharded over its heads.
     `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap, channels]`.
     `state_axis`: the first dim of a head's state as an axis, for states that an engine transposes.
+    `temporal_dtype`: empty is that of the convolution, `At.packing`. `conv_inputs`: transformers'
+    model gives the convolution's new inputs; False: its new state (Zaya).
     """
 
     sections: tuple[tuple[str, int, int], ...]
     taps: int
     heads: int
-    state_shape: tuple[int, int]
+    state_shape: tuple[int, ...]
     conv_layout: ConvLayout = "channels_first"
     temporal_dtype: str = "f32"
     state_axis: str = ""
+    conv_inputs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         known = get_args(ConvLayout)
         if self.conv_layout not in known:
             raise ValueError(f"conv_layout: one of {known}, got {self.conv_layout!r}.")
+        if bool(self.sections) != bool(self.taps) or not (self.taps or self.heads):
+            raise ValueError(
+                f"LinearState: {len(self.sections)} sections, {self.taps} taps, {self.heads} "
+                "heads. Give sections and taps, or heads, or all."
+            )
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Sections of the convolution, then the temporal state."""
-        return *(f"conv.{name}" for name, _, _ in self.sections), "temporal"
+        return *self.conv_roles, *["temporal"] * bool(self.heads)
+
+    @property
+    def conv_roles(self) -> tuple[str, ...]:
+        """Sections of the convolution."""
+        return tuple(f"conv.{name}" for name, _, _ in self.sections)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The conv state, then the temporal state."""
         at.takes(self)
-        parts = []
-        for name, total, dim in self.sections:
-            start, size = at.shard.of(total)
-            cell: Template = Cell(f"conv.{name}", 1, at.packing)
-            if self.conv_layout == "channels_first":
-                cell = Repeat("tap", self.taps, cell)
-            parts.append(Repeat("head", size, Repeat("dim", dim, cell), start, total))
-        channels = Seq(*parts)
-        conv = (
-            channels if self.conv_layout == "channels_first" else Repeat("tap", self.taps, channels)
-        )
-        yield at.buffer("conv", conv)
-        start, size = at.shard.of(self.heads)
-        first, second = self.state_shape
-        if self.state_axis:
-            row = Cell("temporal", second, self.temporal_dtype)
-            cell = Repeat(self.state_axis, first, row)
-        else:
-            cell = Cell("temporal", first * second, self.temporal_dtype)
-        yield at.buffer("temporal", Repeat("head", size, cell, start, self.heads))
+        if self.taps:
+            yield at.buffer("conv", self._conv(at))
+        if self.heads:
+            yield at.buffer("temporal", self._temporal(at))
+
+    def channels(self, shard: Shard) -> int:
+        """Channels of the convolution on one rank."""
+        return sum(shard.of(total)[1] * dim for _, total, dim in self.sections)
 
     def split(self, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:
         """Channels `[N, channel, tap]` by role as pools store them, `[N, head, dim, tap, 1]`."""
         sizes = [shard.of(total)[1] * dim for _, total, dim in self.sections]
         if conv.shape[1:] != (sum(sizes), self.taps):
-            names = ", ".join(name for name, _, _ in self.sections)
+            names = ", ".join(name for name, _, _ in self.sections) or "no section"
             raise ValueError(
                 f"conv: {list(conv.shape)}, this shard takes [N, {sum(sizes)}, {self.taps}]: the "
                 f"channels of {names} one after the other, and taps."
@@ -274,6 +277,35 @@ class LinearState:
     def join(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
         """The inverse of `split`: channels `[N, channel, tap]` of the stored sections."""
         return torch.cat([part.squeeze(-1).flatten(1, 2) for part in held], dim=1)
+
+    def rows(self, temporal: torch.Tensor) -> torch.Tensor:
+        """Temporal states `[N, head, *state_shape]` as pools store them."""
+        if temporal.shape[2:] != self.state_shape or not self.heads:
+            shape = ", ".join(map(str, ("N", "head", *self.state_shape)))
+            taken = f"a state is [{shape}]" if self.heads else "this state has none"
+            raise ValueError(f"temporal: {list(temporal.shape)}, {taken}.")
+        return temporal if self.state_axis else temporal.reshape(*temporal.shape[:2], -1)
+
+    def _conv(self, at: At) -> Template:
+        parts = []
+        for name, total, dim in self.sections:
+            start, size = at.shard.of(total)
+            cell: Template = Cell(f"conv.{name}", 1, at.packing)
+            if self.conv_layout == "channels_first":
+                cell = Repeat("tap", self.taps, cell)
+            parts.append(Repeat("head", size, Repeat("dim", dim, cell), start, total))
+        channels = Seq(*parts)
+        if self.conv_layout == "channels_first":
+            return channels
+        return Repeat("tap", self.taps, channels)
+
+    def _temporal(self, at: At) -> Template:
+        start, size = at.shard.of(self.heads)
+        dtype, shape = self.temporal_dtype or at.packing, self.state_shape
+        cell: Template = Cell("temporal", prod(shape), dtype)
+        if self.state_axis:
+            cell = Repeat(self.state_axis, shape[0], Cell("temporal", prod(shape[1:]), dtype))
+        return Repeat("head", size, cell, start, self.heads)
 
 
 def gated_delta_net(
@@ -311,6 +343,35 @@ def mamba2(
     """Mamba-2: x over heads, B and C over groups."""
     sections = ("x", heads, head_dim), ("b", groups, state_size), ("c", groups, state_size)
     return LinearState(sections, kernel - 1, heads, (head_dim, state_size), conv_layout)
+
+
+def mamba1(
+    channels: int, state_size: int, kernel: int, conv_layout: ConvLayout = "channels_first"
+) -> LinearState:
+    """Mamba-1: every channel of x has a state of its own."""
+    return LinearState((("x", channels, 1),), kernel - 1, channels, (state_size,), conv_layout)
+
+
+def short_conv(
+    channels: int, kernel: int, conv_layout: ConvLayout = "channels_first"
+) -> LinearState:
+    """A convolution alone (LFM2)."""
+    return LinearState((("x", channels, 1),), kernel - 1, 0, (), conv_layout)
+
+
+def lightning(heads: int, dim: int) -> LinearState:
+    """Lightning attention (MiniMax-01): a state of every head, in the pool's dtype."""
+    return LinearState((), 0, heads, (dim, dim), temporal_dtype="")
+
+
+def cca(q_heads: int, kv_heads: int, dim: int, kernels: tuple[int, int]) -> LinearState:
+    """Compressed convolutional attention (Zaya), beside keys and values in a layer: the last q and
+    k before two convolutions, and the half of the last token's values that the next token takes.
+    """
+    sections, taps = (("q", q_heads, dim), ("k", kv_heads, dim)), sum(kernels) - 2
+    return LinearState(
+        sections, taps, kv_heads * dim // 2, (), temporal_dtype="", conv_inputs=False
+    )
 
 
 def _row(latent: int, rope: int, dtype: str) -> Seq:

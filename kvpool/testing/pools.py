@@ -11,10 +11,20 @@ from typing import Any
 from kvpool.pools.base import KVPool
 from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.hybrid_linear import HybridLinearPool
-from kvpool.pools.kinds import MHA, MLA, IndexKey, gated_delta_net, kda, mamba2
+from kvpool.pools.kinds import (
+    MHA,
+    MLA,
+    IndexKey,
+    gated_delta_net,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    short_conv,
+)
+from kvpool.pools.layered import LayeredPool, State
 from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
-from kvpool.pools.nsa import NSAPool
+from kvpool.pools.mla import MLAPool, NSAPool
 from kvpool.pools.placement import ITEM_COUNTS, Shard
 from kvpool.pools.swa import SWAPool
 
@@ -89,6 +99,15 @@ hybrid_nsa = hybrid.but(
     index=INDEX,
     index_layers=[3],
 )
+layered = small(
+    LayeredPool,
+    states={
+        0: (State(MHA(4, 8, 16)),),
+        1: (State(MHA(2, 16), window=6), State(short_conv(8, 3)), State(short_conv(4, 2))),
+        2: (State(ROW), State(INDEX)),
+        3: (State(ROW, window=3),),
+    },
+)
 dsv4 = Example(
     DSv4Pool,
     {
@@ -114,6 +133,7 @@ CLASSES = {
     "hybrid": hybrid,
     "hybrid mla": hybrid_mla,
     "hybrid nsa": hybrid_nsa,
+    "layered": layered,
     "dsv4": dsv4,
     "dsv4 speculating": dsv4.but(speculation=True),
 }
@@ -134,6 +154,11 @@ POOLS: dict[str, Example] = {
     "mha hnd mxfp8": mha.but(packing="mxfp8", head_dim=64, v_head_dim=32, order="hnd"),
     "swa mxfp8": swa.but(packing="mxfp8", full=WIDE, swa=MHA(2, 32)),
     "hybrid mxfp8": hybrid.but(packing="mxfp8", full=WIDE),
+    "mamba-1 and mha in a layer": hybrid.but(
+        linear=mamba1(12, 5, 4, "taps_first"), full_layers=(1, 3)
+    ),
+    "hybrid short conv": hybrid.but(linear=short_conv(8, 3)),
+    "lightning alone": small(HybridLinearPool, linear=lightning(4, 6), linear_layers=range(4)),
     "mha bf16 by page": mha.but(placement="page"),
     "mha bf16 stacked": mha.but(placement="stack"),
     "mla fp8 stacked": mla.but(packing="fp8", placement="stack"),

@@ -135,6 +135,17 @@ def test_the_document_is_what_the_templates_say():
         ),
         ("Mamba-2, taps first", "conv.c", {"head": 0, "dim": 0, "tap": 1}, 20_480 + 9_216 * 2),
         ("Mamba-2, taps first", "temporal", {"head": 127}, 127 * 64 * 128 * 4),
+        # every channel is a head
+        ("Mamba-1, channels first", "conv.x", {"head": 9, "dim": 0, "tap": 2}, 9 * 6 + 4),
+        ("Mamba-1, channels first", "temporal", {"head": 8_191}, 8_191 * 64),
+        ("Short convolution, channels first", "conv.x", {"head": 9, "dim": 0, "tap": 1}, 38),
+        ("Lightning attention", "temporal", {"head": 63}, 63 * 128 * 128 * 2),
+        (
+            "Compressed convolutional attention",
+            "conv.k",
+            {"head": 1, "dim": 3, "tap": 1},
+            (1_024 + 128 + 3) * 4 + 2,
+        ),
     ],
 )
 def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte):
@@ -162,6 +173,10 @@ def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte)
         ("Gated DeltaNet, channels first", [(49_152, None, None), (2 << 20, None, None)]),
         ("Kimi Delta Attention, taps first", [(73_728, None, None), (2 << 20, None, None)]),
         ("Mamba-2, taps first", [(61_440, None, None), (4 << 20, None, None)]),
+        ("Mamba-1, channels first", [(49_152, None, None), (524_288, None, None)]),
+        ("Short convolution, channels first", [(8_192, None, None)]),
+        ("Lightning attention", [(2 << 20, None, None)]),
+        ("Compressed convolutional attention", [(5_120, None, None), (256, None, None)]),
     ],
 )
 def test_an_item_has_the_bytes_that_were_worked_out_by_hand(title, expected):

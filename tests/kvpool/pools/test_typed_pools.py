@@ -21,6 +21,7 @@ from kvpool import (
     SWAPool,
 )
 from kvpool.pools.kinds import LinearState, gated_delta_net
+from kvpool.pools.layered import LayeredPool, State
 from tests.pools import (
     CLASSES,
     INDEX,
@@ -608,16 +609,17 @@ def test_kinds_that_cannot_be_are_refused_with_a_sentence(kind, wrong, says):
 @pytest.mark.parametrize("missing", ["layers", "page_size", "num_pages"])
 def test_an_argument_that_is_missing_is_named(build, missing):
     pool_class = type(build(device="meta"))
-    given = {"layers": [0], "page_size": 8, "num_pages": 3, "num_slots": 3, "dtype": "bf16"}
+    given = {"layers": [0, 1], "page_size": 8, "num_pages": 3, "num_slots": 3, "dtype": "bf16"}
     own = {
         MHAPool: {"num_kv_heads": 4, "head_dim": 8},
         SWAPool: {"full": MHA(4, 8), "window_layers": [0], "window": 4, "num_window_pages": 3},
         HybridLinearPool: {"full": MHA(4, 8), "linear": KDA, "linear_layers": [0]},
-        DSv4Pool: {"compress_ratios": [8], "num_window_pages": 3},
+        DSv4Pool: {"compress_ratios": [8, 8], "num_window_pages": 3},
+        LayeredPool: {"states": {0: (State(MHA(4, 8)),)}},
     }.get(pool_class, {})
     pool_class(**given, **own).check_integrity()
     del given[missing]
-    with pytest.raises(TypeError, match=missing):
+    with pytest.raises((TypeError, ValueError), match=missing):
         pool_class(**given, **own)
 
 

@@ -1,0 +1,307 @@
+"""Model types with linear states: convolutions, Mamba, lightning attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvpool.models.config import Fields
+from kvpool.models.layers import Layer
+from kvpool.models.rules import (
+    FULL,
+    HEAD_DIM,
+    HEADS,
+    LINEAR,
+    SLIDING,
+    Family,
+    grouped,
+    heads,
+    latent,
+    listed,
+    window_state,
+)
+from kvpool.pools.kinds import (
+    MHA,
+    MLA,
+    LinearState,
+    cca,
+    gated_delta_net,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    short_conv,
+)
+from kvpool.pools.layered import State
+
+CONV, HYBRID, HYBRID_SLIDING, NOTHING = "conv", "hybrid", "hybrid_sliding", ("moe", "mlp")
+Attention = Callable[[Fields, str, frozenset[str]], Layer]
+MAMBA_UNREAD = ("mamba_proj_bias", "mamba_chunk_size", "chunk_size", "use_mamba_kernels")
+
+
+def beside(linear: Callable[[Fields], LinearState], attention: Attention = grouped) -> Attention:
+    """The linear state on layers of types linear_attention and conv, the attention on others, both
+    on those of type hybrid, and nothing on moe and mlp.
+    """
+
+    def layer(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+        state = (State(linear(fields)),)
+        both = name == HYBRID
+        for unread in (HEADS, HEAD_DIM):  # also where no layer has attention
+            fields.get(unread)
+        if name in NOTHING:
+            return ()
+        if name in (LINEAR, CONV):
+            return state
+        held = attention(fields, FULL if both else name, needs)
+        return held + state if both else held
+
+    return layer
+
+
+def _gated_delta_net(fields: Fields) -> LinearState:
+    return gated_delta_net(
+        k_heads=fields.whole("linear_num_key_heads"),
+        v_heads=fields.whole("linear_num_value_heads"),
+        k_dim=fields.whole("linear_key_head_dim"),
+        v_dim=fields.whole("linear_value_head_dim"),
+        kernel=fields.whole("linear_conv_kernel_dim", 2),
+    )
+
+
+def _interval(fields: Fields, count: int) -> Sequence[str]:
+    step = fields.whole("full_attention_interval")
+    return [LINEAR if (n + 1) % step else FULL for n in range(count)]
+
+
+def _kda(fields: Fields) -> LinearState:
+    """Sizes are in linear_attn_config in published configs."""
+    given, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
+    for unread in (*names, kernel):
+        fields.get(unread)
+    if fields.has("linear_attn_config") or not fields.has(names[0]):
+        given, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
+        kernel = "short_conv_kernel_size"
+    return kda(given.whole(names[0]), given.whole(names[1]), given.whole(kernel, 2))
+
+
+def _bailing(fields: Fields) -> LinearState:
+    """transformers writes the names that begin with linear_."""
+    for unread in (HEAD_DIM, "short_conv_kernel_size", "layer_group_size"):
+        fields.get(unread)
+    if fields.has("linear_num_heads"):
+        return _kda(fields)
+    count, dim = fields.whole("num_attention_heads"), fields.whole(HEAD_DIM)
+    return kda(count, dim, fields.whole("short_conv_kernel_size", 2))
+
+
+def _groups(fields: Fields, count: int) -> Sequence[str]:
+    """Full attention on the last layer of each group."""
+    size = fields.whole("layer_group_size")
+    return [LINEAR if (n + 1) % size else FULL for n in range(count)]
+
+
+def _unrotated(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """Kimi-Linear does not rotate its rope key."""
+    (held,) = latent(fields, name, needs)
+    assert isinstance(held.kind, MLA)
+    return (State(replace(held.kind, rope_pairs=False)),)
+
+
+def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
+    """Published configs count layers from 1 in linear_attn_config."""
+    inner, numbers = fields.inner("linear_attn_config"), range(1, count + 1)
+    kinds = inner.subset("kda_layers", numbers), inner.subset("full_attn_layers", numbers)
+    if sorted((*kinds[0], *kinds[1])) != [*numbers]:
+        every = f"a list of the layers from 1 to {count} that kda_layers leave out"
+        raise inner.wrong("full_attn_layers", every)
+    return [LINEAR if n in kinds[0] else FULL for n in numbers]
+
+
+def _mamba2(
+    count: str, dim: str, groups: str, size: str, kernel: str
+) -> Callable[[Fields], LinearState]:
+    """Mamba-2, with the names of its numbers."""
+
+    def state(fields: Fields) -> LinearState:
+        for unread in (*MAMBA_UNREAD, "mamba_expand", "expand", "mamba_d_ssm"):
+            fields.get(unread)
+        if fields.get("mamba_ssm_cache_dtype") not in (None, "float32"):
+            raise fields.wrong("mamba_ssm_cache_dtype", "'float32'")
+        return mamba2(
+            fields.whole(count),
+            fields.whole(dim),
+            fields.whole(groups),
+            fields.whole(size),
+            fields.whole(kernel, 2),
+        )
+
+    return state
+
+
+BAMBA = _mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+NEMOTRON = _mamba2("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+ZAMBA2 = _mamba2("n_mamba_heads", "mamba_headdim", "mamba_ngroups", "mamba_d_state", "mamba_d_conv")
+MAMBA2 = _mamba2("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")
+
+
+def _mamba1(expand: str, size: str, kernel: str) -> Callable[[Fields], LinearState]:
+    """Mamba-1: channels are hidden_size times `expand`."""
+
+    def state(fields: Fields) -> LinearState:
+        for unread in (*MAMBA_UNREAD, "mamba_dt_rank", "use_mambapy"):
+            fields.get(unread)
+        channels = fields.whole("hidden_size") * fields.whole(expand)
+        if expand == "expand":  # elsewhere it is that of the MLP
+            channels = fields.whole_or("intermediate_size", channels)
+        return mamba1(channels, fields.whole(size), fields.whole(kernel, 2))
+
+    return state
+
+
+def _zamba(fields: Fields) -> LinearState:
+    """Mamba-1 with heads."""
+    for unread in (*MAMBA_UNREAD, "mamba_dt_rank", "attn_layer_period", "attn_layer_offset"):
+        fields.get(unread)
+    wide, count = fields.whole("hidden_size") * fields.whole("mamba_expand"), "n_mamba_heads"
+    if wide % fields.whole(count):
+        raise fields.wrong(count, f"a divisor of {wide}")
+    sections = (("x", fields.whole(count), wide // fields.whole(count)),)
+    taps, size = fields.whole("mamba_d_conv", 2) - 1, fields.whole("mamba_d_state")
+    return LinearState(sections, taps, fields.whole(count), (sections[0][2], size))
+
+
+def _inkling(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """Attention, and float32 convolutions of its keys, its values, its output and the MLP's."""
+    held = replace_names(fields, "swa_") if name == HYBRID_SLIDING else fields
+    for unread in ("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states"):
+        fields.get(unread)
+    kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
+    kv = heads(held, needs)
+    wide = kv.num_kv_heads * kv.head_dim
+    convs = [short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
+    attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
+    return attention + tuple(State(conv, dtype="f32") for conv in convs)
+
+
+def replace_names(fields: Fields, prefix: str) -> Fields:
+    """Fields with those of `prefix` in the place of those without."""
+    own = {n: fields.get(prefix + n) for n in (HEADS, HEAD_DIM) if fields.has(prefix + n)}
+    return replace(fields, values={**fields.values, **own})
+
+
+def _by_period(fields: Fields, count: int) -> Sequence[str]:
+    """Attention on layers attn_layer_offset, attn_layer_offset + attn_layer_period, .."""
+    period, offset = fields.whole("attn_layer_period"), fields.whole("attn_layer_offset", 0)
+    return [FULL if n % period == offset else LINEAR for n in range(count)]
+
+
+def _by_indices(name: str, rest: str) -> Callable[[Fields, int], Sequence[str]]:
+    """Full attention on the layers that `name` lists."""
+
+    def types(fields: Fields, count: int) -> Sequence[str]:
+        held = fields.subset(name, range(count)) if fields.get(name) else ()
+        return [FULL if n in held else rest for n in range(count)]
+
+    return types
+
+
+def _all(kind: str) -> Callable[[Fields, int], Sequence[str]]:
+    return lambda fields, count: [kind] * count
+
+
+def _short_conv(fields: Fields) -> LinearState:
+    for unread in (
+        "conv_bias",
+        "conv_dim",
+        "conv_dim_out",
+        "conv_use_xavier_init",
+        "full_attn_idxs",
+    ):
+        fields.get(unread)
+    return short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
+
+
+def _nemotron_layers(fields: Fields) -> int:
+    """As many as the list of their types has, or hybrid_override_pattern letters."""
+    for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
+        held = fields.get(name)
+        if isinstance(held, (list, tuple, str)) and held:
+            return len(held)
+    return fields.num_layers
+
+
+def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
+    letters = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+    pattern = fields.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or set(pattern) - set(letters):
+        raise fields.wrong("layers_block_type", f"a list of {count} values, one for each layer")
+    return [letters[letter] for letter in pattern]
+
+
+def _zamba2_attention(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """The shared attention works on the hidden states beside the embeddings: twice as wide."""
+    for unread in ("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size"):
+        fields.get(unread)
+    count = fields.whole_or(HEADS, fields.whole("num_attention_heads"))
+    return (State(MHA(count, fields.whole("attention_head_dim"))),)
+
+
+def _lightning(fields: Fields) -> LinearState:
+    held = heads(fields, frozenset((HEADS,)))
+    return lightning(fields.whole("num_attention_heads"), held.head_dim)
+
+
+def _zaya(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """Compressed convolutional attention: K and V, and what their convolutions take."""
+    kv, count = heads(fields, needs), fields.whole("num_attention_heads")
+    kernels = fields.whole("cca_time0"), fields.whole("cca_time1")
+    attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
+    return (*attention, State(cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
+
+
+BOTH, ONLY_HEADS = frozenset((HEADS, HEAD_DIM)), frozenset((HEADS,))
+GATED = beside(_gated_delta_net)
+FAMILIES: dict[str, Family] = {
+    "bamba": Family(
+        beside(BAMBA), _by_indices("attn_layer_indices", LINEAR), (FULL, LINEAR), needs=ONLY_HEADS
+    ),
+    "falcon_h1": Family(beside(BAMBA), _all(HYBRID), (HYBRID,), needs=ONLY_HEADS),
+    "falcon_mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), _all(LINEAR)),
+    "granitemoehybrid": Family(beside(BAMBA), listed, (FULL, LINEAR)),
+    "bailing_hybrid": Family(beside(_bailing, latent), _groups, (FULL, LINEAR)),
+    **dict.fromkeys(
+        ("inkling2_text", "inkling_text"),
+        Family(_inkling, listed, (HYBRID, HYBRID_SLIDING), needs=BOTH),
+    ),
+    "jamba": Family(
+        beside(_mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")),
+        _by_period,
+        (FULL, LINEAR),
+        needs=ONLY_HEADS,
+    ),
+    "kimi_linear": Family(beside(_kda, _unrotated), _kda_layers, (FULL, LINEAR)),
+    "lfm2": Family(
+        beside(_short_conv), _by_indices("full_attn_idxs", CONV), (FULL, CONV), needs=ONLY_HEADS
+    ),
+    "lfm2_moe": Family(beside(_short_conv), listed, (FULL, CONV), needs=ONLY_HEADS),
+    "lfm3": Family(beside(_short_conv), listed, (FULL, SLIDING, CONV), needs=BOTH),
+    "mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), _all(LINEAR)),
+    "mamba2": Family(beside(MAMBA2), _all(LINEAR)),
+    "minimax": Family(beside(_lightning), listed, (FULL, LINEAR), needs=ONLY_HEADS),
+    "nemotron_h": Family(
+        beside(NEMOTRON),
+        _nemotron_types,
+        (FULL, LINEAR, *NOTHING),
+        layers=_nemotron_layers,
+        needs=BOTH,
+    ),
+    "olmo_hybrid": Family(GATED, listed, (FULL, LINEAR)),
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        Family(GATED, _interval, (FULL, LINEAR), needs=BOTH),
+    ),
+    "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID)),
+    "zaya": Family(_zaya, _all(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
+    "zamba2": Family(beside(ZAMBA2, _zamba2_attention), listed, (LINEAR, HYBRID)),
+}

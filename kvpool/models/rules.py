@@ -1,0 +1,212 @@
+"""General rules: what the fields of a config say that a layer keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvpool.models.config import Fields
+from kvpool.models.layers import Layer, Need, need
+from kvpool.pools.kinds import MHA, MLA, IndexKey
+from kvpool.pools.layered import State
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, INDEXED = "linear_attention", "indexed_attention"
+Types = Callable[[Fields, int], Sequence[str]]
+PATTERNS = (
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "global_attn_every_n_layers",
+    "prefix_dense_sliding_window_pattern",
+)
+# older names, and those of layers without attention
+RENAMED = {
+    "attention": FULL,
+    "mamba": LINEAR,
+    "deepseek_sparse_attention": INDEXED,
+}
+HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"
+
+# fields that may concern state: one that no rule has read is refused, unless it says nothing
+STATE = re.compile(
+    r"head|window|layer_types|per_layer_config|kv|lora_rank|state|conv|chunk|linear|mamba|ssm|mqa|"
+    r"index|compress|sliding|cache|hybrid|block_type|recurrent|multi_query|query_groups|local_att|"
+    r"global_att|attention_types|attention_layers|attn_layer|full_attn|cross_attention|(^|_)cla(_|$)|"
+    r"bidirectional|cycles|number_of|cca_|sconv"
+)
+# names that match and concern queries, projections, outputs or training only
+STATELESS = re.compile(
+    r"output_hidden_states|use_cache|cache_implementation|chunk_size_feed_forward|lm_head\w*|ssm_\w*multipliers?|"
+    r"num_attention_heads(_per_layer)?|q_lora_rank|qk_head_dim|mlp_layer_types|add_cross_attention|"
+    r"index_(n_heads|topk|block_size|local_blocks|topk_blocks)|.*_per_layer_input|n_heads?|"
+    r"moe_layer_freq|encoder_attention_heads|hidden_states_.*|mtp_.*|quantization_config|"
+    r".*_bias|moe_layer_\w+|keep_window_size|mamba_(norm_before_gate|rms_norm)|\w*_act|"
+    r"linear_(a_log|dt|allow)_\w+|(full|linear)_attn_(alpha|beta)_factor|num_ln_in_parallel_attn|index_share_for_mtp_iteration|scale_attn_by_inverse_layer_idx"
+)
+
+
+def layer_fields(fields: Fields, count: int) -> list[Fields]:
+    """The fields of each layer: the model's, with what per_layer_config says of the layer."""
+    found = [fields] * count
+    for layer, own in overrides(fields).items():
+        if layer >= count:
+            raise fields.wrong("per_layer_config", f"an object with layers from 0 to {count - 1}")
+        found[layer] = replace(fields, values={**fields.values, **own})
+    return found
+
+
+def overrides(fields: Fields) -> dict[int, Mapping[str, object]]:
+    """per_layer_config by layer; `{}` where there is none."""
+    if not fields.has("per_layer_config"):
+        return {}
+    held = fields.inner("per_layer_config").values
+    fits = all(re.fullmatch("[0-9]{1,6}", str(key)) for key in held)
+    if not fits or not all(isinstance(own, Mapping) for own in held.values()):
+        raise fields.wrong("per_layer_config", "an object of objects by layer")
+    return {int(key): own for key, own in held.items()}
+
+
+def refuse_unread(fields: Fields) -> None:
+    """Raises ValueError for the first field that may concern state and that no rule has read."""
+    found = {"": fields.values}
+    found |= {f"per_layer_config.{n}.": own for n, own in overrides(fields).items()}
+    for inside, values in found.items():
+        for name, held in values.items():
+            read = fields.inside + name in fields.used or not held
+            skipped = inside and name == "skip" and held
+            if skipped or not (read or STATELESS.fullmatch(name) or not STATE.search(name)):
+                given = replace(fields, values=values, inside=fields.inside + inside)
+                known = "(it may change what a layer keeps, and models of this type do not read it)"
+                raise given.wrong(name, f"left out {known}")
+
+
+def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
+    """The state of a layer of type `name`: a window counts the current token too."""
+    if name == FULL:
+        return (State(kind),)
+    size = "attention_chunk_size" if name == CHUNKED else fields.named("sliding_window")
+    return (State(kind, fields.whole(size, 2) - 1),)
+
+
+def grouped(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """Multi-head or grouped-query attention."""
+    return window_state(fields, name, heads(fields, needs))
+
+
+def latent(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """A latent and a rope key, and with `indexed_attention` an indexer's key."""
+    for unread in (HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim"):
+        fields.get(unread)
+    row = MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim"))
+    if name != INDEXED:
+        return window_state(fields, name, row)
+    return State(row), State(IndexKey(fields.whole("index_head_dim")))
+
+
+def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MHA:
+    """KV heads and their dim."""
+    if HEADS in needs or fields.has(HEADS):
+        count = fields.whole(HEADS)
+    else:
+        count = fields.whole(fields.named("num_attention_heads"))
+    dim = fields.whole(HEAD_DIM) if HEAD_DIM in needs else head_dim(fields)
+    return MHA(count, dim, None if v_dim == dim else v_dim)
+
+
+def head_dim(fields: Fields) -> int:
+    """The field, or hidden_size / heads."""
+    if fields.has(HEAD_DIM):
+        return fields.whole(HEAD_DIM)
+    hidden = fields.whole(fields.named("hidden_size"))
+    count = fields.whole(fields.named("num_attention_heads"))
+    if hidden % count:
+        raise fields.wrong(HEAD_DIM, f"given: {count} heads do not divide {hidden}")
+    return hidden // count
+
+
+# types of layers where a config does not list them
+
+
+def all_full(fields: Fields, count: int) -> Sequence[str]:
+    """Full attention; a window is not read, so it is refused."""
+    return [FULL] * count
+
+
+def all_windowed(fields: Fields, count: int) -> Sequence[str]:
+    """A window on all layers if there is one."""
+    return [SLIDING if fields.has(fields.named("sliding_window")) else FULL] * count
+
+
+def listed(fields: Fields, count: int) -> Sequence[str]:
+    """The config must list them."""
+    raise fields.wrong("layer_types", f"a list of {count} values, one for each layer")
+
+
+def every(full: int, field: str = "", rest: str = SLIDING, offset: int = 1) -> Types:
+    """Full attention on each layer n with (n + offset) % full == 0; `field` overrides `full`."""
+
+    def types(fields: Fields, count: int) -> Sequence[str]:
+        step = fields.whole_or(field, full) if field else full
+        return [rest if (n + offset) % step else FULL for n in range(count)]
+
+    return types
+
+
+def from_max_window_layers(fields: Fields, count: int) -> Sequence[str]:
+    """use_sliding_window is a window on the layers from max_window_layers."""
+    used = fields.flag("use_sliding_window")
+    first = fields.whole("max_window_layers", 0) if used else count
+    fields.get("max_window_layers")
+    return [FULL if n < first else SLIDING for n in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a config of a model type cannot say.
+
+    `attention`: the states of a layer, from its fields and the name of its type, one of `names`.
+    `types`: a type for every layer, where the config has no layer_types. `layers`: how many layers
+    keep state. `also`: what a rule over all layers changes. `needs`: fields for which the type has
+    a default of its own, so that they must be given; others default to hidden_size / heads and to
+    as many KV heads as heads.
+    """
+
+    attention: Callable[[Fields, str, frozenset[str]], Layer]
+    types: Types = all_full
+    names: tuple[str, ...] = (FULL, SLIDING)
+    layers: Callable[[Fields], int] = lambda fields: fields.num_layers
+    also: Callable[[Fields, list[Layer], frozenset[str]], list[Layer]] = lambda _, layers, __: (
+        layers
+    )
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, fields: Fields) -> Need:
+        """The pool of a config, as `need`."""
+        return need(self.describe(fields))
+
+    def describe(self, fields: Fields) -> list[Layer]:
+        """What each layer keeps. Raises ValueError where a field does not fit."""
+        if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
+            raise fields.wrong("use_bidirectional_attention", "false (an encoder has no KV state)")
+        count = self.layers(fields)
+        names = layer_types(fields, self, count)
+        own = layer_fields(fields, count)
+        found = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
+        return self.also(fields, found, self.needs)
+
+
+def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
+    """The type of each layer."""
+    for name in ("layer_types", "layers_block_type"):
+        if not fields.has(name):
+            continue
+        for unread in ("use_sliding_window", "max_window_layers", *PATTERNS):
+            fields.get(unread)  # what the list was made of
+        fields.get(fields.named("sliding_window"))
+        older = [old for old, new in RENAMED.items() if new in family.names]
+        found = fields.each(name, (*family.names, *older), count)
+        return [RENAMED.get(each, each) for each in found]
+    if family.types is not all_full:
+        fields.get(fields.named("sliding_window"))
+    return family.types(fields, count)

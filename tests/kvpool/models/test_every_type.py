@@ -1,0 +1,85 @@
+"""Every causal-LM type of transformers: the declared pool holds what transformers caches, and a
+model over it computes the same bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvpool import Allocator  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
+from kvpool.models.families import FAMILIES, WRAPPERS  # noqa: E402
+from tests.kvpool.models.table import AS_TEXT, main  # noqa: E402
+from tests.kvpool.models.tiny import TYPES, kept, own_cache, run, tiny  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPT = 21
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+RUN = [name for name in TYPES if name in (*FAMILIES, *WRAPPERS) and name not in AS_TEXT]
+# one of each pool, kind of layers and rule; all with --long
+FEW = (
+    "bailing_hybrid",
+    "dots3_note_text",
+    "falcon",
+    "gemma2",
+    "gemma4_text",
+    "glm_moe_dsa",
+    "gpt2",
+    "longcat_flash",
+    "llama4_text",
+    "inkling_text",
+    "mimo_v2_flash",
+    "minimax_m3_vl_text",
+    "modernbert-decoder",
+    "nemotron_h",
+    "qwen2",
+    "zaya",
+)
+TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in RUN]
+
+
+def prompt():
+    return torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
+    model = tiny(name)
+    theirs = own_cache(model)
+    run(model, theirs, prompt(), (PROMPT - 1, 1))
+    pool = pool_for(
+        model.config, dtype="f32", page_size=4, num_pages=20, num_window_pages=20, num_slots=4
+    )
+    spaces = pool.layout.space_by_name
+    unread = int(name != "zaya")
+    for number in pool.layers:
+        full = swa = tokens = once = 0
+        for region in (r for r in pool.layout.regions if r.layer == number):
+            space = spaces[pool.layout.buffer_of(region).space]
+            count = region.nbytes // ITEMSIZE[region.dtype]
+            if space.per_request:
+                once += count
+                continue
+            count //= region.axis("entry").size
+            tokens = space.window or tokens
+            full, swa = full + count * space.grows, swa + count * (not space.grows)
+        assert (full, swa, tokens, once) == kept(theirs, number, PROMPT, unread), f"layer {number}"
+    kind = PoolCache
+    if name == "minimax":
+        from kvpool.integrations.minimax import MiniMaxPoolCache as kind
+    for chunks in ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
+        ours = kind.new(pool, Allocator(pool))
+        reference = run(model, own_cache(model), prompt(), chunks)
+        for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
+            assert torch.equal(a, b), f"chunk {step} of {chunks}"
+        del ours
+
+
+def test_the_document_names_the_types_of_this_transformers():
+    assert DOCUMENT.read_text() == main(), "python -m tests.kvpool.models.table > docs/models.md"

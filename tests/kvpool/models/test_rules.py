@@ -1,0 +1,137 @@
+"""What the fields of a config say, by hand; what is not understood is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import LayeredPool, MHAPool, SWAPool
+from kvpool.models import declare
+from kvpool.pools.kinds import MHA, MLA, IndexKey, mamba2
+from kvpool.pools.layered import State
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SWA, FULL = "sliding_attention", "full_attention"
+FEW = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta", "dtype": "f32"}
+
+
+def test_a_head_has_its_part_of_the_hidden_size_unless_it_is_given():
+    declared = declare({**LLAMA, "model_type": "qwen2"})
+    assert (declared.pool, declared.arguments) == (MHAPool, {"num_kv_heads": 2, "head_dim": 16})
+    with pytest.raises(ValueError, match=r"qwen3 config: head_dim must be .* it is missing"):
+        declare({**LLAMA, "model_type": "qwen3"})
+    with pytest.raises(ValueError, match=r"qwen2 config: num_key_value_heads must .* missing"):
+        declare({**LLAMA, "model_type": "qwen2", "num_key_value_heads": None})
+
+
+def test_listed_types_of_layers_count_for_every_model():
+    declared = declare({**LLAMA, "layer_types": [SWA, FULL, FULL, SWA], "sliding_window": 9})
+    assert declared.pool is SWAPool
+    assert declared.arguments == {"full": MHA(2, 16), "window_layers": (0, 3), "window": 8}
+
+
+def test_single_layers_may_have_fields_of_their_own():
+    declared = declare({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 1}}})
+    heads = [2, 1, 2, 2]
+    states = {n: (State(MHA(count, 16)),) for n, count in enumerate(heads)}
+    assert (declared.pool, declared.arguments) == (LayeredPool, {"states": states})
+    pool = declared.build(page_size=4, **FEW)
+    assert [pool.view("k", n).shape[2] for n in range(4)] == heads
+    assert pool.bytes_per_token == sum(2 * count * 16 * 4 for count in heads)
+
+
+REFUSED = {
+    "num_kv_shared_layers": 2,
+    "sliding_window": 9,
+    "attention_chunk_size": 8,
+    "kv_lora_rank": 16,
+    "v_head_dim": 8,
+    "swa_num_key_value_heads": 1,
+    "global_head_dim": 32,
+    "mamba_d_state": 16,
+    "conv_L_cache": 3,
+    "compress_ratios": [0, 4, 4, 4],
+    "index_head_dim": 16,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "use_cla": True,
+    "layers_block_type": ["mamba"] * 4,
+    "use_bidirectional_attention": True,
+    "layer_types": ["chunked_attention"] * 4,
+    "per_layer_config": [1],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_that_may_change_the_state_and_is_not_read_is_refused(name):
+    with pytest.raises(ValueError, match=f"llama config: {name} must "):
+        declare({**LLAMA, name: REFUSED[name]})
+    neutral = [None, False] if name == "use_bidirectional_attention" else [None]
+    for nothing in neutral:
+        assert declare({**LLAMA, name: nothing}) == declare(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"1": {"skip": ["attention"]}}, r"per_layer_config\.1\.skip must be left out"),
+        ({"1": {"kv_lora_rank": 8}}, r"per_layer_config\.1\.kv_lora_rank must be left out"),
+        ({"4": {"head_dim": 8}}, "with layers from 0 to 3"),
+        ({"a": {"head_dim": 8}}, "an object of objects"),
+    ],
+)
+def test_what_a_single_layer_may_not_have_is_named(own, told):
+    with pytest.raises(ValueError, match=told):
+        declare({**LLAMA, "per_layer_config": own})
+
+
+def test_fields_that_cannot_concern_state_are_let_be():
+    more = {"attention_bias": True, "rope_theta": 1e4, "use_cache": True, "q_lora_rank": 8}
+    assert declare({**LLAMA, **more, "my_own_field": 3}) == declare(LLAMA)
+
+
+def test_names_of_one_number_must_agree():
+    renamed = {**LLAMA, "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64}
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        del renamed[name]
+    assert declare(renamed).arguments == {"num_kv_heads": 2, "head_dim": 16}
+    with pytest.raises(ValueError, match="mean the same and must be equal"):
+        declare({**renamed, "num_hidden_layers": 5})
+
+
+def test_a_wrapper_of_an_unknown_type_is_read_as_its_text_model():
+    declared = declare({"model_type": "llava", "vision_config": {}, "text_config": LLAMA})
+    assert declared.arguments == declare(LLAMA).arguments
+    with pytest.raises(ValueError, match=r"llava' with a text_config of 'bert'"):
+        declare({"model_type": "llava", "text_config": {"model_type": "bert"}})
+
+
+def test_windows_that_differ_have_spaces_of_their_own():
+    held = {"1": {"sliding_window": 5}}
+    declared = declare(
+        {**LLAMA, "layer_types": [SWA, SWA, FULL, FULL], "sliding_window": 9,
+         "per_layer_config": held}
+    )  # fmt: skip
+    layout = declared.build(page_size=4, **FEW).layout
+    assert {s.name: s.window for s in layout.spaces} == {"kv": None, "swa4": 4, "swa8": 8}
+    assert {r.role for r in layout.regions} == {"k", "v", "swa.k", "swa.v"}
+
+
+def test_a_layer_may_keep_several_kinds():
+    linear = mamba2(4, 3, 2, 5, 4)
+    states = {0: (State(MHA(2, 16)), State(linear)), 2: (State(MLA(16, 8)), State(IndexKey(16)))}
+    pool = LayeredPool(states=states, layers=range(3), page_size=4, index_packing="f32", **FEW)
+    roles = {n: {r.role for r in pool.layout.regions if r.layer == n} for n in range(3)}
+    assert roles[0] == {"k", "v", *linear.inputs}
+    assert roles[1] == set()
+    assert roles[2] == {"latent", "rope", "index_key"}
+
+
+@pytest.mark.parametrize("state", [(mamba2(4, 3, 2, 5, 4), 6), (MHA(2, 16), 0)])
+def test_a_window_that_cannot_be_is_refused(state):
+    with pytest.raises(ValueError, match="Give 1 or more, and none for a linear state"):
+        State(*state)
