@@ -67,6 +67,14 @@ def expect(build, packing):
         states = [("conv.x", 4 * 3 + 2 * 5 + 2 * 5), ("temporal", 4)]
         linear = [(StateType.MAMBA, role, [0, 2], steps) for role, steps in states]
         return [("latent", [1, 3])], [(StateType.NSA, "index_key", [3], 0), *linear]
+    if build == "layered":
+        window = [(StateType.SWA, role, layers, 2) for role, layers in kv([1], "swa.")]
+        first, second = (
+            (StateType.MAMBA, f"{n}conv.x", [1], s) for n, s in (("", 8), ("linear1.", 4))
+        )
+        index = StateType.NSA, "index_key", [2], 0
+        rest = first, index, (StateType.SWA, "swa.latent", [3], 0), second
+        return [*kv([0]), ("latent", [2])], [*window, *rest]
     rings = [("c2.state", [1, 3]), ("c2.index_state", [1, 3]), ("c8.state", [2])]
     main = [("c2.latent", [1, 3]), ("c2.index_key", [1, 3]), ("c8.latent", [2])]
     return main, [

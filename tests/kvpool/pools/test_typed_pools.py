@@ -21,6 +21,7 @@ from kvpool import (
     SWAPool,
 )
 from kvpool.pools.kinds import LinearState, gated_delta_net
+from kvpool.pools.layered import LayeredPool, State
 from tests.pools import (
     CLASSES,
     INDEX,
@@ -598,6 +599,7 @@ def test_an_argument_that_is_missing_is_named(build, missing):
         SWAPool: {"full": MHA(4, 8), "window_layers": [0], "window": 4, "num_window_pages": 3},
         HybridLinearPool: {"full": MHA(4, 8), "linear": KDA, "linear_layers": [0]},
         DSv4Pool: {"compress_ratios": [8, 8], "num_window_pages": 3},
+        LayeredPool: {"states": {0: (State(MHA(4, 8)),)}},
     }.get(pool_class, {})
     pool_class(**given, **own).check_integrity()
     del given[missing]
