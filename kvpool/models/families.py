@@ -148,7 +148,7 @@ def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
 
 def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
-    held, count = heads(fields, needs), f"num_global_{HEADS}"
+    held, count = heads(fields, needs), "num_global_key_value_heads"
     for unread in ("global_head_dim", count):
         fields.get(unread)
     alike = fields.flag("attention_k_eq_v")  # without it the global heads are not read

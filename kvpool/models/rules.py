@@ -34,11 +34,12 @@ STATE = re.compile(
 )
 # names that match and concern queries, projections, outputs or training only
 STATELESS = re.compile(
-    r"num_attention_heads(_per_layer)?|n_heads?|encoder_attention_heads|q_lora_rank|qk_head_dim|"
-    r"index_(n_heads|topk|block_size|local_blocks|topk_blocks|share_for_mtp_iteration)|"
+    r"(swa_)?num_attention_heads(_per_layer)?|n_heads?|encoder_attention_heads|q_lora_rank|qk_head_dim|"
+    r"index_(n_heads|topk|block_size|local_blocks|topk_blocks|share_for_mtp_iteration|skip_topk_offset)|"
+    r"indexer_rope_interleave|cla_share_factor|layernorm_\w+_(alpha|beta)|"
     r"mlp_layer_types|moe_layer_\w+|mtp_\w+|\w+_per_layer_input|scale_attn_by_inverse_layer_idx|"
     r"(full|linear)_attn_(alpha|beta)_factor|linear_(a_log|dt|allow)_\w+|ssm_\w*multipliers?|"
-    r"mamba_(norm_before_gate|rms_norm)|\w*_act|\w+_bias|num_ln_in_parallel_attn|lm_head\w*|"
+    r"mamba_\w*norm\w*|mamba_dt_\w+|\w*_act|\w+_bias|num_ln_in_parallel_attn|lm_head\w*|"
     r"output_hidden_states|hidden_states_\w+|use_cache|cache_implementation|keep_window_size|"
     r"chunk_size_feed_forward|quantization_config"
 )
@@ -108,14 +109,14 @@ def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MH
         count = fields.whole(HEADS)
     else:
         count = fields.whole(fields.named("num_attention_heads"))
-    dim = fields.whole(HEAD_DIM) if HEAD_DIM in needs else head_dim(fields)
+    dim = fields.whole(fields.named(HEAD_DIM)) if HEAD_DIM in needs else head_dim(fields)
     return MHA(count, dim, None if v_dim == dim else v_dim)
 
 
 def head_dim(fields: Fields) -> int:
     """The field, or hidden_size / heads."""
-    if fields.has(HEAD_DIM):
-        return fields.whole(HEAD_DIM)
+    if fields.has(fields.named(HEAD_DIM)):
+        return fields.whole(fields.named(HEAD_DIM))
     hidden = fields.whole(fields.named("hidden_size"))
     count = fields.whole(fields.named("num_attention_heads"))
     if hidden % count:
