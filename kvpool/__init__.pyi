@@ -52,8 +52,7 @@ from .pools.kinds import (
 )
 from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
-from .pools.mla import MLAPool as MLAPool
-from .pools.nsa import NSAPool as NSAPool
+from .pools.mla import MLAPool as MLAPool, NSAPool as NSAPool
 from .pools.offload import Saved as Saved
 from .pools.placement import BufferSpec as BufferSpec, Declared as Declared, Shard as Shard
 from .pools.swa import SWAPool as SWAPool

@@ -110,7 +110,7 @@ class LinearStates:
         try:
             self._settle()
         except Exception as error:  # nobody is there to catch it
-            self.cache.failed = error
+            self.cache.fail(error)
 
     def _settle(self, temporal: torch.Tensor | None = None) -> None:
         """Writes what was changed in place, and `temporal` in place of the lent one."""

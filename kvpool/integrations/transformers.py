@@ -110,7 +110,7 @@ class PoolCache(Cache):
         }
         self._behind = 0  # states that lack the tokens of this forward
         self.query_length = 0  # of the forward whose mask was made last
-        self.failed: Exception | None = None  # why a state changed in place was not written
+        self.failed: Exception | None = None
         Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
     @classmethod
@@ -139,6 +139,13 @@ class PoolCache(Cache):
                 progress.written[self.pool.owner] = self.tokens
                 progress.unfinished.discard(self.pool.owner)
         return start
+
+    def fail(self, error: Exception) -> None:
+        """Keeps why a state changed in place was not written, for the next call to raise."""
+        self.failed = error
+        if len(self.written) == 1:  # no other state of this forward is there to raise it
+            for progress in self.progress:
+                progress.unfinished.add(self.pool.owner)
 
     def check(
         self,
@@ -273,7 +280,7 @@ class PoolCache(Cache):
     def _layer(self, layer: int) -> PoolLayer:
         if self.failed is not None:
             failed = self.failed
-            if len(self.written) > 1:  # else that forward had ended before it could be told
+            if len(self.written) > 1:
                 self.failed = None
             raise failed
         if layer >= len(self.layers) or not self.pool_layers[layer].states:

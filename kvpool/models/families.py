@@ -36,8 +36,7 @@ from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.kinds import MHA, IndexKey
 from kvpool.pools.layered import State
 from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
-from kvpool.pools.nsa import NSAPool
+from kvpool.pools.mla import MLAPool, NSAPool
 
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"

@@ -14,8 +14,7 @@ from kvpool.pools.hybrid_linear import HybridLinearPool
 from kvpool.pools.kinds import MHA, MLA, IndexKey, LinearState
 from kvpool.pools.layered import LayeredPool, State
 from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
-from kvpool.pools.nsa import NSAPool
+from kvpool.pools.mla import MLAPool, NSAPool
 from kvpool.pools.swa import SWAPool
 
 Layer = tuple[State, ...]

@@ -24,8 +24,7 @@ from kvpool.pools.kinds import (
 )
 from kvpool.pools.layered import LayeredPool, State
 from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
-from kvpool.pools.nsa import NSAPool
+from kvpool.pools.mla import MLAPool, NSAPool
 from kvpool.pools.placement import ITEM_COUNTS, Shard
 from kvpool.pools.swa import SWAPool
 

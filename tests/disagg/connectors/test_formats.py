@@ -15,7 +15,7 @@ from disagg.connectors.linear_states import slot, slots
 from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, join_nested
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.pools.kinds import MHA, mamba2
+from kvpool.pools.kinds import mamba1, mamba2
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
 
@@ -287,12 +287,15 @@ def test_index_keys_of_vllm_are_those_of_a_pool():
     assert seen == {key: held[key] for key in seen}
 
 
-def test_mamba_state_of_vllm_is_that_of_a_pool():
+@pytest.mark.parametrize(
+    ("kind", "linear"),
+    [("mamba1", mamba1(16, 2 * HEAD, 4)), ("mamba2", mamba2(V, HEAD, 1, 2 * HEAD, 4))],
+)
+def test_mamba_state_of_vllm_is_that_of_a_pool(kind, linear):
     pool = HybridLinearPool(
-        full=MHA(2, D), linear=mamba2(V, HEAD, 1, 2 * HEAD, 4), linear_layers=[0], layers=[0],
-        num_pages=4, num_slots=4, page_size=8, dtype="bf16",
-    )  # fmt: skip
-    assert shape_of(slot_of("mamba2")[0].layout) == shape_of(pool.layout)
+        linear=linear, linear_layers=[0], layers=[0], num_slots=4, page_size=8, dtype="bf16"
+    )
+    assert shape_of(slot_of(kind)[0].layout) == shape_of(pool.layout)
 
 
 @pytest.mark.parametrize(

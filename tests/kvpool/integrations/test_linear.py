@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvpool.layout import Pin  # noqa: E402
 from kvpool.pools.kinds import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
 from kvpool.pools.layered import LayeredPool, State  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
+from tests.oracle import move  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -220,8 +222,7 @@ def run(
 ) -> list[torch.Tensor]:
     """Logits of each chunk and of each greedy step."""
     logits, start = [], 0
-    names = inspect.signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in names else "past_key_values"
+    name = argument_of(model)
     for size in (*chunks, *[1] * steps):
         new = ids[:, start : start + size]
         if not new.shape[1]:
@@ -229,6 +230,11 @@ def run(
         logits.append(model(new, use_cache=True, **{name: cache}).logits)
         start += size
     return logits
+
+
+def argument_of(model: Any) -> str:
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def theirs_for(model: Any) -> Any:
@@ -318,6 +324,11 @@ def held_of(cache: PoolCache, layer: int) -> dict[str, torch.Tensor]:
     return found
 
 
+# one of each kind of state; all with --long
+FEW = ("bamba", "falcon_h1", "inkling_text", "lfm2", "mamba", "minimax", "zaya")
+TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in CONFIGS]
+
+
 def cached(family: str, tokens: int = 20, **more: Any) -> tuple[Any, PoolCache, Any]:
     """A model, the pool's cache after a prompt, and transformers' own."""
     model, pool = model_of(family, torch.float32), pool_of(family, torch.float32, **more)
@@ -385,6 +396,27 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
     assert_same_step(model, ours, theirs, 3)
 
 
+def test_a_token_that_was_lost_is_told_of_from_then_on():
+    """In a model of one state, no other is left to refuse the forward."""
+    config = transformers.AutoConfig.for_model("mamba", **COMMON, num_hidden_layers=1)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pool = HybridLinearPool(
+        linear=mamba1(96, 16, 4), linear_layers=[0], layers=[0], dtype="f32", **SIZES
+    )
+    cache = PoolCache.new(pool, Allocator(pool))
+    run(model, cache, torch.arange(20)[None], (20,), steps=0)
+    (request,), open_rooms = cache.requests, {"r"}
+    address = request.address()
+    request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
+    run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+    open_rooms.clear()
+    for _ in range(2):
+        with pytest.raises(RequestPinned):
+            run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+    with pytest.raises(ValueError, match=r"did not finish. Free it"):
+        PoolCache(pool, cache.allocator, [request])
+
+
 def test_a_tensor_that_is_not_let_go_of_is_noticed(monkeypatch):
     model, ours, _ = cached("bamba")
     kept = []
@@ -422,3 +454,36 @@ def test_gradients_are_refused():
     with pytest.raises(ValueError, match=r"layer 0 conv: gradients are not supported"):
         model(torch.arange(4)[None], cache_params=PoolCache.new(pool, Allocator(pool)))
     assert not pool._slab.any()
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_generate_gives_the_logits_of_transformers_own(family):
+    model, pool = model_of(family, torch.float32), pool_of(family, torch.float32)
+    ids = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0  # padded on the left
+    kwargs = {
+        "attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0,
+        "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    expected = model.generate(ids, **kwargs)
+    cache = {argument_of(model): PoolCache.new(pool, Allocator(pool), 2)}
+    seen = model.generate(ids, **cache, **kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(seen.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_a_model_continues_on_states_that_were_moved(family):
+    model, ours, theirs = cached(family)
+    more = {"page_size": 8, "placement": "page"}
+    if linear := POOLS[family].get("linear"):
+        more["linear"] = replace(linear, conv_layout="taps_first")
+    dest = pool_of(family, torch.float32, **more)
+    allocator = Allocator(dest)
+    allocator.extend(allocator.new_request(), 3)  # so that ids differ
+    request = allocator.new_request()
+    allocator.extend(request, 20, received=True)
+    move([ours.pool], dest, [ours.requests[0].address()], request.address()).verify()
+    again = PoolCache(dest, allocator, [request])
+    for token in (3, 4, 5, 6):
+        assert_same_step(model, again, theirs, token)
