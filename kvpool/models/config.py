@@ -16,6 +16,7 @@ ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "hidden_size": ("n_embd", "d_model"),
+    "head_dim": ("attention_head_dim",),
     "sliding_window": ("sliding_window_size", "attention_window_size"),
 }
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")

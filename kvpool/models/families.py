@@ -147,13 +147,14 @@ def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
 
 def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
-    held = heads(fields, needs)
-    alike = fields.get("attention_k_eq_v") is False  # then global heads are not read
-    dim, count = fields.get("global_head_dim"), fields.get(f"num_global_{HEADS}")
+    held, count = heads(fields, needs), "num_global_key_value_heads"
+    for unread in ("global_head_dim", count):
+        fields.get(unread)
+    alike = fields.flag("attention_k_eq_v")  # without it the global heads are not read
     if name == FULL and not fields.has("per_layer_config"):
-        dim = fields.whole_or("global_head_dim", 512)
-        count = None if alike or count is None else fields.whole(f"num_global_{HEADS}")
-        held = replace(held, head_dim=dim, num_kv_heads=count or held.num_kv_heads)
+        held = replace(held, head_dim=fields.whole_or("global_head_dim", 512))
+        if alike and fields.has(count):
+            held = replace(held, num_kv_heads=fields.whole(count))
     return window_state(fields, name, held)
 
 

@@ -86,11 +86,8 @@ def _linear(layers: Sequence[Layer]) -> Need | None:
     full = {held[False] for held in states if False in held}
     if len(full) > 1 or len(linear) != 1 or any(len(a) != len(b) for a, b in zip(layers, states)):
         return None
-    found = (
-        {"linear": next(iter(linear))},
-        tuple(n for n, held in enumerate(states) if True in held),
-    )
-    arguments: dict[str, Any] = {**found[0], "linear_layers": found[1]}
+    (state,), held = linear, tuple(n for n, kinds in enumerate(states) if True in kinds)
+    arguments: dict[str, Any] = {"linear": state, "linear_layers": held}
     if full:
         arguments = {"full": next(iter(full)), **arguments}
     if full and any(len(held) != 1 for held in states):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvpool.models.config import Fields
+from kvpool.models.config import ALIASES, Fields
 from kvpool.models.layers import Layer, Need, need
 from kvpool.pools.kinds import MHA, MLA, IndexKey
 from kvpool.pools.layered import State
@@ -14,35 +14,34 @@ from kvpool.pools.layered import State
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
 Types = Callable[[Fields, int], Sequence[str]]
+WINDOW = ("sliding_window", *ALIASES["sliding_window"])
 PATTERNS = (
     "sliding_window_pattern",
     "_sliding_window_pattern",
     "global_attn_every_n_layers",
     "prefix_dense_sliding_window_pattern",
 )
-# older names, and those of layers without attention
-RENAMED = {
-    "attention": FULL,
-    "mamba": LINEAR,
-    "deepseek_sparse_attention": INDEXED,
-}
+# older names of them
+RENAMED = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"
 
 # fields that may concern state: one that no rule has read is refused, unless it says nothing
 STATE = re.compile(
-    r"head|window|layer_types|per_layer_config|kv|lora_rank|state|conv|chunk|linear|mamba|ssm|mqa|"
-    r"index|compress|sliding|cache|hybrid|block_type|recurrent|multi_query|query_groups|local_att|"
-    r"global_att|attention_types|attention_layers|attn_layer|full_attn|cross_attention|(^|_)cla(_|$)|"
-    r"bidirectional|cycles|number_of|cca_|sconv"
+    r"head|window|sliding|chunk|local_att|global_att|full_attn|cross_attention|bidirectional|"
+    r"layer_types|per_layer_config|block_type|attn_layer|attention_types|attention_layers|hybrid|"
+    r"kv|mqa|multi_query|query_groups|lora_rank|index|compress|cache|cycles|(^|_)cla(_|$)|"
+    r"state|recurrent|conv|linear|mamba|ssm|cca_|number_of"
 )
 # names that match and concern queries, projections, outputs or training only
 STATELESS = re.compile(
-    r"output_hidden_states|use_cache|cache_implementation|chunk_size_feed_forward|lm_head\w*|ssm_\w*multipliers?|"
-    r"num_attention_heads(_per_layer)?|q_lora_rank|qk_head_dim|mlp_layer_types|add_cross_attention|"
-    r"index_(n_heads|topk|block_size|local_blocks|topk_blocks)|.*_per_layer_input|n_heads?|"
-    r"moe_layer_freq|encoder_attention_heads|hidden_states_.*|mtp_.*|quantization_config|"
-    r".*_bias|moe_layer_\w+|keep_window_size|mamba_(norm_before_gate|rms_norm)|\w*_act|"
-    r"linear_(a_log|dt|allow)_\w+|(full|linear)_attn_(alpha|beta)_factor|num_ln_in_parallel_attn|index_share_for_mtp_iteration|scale_attn_by_inverse_layer_idx"
+    r"(swa_)?num_attention_heads(_per_layer)?|n_heads?|encoder_attention_heads|q_lora_rank|qk_head_dim|"
+    r"index_(n_heads|topk|block_size|local_blocks|topk_blocks|share_for_mtp_iteration|skip_topk_offset)|"
+    r"indexer_rope_interleave|cla_share_factor|layernorm_\w+_(alpha|beta)|"
+    r"mlp_layer_types|moe_layer_\w+|mtp_\w+|\w+_per_layer_input|scale_attn_by_inverse_layer_idx|"
+    r"(full|linear)_attn_(alpha|beta)_factor|linear_(a_log|dt|allow)_\w+|ssm_\w*multipliers?|"
+    r"mamba_\w*norm\w*|mamba_dt_\w+|\w*_act|\w+_bias|num_ln_in_parallel_attn|lm_head\w*|"
+    r"output_hidden_states|hidden_states_\w+|use_cache|cache_implementation|keep_window_size|"
+    r"chunk_size_feed_forward|quantization_config"
 )
 
 
@@ -110,14 +109,14 @@ def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MH
         count = fields.whole(HEADS)
     else:
         count = fields.whole(fields.named("num_attention_heads"))
-    dim = fields.whole(HEAD_DIM) if HEAD_DIM in needs else head_dim(fields)
+    dim = fields.whole(fields.named(HEAD_DIM)) if HEAD_DIM in needs else head_dim(fields)
     return MHA(count, dim, None if v_dim == dim else v_dim)
 
 
 def head_dim(fields: Fields) -> int:
     """The field, or hidden_size / heads."""
-    if fields.has(HEAD_DIM):
-        return fields.whole(HEAD_DIM)
+    if fields.has(fields.named(HEAD_DIM)):
+        return fields.whole(fields.named(HEAD_DIM))
     hidden = fields.whole(fields.named("hidden_size"))
     count = fields.whole(fields.named("num_attention_heads"))
     if hidden % count:
@@ -201,12 +200,11 @@ def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
     for name in ("layer_types", "layers_block_type"):
         if not fields.has(name):
             continue
-        for unread in ("use_sliding_window", "max_window_layers", *PATTERNS):
+        for unread in ("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW):
             fields.get(unread)  # what the list was made of
-        fields.get(fields.named("sliding_window"))
         older = [old for old, new in RENAMED.items() if new in family.names]
         found = fields.each(name, (*family.names, *older), count)
         return [RENAMED.get(each, each) for each in found]
-    if family.types is not all_full:
-        fields.get(fields.named("sliding_window"))
+    for name in WINDOW if family.types is not all_full else ():
+        fields.get(name)
     return family.types(fields, count)

@@ -135,3 +135,59 @@ def test_a_layer_may_keep_several_kinds():
 def test_a_window_that_cannot_be_is_refused(state):
     with pytest.raises(ValueError, match="Give 1 or more, and none for a linear state"):
         State(*state)
+
+
+GEMMA4 = {
+    **LLAMA,
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": [SWA, SWA, SWA, FULL],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+}
+MIMO = {
+    **LLAMA,
+    "model_type": "mimo_v2_flash",
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 3,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+}
+PUBLISHED = [
+    (GEMMA4, {"full": MHA(2, 32), "window_layers": (0, 1, 2), "swa": MHA(2, 16), "window": 8}),
+    (
+        {**GEMMA4, "attention_k_eq_v": True},
+        {"full": MHA(1, 32), "window_layers": (0, 1, 2), "swa": MHA(2, 16), "window": 8},
+    ),
+    (MIMO, {"full": MHA(2, 24, 16), "window_layers": (1, 2), "swa": MHA(3, 24, 16), "window": 8}),
+]
+
+
+@pytest.mark.parametrize(("config", "arguments"), PUBLISHED)
+def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(config, arguments):
+    declared = declare(config)
+    assert (declared.pool, declared.arguments) == (SWAPool, arguments)
+
+
+def test_the_letters_of_nemotron_h_are_its_layers():
+    config = {
+        **LLAMA,
+        "model_type": "nemotron_h",
+        "head_dim": 16,
+        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "M-M*-E",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+    }
+    linear = {"linear": mamba2(8, 16, 2, 16, 4), "linear_layers": (0, 2), "full_layers": (3,)}
+    assert declare(config).arguments == {"full": MHA(2, 16), **linear}
+    assert declare(config).layers == tuple(range(6))
