@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.models.config import Fields, read_config, shipped as shipped
-from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
+from kvpool.models.drafts import DRAFTS
+from kvpool.models.families import FAMILIES, TARGETS, WRAPPERS
 from kvpool.models.layers import Need
 from kvpool.models.rules import refuse_unread
 from kvpool.pools.base import KVPool

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvpool.models.config import Fields
+from kvpool.models.deepseek_v4 import deepseek_v4
 from kvpool.models.layers import Layer, Need
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
@@ -32,14 +33,10 @@ from kvpool.models.rules import (
     listed,
     window_state,
 )
-from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.kinds import MHA, IndexKey
 from kvpool.pools.layered import State
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool, NSAPool
 
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
-SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 Needs = frozenset[str]
 BOTH = frozenset((HEADS, HEAD_DIM))
 ONLY_HEADS, ONLY_DIM = frozenset((HEADS,)), frozenset((HEAD_DIM,))
@@ -281,51 +278,6 @@ def _cycles(fields: Fields) -> int:
     return layers * fields.whole("H_cycles") * (fields.whole("L_cycles") + 1)
 
 
-def _deepseek_v4(fields: Fields) -> Need:
-    """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
-    with compress_rates (transformers).
-    """
-    for unread in (HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers"):
-        fields.get(unread)
-    count, found = fields.num_layers, []
-    if fields.has("layer_types"):
-        found.append(_rated(fields))
-    if fields.has("compress_ratios") or not found:
-        found.append(_ratios(fields)[:count])
-    if len(found) > 1 and found[0] != found[1]:
-        raise fields.wrong("compress_ratios", "equal to layer_types with compress_rates")
-    return DSv4Pool, {**_compressed(fields), "compress_ratios": found[0]}
-
-
-def _deepseek_v3_draft(fields: Fields, layers: range) -> Need:
-    return MLAPool, _rows(fields)
-
-
-def _deepseek_v32_draft(fields: Fields, layers: range) -> Need:
-    """The draft layers have index keys."""
-    return NSAPool, {**_indexed_rows(fields), "index_layers": tuple(layers)}
-
-
-def _deepseek_v4_draft(fields: Fields, layers: range) -> Need:
-    """The window only, unless compress_ratios has entries for the draft's layers."""
-    ratios: tuple[int, ...] = _deepseek_v4(fields)[1]["compress_ratios"]
-    further = _ratios(fields)[len(ratios) :] if fields.has("compress_ratios") else ()
-    if further and len(further) != len(layers):
-        least, most = layers.start, layers.stop
-        raise ValueError(
-            f"{fields.model} config: compress_ratios must have {least} entries, or {most} with the "
-            f"draft's, got {least + len(further)}."
-        )
-    ratios += further or (0,) * len(layers)
-    return DSv4Pool, {**_compressed(fields), "compress_ratios": ratios}
-
-
-def _qwen3_next_draft(fields: Fields, layers: range) -> Need:
-    """Full attention."""
-    heads = fields.whole("num_key_value_heads"), fields.whole("head_dim")
-    return MHAPool, {"num_kv_heads": heads[0], "head_dim": heads[1]}
-
-
 def _all(types: str, family: Family) -> dict[str, Family]:
     return dict.fromkeys(types.split(), family)
 
@@ -401,7 +353,7 @@ FAMILIES: dict[str, Family] = {
     "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
     **LINEAR_FAMILIES,
 }
-TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": _deepseek_v4}
+TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
 # types whose fields are in text_config, and the type of these where it is not given
 WRAPPERS = {
     "dots3_note": "dots3_note_text",
@@ -417,58 +369,3 @@ WRAPPERS = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-DRAFTS: dict[str, Callable[[Fields, range], Need]] = {
-    "deepseek_v3": _deepseek_v3_draft,
-    "deepseek_v32": _deepseek_v32_draft,
-    "deepseek_v4": _deepseek_v4_draft,
-    "qwen3_next": _qwen3_next_draft,
-}
-
-
-def _rows(fields: Fields) -> dict[str, int]:
-    return {name: fields.whole(name) for name in ("kv_lora_rank", "qk_rope_head_dim")}
-
-
-def _indexed_rows(fields: Fields) -> dict[str, int]:
-    return {**_rows(fields), "index_head_dim": fields.whole("index_head_dim")}
-
-
-def _compressed(fields: Fields) -> dict[str, Any]:
-    """DSv4Pool's arguments other than the ratios; rope is a size, or a fraction of head_dim."""
-    head_dim = fields.whole("head_dim", 2)
-    if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
-        part = fields.get("partial_rotary_factor")
-        whole = type(part) is float and 0 < part < 1 and (part * head_dim).is_integer()
-        if not whole:
-            raise fields.wrong("partial_rotary_factor", f"a whole part of head_dim, {head_dim}")
-        rope = int(part * head_dim)
-    else:
-        rope = fields.whole("qk_rope_head_dim", 1, head_dim - 1)
-    return {
-        "latent_dim": head_dim - rope,
-        "qk_rope_head_dim": rope,
-        "index_head_dim": fields.whole("index_head_dim"),
-        "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
-        "window": fields.whole("sliding_window", 2) - 1,
-    }
-
-
-def _rate(fields: Fields, name: str) -> int:
-    return fields.inner("compress_rates").whole(name, 2)
-
-
-def _rated(fields: Fields) -> tuple[int, ...]:
-    rates = {SLIDING: 0, SPARSE: _rate(fields, SPARSE), HEAVY: _rate(fields, HEAVY)}
-    if rates[SPARSE] == rates[HEAVY]:
-        raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
-    return tuple(
-        rates[name]
-        for name in fields.each("layer_types", (SLIDING, SPARSE, HEAVY), fields.num_layers)
-    )
-
-
-def _ratios(fields: Fields) -> tuple[int, ...]:
-    held = fields.get("compress_ratios")
-    if not isinstance(held, (list, tuple)) or len(held) < fields.num_layers:
-        raise fields.wrong("compress_ratios", f"{fields.num_layers} numbers or more, one a layer")
-    return fields.each("compress_ratios", (0, 4, 128), len(held))

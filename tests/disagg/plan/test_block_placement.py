@@ -13,12 +13,12 @@ from tests.oracle import assert_holds, blank, elsewhere, fill, move, place, writ
 from tests.pools import dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 POOLS = {
-    "nsa": nsa.but(layers=range(5)),
-    "swa": swa.but(layers=range(7), window_layers=(0, 1, 3, 4, 6)),
-    "hybrid": hybrid.but(layers=range(6), linear_layers=(0, 1, 2, 4)),
-    "hybrid mla": hybrid_mla.but(layers=range(5)),
+    "nsa": nsa.but(layers=range(5), total_kv_layers=5),
+    "swa": swa.but(layers=range(7), total_kv_layers=7, window_layers=(0, 1, 3, 4, 6)),
+    "hybrid": hybrid.but(layers=range(6), total_kv_layers=6, linear_layers=(0, 1, 2, 4)),
+    "hybrid mla": hybrid_mla.but(layers=range(5), total_kv_layers=5),
     "hybrid nsa": hybrid_nsa,
-    "dsv4": dsv4.but(layers=range(6), compress_ratios=(0, 2, 8, 2, 0, 8)),
+    "dsv4": dsv4.but(layers=range(6), total_kv_layers=6, compress_ratios=(0, 2, 8, 2, 0, 8)),
 }
 RATIO = {"dsv4": 8}  # every compress ratio must divide a page
 

@@ -213,7 +213,9 @@ def model_of(family: str, dtype: torch.dtype) -> Any:
 def pool_of(family: str, dtype: torch.dtype, **more: Any) -> Any:
     given = dict(POOLS[family])
     kind = given.pop("pool", HybridLinearPool)
-    return kind(**{"layers": range(4), "dtype": dtype, **SIZES, **given, **more})
+    return kind(
+        **{"layers": range(4), "total_kv_layers": 4, "dtype": dtype, **SIZES, **given, **more}
+    )
 
 
 @torch.no_grad()

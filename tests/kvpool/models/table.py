@@ -8,7 +8,7 @@ from __future__ import annotations
 import transformers
 
 from kvpool.models import declare
-from kvpool.models.families import DRAFTS
+from kvpool.models.drafts import DRAFTS
 from tests.kvpool.models.tiny import TYPES, changes
 
 CROSS = "keeps an encoder's keys beside its own"

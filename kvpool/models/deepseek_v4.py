@@ -1,0 +1,69 @@
+"""DeepSeek-V4: a window on all layers, compressed entries on some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.models.config import Fields
+from kvpool.models.layers import Need
+from kvpool.models.rules import HEADS, SLIDING
+from kvpool.pools.dsv4 import DSv4Pool
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def deepseek_v4(fields: Fields) -> Need:
+    """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
+    with compress_rates (transformers).
+    """
+    for unread in (HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers"):
+        fields.get(unread)
+    count, found = fields.num_layers, []
+    if fields.has("layer_types"):
+        found.append(_rated(fields))
+    if fields.has("compress_ratios") or not found:
+        found.append(ratios_of(fields)[:count])
+    if len(found) > 1 and found[0] != found[1]:
+        raise fields.wrong("compress_ratios", "equal to layer_types with compress_rates")
+    return DSv4Pool, {**compressed(fields), "compress_ratios": found[0]}
+
+
+def compressed(fields: Fields) -> dict[str, Any]:
+    """DSv4Pool's arguments other than the ratios; rope is a size, or a fraction of head_dim."""
+    head_dim = fields.whole("head_dim", 2)
+    if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
+        part = fields.get("partial_rotary_factor")
+        whole = type(part) is float and 0 < part < 1 and (part * head_dim).is_integer()
+        if not whole:
+            raise fields.wrong("partial_rotary_factor", f"a whole part of head_dim, {head_dim}")
+        rope = int(part * head_dim)
+    else:
+        rope = fields.whole("qk_rope_head_dim", 1, head_dim - 1)
+    return {
+        "latent_dim": head_dim - rope,
+        "qk_rope_head_dim": rope,
+        "index_head_dim": fields.whole("index_head_dim"),
+        "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
+        "window": fields.whole("sliding_window", 2) - 1,
+    }
+
+
+def _rate(fields: Fields, name: str) -> int:
+    return fields.inner("compress_rates").whole(name, 2)
+
+
+def _rated(fields: Fields) -> tuple[int, ...]:
+    rates = {SLIDING: 0, SPARSE: _rate(fields, SPARSE), HEAVY: _rate(fields, HEAVY)}
+    if rates[SPARSE] == rates[HEAVY]:
+        raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
+    return tuple(
+        rates[name]
+        for name in fields.each("layer_types", (SLIDING, SPARSE, HEAVY), fields.num_layers)
+    )
+
+
+def ratios_of(fields: Fields) -> tuple[int, ...]:
+    held = fields.get("compress_ratios")
+    if not isinstance(held, (list, tuple)) or len(held) < fields.num_layers:
+        raise fields.wrong("compress_ratios", f"{fields.num_layers} numbers or more, one a layer")
+    return fields.each("compress_ratios", (0, 4, 128), len(held))
