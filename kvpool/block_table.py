@@ -59,9 +59,11 @@ class BlockTable:
         return self._table[rows[:, None], numbers]
 
     def shared(self, row: int, first: int) -> Ints:
-        """Ids of a request's items from number `first` on that other requests hold too."""
+        """Ids of a request's items from number `first` on that other requests hold, or may begin
+        with.
+        """
         ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
-        return self.free_list.shared(ids)
+        return self.free_list.wanted(ids)
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
         """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
@@ -104,20 +106,26 @@ class BlockTable:
         """Gives a new request its items; returns the ids to copy from and to."""
         self.free_list.share(fork.ids)
         fresh = self.free_list.take(fork.src.size)
-        stop = fork.first + fork.ids.size + fresh.size
+        self.adopt(row, fork.first, np.concatenate([fork.ids, fresh]))
+        return fork.src, fresh
+
+    def adopt(self, row: int, first: int, ids: Ints) -> None:
+        """Makes held items those of a new request, from number `first` on."""
+        stop = first + ids.size
         if stop > self._table.shape[1]:
             self._widen(stop)
-        self._table[row, fork.first : stop] = np.concatenate([fork.ids, fresh])
-        self._first[row], self._stop[row] = fork.first, stop
-        return fork.src, fresh
+        self._table[row, first:stop] = ids
+        self._first[row], self._stop[row] = first, stop
 
     def release(self, rows: Ints) -> None:
         """Frees the items of requests that no other request holds."""
         self._put(_cells(rows, self._first[rows], self._stop[rows]))
         self._first[rows] = self._stop[rows] = 0
 
-    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> None:
-        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`."""
+    def check_integrity(self, live: Ints, first: Ints, stop: Ints, others: Ints) -> None:
+        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`, and
+        `others` are held by no request.
+        """
         what = f"space {self.space.name}: item"
         for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
             if has > start or end != needs:
@@ -127,7 +135,8 @@ class BlockTable:
                 )
         rows, columns = _cells(live, self._first[live], self._stop[live])
         ids = self._table[rows, columns]
-        self.free_list.check_integrity(ids, f"space {self.space.name}")
+        held = np.concatenate([ids, others])
+        self.free_list.check_integrity(held, f"space {self.space.name}")
         once = np.unique(np.stack([rows, ids]), axis=1)
         if once.shape[1] != ids.size:
             raise RuntimeError(f"{what}s are listed twice in one request.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.layout.grid import Ints
+from kvpool.prefix.index import PrefixIndex
 
 
 class OutOfPages(RuntimeError):
@@ -13,7 +14,8 @@ class OutOfPages(RuntimeError):
 
 class FreeList:
     """Items `reserved` to `items - 1` of a list of ids, free or held, with reference counts. The
-    first `reserved` items are padding and never taken.
+    first `reserved` items are padding and never taken. Of free items, those in the prefix index
+    `kept` (None: there is none) are taken last.
     """
 
     def __init__(self, items: int, reserved: int) -> None:
@@ -22,6 +24,7 @@ class FreeList:
         self._stack: Ints = np.arange(items - 1, reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
+        self.kept: PrefixIndex | None = None
 
     @property
     def usable(self) -> int:
@@ -30,18 +33,29 @@ class FreeList:
 
     def take(self, count: int) -> Ints:
         """Takes `count` items, of which as many must be free; each is then held once."""
+        height = self._height
+        popped = min(count, height)
+        ids = self._stack[height - popped : height][::-1]
+        if self.kept is not None and popped < count:
+            ids = np.concatenate([ids, self.kept.take(count - popped)])
         self.num_free -= count
-        ids = self._stack[self.num_free : self.num_free + count][::-1]
         self._counts[ids] = 1
         return ids
 
     def share(self, ids: Ints) -> None:
-        """One more holder of each of these items, which are held."""
+        """One more holder of each of these items, which are held, or kept."""
+        if self.kept is not None:
+            self.num_free -= self.kept.wake(ids)
         self._counts[ids] += 1
 
     def shared(self, ids: Ints) -> Ints:
         """Those of held items that have several holders."""
         return ids[self._counts[ids] > 1]
+
+    def wanted(self, ids: Ints) -> Ints:
+        """Those of held items that have several holders, or are kept for more."""
+        several = self._counts[ids] > 1
+        return ids[several if self.kept is None else several | self.kept.known[ids]]
 
     def freed_by(self, ids: Ints) -> int:
         """How many items `release(ids)` would free."""
@@ -61,14 +75,27 @@ class FreeList:
         _, order = np.unique(ids, return_index=True)
         back = ids[np.sort(order)]
         back = back[self._counts[back] == 0][::-1]
-        self._stack[self.num_free : self.num_free + back.size] = back
+        plain = back if self.kept is None else back[~self.kept.known[back]]
+        self._stack[self._height : self._height + plain.size] = plain
         self.num_free += back.size
+        if self.kept is not None and plain.size < back.size:
+            self.kept.idle(back[self.kept.known[back]])
+
+    def forget(self) -> None:
+        """Forgets all prefixes: what was kept is free like other items."""
+        if self.kept is not None:
+            height, idle = self._height, self.kept.take(self.kept.num_idle)
+            self._stack[height : height + idle.size] = idle
+            self.kept.forget(np.flatnonzero(self.kept.known))
 
     def check_integrity(self, held: Ints, what: str) -> None:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and
         as it is counted. `what` begins the sentence: `space kv`.
         """
-        free = self._stack[: self.num_free]
+        free = self._stack[: self._height]
+        if self.kept is not None:
+            self.kept.check_integrity(what)
+            free = np.concatenate([free, self.kept.idle_ids()])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
@@ -86,3 +113,8 @@ class FreeList:
                 raise RuntimeError(
                     f"{what}: item {at}: counted {name} {found[at]} times, is {wanted[at]}."
                 )
+
+    @property
+    def _height(self) -> int:
+        """Items on the stack."""
+        return self.num_free if self.kept is None else self.num_free - self.kept.num_idle

@@ -41,7 +41,8 @@ class Pins:
             if shared.size:
                 raise ValueError(
                     f"room {pin.room!r} would write to items {ranges(shared.tolist())} of space "
-                    f"{name}, which other requests hold too. Receive what follows that prefix."
+                    f"{name}, which other requests hold too, or are kept for others. Receive what "
+                    "follows that prefix."
                 )
         for other in self.held(row):
             same = (other.room, other.side) == (pin.room, pin.side)  # its endpoint has an answer
@@ -69,11 +70,11 @@ class Pins:
             if lost := pin.lost(tokens, first.__getitem__):
                 raise pin.refusal(f"at {tokens} tokens it would lose {lost}")
 
-    def check_fork(self, row: int) -> None:
-        """Raises RequestPinned while a room receives the row."""
+    def check_written(self, row: int, change: str) -> None:
+        """Raises RequestPinned, saying what `change` would do, while a room receives the row."""
         for pin in self.held(row):
             if pin.side == "received":
-                raise pin.refusal("a fork would share and copy what is not there yet")
+                raise pin.refusal(f"{change} what is not there yet")
 
     def check_free(self, row: int) -> None:
         """Raises RequestPinned while a room offers or receives the row."""

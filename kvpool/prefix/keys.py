@@ -1,0 +1,130 @@
+"""Keys of prefixes of tokens: equal prefixes have equal keys, others have others.
+
+A key is four sums modulo 2**64, over the tokens of a prefix, of `(token + 1) * factor`, where each
+position has four factors of 64 random bits that never leave the process (multilinear hashing). Two
+prefixes that differ collide in a sum with a probability of at most 2**-33, in all four of at most
+2**-132, whatever they are, as long as who chooses them does not know the factors. All pages of a
+prompt take one pass of numpy; a cryptographic hash would take a call for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+SUMS = 4
+KEY_BYTES = 8 * SUMS
+MAX_TOKEN = (1 << 31) - 1
+MIN_POSITIONS = 1 << 13
+
+Sums = npt.NDArray[np.uint64]
+
+
+class PrefixKeys:
+    """Makes keys of prefixes that end at multiples of `page` tokens. Keys of two of these objects
+    have nothing to do with each other.
+    """
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self._secret = os.urandom(64)
+        self._factors: Sums = np.zeros((SUMS, 0), dtype=np.uint64)
+
+    def root(self, salt: str) -> bytes:
+        """The key of no tokens under a salt."""
+        return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, key=self._secret).digest()
+
+    def follow(self, last: bytes, start: int, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+        """Keys of the prefixes that end with each page of `tokens` (whole pages), which follow the
+        `start` tokens whose key is `last`.
+        """
+        pages = tokens.size // self.page
+        if start + tokens.size > self._factors.shape[1]:
+            self._grow(start + tokens.size)
+        factors = self._factors[:, start : start + tokens.size].reshape(SUMS, pages, self.page)
+        numbers = tokens.astype(np.uint64).reshape(pages, self.page) + np.uint64(1)
+        sums = np.empty((pages, SUMS), dtype=np.uint64)
+        np.einsum("spt,pt->ps", factors, numbers, out=sums)
+        sums[:1] += np.frombuffer(last, dtype=np.uint64)
+        np.cumsum(sums, axis=0, out=sums)
+        keys: list[bytes] = sums.view(f"V{KEY_BYTES}").ravel().tolist()
+        return keys
+
+    def _grow(self, positions: int) -> None:
+        more = max(positions - self._factors.shape[1], self._factors.shape[1], MIN_POSITIONS)
+        fresh = np.frombuffer(os.urandom(8 * SUMS * more), dtype=np.uint64).reshape(SUMS, more)
+        self._factors = np.concatenate([self._factors, fresh], axis=1)
+
+
+class Chain:
+    """The first tokens of a request, whose state is written, and the keys of their pages.
+
+    `keys[n]` is that of the prefix of `n + 1` pages, `digest(n)` the published hash of `n`.
+    """
+
+    __slots__ = ("_digests", "_hashing", "_root", "_tokens", "keys", "num_tokens", "salt")
+
+    def __init__(self, hashing: PrefixKeys, salt: str = "") -> None:
+        self._hashing, self.salt, self._root = hashing, salt, hashing.root(salt)
+        self.keys: list[bytes] = []
+        self.num_tokens = 0
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._digests: list[bytes] = []
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The tokens, `[num_tokens]`."""
+        return self._tokens[: self.num_tokens]
+
+    def append(self, tokens: npt.ArrayLike) -> None:
+        """Adds tokens. Raises ValueError, and adds nothing, unless they are a flat list of numbers
+        from 0 to 2**31 - 1.
+        """
+        given = np.asarray(tokens)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(f"tokens: a flat list of integers, got {given.dtype}{given.shape}.")
+        outside = (given < 0) | (given > MAX_TOKEN)
+        if outside.any():
+            raise ValueError(f"tokens: 0 to {MAX_TOKEN}, got {int(given[outside.argmax()])}.")
+        end = self.num_tokens + given.size
+        if end > self._tokens.size:
+            room = np.empty(max(end, 2 * self._tokens.size), dtype=np.int32)
+            room[: self.num_tokens] = self.tokens
+            self._tokens = room
+        self._tokens[self.num_tokens : end] = given
+        self.num_tokens = end
+        page, done = self._hashing.page, len(self.keys)
+        if pages := end // page - done:
+            start = done * page
+            last = self.keys[-1] if done else self._root
+            fresh = self._tokens[start : start + pages * page]
+            self.keys += self._hashing.follow(last, start, fresh)
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens."""
+        self.num_tokens = min(tokens, self.num_tokens)
+        pages = self.num_tokens // self._hashing.page
+        del self.keys[pages:], self._digests[pages + 1 :]
+
+    def copy(self) -> Chain:
+        """A chain of the same tokens that grows by itself."""
+        made = Chain(self._hashing, self.salt)
+        made.keys, made._digests = self.keys.copy(), self._digests.copy()
+        made._tokens, made.num_tokens = self.tokens.copy(), self.num_tokens
+        return made
+
+    def digest(self, pages: int) -> bytes:
+        """The hash of the first `pages` pages that events publish: of 32 bytes, the same in every
+        process. That of none is blake2b of the salt (UTF-8), that of more blake2b of the hash of
+        one page less, and the tokens of the last as little-endian int32.
+        """
+        known, page = self._digests, self._hashing.page
+        if not known:
+            known.append(hashlib.blake2b(self.salt.encode(), digest_size=32).digest())
+        for number in range(len(known), pages + 1):
+            raw = self._tokens[(number - 1) * page : number * page].astype("<i4").tobytes()
+            known.append(hashlib.blake2b(known[-1] + raw, digest_size=32).digest())
+        return known[pages]
