@@ -21,7 +21,7 @@ from kvpool.free_list import OutOfPages
 from kvpool.layout.grid import Ints
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvpool.prefix.index import PrefixIndex
-from kvpool.prefix.keys import Chain, PrefixKeys
+from kvpool.prefix.keys import Chain, PrefixKeys, token_ids
 
 
 @dataclass(slots=True)
@@ -215,13 +215,14 @@ class PrefixCache:
         chain = self._chains.get(row)
         if chain is None:  # the cache was cleared since
             return
-        if (stored := chain.num_tokens + np.size(tokens)) > held:
+        given = token_ids(tokens)
+        if (stored := chain.num_tokens + given.size) > held:
             raise ValueError(
                 f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
                 "what is written."
             )
         before = len(chain.keys)
-        chain.append(tokens)
+        chain.append(given)
         for name, each in self._lists.items() if len(chain.keys) > before else ():
             if not each.space.per_request:
                 start = int(self._start(name, np.array([received]))[0])
@@ -259,7 +260,7 @@ class PrefixCache:
 
     def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
         chain = Chain(self._keys, salt)
-        chain.append(tokens)
+        chain.append(token_ids(tokens))
         return chain
 
     def _match(self, chain: Chain) -> tuple[int, dict[str, Ints]]:

@@ -17,10 +17,24 @@ import numpy.typing as npt
 
 SUMS = 4
 KEY_BYTES = 8 * SUMS
-MAX_TOKEN = (1 << 31) - 1
 MIN_POSITIONS = 1 << 13
 
 Sums = npt.NDArray[np.uint64]
+Tokens = npt.NDArray[np.int32]
+
+
+def token_ids(tokens: npt.ArrayLike) -> Tokens:
+    """Tokens as an array. Raises ValueError unless they are a flat list of numbers from 0 to
+    2**31 - 1.
+    """
+    given = np.asarray(tokens)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"tokens: a flat list of integers, got {given.dtype}{given.shape}.")
+    outside = given.astype(np.int64) >> 31 if given.size else given
+    if outside.any():
+        wrong = int(given[np.flatnonzero(outside)[0]])
+        raise ValueError(f"tokens: 0 to 2**31 - 1, got {wrong}.")
+    return given.astype(np.int32)
 
 
 class PrefixKeys:
@@ -37,7 +51,7 @@ class PrefixKeys:
         """The key of no tokens under a salt."""
         return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, key=self._secret).digest()
 
-    def follow(self, last: bytes, start: int, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+    def follow(self, last: bytes, start: int, tokens: Tokens) -> list[bytes]:
         """Keys of the prefixes that end with each page of `tokens` (whole pages), which follow the
         `start` tokens whose key is `last`.
         """
@@ -75,26 +89,18 @@ class Chain:
         self._digests: list[bytes] = []
 
     @property
-    def tokens(self) -> npt.NDArray[np.int32]:
+    def tokens(self) -> Tokens:
         """The tokens, `[num_tokens]`."""
         return self._tokens[: self.num_tokens]
 
-    def append(self, tokens: npt.ArrayLike) -> None:
-        """Adds tokens. Raises ValueError, and adds nothing, unless they are a flat list of numbers
-        from 0 to 2**31 - 1.
-        """
-        given = np.asarray(tokens)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(f"tokens: a flat list of integers, got {given.dtype}{given.shape}.")
-        outside = (given < 0) | (given > MAX_TOKEN)
-        if outside.any():
-            raise ValueError(f"tokens: 0 to {MAX_TOKEN}, got {int(given[outside.argmax()])}.")
-        end = self.num_tokens + given.size
+    def append(self, tokens: Tokens) -> None:
+        """Adds tokens."""
+        end = self.num_tokens + tokens.size
         if end > self._tokens.size:
             room = np.empty(max(end, 2 * self._tokens.size), dtype=np.int32)
             room[: self.num_tokens] = self.tokens
             self._tokens = room
-        self._tokens[self.num_tokens : end] = given
+        self._tokens[self.num_tokens : end] = tokens
         self.num_tokens = end
         page, done = self._hashing.page, len(self.keys)
         if pages := end // page - done:
