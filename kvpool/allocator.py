@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.block_table import BlockTable
-from kvpool.free_list import FreeList, OutOfPages
+from kvpool.free_list import FreeLists, OutOfPages
 from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
@@ -76,7 +76,8 @@ class Request:
 
 
 class Allocator:
-    """Allocates the items of one pool, or of a target and its drafts, which then share ids.
+    """Allocates the items of one pool, or of a target and its drafts, which then share ids. Each id
+    list has a free list, or the id lists of a block pool one in common.
 
     Pages are reference counted, so that requests can share a prefix. Pages that have left a window
     are freed when their request is extended. A slot or ring belongs to one request. `on_fork` are
@@ -103,23 +104,19 @@ class Allocator:
         self.on_fork: list[Callable[[Request, Request, int], None]] = []
         first, *others = (pool.layout for pool in pools)
         self.layout = PoolLayout.merge(first, *others) if others else first
-        for name, lists in self.layout.block_pools.items():
-            if len(lists) > 1:
+        for space in self.layout.spaces:
+            if space.items_per_block > 1:
                 raise ValueError(
-                    f"spaces {', '.join(lists)} take their ids from block pool {name}, but an "
-                    "allocator has a free list for each. Give block tables of your own, or "
-                    "declare these spaces without block_pool."
-                )
-            size = self.layout.space_by_name[lists[0]].items_per_block
-            if size > 1:
-                raise ValueError(
-                    f"space {lists[0]}: a block of block pool {name} is {size} items, but an "
-                    "allocator hands out single ones. Give block tables of your own, or declare "
-                    "the space with items_per_block 1."
+                    f"space {space.name}: a block of block pool {space.block_pool} is "
+                    f"{space.items_per_block} items, but an allocator hands out single ones. Give "
+                    "block tables of your own, or declare the space with items_per_block 1."
                 )
         used = {self.layout.space_by_name[buffer.space].name for buffer in self.layout.buffers}
         self.spaces = tuple(space for space in self.layout.spaces if space.name in used)
-        self.lists = {name: self._list(name) for name in {s.id_list: 0 for s in self.spaces}}
+        named = {space.id_list: self.layout.space_by_name[space.id_list] for space in self.spaces}
+        self._free_lists = FreeLists(self.layout, named)
+        free = self._free_lists.by_id_list
+        self.lists = {name: BlockTable(space, free[name]) for name, space in named.items()}
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
@@ -135,17 +132,16 @@ class Allocator:
 
     @property
     def free_pages(self) -> int:
-        """Free pages of tokens, in the id list that has the fewest. Raises ValueError where no list
-        grows with the tokens of a request.
+        """Free pages of tokens, in the id list that has the fewest; a page of a block pool is a
+        block for each list that grows with the tokens of a request. Raises ValueError where none
+        does.
         """
-        spaces = (self.layout.space_by_name[name] for name in self.lists)
-        grow = [space.name for space in spaces if space.grows]
-        if not grow:
+        if (pages := self._free_lists.pages) is None:
             raise ValueError(f"this pool has no pages of tokens: use free_items({[*self.lists]}).")
-        return min(self.free_items(name) for name in grow)
+        return pages
 
     def free_items(self, id_list: str) -> int:
-        """Free items of an id list."""
+        """Free items of an id list, or of its block pool."""
         return self.lists[id_list].free_list.num_free
 
     def new_request(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Request:
@@ -223,10 +219,15 @@ class Allocator:
             name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
             for name, each in self.lists.items()
         }
+        needed = {name: change.needed for name, change in changes.items()}
+        gone = {name: each.ids(changes[name].gone) for name, each in self.lists.items()}
+        self._free_lists.check(needed, gone)
         self._pins.check_extend(rows, after, changes)
         positions = before[:, None] + np.arange(tokens, dtype=np.int64)
+        for name, each in self.lists.items():  # first, as one list may take what another frees
+            each.give_back(changes[name])
         for name, each in self.lists.items():
-            each.apply(changes[name])
+            each.fill(changes[name])
         self._tokens[rows] = after
         if received:
             self._received[rows] = after
@@ -273,6 +274,7 @@ class Allocator:
                 )
             copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
+        self._free_lists.check({name: part.src.size for name, part in parts.items()}, {})
         child = self._new_row()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
@@ -311,10 +313,14 @@ class Allocator:
         """
         live = np.setdiff1d(np.arange(self._tokens.size), self._rows)
         tokens = self._tokens[live]
-        for name, each in self.lists.items():
-            first, stop = self._first(name, tokens), self._stop(name, tokens)
-            pinned = live[:0] if self.prefix is None else self.prefix.pinned_items(name)
-            each.check_integrity(live, first, stop, pinned)
+        held = {
+            name: each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
+            for name, each in self.lists.items()
+        }
+        if self.prefix is not None:
+            for name, ids in held.items():
+                held[name] = np.concatenate([ids, self.prefix.pinned_items(name)])
+        self._free_lists.check_integrity(held)
 
     def _release(self, rows: Ints) -> None:
         """Gives back the items of requests."""
@@ -326,15 +332,6 @@ class Allocator:
         for pool in self.pools if src.size else ():
             if any(space.id_list == id_list for space in pool.layout.spaces):
                 pool.copy_items(id_list, src, dst)
-
-    def _list(self, name: str) -> BlockTable:
-        items = min(
-            buffer.items
-            for buffer in self.layout.buffers
-            if self.layout.space_by_name[buffer.space].id_list == name
-        )
-        space = self.layout.space_by_name[name]
-        return BlockTable(space, FreeList(items, space.reserved))
 
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.free_list import FreeList, OutOfPages
+from kvpool.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 
@@ -14,11 +14,14 @@ NO_ITEM = -1
 
 
 class Change(NamedTuple):
-    """An extension: (row, column) of cells to free and to fill, and the new bounds of the rows."""
+    """An extension: (row, column) of cells to free, those to fill from `since` on, how many these
+    are, and the new bounds of the rows.
+    """
 
     rows: Ints
     gone: tuple[Ints, Ints]
-    fresh: tuple[Ints, Ints]
+    since: Ints
+    needed: int
     first: Ints
     stop: Ints
 
@@ -66,38 +69,38 @@ class BlockTable:
         return self.free_list.wanted(ids)
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
-        """The change after which requests hold items `first` to `stop`; raises OutOfPages."""
+        """The change after which requests hold items `first` to `stop`."""
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
-        gone = _cells(rows, had, np.minimum(first, end))
-        free = self.free_list.num_free + self.free_list.freed_by(self._table[gone])
-        # checked before the cells are listed
-        needed = int(np.maximum(stop - np.maximum(end, first), 0).sum())
-        if needed > free:
-            size = "" if self.space.per_request else f" of {self.space.tokens_per_item} tokens"
-            raise OutOfPages(
-                f"space {self.space.name}: {needed} more items{size} are needed, {free} of "
-                f"{self.free_list.usable} are free. Free a request, or build a larger pool."
-            )
-        return Change(rows, gone, _cells(rows, np.maximum(end, first), stop), first, stop)
+        since = np.maximum(end, first)
+        # counted, not listed: they may be more than there are
+        needed = int(np.maximum(stop - since, 0).sum())
+        return Change(rows, _cells(rows, had, np.minimum(first, end)), since, needed, first, stop)
 
-    def apply(self, change: Change) -> None:
-        """Applies a prepared change."""
+    def ids(self, cells: tuple[Ints, Ints]) -> Ints:
+        """The ids in cells (row, column)."""
+        return self._table[cells]
+
+    def give_back(self, change: Change) -> None:
+        """Frees what a prepared change frees."""
         self._put(change.gone)
-        if change.stop.size and int(change.stop.max()) > self._table.shape[1]:
+
+    def fill(self, change: Change) -> None:
+        """Takes what a prepared change needs."""
+        if change.needed and int(change.stop.max()) > self._table.shape[1]:
             self._widen(int(change.stop.max()))
-        self._table[change.fresh] = self.free_list.take(change.fresh[0].size)
+        if change.needed:
+            fresh = _cells(change.rows, change.since, change.stop)
+            self._table[fresh] = self.free_list.take(change.needed)
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
 
     def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
-        """The items of a fork of `row`; raises ValueError or OutOfPages."""
+        """The items of a fork of `row`; raises ValueError."""
         if stop > first and first < self._first[row]:
             raise ValueError(
                 f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
                 "prefix have left the window and were freed."
             )
-        if stop - shared > self.free_list.num_free:
-            raise OutOfPages(f"space {self.space.name}: a copy of an item is needed, 0 are free.")
         return Fork(
             first, self._table[row, first:shared].copy(), self._table[row, shared:stop].copy()
         )
@@ -122,9 +125,9 @@ class BlockTable:
         self._put(_cells(rows, self._first[rows], self._stop[rows]))
         self._first[rows] = self._stop[rows] = 0
 
-    def check_integrity(self, live: Ints, first: Ints, stop: Ints, others: Ints) -> None:
-        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`, and
-        `others` are held by no request.
+    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> Ints:
+        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`. Returns
+        the ids that are held.
         """
         what = f"space {self.space.name}: item"
         for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
@@ -135,13 +138,12 @@ class BlockTable:
                 )
         rows, columns = _cells(live, self._first[live], self._stop[live])
         ids = self._table[rows, columns]
-        held = np.concatenate([ids, others])
-        self.free_list.check_integrity(held, f"space {self.space.name}")
         once = np.unique(np.stack([rows, ids]), axis=1)
         if once.shape[1] != ids.size:
             raise RuntimeError(f"{what}s are listed twice in one request.")
-        if (self._table >= 0).sum() != ids.size:
+        if (self._table >= 0).sum() != (ids >= 0).sum():
             raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
+        return ids
 
     def _put(self, cells: tuple[Ints, Ints]) -> None:
         ids = self._table[cells]

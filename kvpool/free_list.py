@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 
+from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
 from kvpool.prefix.index import PrefixIndex
 
@@ -13,13 +16,14 @@ class OutOfPages(RuntimeError):
 
 
 class FreeList:
-    """Items `reserved` to `items - 1` of a list of ids, free or held, with reference counts. The
-    first `reserved` items are padding and never taken. Of free items, those in the prefix index
-    `kept` (None: there is none) are taken last.
+    """Items `reserved` to `items - 1` of one id list, or of the id lists of a block pool, free or
+    held, with reference counts. The first `reserved` items are padding and never taken. Of free
+    items, those in the prefix index `kept` (None: there is none) are taken last. `name` begins
+    sentences about it: `space kv`.
     """
 
-    def __init__(self, items: int, reserved: int) -> None:
-        self.items, self.reserved = items, reserved
+    def __init__(self, name: str, items: int, reserved: int) -> None:
+        self.name, self.items, self.reserved = name, items, reserved
         # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
         self._stack: Ints = np.arange(items - 1, reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
@@ -88,18 +92,20 @@ class FreeList:
             self._stack[height : height + idle.size] = idle
             self.kept.forget(np.flatnonzero(self.kept.known))
 
-    def check_integrity(self, held: Ints, what: str) -> None:
+    def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and
-        as it is counted. `what` begins the sentence: `space kv`.
+        as it is counted.
         """
         free = self._stack[: self._height]
         if self.kept is not None:
-            self.kept.check_integrity(what)
+            self.kept.check_integrity(self.name)
             free = np.concatenate([free, self.kept.idle_ids()])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
-            raise RuntimeError(f"{what}: item {int(outside[0])} of {self.items} is free or held.")
+            raise RuntimeError(
+                f"{self.name}: item {int(outside[0])} of {self.items} is free or held."
+            )
         holders = np.bincount(held, minlength=self.items)
         on_stack = np.bincount(free, minlength=self.items)
         expected = (holders == 0) & (np.arange(self.items) >= self.reserved)
@@ -111,10 +117,63 @@ class FreeList:
             if wrong.size:
                 at = int(wrong[0])
                 raise RuntimeError(
-                    f"{what}: item {at}: counted {name} {found[at]} times, is {wanted[at]}."
+                    f"{self.name}: item {at}: counted {name} {found[at]} times, is {wanted[at]}."
                 )
 
     @property
     def _height(self) -> int:
         """Items on the stack."""
         return self.num_free if self.kept is None else self.num_free - self.kept.num_idle
+
+
+class FreeLists:
+    """The free lists of a layout's id lists: one each, and one for all those of a block pool."""
+
+    def __init__(self, layout: PoolLayout, id_lists: Iterable[str]) -> None:
+        items: dict[str, int] = {}
+        for buffer in layout.buffers:
+            name = layout.space_by_name[buffer.space].id_list
+            items[name] = min(items.get(name, buffer.items), buffer.items)
+        self.by_id_list: dict[str, FreeList] = {}
+        self._users: list[tuple[FreeList, list[Space]]] = []
+        known: dict[str, list[Space]] = {}
+        for space in (layout.space_by_name[name] for name in id_lists):
+            pool = space.block_pool
+            users = known.setdefault(f"block pool {pool}" if pool else f"space {space.name}", [])
+            users.append(space)
+        for name, users in known.items():
+            fewest = min(items[space.name] for space in users)
+            free_list = FreeList(name, fewest, users[0].reserved)
+            self._users.append((free_list, users))
+            self.by_id_list.update((space.name, free_list) for space in users)
+
+    @property
+    def pages(self) -> int | None:
+        """See Allocator.free_pages; None without pages of tokens."""
+        growing = ((each, sum(s.grows for s in users)) for each, users in self._users)
+        return min((each.num_free // lists for each, lists in growing if lists), default=None)
+
+    def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
+        """Raises OutOfPages if an id list needs more items than are free, and than would be after
+        the release of `gone`.
+        """
+        for free_list, users in self._users:
+            more = {space.name: needed[space.name] for space in users if needed[space.name]}
+            if not more:
+                continue
+            back = [gone[space.name] for space in users if space.name in gone]
+            free = free_list.num_free + (free_list.freed_by(np.concatenate(back)) if back else 0)
+            if sum(more.values()) <= free:
+                continue
+            size = "" if users[0].per_request else f" of {users[0].tokens_per_item} tokens"
+            if users[0].block_pool is not None:
+                size = f" ({', '.join(f'{name} {count}' for name, count in more.items())})"
+            raise OutOfPages(
+                f"{free_list.name}: {sum(more.values())} more items{size} are needed, {free} of "
+                f"{free_list.usable} are free. Free a request, or build a larger pool."
+            )
+
+    def check_integrity(self, held: Mapping[str, Ints]) -> None:
+        """See FreeList.check_integrity; `held` by id list."""
+        for free_list, users in self._users:
+            free_list.check_integrity(np.concatenate([held[space.name] for space in users]))

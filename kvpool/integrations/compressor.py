@@ -23,10 +23,11 @@ class Compressor:
     def __init__(self, cache: PoolCache, layer: int, at: At, ring: Ring) -> None:
         self.cache, self.layer = cache, layer
         self.ring, self.width = at.prefix + ring.role, ring.count // 2
-        space = cache.pool.space(at.space)
-        self.ring_space, self.entry_space = space.name, cache.pool.space(at.prefix[:-1]).name
         names = ("index_key",) if ring.role == "index_state" else ("latent", "rope")
         self.roles = [at.prefix + name for name in names]
+        space = cache.pool.space_of(self.ring, layer)
+        self.ring_space = space.name
+        self.entry_space = cache.pool.space_of(self.roles[0], layer).name
         self.ratio, self.overlaps = space.window_step, bool(space.window)
         self._start = 0
         self._prior: tuple[torch.Tensor, torch.Tensor] | None = None

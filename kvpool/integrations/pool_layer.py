@@ -80,7 +80,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
             if found
         ] + list(self.compressors)
-        self.window = self._space(self.attention[1]).window if self.attention else None
+        self.window = self._space(*self.attention).window if self.attention else None
         self.is_sliding = self.window is not None
         self.is_linear = self.linear is not None and self.attention is None
         self._conv: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             both[1] = pairs_of_halves(both[1])
         rows, _, tokens, _ = key_states.shape
         start = self.cache.advance(self.layer, "attention", tokens)
-        where, end = self._where(at), self.cache.tokens
+        where, end = self._where(kind, at), self.cache.tokens
         cells = [pool.view(role, self.layer).shape[2:] for role in self._roles()]
         flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
         pool.set_kv_buffer(self.layer, where[:, start:end].flatten(), *flat)
@@ -116,13 +116,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
         """See PoolCache.update_indexer."""
-        _, at = self._need(self.index, "index keys")
+        index = self._need(self.index, "index keys")
         rows, tokens, dim = keys.shape
         (role,) = self.cache.pool.roles(self.layer, IndexKey)
         width = self.cache.pool.view(role, self.layer).shape[-1]
         self.check("index_key", keys, (tokens, width), self.cache.pool.dtype)
         start = self.cache.advance(self.layer, "indexer", tokens)
-        pool, where = self.cache.pool, self._where(at)
+        pool, where = self.cache.pool, self._where(*index)
         pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
         return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
 
@@ -273,12 +273,12 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _roles(self) -> tuple[str, ...]:
         return self.cache.pool.roles(self.layer, *ATTENTION)
 
-    def _space(self, at: At) -> Space:
-        return self.cache.pool.space(at.space)
+    def _space(self, kind: Kind, at: At) -> Space:
+        return self.cache.pool.space_of(at.prefix + kind.inputs[0], self.layer)
 
-    def _where(self, at: At) -> torch.Tensor:
+    def _where(self, kind: Kind, at: At) -> torch.Tensor:
         """Flat locations `[B, T]` of all tokens in a kind's space."""
-        return self.cache.where[self._space(at).name]
+        return self.cache.where[self._space(kind, at).name]
 
     def _set_linear(
         self, conv: torch.Tensor | None = None, temporal: torch.Tensor | None = None
@@ -289,8 +289,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_linear_state(self.layer, self._slots(), conv, temporal)
 
     def _slots(self) -> torch.Tensor:
-        _, at = self._need(self.linear, "linear-attention states")
-        return self._where(at)[:, 0]
+        return self._where(*self._need(self.linear, "linear-attention states"))[:, 0]
 
     def _linear(self, index: int) -> LinearState:
         kind, _ = self._need(self.linear if index == 0 else None, f"linear-attention state {index}")

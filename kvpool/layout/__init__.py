@@ -211,8 +211,8 @@ class PoolLayout:
                 if known != space:
                     raise LayoutError(
                         f"space {space.name}: {known} and {space} cannot share ids. Build both "
-                        "pools with the same page sizes, windows and rings, or the draft with "
-                        "own_spaces=True."
+                        "pools with the same page sizes, windows, rings and block pools, or the "
+                        "draft with own_spaces=True."
                     )
         return PoolLayout(
             buffers=tuple(buffer for layout in layouts for buffer in layout.buffers),

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvpool.layout import PoolLayout, Region, Space
+from kvpool.layout import Buffer, PoolLayout, Region, Space
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import (
     DoesNotFit as DoesNotFit,
     fit,
-    fixed_items,
     items_per_request,
     largest,
+    needed_items,
+    pages_of_tokens,
     size,
 )
 from kvpool.pools.placement import ITEM_COUNTS, Shard
@@ -135,8 +136,8 @@ def figures(
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
         items = fit(pools, memory, requests, 1, step, where)
-        growing = any(space.grows for space in layout.spaces)
-        room = (items["num_pages"] - 1) * per_page if growing else None
+        pages = pages_of_tokens(pools, items, requests, 1)
+        room = None if pages is None else pages * per_page
         many = _requests(pools, memory, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
@@ -145,13 +146,15 @@ def figures(
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:
     """Bytes of each token and each request by role, unused bytes as role `padding`: the sum is the
-    bytes of the buffers' items. Windows are counted at their largest, with chunks of one token.
+    bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
+    largest, with chunks of one token.
     """
     found: dict[tuple[str, str, str], dict[int, float]] = {}
     unused: dict[tuple[str, str, str], dict[int, float]] = {}
     inside: dict[str, list[Region]] = {}
     for region in layout.regions:
         inside.setdefault(region.buffer, []).append(region)
+    rests = _rests_of_blocks(layout)
     for buffer in layout.buffers:
         space, regions = layout.space_by_name[buffer.space], inside[buffer.name]
         per, owner, layer = _per(space), regions[0].owner, regions[0].layer
@@ -159,6 +162,7 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
         for region in regions:
             found.setdefault((owner, region.role, per), {})[layer] = region.nbytes * items
         rest = buffer.item_bytes - sum(region.nbytes for region in regions)
+        rest += rests.get(buffer.name, 0)
         if rest:
             held = unused.setdefault((owner, "padding", per), {})
             held[layer] = held.get(layer, 0) + rest * items
@@ -169,6 +173,20 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
         for key, held in rows
         if key[2] == per
     )
+
+
+def _rests_of_blocks(layout: PoolLayout) -> dict[str, int]:
+    """What the items of an id list leave of a block, by the last of their buffers."""
+    records: dict[tuple[str, str], list[Buffer]] = {}
+    for region in layout.regions:
+        buffer, ids = layout.buffer_of(region), layout.space_of(region).id_list
+        if layout.space_by_name[ids].block_pool is not None:
+            records.setdefault((region.owner, ids), []).append(buffer)
+    found = {}
+    for buffers in records.values():
+        held = sum(buffer.item_bytes for buffer in set(buffers))
+        found[buffers[-1].name] = max(0, buffers[-1].item_stride - held)
+    return found
 
 
 def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
@@ -201,7 +219,7 @@ def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:
     """How many requests of `pages` pages fit at a time."""
 
     def fits(count: int) -> bool:
-        items = {"num_pages": 1 + count * pages, **fixed_items(pools, count, 1)}
+        items = needed_items(pools, count, count * pages, 1)
         return size(pools, items, pools[0].device.alignment) <= memory
 
     return largest(fits, 0)

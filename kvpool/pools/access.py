@@ -40,12 +40,7 @@ class TypedAccess:
         """
         found = self._views.get((role, layer))
         if found is None:
-            region = self.layout.region_by_key.get((self.owner, layer, role))
-            if region is None:
-                held = sorted({r.role for r in self.layout.regions if r.layer == layer})
-                raise KeyError(
-                    f"{self.owner} layer {layer} {role}: not in this pool (the layer has {held})."
-                )
+            region = self._region(role, layer)
             with torch.inference_mode(False):  # else it could not be written
                 found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
             self._views[role, layer] = found
@@ -111,6 +106,15 @@ class TypedAccess:
         where = self._locations((role,), layer, locations)
         (found,) = self.device.load_rows([ReadRow(self._entries(role, layer))], where)
         return found
+
+    def _region(self, role: str, layer: int) -> Region:
+        region = self.layout.region_by_key.get((self.owner, layer, role))
+        if region is None:
+            held = sorted({r.role for r in self.layout.regions if r.layer == layer})
+            raise KeyError(
+                f"{self.owner} layer {layer} {role}: not in this pool (the layer has {held})."
+            )
+        return region
 
     def _row(
         self,

@@ -27,6 +27,7 @@ from kvpool.pools.placement import (
     Placement,
     Shard,
     count_argument,
+    grouped,
     place,
     used_spaces,
 )
@@ -61,8 +62,10 @@ class KVPool(TypedAccess):
     request; item 0 of each is reserved for padding. `dtype` is that of values written and read,
     `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
-    after the other. `own_spaces` prefixes space names with the owner: a draft that cannot share the
-    target's ids has its own.
+    after the other. `"block"` makes the pool one block pool: pages, window pages, slots and rings
+    are blocks of equal bytes from one free list, of which `num_pages` counts them all; layers may
+    be in several groups, each with ids of its own (kvpool.pools.placement). `own_spaces` prefixes
+    space names with the owner: a draft that cannot share the target's ids has its own.
     """
 
     default_page_size: ClassVar[int] = 64
@@ -108,13 +111,16 @@ class KVPool(TypedAccess):
                 f"{owner} total_kv_layers: {total}, but the pool has layer {self.layers[-1]}."
             )
         self.device: Device = get_device(str(device))
-        self._names = names = f"{owner}." if own_spaces else ""
+        names = f"{owner}." if own_spaces else ""
         self.specs = tuple(
             replace(part, space=names + part.space) for part in self.declare() if part.layers
         )
         spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
+        if placement == "block":
+            self.specs, spaces = grouped(self.specs, spaces, f"{names}blocks")
         buffers, nbytes = place(
             self.specs,
+            spaces,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
             owner=owner,
             placement=placement,
@@ -166,9 +172,9 @@ class KVPool(TypedAccess):
         """The spaces of declared buffers, and those whose ids they share."""
         yield Space("kv", "paged", entries_per_item=self.page_size)
 
-    def space(self, name: str) -> Space:
-        """The space named `name` in `spaces()`, which `own_spaces` may have prefixed."""
-        return self.layout.space_by_name[self._names + name]
+    def space_of(self, role: str, layer: int) -> Space:
+        """The space whose locations address a role of a layer. Raises KeyError as `view` does."""
+        return self.layout.space_of(self._region(role, layer))
 
     @property
     def start_layer(self) -> int:
@@ -187,15 +193,18 @@ class KVPool(TypedAccess):
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of each further token; windows, slots and rings do not grow."""
+        """Bytes of each further token; windows, slots and rings do not grow. Blocks count whole."""
         spaces = self.layout.space_by_name
-        grow = (b for b in self.layout.buffers if spaces[b.space].grows)
+        grow = [b for b in self.layout.buffers if spaces[b.space].grows]
+        if self.placement == "block":
+            lists = {spaces[b.space].id_list: b for b in grow}
+            return sum(b.item_stride / spaces[b.space].tokens_per_item for b in lists.values())
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
     def kv_buf_groups(self) -> int:
         """Groups of buffers in the contiguous listing: K and V are two."""
-        return sum(1 for part in self.specs if part.state is None)
+        return len({part.name for part in self.specs if part.state is None})
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
@@ -294,11 +303,11 @@ class KVPool(TypedAccess):
         return value
 
     def _listed(self, part: BufferSpec) -> list[tuple[Buffer, int]]:
-        if self.placement == "page":
+        if self.placement in ("page", "block"):
             raise ValueError(
-                f"{self.owner}: with placement='page' the layers of a page lie side by side; "
-                "no pointer and item length per layer describe them. Read pool.layout, or build "
-                "with placement='layer'."
+                f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
+                "side; no pointer and item length per layer describe them. Read pool.layout, or "
+                "build with placement='layer'."
             )
         by_name = self.layout.buffer_by_name
         return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]

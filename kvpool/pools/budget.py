@@ -29,15 +29,39 @@ def items_per_request(space: Space, chunk_tokens: int) -> int:
     return (entries - 2) // space.entries_per_item + 2
 
 
-def fixed_items(pools: Sequence[KVPool], requests: int, chunk_tokens: int) -> dict[str, int]:
-    """Constructor arguments other than num_pages: what `requests` requests need at a time."""
-    found: dict[str, int] = {}
-    for space in (space for pool in pools for space in pool.layout.spaces):
-        if space.ids is None and not space.grows:
-            name = count_argument(space)
-            items = requests * items_per_request(space, chunk_tokens) + space.reserved
-            found[name] = max(found.get(name, 0), items)
+def needed_items(
+    pools: Sequence[KVPool], requests: int, pages: int, chunk_tokens: int
+) -> dict[str, int]:
+    """Constructor arguments that hold `pages` pages of tokens, and the windows, slots and rings of
+    `requests` requests at a time. In a block pool, each page is a block for every group of layers.
+    """
+    lists = {s.name: s for pool in pools for s in pool.layout.spaces if s.ids is None}
+    found: dict[str, int] = {"num_pages": 2}
+    blocks: dict[str, int] = {}
+    for space in lists.values():
+        items = pages if space.grows else requests * items_per_request(space, chunk_tokens)
+        if space.block_pool is not None:
+            items += blocks.get(space.block_pool, 0)
+            blocks[space.block_pool] = items
+        name = count_argument(space)
+        found[name] = max(found.get(name, 0), items + space.reserved)
     return found
+
+
+def pages_of_tokens(
+    pools: Sequence[KVPool], items: Mapping[str, int], requests: int, chunk_tokens: int
+) -> int | None:
+    """The most pages of tokens in pools of so many items, besides the windows, slots and rings of
+    `requests` requests; None if no buffer grows with tokens.
+    """
+    if not any(space.grows for pool in pools for space in pool.layout.spaces):
+        return None
+
+    def fits(pages: int) -> bool:
+        needed = needed_items(pools, requests, pages, chunk_tokens)
+        return needed["num_pages"] <= items["num_pages"]
+
+    return largest(fits, 0)
 
 
 def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
@@ -46,7 +70,9 @@ def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
     for pool in pools:
         spaces = pool.layout.space_by_name
         items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
-        total += place(pool.specs, items, owner=pool.owner, placement=pool.placement, step=step)[1]
+        total += place(
+            pool.specs, spaces, items, owner=pool.owner, placement=pool.placement, step=step
+        )[1]
     return total
 
 
@@ -59,18 +85,20 @@ def fit(
     """
     if requests < 1 or chunk_tokens < 1:
         raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
-    fixed = fixed_items(pools, requests, chunk_tokens)
-    least = size(pools, {"num_pages": 2, **fixed}, step)
-    if least > nbytes:
+    least = needed_items(pools, requests, 1, chunk_tokens)
+    nbytes_of_least = size(pools, least, step)
+    if nbytes_of_least > nbytes:
         raise DoesNotFit(
             f"{where}: {nbytes:,} bytes are too few for a page of {pools[0].page_size} tokens, the "
             "reserved page, and the windows, slots and rings of "
-            f"{counted(requests)}; {least:,} bytes are enough."
+            f"{counted(requests)}; {nbytes_of_least:,} bytes are enough."
         )
     if not any(space.grows for pool in pools for space in pool.layout.spaces):
-        return {"num_pages": 2, **fixed}
-    pages = largest(lambda n: size(pools, {"num_pages": n, **fixed}, step) <= nbytes, 2)
-    return {"num_pages": pages, **fixed}
+        return least
+    pages = largest(
+        lambda n: size(pools, {**least, "num_pages": n}, step) <= nbytes, least["num_pages"]
+    )
+    return {**least, "num_pages": pages}
 
 
 def largest(fits: Callable[[int], bool], low: int) -> int:

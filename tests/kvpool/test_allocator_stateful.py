@@ -98,8 +98,14 @@ class Lives(RuleBasedStateMachine):
     def pick(self, number: int) -> Held:
         return self.live[number % len(self.live)]
 
+    def siblings(self, name: str) -> list[str]:
+        """The id lists that take their ids from the same pool."""
+        pool = self.by_name[name].block_pool
+        return [n for n in self.lists if n == name or (pool and self.by_name[n].block_pool == pool)]
+
     def free_ids(self, name: str) -> set[int]:
-        held = {n for each in self.live for n in each.ids[name].values()}
+        lists = self.siblings(name)
+        held = {n for each in self.live for one in lists for n in each.ids[one].values()}
         return set(range(1, self.lists[name])) - held
 
     def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
@@ -234,7 +240,7 @@ class Lives(RuleBasedStateMachine):
 
     def grow(self, batch: list[Held], tokens: int, received: bool, alone: bool = False) -> None:
         wanted: dict[str, list[tuple[int, int]]] = {}
-        fits = True
+        spare: dict[str, int] = {}
         for name in self.lists:
             back: Counter[int] = Counter()
             needed = 0
@@ -247,7 +253,11 @@ class Lives(RuleBasedStateMachine):
                 needed += sum(n not in each.ids[name] for n in range(first, stop))
             all_held = Counter(n for each in self.live for n in each.ids[name].values())
             freed = sum(all_held[item] == count for item, count in back.items())
-            fits &= needed <= len(self.free_ids(name)) + freed
+            spare[name] = freed - needed
+        fits = all(
+            sum(spare[each] for each in self.siblings(name)) + len(self.free_ids(name)) >= 0
+            for name in self.lists
+        )
         requests = [each.request for each in batch]
         if not fits:
             with pytest.raises(OutOfPages, match="more items"):
@@ -271,6 +281,7 @@ class Lives(RuleBasedStateMachine):
         for name, ends in wanted.items():
             for each, (first, _) in zip(batch, ends):
                 each.ids[name] = {n: i for n, i in each.ids[name].items() if n >= first}
+        for name, ends in wanted.items():
             for each, (first, stop) in zip(batch, ends):
                 self.take(each, name, first, stop)
         for number, each in enumerate(batch):
@@ -306,7 +317,7 @@ class Lives(RuleBasedStateMachine):
             with pytest.raises(RequestPinned, match="a fork would"):
                 self.alloc.fork(parent.request, tokens)
             return
-        gone = out = False
+        gone = False
         copied = {}
         for name in self.lists:
             space = self.by_name[name]
@@ -319,7 +330,10 @@ class Lives(RuleBasedStateMachine):
                 gone |= tokens not in (0, parent.tokens)
                 incomplete = tokens
             copied[name] = stop - 1 if incomplete else None
-            out |= bool(incomplete) and not self.free_ids(name)
+        out = any(
+            sum(copied[each] is not None for each in self.siblings(name)) > len(self.free_ids(name))
+            for name in self.lists
+        )
         if gone or out:
             refused = {ValueError} if not out else {OutOfPages} if not gone else {0}
             with pytest.raises((ValueError, OutOfPages)) as raised:
@@ -333,7 +347,8 @@ class Lives(RuleBasedStateMachine):
             first, stop = self.bounds(name, tokens, tokens)
             kept = (n for n in range(first, stop) if n != copied[name])
             child.ids[name] = {n: parent.ids[name][n] for n in kept}
-            self.take(child, name, first, stop)
+        for name in self.lists:
+            self.take(child, name, *self.bounds(name, tokens, tokens))
         for name in self.spaces:
             child.marks[name] = dict(parent.marks[name])
 
@@ -418,5 +433,16 @@ TestDraft = machine(
         swa(layers=[0, 1], **SMALL),
         mla(owner="draft", layers=[4], **{**SMALL, "num_pages": 12}),
         hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
+    ]
+)
+BLOCKS = {"placement": "block", "num_pages": 20}
+TestSWAInBlocks = machine(lambda: [swa(**BLOCKS)])
+TestDSv4InBlocks = machine(lambda: [dsv4(layers=[1, 2], **BLOCKS)])
+TestDraftInBlocks = machine(
+    lambda: [
+        swa(layers=[0, 1], **BLOCKS),
+        mla(owner="draft", layers=[4], **BLOCKS),
+        hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **{**SMALL, **BLOCKS}),
+        mha(owner="draft2", layers=[0], own_spaces=True, **SMALL),
     ]
 )

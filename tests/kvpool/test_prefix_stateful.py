@@ -57,13 +57,39 @@ class Held:
 
 
 @dataclass
+class Free:
+    """What is free in an id list, or in those of a block pool: nobody's, and idle, next one first."""
+
+    items: set[int]
+    users: list[List] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.items) + len(self.idle)
+
+    def kept(self) -> set[int]:
+        return {item for each in self.users for item in each.kept.values()}
+
+    def give(self, item: int) -> None:
+        """An item was handed out: a free one, or else the one that is idle longest."""
+        if self.items:
+            self.items.remove(item)  # a KeyError: it was kept, or held
+        else:
+            assert item == self.idle.pop(0)
+            self.forget(item)
+
+    def forget(self, item: int) -> None:
+        for each in self.users:
+            each.kept = {key: other for key, other in each.kept.items() if other != item}
+
+
+@dataclass
 class List:
-    """An id list: tokens of an item, the item of each prefix, and what is free, next one first."""
+    """An id list: tokens of an item, and the item of each prefix."""
 
     tokens: int
-    free: set[int]
+    free: Free
     kept: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    idle: list[int] = field(default_factory=list)
 
 
 class Prefixes(RuleBasedStateMachine):
@@ -82,12 +108,15 @@ class Prefixes(RuleBasedStateMachine):
         self.by_name = layout.space_by_name
         self.spaces = {b.space: self.by_name[b.space] for b in layout.buffers}
         self.lists: dict[str, List] = {}
-        for name in {space.id_list: 0 for space in self.spaces.values()}:
+        self.free: dict[str, Free] = {}
+        for name in self.alloc.lists:
             space = self.by_name[name]
             counts = [b.items for b in layout.buffers if self.spaces[b.space].id_list == name]
             paged = space.kind == "paged"
             tokens = space.entries_per_item * space.tokens_per_entry if paged else CHECKPOINT
-            self.lists[name] = List(tokens, set(range(1, min(counts))))
+            free = self.free.setdefault(space.block_pool or name, Free(set(range(1, min(counts)))))
+            self.lists[name] = List(tokens, free)
+            free.users.append(self.lists[name])
         self.step = lcm(*(each.tokens for each in self.lists.values()))
         self.memory: dict[str, list[np.ndarray]] = {name: [] for name in self.spaces}
         for pool in self.pools:
@@ -105,12 +134,11 @@ class Prefixes(RuleBasedStateMachine):
         return self.live[number % len(self.live)]
 
     def holders(self, name: str) -> Counter[int]:
-        held = Counter(item for each in self.live for item in each.ids[name].values())
-        held.update(item for _, items in self.pinned for item in items[name])
+        held: Counter[int] = Counter()
+        for other in (n for n, each in self.lists.items() if each.free is self.lists[name].free):
+            held.update(item for each in self.live for item in each.ids[other].values())
+            held.update(item for _, items in self.pinned for item in items[other])
         return held
-
-    def num_free(self, name: str) -> int:
-        return len(self.lists[name].free) + len(self.lists[name].idle)
 
     def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
         """Numbers of the items of a request that reads what is alive at `reach` tokens."""
@@ -143,37 +171,22 @@ class Prefixes(RuleBasedStateMachine):
         return 0
 
     def hold(self, name: str, items: list[int]) -> None:
-        each = self.lists[name]
-        each.idle = [item for item in each.idle if item not in items]
-
-    def give(self, name: str, item: int) -> None:
-        """An item was handed out: a free one, or else the one that is idle longest."""
-        each = self.lists[name]
-        if each.free:
-            each.free.remove(item)  # a KeyError: it was kept, or held
-        else:
-            assert item == each.idle.pop(0)
-            self.forget(name, item)
-
-    def forget(self, name: str, item: int) -> None:
-        kept = self.lists[name].kept
-        del kept[next(key for key, other in kept.items() if other == item)]
+        free = self.lists[name].free
+        free.idle = [item for item in free.idle if item not in items]
 
     def put(self, name: str, items: list[int]) -> None:
         """Items lost a holder, in the order of the request."""
-        each, held = self.lists[name], self.holders(name)
+        free, held = self.lists[name].free, self.holders(name)
+        kept = free.kept()
         for item in reversed(items):
             if not held[item]:
-                if item in each.kept.values():
-                    each.idle.append(item)
-                else:
-                    each.free.add(item)
+                free.idle.append(item) if item in kept else free.items.add(item)
 
     def keep(self, held: Held, name: str, first: int, stop: int) -> None:
         each = self.lists[name]
         for number in range(first, stop):
             prefix, item = held.prefix((number + 1) * each.tokens), held.ids[name].get(number)
-            if item is not None and prefix not in each.kept and item not in each.kept.values():
+            if item is not None and prefix not in each.kept and item not in each.free.kept():
                 each.kept[prefix] = item
 
     def read(self, held: Held) -> None:
@@ -230,7 +243,7 @@ class Prefixes(RuleBasedStateMachine):
         if any(
             items
             and self.by_name[name].kind != "paged"
-            and not self.num_free(name) - (items[0] in self.lists[name].idle)
+            and not len(self.lists[name].free) - (items[0] in self.lists[name].free.idle)
             and items[0] in pinned[name]
             for name, items in needs.items()
         ):
@@ -248,14 +261,14 @@ class Prefixes(RuleBasedStateMachine):
             ids = list(held.ids[name].values())
             if self.by_name[name].kind == "paged" or not found:
                 assert ids == items
-            elif self.num_free(name):  # a copy
-                self.give(name, *ids)
+            elif len(self.lists[name].free):  # a copy
+                self.lists[name].free.give(*ids)
                 held.ids[name] = {}
                 self.put(name, items)
                 held.ids[name] = {0: ids[0]}
             else:
                 assert ids == items
-                self.forget(name, *ids)
+                self.lists[name].free.forget(*ids)
         self.live.append(held)
 
     def resync(self) -> None:
@@ -263,8 +276,8 @@ class Prefixes(RuleBasedStateMachine):
         for name, each in self.lists.items():
             index = self.alloc.lists[name].free_list.kept
             order = index.idle_ids().tolist()
-            assert sorted(order) == sorted(each.idle)
-            each.idle = order
+            assert sorted(order) == sorted(each.free.idle)
+            each.free.idle = order
 
     @precondition(lambda self: self.live)
     @rule(number=PICK, more=st.integers(1, 16), received=st.booleans(), store=st.booleans())
@@ -280,7 +293,7 @@ class Prefixes(RuleBasedStateMachine):
             fresh[name] = [n for n in range(first, stop) if n not in held.ids[name]]
         if any(
             len(fresh[name])
-            > self.num_free(name) + sum(self.holders(name)[item] == 1 for item in gone[name])
+            > len(self.lists[name].free) + sum(self.holders(name)[item] == 1 for item in gone[name])
             for name in self.lists
         ):
             with pytest.raises(OutOfPages):
@@ -293,9 +306,8 @@ class Prefixes(RuleBasedStateMachine):
         self.read(held)
         for name, numbers in fresh.items():
             items = [held.ids[name][n] for n in numbers]
-            free = [item for item in items if item in self.lists[name].free]
-            for item in free + items[len(free) :]:
-                self.give(name, item)
+            for item in items:
+                self.lists[name].free.give(item)
         before, held.tokens = held.tokens, tokens
         held.since = tokens if received else before
         held.received = tokens if received else held.received
@@ -317,14 +329,14 @@ class Prefixes(RuleBasedStateMachine):
             if space.kind == "paged":
                 whole = -(-start(space, held.received) // space.entries_per_item)
                 self.keep(held, name, max(before // each.tokens, whole), stop // each.tokens)
-            elif stop == held.tokens and stop % CHECKPOINT == 0 and self.num_free(name):
+            elif stop == held.tokens and stop % CHECKPOINT == 0 and len(self.lists[name].free):
                 prefix = held.prefix(stop)
                 if prefix not in each.kept:
                     table = self.alloc.lists[name].free_list.kept.tables[name]
-                    (item,) = set(table.values()) - set(each.kept.values()) or each.idle[:1]
-                    self.give(name, item)
+                    (item,) = set(table.values()) - set(each.kept.values()) or each.free.idle[:1]
+                    each.free.give(item)
                     each.kept[prefix] = item
-                    each.idle.append(item)
+                    each.free.idle.append(item)
 
     @precondition(lambda self: self.live)
     @rule(number=PICK)
@@ -335,7 +347,7 @@ class Prefixes(RuleBasedStateMachine):
             whole = parent.tokens % self.lists[name].tokens == 0
             paged = self.by_name[name].kind == "paged"
             copied[name] = bool(parent.tokens) and not (paged and whole)
-            if copied[name] and not self.num_free(name):
+            if copied[name] and not len(self.lists[name].free):
                 return
         if any(
             start(self.by_name[name], parent.tokens) < start(self.by_name[name], parent.received)
@@ -348,7 +360,7 @@ class Prefixes(RuleBasedStateMachine):
         self.read(child)
         for name, makes in copied.items():
             if makes:
-                self.give(name, list(child.ids[name].values())[-1])
+                self.lists[name].free.give(list(child.ids[name].values())[-1])
         self.live.append(child)
 
     @precondition(lambda self: self.live)
@@ -368,9 +380,9 @@ class Prefixes(RuleBasedStateMachine):
         for name, ids in held.ids.items():
             self.put(name, list(ids.values()))
         for name, keys in paths.items():
-            each = self.lists[name]
-            used = [each.kept[key] for key in reversed(keys) if each.kept.get(key) in each.idle]
-            each.idle = [item for item in each.idle if item not in used] + used
+            each, free = self.lists[name], self.lists[name].free
+            used = [each.kept[key] for key in reversed(keys) if each.kept.get(key) in free.idle]
+            free.idle = [item for item in free.idle if item not in used] + used
 
     @rule(script=st.integers(0, 2), tokens=st.integers(0, 40))
     def pin(self, script: int, tokens: int) -> None:
@@ -404,8 +416,10 @@ class Prefixes(RuleBasedStateMachine):
         for held in self.live:
             held.keeps = False
         for each in self.lists.values():
-            each.free |= set(each.idle)
-            each.kept, each.idle = {}, []
+            each.kept = {}
+        for free in self.free.values():
+            free.items |= set(free.idle)
+            free.idle = []
 
     # what always holds
 
@@ -413,13 +427,13 @@ class Prefixes(RuleBasedStateMachine):
     def every_item_is_free_or_held_as_counted(self) -> None:
         self.alloc.check_integrity()
         for name, each in self.lists.items():
-            assert self.alloc.free_items(name) == self.num_free(name)
+            assert self.alloc.free_items(name) == len(self.lists[name].free)
             assert self.cache.kept_items[name] == len(each.kept)
 
     @invariant()
     def no_page_is_next_while_a_later_one_is_idle(self) -> None:
         for name, each in self.lists.items():
-            space, rank = self.by_name[name], {item: n for n, item in enumerate(each.idle)}
+            space, rank = self.by_name[name], {item: n for n, item in enumerate(each.free.idle)}
             held = self.holders(name)
             for (salt, tokens), item in each.kept.items():
                 if not space.grows or held[item] or len(tokens) == each.tokens:
@@ -484,3 +498,7 @@ TestDraft = machine(
         hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
     ]
 )
+BLOCKS = {"placement": "block", "num_pages": 24}
+TestSWAInBlocks = machine(lambda: [swa(layers=[0, 1], **BLOCKS)])
+TestHybridInBlocks = machine(lambda: [hybrid(layers=[2, 3], **BLOCKS)])
+TestDSv4InBlocks = machine(lambda: [dsv4(layers=[1, 2], **{**BLOCKS, "num_pages": 34})])

@@ -143,7 +143,7 @@ class Settings:
     def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
         """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
-        from kvpool.pools.budget import fixed_items
+        from kvpool.pools.budget import needed_items
         from kvpool.pools.placement import ITEM_COUNTS
 
         common: dict[str, Any] = {"dtype": self.dtype, "packing": self.packing}
@@ -151,6 +151,6 @@ class Settings:
             common["page_size"] = page
         few = dict.fromkeys(ITEM_COUNTS, 2)
         probe = pool_for(model.config, **common, **few, device="meta")
-        fixed = fixed_items([probe], requests=2, chunk_tokens=self.chunk_tokens)
-        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 4
-        return pool_for(model.config, **common, num_pages=pages, **fixed, device=self.device)
+        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 3
+        items = needed_items([probe], 2, pages, self.chunk_tokens)
+        return pool_for(model.config, **common, **items, device=self.device)

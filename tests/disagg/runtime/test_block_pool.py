@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, RoomError, create_engine
+from kvpool import Allocator
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import RequestAddress, Space, Span
-from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, place, write
+from tests import pools
+from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, place, state, write
 
 TOKENS, WINDOW, ITEMS = 75, 24, 64
 
@@ -115,3 +117,39 @@ def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
         decode.receive("r", good)
         assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
     assert_holds(dest, good)
+
+
+def second_request(pool, tokens, **options):
+    """The second request of an allocator, whose first has grown and shrunk its window before."""
+    alloc = Allocator(pool)
+    first, request = alloc.new_request(), alloc.new_request()
+    for count in (9, 5, 1):
+        alloc.extend(first, count)
+    if options:
+        alloc.extend(request, tokens, **options)
+    for _ in range(0 if options else tokens):
+        alloc.extend(request, 1)
+    return first, request
+
+
+@pytest.mark.parametrize("name", ["swa", "hybrid nsa", "dsv4"])
+@pytest.mark.parametrize("placements", [("block", "layer"), ("layer", "block")], ids="-".join)
+def test_a_pool_of_our_own_in_blocks_hands_over_to_a_static_one_and_back(name, placements):
+    tokens = 27
+    source, dest = (
+        pools.CLASSES[name](placement=each, num_pages=90, num_window_pages=40)
+        for each in placements
+    )
+    _, there = second_request(source, tokens)
+    other, here = second_request(dest, tokens, received=True)
+    fill(source, offered := there.address())
+    before = state(source).memory[0].copy()
+    blank(dest)
+    write(dest, beside := other.address(), range(beside.num_tokens))
+    with connected(source, dest, verify="checksum") as (prefill, decode):
+        decode.receive("r", wanted := here.address())
+        prefill.send("r", offered)
+        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        assert prefill.wait("r", 30) is KVPoll.Success
+    assert_holds(dest, wanted, also=[beside])
+    assert (state(source).memory[0] == before).all()

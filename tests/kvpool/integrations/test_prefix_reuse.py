@@ -32,7 +32,7 @@ def gemma(monkeypatch):
 
 
 def allocator_of(model, page, **sizes):
-    """A pool with pages of `page` tokens, which end together with checkpoints, and its allocator."""
+    """A pool with pages of `page` tokens, where checkpoints end too, and its allocator."""
     pages = {"page_size": page}
     if model.config.model_type == "deepseek_v4":
         pages = {"page_size": 1, "window_page_size": page}  # other pages are of 16 tokens

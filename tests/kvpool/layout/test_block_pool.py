@@ -401,10 +401,13 @@ def test_spaces_of_a_draft_s_own_have_a_block_pool_of_its_own():
     assert Pooled(**common).layout.block_pools == {"blocks": ("kv", "swa")}
 
 
-def test_an_allocator_refuses_what_it_has_no_single_free_list_for():
-    pool = Pooled(layers=[0], num_pages=5, page_size=4, dtype="bf16")
-    with pytest.raises(ValueError, match=r"spaces kv, swa take their ids from block pool blocks"):
-        Allocator(pool)
+def test_an_allocator_takes_the_ids_of_a_block_pool_from_one_free_list():
+    alloc = Allocator(Pooled(layers=[0], num_pages=5, page_size=4, dtype="bf16"))
+    address = [alloc.new_request(), alloc.new_request()]
+    for request in address:
+        alloc.extend(request, 3)
+    held = [span.ids.tolist() for each in address for span in each.address().spans.values()]
+    assert sorted(held) == [[1], [2], [3], [4]] and alloc.free_items("swa") == 0
 
 
 class Cut(Pooled):

@@ -34,12 +34,13 @@ def alive_items(pool, address) -> dict[str, list[int]]:
 
 
 @every
-@pytest.mark.parametrize("placement", ["layer", "page"])
+@pytest.mark.parametrize("placement", ["layer", "page", "block"])
 @pytest.mark.parametrize("tokens", [1, 7, 8, 29])
 def test_what_was_saved_comes_back_to_other_items_and_nothing_else_changes(
     build, placement, tokens
 ):
-    pool = build(placement=placement, **MANY)
+    more = {"num_pages": 40} if placement == "block" else {}
+    pool = build(placement=placement, **{**MANY, **more})
     there, here = place(pool, tokens, 1), place(pool, tokens, 2)
     fill(pool, there)
     saved = pool.save(there)

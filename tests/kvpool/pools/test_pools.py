@@ -23,7 +23,7 @@ MARK = 0xA5  # no written value below has this byte by design, and zeroed memory
 PAGES, PAGE, HEADS, DIM, V_DIM, LAYERS = 5, 4, 3, 8, 16, (0, 2, 3)
 LATENT, ROPE = 16, 8
 DTYPES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-ORDERS, PLACEMENTS = ("nhd", "hnd"), ("layer", "page")
+ORDERS, PLACEMENTS = ("nhd", "hnd"), ("layer", "page", "block")
 
 orders = pytest.mark.parametrize("order", ORDERS)
 placements = pytest.mark.parametrize("placement", PLACEMENTS)

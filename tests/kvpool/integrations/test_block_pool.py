@@ -1,0 +1,125 @@
+"""Models decode over a block pool as over transformers' own cache, bit for bit, whatever other kind
+of state had a block before.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from kvpool import Allocator  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 7,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 16,
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        **EXPERTS,
+    },
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "n_routed_experts": 4,
+        "layer_types": ["sliding_attention", CSA, HCA, CSA],
+        "compress_rates": {CSA: 4, HCA: 16},
+        "sliding_window": 9,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "index_topk": 6,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        **EXPERTS,
+    },
+}
+
+
+@lru_cache
+def model_of(family: str) -> Any:
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **CONFIGS[family]})
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(torch.bfloat16).eval()
+
+
+class Run:
+    """One row of tokens over a cache, and what the model says of them over transformers' own."""
+
+    def __init__(self, model: Any, cache: Any, seed: int) -> None:
+        self.model, self.cache, self.seed = model, cache, seed
+        self.theirs = transformers.DynamicCache(config=model.config)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, tokens: int) -> None:
+        """`tokens` more tokens, compared bit by bit."""
+        random = torch.Generator().manual_seed(1000 * self.seed + self.count)
+        ids = torch.randint(0, 128, (1, tokens), generator=random)
+        ours, theirs = (
+            self.model(ids, past_key_values=cache, use_cache=True).logits
+            for cache in (self.cache, self.theirs)
+        )
+        assert torch.equal(ours, theirs), f"run {self.seed} after {self.count} tokens"
+        self.count += tokens
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_requests_that_take_over_one_another_s_blocks_decode_bit_equal(family):
+    model = model_of(family)
+    page = 16 if family == "deepseek_v4" else 4
+    pool = pool_for(
+        model.config, placement="block", page_size=page, num_pages=250, dtype=torch.bfloat16
+    )
+    assert len(pool.layout.slabs()) == 1 and len(pool.layout.block_pools["blocks"]) > 2
+    # NaN in every type: what is read of a block before it is written shows
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer).fill_(0xFF)
+    alloc = Allocator(pool)
+    live, held = [], dict.fromkeys(pool.layout.block_pools["blocks"], frozenset())
+    for seed in range(4):
+        run = Run(model, PoolCache.new(pool, alloc), seed)
+        run.step(20 + 9 * seed)
+        live.append(run)
+        for each in live * 3:
+            each.step(1)
+        for each in live:
+            for name, span in each.cache.requests[0].address().spans.items():
+                held[name] |= set(span.ids.tolist())
+        alloc.check_integrity()
+        if seed % 2:  # its blocks are those of the next
+            alloc.free(live.pop(0).cache.requests[0])
+    used = [*held.values()]
+    assert any(one & other for n, one in enumerate(used) for other in used[:n])
