@@ -58,7 +58,7 @@ class Held:
 
 @dataclass
 class Free:
-    """What is free in an id list, or in those of a block pool: nobody's, and idle, next one first."""
+    """What is free in an id list or a block pool: nobody's, and idle ones, the next one first."""
 
     items: set[int]
     users: list[List] = field(default_factory=list)
@@ -169,6 +169,14 @@ class Prefixes(RuleBasedStateMachine):
             ):
                 return stop
         return 0
+
+    def fits(self, needed: dict[str, int]) -> bool:
+        """Whether as many items are free, by id list."""
+        return all(
+            sum(count for name, count in needed.items() if self.lists[name].free is free)
+            <= len(free)
+            for free in self.free.values()
+        )
 
     def hold(self, name: str, items: list[int]) -> None:
         free = self.lists[name].free
@@ -291,11 +299,11 @@ class Prefixes(RuleBasedStateMachine):
             first = max(first, min(held.ids[name], default=0))
             gone[name] = [item for n, item in held.ids[name].items() if n < first]
             fresh[name] = [n for n in range(first, stop) if n not in held.ids[name]]
-        if any(
-            len(fresh[name])
-            > len(self.lists[name].free) + sum(self.holders(name)[item] == 1 for item in gone[name])
-            for name in self.lists
-        ):
+        back = {
+            name: sum(self.holders(name)[item] == 1 for item in items)
+            for name, items in gone.items()
+        }
+        if not self.fits({name: len(fresh[name]) - back[name] for name in self.lists}):
             with pytest.raises(OutOfPages):
                 self.alloc.extend(held.request, tokens - held.tokens, received=received)
             return
@@ -347,8 +355,8 @@ class Prefixes(RuleBasedStateMachine):
             whole = parent.tokens % self.lists[name].tokens == 0
             paged = self.by_name[name].kind == "paged"
             copied[name] = bool(parent.tokens) and not (paged and whole)
-            if copied[name] and not len(self.lists[name].free):
-                return
+        if not self.fits(copied):
+            return
         if any(
             start(self.by_name[name], parent.tokens) < start(self.by_name[name], parent.received)
             for name in self.lists
@@ -480,7 +488,7 @@ def machine(build) -> type:
         pass
 
     Machine.build = staticmethod(build)
-    examples = 2 * settings.default.max_examples // 5
+    examples = settings.default.max_examples // 4  # an example is many calls
     Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=30)
     return Machine.TestCase
 
