@@ -21,7 +21,7 @@ from kvpool.free_list import OutOfPages
 from kvpool.layout.grid import Ints
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvpool.prefix.index import PrefixIndex
-from kvpool.prefix.keys import Chain, PrefixKeys, token_ids
+from kvpool.prefix.keys import Chain, PrefixKeys, Sums, token_ids
 
 
 @dataclass(slots=True)
@@ -58,9 +58,9 @@ class _List:
         if self.free_list.kept is None:
             self.free_list.kept = PrefixIndex(self.free_list.items)
         self.index = self.free_list.kept
-        self.index.tables[self.space.name] = {}
+        self.index.use(self.space.name)
 
-    def keys(self, chain: Chain) -> list[bytes]:
+    def keys(self, chain: Chain) -> Sums:
         """The keys of the prefixes that end with each item."""
         return chain.keys[self.pages - 1 :: self.pages]
 
@@ -133,7 +133,7 @@ class PrefixCache:
     @property
     def kept_items(self) -> dict[str, int]:
         """Items that hold the state of a prefix, whether requests hold them or not, by id list."""
-        return {name: len(each.index.tables[name]) for name, each in self._lists.items()}
+        return {name: each.index.ids(name).size for name, each in self._lists.items()}
 
     def lookup(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
         """With how many tokens a request of these would begin."""
@@ -221,9 +221,9 @@ class PrefixCache:
                 f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
                 "what is written."
             )
-        before = len(chain.keys)
+        before = chain.pages
         chain.append(given)
-        for name, each in self._lists.items() if len(chain.keys) > before else ():
+        for name, each in self._lists.items() if chain.pages > before else ():
             if not each.space.per_request:
                 start = int(self._start(name, np.array([received]))[0])
                 whole = -(-start // each.space.entries_per_item)
@@ -249,7 +249,7 @@ class PrefixCache:
             release()
             return
         for each in self._lists.values():
-            numbers = np.arange(len(chain.keys) // each.pages)
+            numbers = np.arange(chain.pages // each.pages)
             if each.space.grows and (each.find(chain) != each.held(row, numbers)).any():
                 self._keep(row, chain, each, 0)
                 paths.append(each)
@@ -316,8 +316,8 @@ class PrefixCache:
         numbers = np.arange(first, len(keys))
         ids = each.held(row, numbers)
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
-        named = [keys[number] for number in numbers.tolist()]
-        self._note_stored(each, chain, numbers[each.index.add(each.space.name, named, ids)])
+        added = each.index.add(each.space.name, keys[numbers], ids)
+        self._note_stored(each, chain, numbers[added])
 
     def _note_stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
@@ -332,7 +332,7 @@ class PrefixCache:
             first, stop = int(run[0]), int(run[-1]) + 1
             hashes = [chain.digest(n * each.pages) for n in range(first, stop + 1)]
             for key, digest in zip(keys[first:stop], hashes[1:]):
-                self._digests[space.name, key] = digest
+                self._digests[space.name, key.tobytes()] = digest
             stored = BlockStored(
                 block_hashes=hashes[1:],
                 parent_block_hash=hashes[0] if first else None,
@@ -348,13 +348,8 @@ class PrefixCache:
             )
             self._events.append(stored)
 
-    def _note_removed(self, id_list: str, key: bytes) -> None:
-        self._stats.removed += 1
-        if self._events is None:
-            return
-        digest, group = self._digests.pop((id_list, key)), self._lists[id_list].group
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.group_idx == group:
-            last.block_hashes.append(digest)
-        else:
-            self._events.append(BlockRemoved([digest], self._medium, group))
+    def _note_removed(self, id_list: str, keys: Sums) -> None:
+        self._stats.removed += len(keys)
+        if self._events is not None:
+            digests = [self._digests.pop((id_list, key.tobytes())) for key in keys]
+            self._events.append(BlockRemoved(digests, self._medium, self._lists[id_list].group))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.layout.grid import Ints
+from kvpool.prefix.keys import SUMS, Sums
 
 NOT_IDLE = -1
+EMPTY, GONE = -1, -2
+"""Slots of the hash table in which no item ever was, and none is any more."""
 LEAST_LOOK = 1024
 """Places of the queue that are looked at together."""
 
@@ -17,42 +20,67 @@ LEAST_LOOK = 1024
 class PrefixIndex:
     """The items of one free list that hold the state of known prefixes.
 
-    `tables` has, for each id list, the item by the key of the prefix that ends with it. An item is
-    of one id list and one prefix. An item without holders is idle: it is free, and taken when no
-    other is, the one that became idle first before others. Of a chain of pages the last is to
-    become idle first: then no page is taken while a later one is idle. `on_forget` is called with
-    the id list and key of each item that is forgotten.
+    An item is of one id list and one prefix, that which ends with it. An item without holders is
+    idle: it is free, and taken when no other is, the one that became idle first before others. Of a
+    chain of pages the last is to become idle first: then no page is taken while a later one is
+    idle. `on_forget` is called with an id list and the keys of its items that are forgotten.
+
+    A hash table with open addressing, all of whose operations are of arrays. Keys are random: the
+    first bits of one are its hash, and a list's number, added, makes them those of the list.
     """
 
     def __init__(self, items: int) -> None:
-        self.tables: dict[str, dict[bytes, int]] = {}
         self.known = np.zeros(items, dtype=np.bool_)
         self.num_idle = 0
-        self._lists = [""] * items
-        self._keys = [b""] * items
+        self.on_forget: Callable[[str, Sums], None] = lambda id_list, key: None
+        self._numbers: dict[str, np.uint64] = {}
+        self._list: npt.NDArray[np.uint64] = np.zeros(items, dtype=np.uint64)
+        self._keys: Sums = np.zeros((items, SUMS), dtype=np.uint64)
+        bits = (4 * items - 1).bit_length()
+        self._shift, self._mask = np.uint64(64 - bits), (1 << bits) - 1
+        self._slots: Ints = np.full(1 << bits, EMPTY, dtype=np.int64)
+        self._slot: Ints = np.zeros(items, dtype=np.int64)
+        self._used = 0  # slots that are not empty
         # idle items in order; one that was woken stays, and differs from its place
         self._queue: Ints = np.zeros(2 * items, dtype=np.int64)
         self._place: Ints = np.full(items, NOT_IDLE, dtype=np.int64)
         self._head = self._tail = 0
-        self.on_forget: Callable[[str, bytes], None] = lambda id_list, key: None
 
-    def find(self, id_list: str, keys: Sequence[bytes]) -> Ints:
-        """The items of the prefixes that have these keys, `[keys]`; -1 where there is none."""
-        get = self.tables[id_list].get
-        return np.fromiter(map(get, keys, repeat(-1)), dtype=np.int64, count=len(keys))
+    def use(self, id_list: str) -> None:
+        """Makes an id list known."""
+        self._numbers[id_list] = np.uint64(len(self._numbers))
 
-    def add(self, id_list: str, keys: Sequence[bytes], ids: Ints) -> Ints:
-        """Makes held items `[keys]` those of prefixes. Leaves out prefixes that have an item, and
-        items of another prefix; returns which were added, in order.
+    def ids(self, id_list: str) -> Ints:
+        """Known items of an id list."""
+        return np.flatnonzero(self.known & (self._list == self._numbers[id_list]))
+
+    def find(self, id_list: str, keys: Sums) -> Ints:
+        """The items of the prefixes with keys `[N, SUMS]`; -1 where there is none."""
+        keys = keys + self._numbers[id_list]
+        found: Ints = np.full(len(keys), -1, dtype=np.int64)
+        left, at = np.arange(len(keys)), self._home(keys)
+        while left.size:
+            items = self._slots[at]
+            hit = (self._keys[items] == keys[left]).all(1) & (items >= 0)
+            found[left[hit]] = items[hit]
+            further = ~hit & (items != EMPTY)
+            left, at = left[further], (at[further] + 1) & self._mask
+        return found
+
+    def add(self, id_list: str, keys: Sums, ids: Ints) -> Ints:
+        """Makes held items `[N]` those of prefixes with keys `[N, SUMS]`. Leaves out prefixes that
+        have an item, and items of another prefix; returns which were added, in order.
         """
-        table, added = self.tables[id_list], []
-        for number, (key, item) in enumerate(zip(keys, ids.tolist())):
-            if key not in table and not self.known[item]:
-                table[key] = item
-                self._lists[item], self._keys[item] = id_list, key
-                self.known[item] = True
-                added.append(number)
-        return np.array(added, dtype=np.int64)
+        added = np.flatnonzero((self.find(id_list, keys) < 0) & ~self.known[ids])
+        fresh = ids[added]
+        number = self._numbers[id_list]
+        self._keys[fresh], self._list[fresh] = keys[added] + number, number
+        self.known[fresh] = True
+        if 2 * (self._used + fresh.size) > self._slots.size:  # after as many as all were forgotten
+            self._slots[:], self._used = EMPTY, 0
+            fresh = np.flatnonzero(self.known)
+        self._insert(fresh)
+        return added
 
     def idle(self, ids: Ints) -> None:
         """These known items have no holders, the first of them is taken first. Of those that were
@@ -99,12 +127,13 @@ class PrefixIndex:
 
     def forget(self, ids: Ints) -> None:
         """These items, held or just taken, are no prefix's any more."""
-        for item in ids[self.known[ids]].tolist():
-            id_list, key = self._lists[item], self._keys[item]
-            del self.tables[id_list][key]
-            self._keys[item] = b""
-            self.on_forget(id_list, key)
+        ids = ids[self.known[ids]]
+        self._slots[self._slot[ids]] = GONE
         self.known[ids] = False
+        for id_list, number in self._numbers.items():
+            gone = ids[self._list[ids] == number]
+            if gone.size:
+                self.on_forget(id_list, self._keys[gone] - number)
 
     def idle_ids(self) -> Ints:
         """Idle items, the first to be taken first."""
@@ -114,16 +143,28 @@ class PrefixIndex:
 
     def check_integrity(self, what: str) -> None:
         """Raises RuntimeError, beginning with `what`, unless tables and items name each other."""
-        listed = [
-            (id_list, key, item)
-            for id_list, table in self.tables.items()
-            for key, item in table.items()
-        ]
-        for id_list, key, item in listed:
-            if (self._lists[item], self._keys[item]) != (id_list, key) or not self.known[item]:
-                raise RuntimeError(f"{what}: item {item} is listed for a prefix that it is not of.")
+        for id_list, number in self._numbers.items():
+            ids = self.ids(id_list)
+            if (self.find(id_list, self._keys[ids] - number) != ids).any():
+                raise RuntimeError(f"{what}: items are kept for prefixes that do not list them.")
         idle = self.idle_ids()
-        if len(listed) != self.known.sum() or not self.known[idle].all():
-            raise RuntimeError(f"{what}: items are kept for prefixes that do not list them.")
+        if (self._slots >= 0).sum() != self.known.sum() or not self.known[idle].all():
+            raise RuntimeError(f"{what}: items are listed, or idle, that are no prefix's.")
         if idle.size != self.num_idle or (self._place != NOT_IDLE).sum() != self.num_idle:
             raise RuntimeError(f"{what}: {self.num_idle} items counted idle, {idle.size} are.")
+
+    def _home(self, keys: Sums) -> Ints:
+        """Slots `[N]` in which the search for keys begins."""
+        home: Ints = (keys[:, 0] >> self._shift).astype(np.int64)
+        return home
+
+    def _insert(self, ids: Ints) -> None:
+        """Lists known items that are not listed."""
+        at = self._home(self._keys[ids])
+        while ids.size:
+            there = self._slots[at]
+            self._slots[at[there < 0]] = ids[there < 0]
+            won = (there < 0) & (self._slots[at] == ids)  # one of those with the same slot
+            self._used += int((there[won] == EMPTY).sum())
+            self._slot[ids[won]] = at[won]
+            ids, at = ids[~won], (at[~won] + 1) & self._mask

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 SUMS = 4
-KEY_BYTES = 8 * SUMS
 MIN_POSITIONS = 1 << 13
 
 Sums = npt.NDArray[np.uint64]
@@ -30,7 +30,7 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
     given = np.asarray(tokens)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"tokens: a flat list of integers, got {given.dtype}{given.shape}.")
-    outside = given.astype(np.int64) >> 31 if given.size else given
+    outside = given.astype(np.int64, copy=False) >> 31 if given.size else given
     if outside.any():
         wrong = int(given[np.flatnonzero(outside)[0]])
         raise ValueError(f"tokens: 0 to 2**31 - 1, got {wrong}.")
@@ -38,8 +38,8 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
 
 
 class PrefixKeys:
-    """Makes keys of prefixes that end at multiples of `page` tokens. Keys of two of these objects
-    have nothing to do with each other.
+    """Makes keys of prefixes that end at multiples of `page` tokens: uint64 `[SUMS]` each. Keys of
+    two of these objects have nothing to do with each other.
     """
 
     def __init__(self, page: int) -> None:
@@ -47,25 +47,25 @@ class PrefixKeys:
         self._secret = os.urandom(64)
         self._factors: Sums = np.zeros((SUMS, 0), dtype=np.uint64)
 
-    def root(self, salt: str) -> bytes:
+    def root(self, salt: str) -> Sums:
         """The key of no tokens under a salt."""
-        return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, key=self._secret).digest()
+        raw = hashlib.blake2b(salt.encode(), digest_size=8 * SUMS, key=self._secret).digest()
+        return np.frombuffer(raw, dtype=np.uint64)
 
-    def follow(self, last: bytes, start: int, tokens: Tokens) -> list[bytes]:
-        """Keys of the prefixes that end with each page of `tokens` (whole pages), which follow the
-        `start` tokens whose key is `last`.
+    def follow(self, last: Sums, start: int, tokens: Tokens) -> Sums:
+        """Keys `[P, SUMS]` of the prefixes that end with each of P pages of `tokens`, which follow
+        the `start` tokens whose key is `last`.
         """
         pages = tokens.size // self.page
         if start + tokens.size > self._factors.shape[1]:
             self._grow(start + tokens.size)
         factors = self._factors[:, start : start + tokens.size].reshape(SUMS, pages, self.page)
-        numbers = tokens.astype(np.uint64).reshape(pages, self.page) + np.uint64(1)
+        numbers = tokens.astype(np.uint64).reshape(pages, self.page)
+        numbers += np.uint64(1)
         sums = np.empty((pages, SUMS), dtype=np.uint64)
         np.einsum("spt,pt->ps", factors, numbers, out=sums)
-        sums[:1] += np.frombuffer(last, dtype=np.uint64)
-        np.cumsum(sums, axis=0, out=sums)
-        keys: list[bytes] = sums.view(f"V{KEY_BYTES}").ravel().tolist()
-        return keys
+        sums[:1] += last
+        return np.cumsum(sums, axis=0, out=sums)
 
     def _grow(self, positions: int) -> None:
         more = max(positions - self._factors.shape[1], self._factors.shape[1], MIN_POSITIONS)
@@ -74,19 +74,26 @@ class PrefixKeys:
 
 
 class Chain:
-    """The first tokens of a request, whose state is written, and the keys of their pages.
+    """The first tokens of a request, whose state is written, and the keys of their pages."""
 
-    `keys[n]` is that of the prefix of `n + 1` pages, `digest(n)` the published hash of `n`.
-    """
-
-    __slots__ = ("_digests", "_hashing", "_root", "_tokens", "keys", "num_tokens", "salt")
+    __slots__ = ("_digests", "_hashing", "_keys", "_tokens", "num_tokens", "salt")
 
     def __init__(self, hashing: PrefixKeys, salt: str = "") -> None:
-        self._hashing, self.salt, self._root = hashing, salt, hashing.root(salt)
-        self.keys: list[bytes] = []
+        self._hashing, self.salt = hashing, salt
         self.num_tokens = 0
         self._tokens = np.empty(0, dtype=np.int32)
+        self._keys = hashing.root(salt)[None]  # of 0, 1, ... pages
         self._digests: list[bytes] = []
+
+    @property
+    def pages(self) -> int:
+        """Whole pages of the tokens."""
+        return self.num_tokens // self._hashing.page
+
+    @property
+    def keys(self) -> Sums:
+        """The keys `[pages, SUMS]` of the prefixes that end with each page."""
+        return self._keys[1 : 1 + self.pages]
 
     @property
     def tokens(self) -> Tokens:
@@ -95,30 +102,25 @@ class Chain:
 
     def append(self, tokens: Tokens) -> None:
         """Adds tokens."""
-        end = self.num_tokens + tokens.size
-        if end > self._tokens.size:
-            room = np.empty(max(end, 2 * self._tokens.size), dtype=np.int32)
-            room[: self.num_tokens] = self.tokens
-            self._tokens = room
-        self._tokens[self.num_tokens : end] = tokens
-        self.num_tokens = end
-        page, done = self._hashing.page, len(self.keys)
-        if pages := end // page - done:
-            start = done * page
-            last = self.keys[-1] if done else self._root
-            fresh = self._tokens[start : start + pages * page]
-            self.keys += self._hashing.follow(last, start, fresh)
+        page, start, done = self._hashing.page, self.num_tokens, self.pages
+        self._tokens = _longer(self._tokens, start, start + tokens.size)
+        self._tokens[start : start + tokens.size] = tokens
+        self.num_tokens += tokens.size
+        if self.pages > done:
+            fresh = self._tokens[done * page : self.pages * page]
+            self._keys = _longer(self._keys, done + 1, self.pages + 1)
+            keys = self._hashing.follow(self._keys[done], done * page, fresh)
+            self._keys[done + 1 : self.pages + 1] = keys
 
     def truncate(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens."""
         self.num_tokens = min(tokens, self.num_tokens)
-        pages = self.num_tokens // self._hashing.page
-        del self.keys[pages:], self._digests[pages + 1 :]
+        del self._digests[self.pages + 1 :]
 
     def copy(self) -> Chain:
         """A chain of the same tokens that grows by itself."""
         made = Chain(self._hashing, self.salt)
-        made.keys, made._digests = self.keys.copy(), self._digests.copy()
+        made._keys, made._digests = self._keys.copy(), self._digests.copy()
         made._tokens, made.num_tokens = self.tokens.copy(), self.num_tokens
         return made
 
@@ -134,3 +136,15 @@ class Chain:
             raw = self._tokens[(number - 1) * page : number * page].astype("<i4").tobytes()
             known.append(hashlib.blake2b(known[-1] + raw, digest_size=32).digest())
         return known[pages]
+
+
+_Rows = TypeVar("_Rows", Sums, Tokens)
+
+
+def _longer(rows: _Rows, filled: int, least: int) -> _Rows:
+    """The first `filled` rows with room for `least` in all, and for more later."""
+    if least <= len(rows):
+        return rows
+    room = np.empty((max(least, 2 * len(rows)), *rows.shape[1:]), dtype=rows.dtype)
+    room[:filled] = rows[:filled]
+    return room

@@ -340,8 +340,8 @@ class Prefixes(RuleBasedStateMachine):
             elif stop == held.tokens and stop % CHECKPOINT == 0 and len(self.lists[name].free):
                 prefix = held.prefix(stop)
                 if prefix not in each.kept:
-                    table = self.alloc.lists[name].free_list.kept.tables[name]
-                    (item,) = set(table.values()) - set(each.kept.values()) or each.free.idle[:1]
+                    ids = self.alloc.lists[name].free_list.kept.ids(name)
+                    (item,) = set(ids.tolist()) - set(each.kept.values()) or each.free.idle[:1]
                     each.free.give(item)
                     each.kept[prefix] = item
                     each.free.idle.append(item)
