@@ -1,6 +1,6 @@
 """Serves the metrics of endpoints to Prometheus; they are read when Prometheus asks.
 
-with export({"prefill": prefill, "decode": decode}, port=9400) as server:
+with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allocator}) as server:
     ...                             # http://127.0.0.1:9400/metrics
 """
 
@@ -17,6 +17,9 @@ from disagg.protocol.metrics import Snapshot
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from kvpool.allocator import Usage
+    from kvpool.prefix_cache import PrefixStats
+
 log = logging.getLogger("disagg")
 
 Sample = tuple[tuple[str, ...], float]
@@ -28,6 +31,13 @@ class Observed(Protocol):
 
     def snapshot(self) -> Snapshot:
         """Its metrics now; called from any thread."""
+
+
+class Allocating(Protocol):
+    """An allocator of items."""
+
+    def usage(self) -> Usage:
+        """Its numbers now; called from any thread."""
 
 
 class Server:
@@ -50,10 +60,17 @@ class Server:
         self.close()
 
 
-def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.0.1") -> Server:
-    """Serves the metrics of endpoints, labelled by name; `port` 0 is any free port.
+def export(
+    endpoints: Mapping[str, Observed],
+    port: int = 0,
+    addr: str = "127.0.0.1",
+    *,
+    allocators: Mapping[str, Allocating] | None = None,
+) -> Server:
+    """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
+    port.
 
-    The mapping may change later. Raises RuntimeError if the package prometheus_client is missing,
+    The mappings may change later. Raises RuntimeError if the package prometheus_client is missing,
     ValueError if the address cannot be used.
     """
     try:
@@ -64,6 +81,7 @@ def export(endpoints: Mapping[str, Observed], port: int = 0, addr: str = "127.0.
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(endpoints))
+    registry.register(_Allocators({} if allocators is None else allocators))
     try:
         return Server(*start_http_server(port, addr, registry))
     except (OSError, OverflowError) as error:
@@ -96,9 +114,63 @@ class _Collector:
                 yield family
 
 
+class _Allocators:
+    def __init__(self, allocators: Mapping[str, Allocating]) -> None:
+        self._allocators = allocators
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of every allocator, and the counts of its prefix cache."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        seen = {name: each.usage() for name, each in list(self._allocators.items())}
+        labels = ["allocator", "ids"]
+        free = GaugeMetricFamily("kvpool_free_items", "Items that no request holds.", labels=labels)
+        used = GaugeMetricFamily("kvpool_used_items", "Items that requests hold.", labels=labels)
+        held = GaugeMetricFamily("kvpool_requests", "Live requests.", labels=labels[:1])
+        for name, usage in seen.items():
+            for family, items in ((free, usage.free), (used, usage.used)):
+                for id_list, count in items.items():
+                    family.add_metric([name, id_list], count)
+            held.add_metric([name], usage.requests)
+        yield from (free, used, held)
+        caches = {name: usage.prefix for name, usage in seen.items() if usage.prefix is not None}
+        for metric, what, label, counts in PREFIX_COUNTERS:
+            counter = CounterMetricFamily(metric, what, labels=["allocator", label])
+            for name, stats in caches.items():
+                for value, count in counts(stats).items():
+                    counter.add_metric([name, value], count)
+            yield counter
+        kept = GaugeMetricFamily("kvpool_kept_items", "Items of prefixes.", labels=labels)
+        for name, stats in caches.items():
+            for id_list, count in stats.kept.items():
+                kept.add_metric([name, id_list], count)
+        yield kept
+
+
 def _items(found: Mapping[str, float]) -> Iterable[Sample]:
     return [((name,), number) for name, number in found.items()]
 
+
+PREFIX_COUNTERS: tuple[tuple[str, str, str, Callable[[PrefixStats], Mapping[str, int]]], ...] = (
+    (
+        "kvpool_prefix_lookups",
+        "Requests that began with tokens.",
+        "outcome",
+        lambda s: {"hit": s.hits, "miss": s.lookups - s.hits},
+    ),
+    (
+        "kvpool_prefix_tokens",
+        "Tokens with which requests began, and those of them that were there.",
+        "tokens",
+        lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
+    ),
+    (
+        "kvpool_prefix_items",
+        "Items that became a prefix's, and were taken again.",
+        "change",
+        lambda s: {"stored": s.stored, "removed": s.removed},
+    ),
+)
 
 Family = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
 

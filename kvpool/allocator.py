@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 from weakref import ref
 
 import numpy as np
@@ -20,12 +20,24 @@ from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
-from kvpool.prefix_cache import PrefixCache
+from kvpool.prefix_cache import PrefixCache, PrefixStats
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
-__all__ = ["Allocator", "OutOfPages", "Request"]
+__all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
+
+
+class Usage(NamedTuple):
+    """Free and used items by id list (a shared item counts once, reserved ones not), live requests,
+    and the counts of the prefix cache, if there is one.
+    """
+
+    free: dict[str, int]
+    used: dict[str, int]
+    requests: int
+    prefix: PrefixStats | None = None
+
 
 FREED = -1
 """The row of a request that was freed."""
@@ -143,6 +155,16 @@ class Allocator:
     def free_items(self, id_list: str) -> int:
         """Free items of an id list, or of its block pool."""
         return self.lists[id_list].free_list.num_free
+
+    def usage(self) -> Usage:
+        """Free and used items, and requests, now. Any thread may ask, as exporters do
+        (`disagg.exporter.export(..., allocators={"kv": allocator})`).
+        """
+        lists = {name: each.free_list for name, each in self.lists.items()}
+        free = {name: each.num_free for name, each in lists.items()}
+        used = {name: each.usable - free[name] for name, each in lists.items()}
+        stats = None if self.prefix is None else self.prefix.stats
+        return Usage(free, used, self._num_live, stats)
 
     def new_request(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Request:
         """A request that begins with the longest prefix of `tokens`, int `[T]`, whose state is

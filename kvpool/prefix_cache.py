@@ -26,9 +26,9 @@ from kvpool.prefix.keys import Chain, PrefixKeys, Sums, token_ids
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Counts since the cache was made. Of `asked_tokens`, `found_tokens` needed no computation.
-
-    `stored` and `removed` count items that were kept for a prefix, and taken again.
+    """Counts since the cache was made: lookups of new requests, of which `hits` found something; of
+    `asked_tokens`, `found_tokens` needed no computation; items that were `stored` for a prefix, and
+    `removed` again. `kept`: items that are a prefix's now, held or free, by id list.
     """
 
     lookups: int = 0
@@ -37,6 +37,7 @@ class PrefixStats:
     found_tokens: int = 0
     stored: int = 0
     removed: int = 0
+    kept: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,13 +128,9 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """The counts by now."""
-        return replace(self._stats)
-
-    @property
-    def kept_items(self) -> dict[str, int]:
-        """Items that hold the state of a prefix, whether requests hold them or not, by id list."""
-        return {name: each.index.ids(name).size for name, each in self._lists.items()}
+        """The counts by now. Any thread may ask."""
+        kept = {name: each.index.ids(name).size for name, each in self._lists.items()}
+        return replace(self._stats, kept=kept)
 
     def lookup(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
         """With how many tokens a request of these would begin."""

@@ -73,7 +73,11 @@ def mismatches(
                 {name: total for name, total in axes.items() if name in totals},
                 "Build both pools for the same model",
             ),
-            (" space", there.kind, here.kind, "Use the same kind of space on both sides"),
+            (
+                " space",
+                *kinds(there, here, region),
+                "Use the same kind of space on both sides",
+            ),
             (
                 " tokens per entry",
                 there.tokens_per_entry,
@@ -91,6 +95,14 @@ def mismatches(
             if theirs != ours:
                 found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
     return list(found)
+
+
+def kinds(there: Space, here: Space, region: Region) -> tuple[str, str]:
+    """The kinds of two spaces, as far as they must be equal: pages and rings pair by entries, of
+    which the destination needs those that are alive.
+    """
+    by_entry = {there.kind, here.kind} <= {"paged", "ring"} and not region.packing
+    return ("", "") if by_entry else (there.kind, here.kind)
 
 
 def _other_packing(theirs: Region, ours: Region) -> str:

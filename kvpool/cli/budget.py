@@ -31,11 +31,28 @@ def budget(
         ),
     ],
     memory: Annotated[
-        str, typer.Option(help="Memory for state on each rank: 141GiB, 80GB, or bytes.")
+        str, typer.Option(help="Memory of each rank: 141GiB, 80GB, or bytes.")
     ] = "141GiB",
+    weights: Annotated[
+        str | None, typer.Option(help="Weights on each rank, as --memory. Default: none.")
+    ] = None,
+    utilisation: Annotated[
+        float,
+        typer.Option(
+            help="Fraction of the memory for weights and state; activations have the rest."
+        ),
+    ] = 1.0,
     tp: Annotated[int, typer.Option(min=1, max=1 << 16, help="Shards of each layer.")] = 1,
     pp: Annotated[int, typer.Option(min=1, max=1 << 16, help="Pipeline stages.")] = 1,
     dtype: Annotated[str, typer.Option(help=f"How entries are stored: {STORED}.")] = "bf16",
+    conv_dtype: Annotated[
+        str | None,
+        typer.Option(help="How convolutions of linear attention are stored. Default: as --dtype."),
+    ] = None,
+    temporal_dtype: Annotated[
+        str | None,
+        typer.Option(help="How temporal states of linear attention are stored. Default: fp32."),
+    ] = None,
     page_size: Annotated[
         int | None,
         typer.Option(min=1, max=1 << 20, help="Tokens a page. Default: 64, deepseek_v4: 256."),
@@ -62,12 +79,13 @@ def budget(
 ) -> None:
     """Print bytes per token by role, and the tokens and requests that fit on each rank.
 
-    --memory is what weights and activations leave. Nothing is allocated.
+    State gets --memory times --utilisation, less --weights. Nothing is allocated.
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
-    JSON: model, dtype, memory, tp, pp, page_size, reserved_requests, context_tokens; shares (owner,
-    role, per token or request, layers, bytes: over all stages, one shard of each); stages (layers,
+    JSON: model, dtype, memory, weights, utilisation, state (bytes for state), tp, pp, page_size,
+    reserved_requests, context_tokens; shares (owner, role, per token or request, layers, bytes:
+    over all stages, one shard of each); stages (layers,
     draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as
     constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
     tightest stage (stage, count). tokens is null where no buffer grows with tokens.
@@ -81,6 +99,9 @@ def budget(
             raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
         options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size, "draft": drafted}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
+        options |= {"utilisation": utilisation, "weights": parse_memory(weights) if weights else 0}
+        linear = {"conv_dtype": conv_dtype, "temporal_dtype": temporal_dtype}
+        options |= {name: _float(name, value) for name, value in linear.items() if value}
         found = figures(declare(config), parse_memory(memory), **options)
     except DoesNotFit as error:
         typer.echo(f"does not fit: {error}", err=True)
@@ -106,6 +127,13 @@ def storage(dtype: str) -> dict[str, str]:
     return {"dtype": DTYPE_NAMES[dtype]}
 
 
+def _float(name: str, value: str) -> str:
+    """A float dtype of an option."""
+    if value not in DTYPE_NAMES:
+        raise ValueError(f"{name} {value!r}: one of {', '.join(DTYPE_NAMES)}.")
+    return DTYPE_NAMES[value]
+
+
 def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
     """Figures as the command prints them with --json; its help says what the keys mean."""
     stages = []
@@ -121,6 +149,9 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
         "model": found.model,
         "dtype": dtype,
         "memory": found.memory,
+        "weights": found.weights,
+        "utilisation": found.utilisation,
+        "state": found.state,
         "tp": found.tp,
         "pp": len(found.stages),
         "page_size": found.page_size,
@@ -162,6 +193,10 @@ def stage_table(found: Figures) -> Table:
     from rich.table import Table
 
     title = f"{human(found.memory)} a rank, pages of {found.page_size} tokens"
+    if found.state != found.memory:
+        of = f"{found.utilisation:g} of {human(found.memory)} a rank"
+        less = f" less {human(found.weights)} of weights" if found.weights else ""
+        title = f"{human(found.state)} ({of}{less}), pages of {found.page_size} tokens"
     table = Table(title=title)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
     table.add_column("stage")

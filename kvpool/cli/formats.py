@@ -25,6 +25,11 @@ Sources are released packages: sglang 0.5.23, vllm 0.33.0, vllm-ascend 0.23.0, r
 """
 SGLANG, VLLM, ASCEND = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0"
 OWN = "kvpool's own"
+C4_RING = (
+    f"{SGLANG}, position p at p mod 8: on NVIDIA GPUs in a ring of each page of the window, row "
+    "`swa_page * 8 + swa_loc % 8` (`c_plan.cuh`), with unified KV and on Ascend A5 in a ring of "
+    "each request, as here. The rows are the same, and the two pair."
+)
 BOTH = f"{SGLANG} and {VLLM}"
 GDN: dict[str, Any] = {"k_heads": 16, "v_heads": 32, "k_dim": 128, "v_dim": 128, "kernel": 4}
 KDA: dict[str, Any] = {"heads": 32, "dim": 128, "kernel": 4}
@@ -145,7 +150,7 @@ FORMATS = (
         "DeepSeek-V4 compressor state, ratio 4",
         "Keys and gates of the last tokens, in two series as windows overlap: 2 x 2 x 512 float32 "
         "per token. With speculation the ring has 16 entries.",
-        f"{SGLANG}; position p at p mod 8.",
+        C4_RING,
         Ring("state", 2 * 2 * 512),
         entries=8,
         item="ring",
@@ -154,7 +159,7 @@ FORMATS = (
     Format(
         "DeepSeek-V4 indexer compressor state, ratio 4",
         "The same for index keys: 2 x 2 x 128 float32 per token.",
-        f"{SGLANG}; position p at p mod 8.",
+        C4_RING,
         Ring("index_state", 2 * 2 * 128),
         entries=8,
         item="ring",

@@ -23,9 +23,11 @@ from kvpool.pools.budget import (
     needed_items,
     pages_of_tokens,
     size,
+    state_bytes,
 )
 from kvpool.pools.placement import ITEM_COUNTS, Shard
 
+LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
 MEMORY_UNITS = {"b": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("b", 1000), ("ib", 1024))
@@ -68,10 +70,13 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a model for `memory` bytes a rank."""
+    """Figures of a model for `memory` bytes a rank, of which `state` are for state."""
 
     model: str
     memory: int
+    weights: int
+    utilisation: float
+    state: int
     tp: int
     page_size: int
     reserved_requests: int
@@ -105,6 +110,8 @@ def figures(
     target: Declaration,
     memory: int,
     *,
+    weights: int = 0,
+    utilisation: float = 1.0,
     draft: Declaration | None = None,
     tp: int = 1,
     pp: int = 1,
@@ -113,7 +120,9 @@ def figures(
     tokens: int = 8192,
     **storage: Any,
 ) -> Figures:
-    """Figures of a model, in `memory` bytes for state on each rank; `storage` is dtype or packing.
+    """Figures of a model on ranks of `memory` bytes each, of which state gets the fraction
+    `utilisation` less the bytes of `weights` on the rank. `storage` is dtype or packing, and
+    conv_dtype and temporal_dtype of linear attention.
 
     The draft is held by the last stage and shares its ids. Raises DoesNotFit if a stage cannot hold
     a page of tokens besides the windows, slots and rings of `requests` requests, and ValueError if
@@ -122,6 +131,10 @@ def figures(
     for name, value in (("tp", tp), ("pp", pp), ("requests", requests), ("tokens", tokens)):
         if value < 1:
             raise ValueError(f"{name}: 1 or more, got {value}.")
+    for name in LINEAR_DTYPES:
+        if name in storage and not target.pool.has_linear_states:
+            raise ValueError(f"{name}: {target.model} has no linear attention. Leave it out.")
+    state = state_bytes(memory, weights, utilisation, target.model)
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
@@ -131,17 +144,19 @@ def figures(
         pools = [target.build(layers=layers, **speculation, **common)]
         drafted: tuple[int, ...] = ()
         if draft is not None and n == pp - 1:
-            pools.append(draft.build(**draft.pool.speculation_arguments, **common))
+            shared = {name: v for name, v in common.items() if name not in LINEAR_DTYPES}
+            pools.append(draft.build(**draft.pool.speculation_arguments, **shared))
             drafted = draft.layers
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
-        items = fit(pools, memory, requests, 1, step, where)
+        items = fit(pools, state, requests, 1, step, where)
         pages = pages_of_tokens(pools, items, requests, 1)
         room = None if pages is None else pages * per_page
-        many = _requests(pools, memory, -(-tokens // per_page))
+        many = _requests(pools, state, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
-    return Figures(target.model, memory, tp, per_page, requests, tokens, tuple(stages))
+    found = target.model, memory, weights, utilisation, state, tp, per_page, requests, tokens
+    return Figures(*found, tuple(stages))
 
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:

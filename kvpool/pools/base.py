@@ -17,9 +17,10 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
+from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
-from kvpool.pools.budget import fit
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
+from kvpool.pools.budget import fit, items_needed, state_bytes
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, sharded
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,
@@ -43,6 +44,8 @@ class Common(TypedDict, total=False):
     num_pages: int
     num_window_pages: int
     num_slots: int
+    requests: int | None
+    chunk_tokens: int
     page_size: int
     dtype: DTypeLike | None
     packing: DTypeLike | None
@@ -57,10 +60,13 @@ class Common(TypedDict, total=False):
 class KVPool(TypedAccess):
     """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
-    `layers` are global ids, any subset; `page_size` is in tokens. `num_pages` counts pages of
-    tokens, `num_window_pages` those of sliding windows, `num_slots` slots and rings, one per
-    request; item 0 of each is reserved for padding. `dtype` is that of values written and read,
-    `packing` how they are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
+    `layers` are global ids, any subset; `total_kv_layers` counts those of the target model, and may
+    be left out where `layers` are all of them, 0 to n-1. `page_size` is in tokens. `num_pages`
+    counts pages of tokens, `num_window_pages` those of sliding windows, `num_slots` slots and
+    rings, one per request; item 0 of each is reserved for padding. The last two may be left out
+    where `requests` is given: as many as so many requests need at a time that are extended by
+    `chunk_tokens` tokens at most. `dtype` is that of values written and read, `packing` how they
+    are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
     after the other. `"block"` makes the pool one block pool: pages, window pages, slots and rings
     are blocks of equal bytes from one free list, of which `num_pages` counts them all; layers may
@@ -71,6 +77,8 @@ class KVPool(TypedAccess):
     default_page_size: ClassVar[int] = 64
     has_index_packing: ClassVar[bool] = False
     """Whether the class takes `index_packing`, the packing of index keys."""
+    has_linear_states: ClassVar[bool] = False
+    """Whether the class takes `conv_dtype` and `temporal_dtype`, those of linear attention."""
     speculation_arguments: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Arguments of a pool that serves speculative decoding."""
 
@@ -82,6 +90,8 @@ class KVPool(TypedAccess):
         num_pages: int,
         num_window_pages: int = 0,
         num_slots: int = 0,
+        requests: int | None = None,
+        chunk_tokens: int = 1,
         dtype: DTypeLike | None = None,
         packing: DTypeLike | None = None,
         total_kv_layers: int | None = None,
@@ -104,12 +114,7 @@ class KVPool(TypedAccess):
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.num_slots = num_slots
         self.dtype, self.packing = storage(dtype, packing, owner)
-        self.total_kv_layers = self.layers[-1] + 1 if total_kv_layers is None else total_kv_layers
-        if owner == "target" and self.total_kv_layers <= self.layers[-1]:
-            total = self.total_kv_layers
-            raise ValueError(
-                f"{owner} total_kv_layers: {total}, but the pool has layer {self.layers[-1]}."
-            )
+        self.total_kv_layers = self._total(total_kv_layers)
         self.device: Device = get_device(str(device))
         names = f"{owner}." if own_spaces else ""
         self.specs = tuple(
@@ -118,6 +123,10 @@ class KVPool(TypedAccess):
         spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
         if placement == "block":
             self.specs, spaces = grouped(self.specs, spaces, f"{names}blocks")
+        if requests is not None:
+            needed = items_needed(spaces.values(), requests, 0, chunk_tokens)
+            self.num_window_pages = num_window_pages or needed.get("num_window_pages", 0)
+            self.num_slots = num_slots or needed.get("num_slots", 0)
         buffers, nbytes = place(
             self.specs,
             spaces,
@@ -146,10 +155,21 @@ class KVPool(TypedAccess):
 
     @classmethod
     def from_budget(
-        cls, nbytes: int, *, requests: int = 1, chunk_tokens: int = 1, **arguments: Any
+        cls,
+        nbytes: int,
+        *,
+        weights: int = 0,
+        utilisation: float = 1.0,
+        requests: int = 1,
+        chunk_tokens: int = 1,
+        **arguments: Any,
     ) -> Self:
         """A pool with as many pages as fit into `nbytes`, besides a slot and window pages (for
         chunks of `chunk_tokens`) for each of `requests` requests.
+
+        With `weights` (bytes) and `utilisation` (a fraction), `nbytes` is the device's memory, of
+        which state gets `nbytes * utilisation - weights`:
+        `MLAPool.from_budget(141 << 30, weights=80 << 30, utilisation=0.9, layers=..., ...)`.
 
         Other arguments are those of the class. Raises ValueError if no page of tokens fits.
         """
@@ -160,7 +180,8 @@ class KVPool(TypedAccess):
             raise ValueError(f"{', '.join(counted)}: from_budget computes them. Leave them out.")
         build: Any = cls
         probe = build(**{**arguments, **small, "device": "meta"})
-        items = fit([probe], nbytes, requests, chunk_tokens, step, probe.owner)
+        left = state_bytes(nbytes, weights, utilisation, probe.owner)
+        items = fit([probe], left, requests, chunk_tokens, step, probe.owner)
         made: Self = build(**arguments, **items)
         return made
 
@@ -202,9 +223,28 @@ class KVPool(TypedAccess):
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
 
     @property
+    def kv_buf_group_sizes(self) -> list[int]:
+        """Buffers in each group of the contiguous listing: of K, of V; one for each layer that has
+        the kind.
+        """
+        sizes: dict[str, int] = {}
+        for part in self.specs:
+            if part.state is None:
+                sizes[part.name] = sizes.get(part.name, 0) + len(part.layers)
+        return list(sizes.values())
+
+    @property
     def kv_buf_groups(self) -> int:
-        """Groups of buffers in the contiguous listing: K and V are two."""
-        return len({part.name for part in self.specs if part.state is None})
+        """Groups of equal size in the contiguous listing: K and V are two. Raises ValueError where
+        their sizes differ, as group n would not begin at n times the length over the groups.
+        """
+        sizes = self.kv_buf_group_sizes
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{self.owner} kv_buf_groups: groups of different sizes, {sizes}. Read "
+                "kv_buf_group_sizes."
+            )
+        return len(sizes)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
@@ -216,8 +256,11 @@ class KVPool(TypedAccess):
         found = []
         for part in self.specs:
             if part.state is not None:
-                infos = buf_infos(self._listed(part))
-                found.append(StateBufInfos(part.state, *infos, [part.sharded] * len(part.layers)))
+                infos, count = buf_infos(self._listed(part)), len(part.layers)
+                sections, times = sharded(replace(part, layers=(0,)).regions(self.owner))
+                steps = sum(section.size for section in sections)
+                each = [steps] * count, [sections] * count, [times] * count
+                found.append(StateBufInfos(part.state, *infos, *each))
         return found
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
@@ -291,14 +334,31 @@ class KVPool(TypedAccess):
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
 
+    def _total(self, given: int | None) -> int:
+        """Layers of the target model."""
+        held = self.layers
+        if given is None:
+            if self.owner == "target" and held == tuple(range(len(held))):
+                return len(held)
+            raise ValueError(
+                f"{self.owner} total_kv_layers: not given, and layers {ranges(held)} alone do not "
+                "say how many the target model has. Give total_kv_layers."
+            )
+        if self.owner == "target" and given <= held[-1]:
+            raise ValueError(
+                f"{self.owner} total_kv_layers: {given}, but the pool has layer {held[-1]}."
+            )
+        return given
+
     def _items(self, list_space: Space) -> int:
         """Items of the id list that `list_space` owns."""
         name, reserved = count_argument(list_space), list_space.reserved
         value: int = getattr(self, name)
         if value <= reserved:
+            derived = "" if list_space.grows else " With requests=N they may be left out."
             raise ValueError(
                 f"{self.owner} {name}: {reserved + 1} or more, got {value}. Item 0 of space "
-                f"{list_space.name!r} is reserved for padding."
+                f"{list_space.name!r} is reserved for padding.{derived}"
             )
         return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.layout import Space
@@ -29,13 +29,42 @@ def items_per_request(space: Space, chunk_tokens: int) -> int:
     return (entries - 2) // space.entries_per_item + 2
 
 
+def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> int:
+    """Bytes for state of a device of `memory` bytes: the fraction `utilisation` of them, less
+    `weights`. Raises DoesNotFit, beginning with `where`, if none are left.
+    """
+    if weights < 0 or not 0 < utilisation <= 1:
+        raise ValueError(
+            "weights: 0 bytes or more; utilisation: over 0, up to 1; got "
+            f"{weights:,}, {utilisation}."
+        )
+    found = int(memory * utilisation) - weights
+    if found < 1:
+        raise DoesNotFit(
+            f"{where}: {utilisation} of {memory:,} bytes are {found + weights:,}, and weights take "
+            f"{weights:,}. Shard the weights over more ranks, or raise utilisation."
+        )
+    return found
+
+
 def needed_items(
     pools: Sequence[KVPool], requests: int, pages: int, chunk_tokens: int
 ) -> dict[str, int]:
     """Constructor arguments that hold `pages` pages of tokens, and the windows, slots and rings of
     `requests` requests at a time. In a block pool, each page is a block for every group of layers.
     """
-    lists = {s.name: s for pool in pools for s in pool.layout.spaces if s.ids is None}
+    return items_needed(
+        (space for pool in pools for space in pool.layout.spaces), requests, pages, chunk_tokens
+    )
+
+
+def items_needed(
+    spaces: Iterable[Space], requests: int, pages: int, chunk_tokens: int
+) -> dict[str, int]:
+    """As `needed_items`, of pools with these spaces."""
+    if requests < 1 or chunk_tokens < 1:
+        raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
+    lists = {space.name: space for space in spaces if space.ids is None}
     found: dict[str, int] = {"num_pages": 2}
     blocks: dict[str, int] = {}
     for space in lists.values():
@@ -83,8 +112,6 @@ def fit(
 
     Pages of tokens fill what `requests` requests leave. Raises DoesNotFit, beginning with `where`.
     """
-    if requests < 1 or chunk_tokens < 1:
-        raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
     least = needed_items(pools, requests, 1, chunk_tokens)
     nbytes_of_least = size(pools, least, step)
     if nbytes_of_least > nbytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from math import prod
 from typing import NamedTuple
 
-from kvpool.layout import Buffer
+from kvpool.layout import Buffer, Region
 
 
 class BufInfos(NamedTuple):
@@ -18,16 +20,49 @@ class BufInfos(NamedTuple):
 
 
 class StateType(str, Enum):
-    """State components other than the main cache."""
+    """State components other than the main cache, by the names of SGLang 0.5.23.
+
+    Names of older releases are accepted: `StateType("nsa")` and `StateType.DSA` are `DSA`,
+    `StateType("dsv4")` and `StateType.DSV4_REQUEST_STATE` are `DSV4_REQUEST_STATE`.
+    """
 
     SWA = "swa"
-    NSA = "nsa"
+    """Pages of a window, and rings of those pages."""
+    DSA = "dsa"
+    """Index keys of sparse attention, in token pages."""
     MAMBA = "mamba"
-    DSV4 = "dsv4"
+    """Slots of linear attention."""
+    DSV4_REQUEST_STATE = "c128_state"
+    """DeepSeek-V4's rings, one a request."""
+    NSA = DSA
+    DSV4 = DSV4_REQUEST_STATE
+
+    @classmethod
+    def _missing_(cls, value: object) -> StateType | None:
+        return {"nsa": cls.DSA, "dsv4": cls.DSV4_REQUEST_STATE}.get(str(value))
+
+
+class StateSection(NamedTuple):
+    """Consecutive steps of the sharded dimension that ranks cut by themselves, such as the channels
+    of q, k or v in a convolution: `size` here, from step `start` of the model's `total`.
+
+    Equal `start` and `size` on two ranks: both hold the same steps. `size` of `total`: every rank
+    holds them all.
+    """
+
+    role: str
+    start: int
+    size: int
+    total: int
 
 
 class StateBufInfos(NamedTuple):
-    """One state component, as BufInfos; `dim_per_tensor`: sizes of the sharded dimension."""
+    """One state component, as BufInfos, and how each of its buffers is sharded.
+
+    `dim_per_tensor`: steps of the sharded dimension here, heads or channels; 0 without one.
+    `sections`: what they consist of, in order. `outer_counts`: how many times an item repeats them
+    (taps before channels, entries before heads).
+    """
 
     state_type: StateType
     data_ptrs: list[int]
@@ -35,6 +70,8 @@ class StateBufInfos(NamedTuple):
     item_lens: list[int]
     layer_ids: list[int]
     dim_per_tensor: list[int]
+    sections: list[list[StateSection]]
+    outer_counts: list[int]
 
 
 def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
@@ -45,3 +82,21 @@ def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
         [b.item_bytes for b, _ in rows],
         [layer for _, layer in rows],
     )
+
+
+def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
+    """The sections of an item's `regions`, in the order of their bytes, and how many times it has
+    them; a dim that follows the heads is counted in.
+    """
+    found, times = [], 1
+    for region in sorted(regions, key=lambda region: region.offset):
+        head, dim = region.axis("head"), region.axis("dim")
+        if head is None:
+            continue
+        steps = dim.size if dim else 1
+        at, size, total = head.start * steps, head.size * steps, head.total * steps
+        found.append(StateSection(region.role, at, size, total))
+        times = prod(
+            axis.size for axis in region.axes if axis is not head and axis.stride >= head.stride
+        )
+    return found, times

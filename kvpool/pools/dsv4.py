@@ -61,7 +61,11 @@ class DSv4Pool(UnionPool):
             layers = [n for n in self.layers if self.compress_ratios[n] == ratio]
             pages = self.at(layers, name, self.page_size // ratio, prefix=f"{name}.")
             ring = self.at(
-                layers, f"{name}.ring", self._ring(ratio), prefix=pages.prefix, state=StateType.DSV4
+                layers,
+                f"{name}.ring",
+                self._ring(ratio),
+                prefix=pages.prefix,
+                state=StateType.DSV4_REQUEST_STATE,
             )
             series = 4 if overlaps else 2  # a key and a gate, for one window or for two
             yield self.latent, pages

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
+from kvpool.layout.dtypes import dtype_name
 from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
@@ -18,9 +20,13 @@ from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState
 class HybridLinearPool(UnionPool):
     """`linear_layers` hold a conv and a temporal state per request; other layers the attention
     `full`, and with `index` the keys of a sparse indexer (on `index_layers`, default: all of them).
+
+    `conv_dtype` (default: that of the pool) and `temporal_dtype` (default: that of `linear`,
+    float32) are those of the states.
     """
 
     has_index_packing = True
+    has_linear_states = True
 
     def __init__(
         self,
@@ -32,8 +38,11 @@ class HybridLinearPool(UnionPool):
         index_layers: Iterable[int] | None = None,
         index_packing: str = "fp8",
         conv_dtype: DTypeLike | None = None,
+        temporal_dtype: DTypeLike | None = None,
         **common: Unpack[Common],
     ) -> None:
+        if temporal_dtype is not None:
+            linear = replace(linear, temporal_dtype=dtype_name(temporal_dtype))
         self.full, self.linear, self.index = full, linear, index
         self.linear_layers, self.conv_dtype = frozenset(linear_layers), conv_dtype
         self.index_layers = None if index_layers is None else frozenset(index_layers)
@@ -46,7 +55,7 @@ class HybridLinearPool(UnionPool):
         yield self.full, self.at(full)
         if self.index is not None:
             indexed = full if self.index_layers is None else full & self.index_layers
-            yield self.index, self.at(indexed, packing=self.index_packing, state=StateType.NSA)
+            yield self.index, self.at(indexed, packing=self.index_packing, state=StateType.DSA)
         conv = str(self.conv_dtype or self.dtype)
         yield (
             self.linear,

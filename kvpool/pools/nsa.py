@@ -41,5 +41,5 @@ class NSAPool(UnionPool):
         yield self.attention, self.at()
         yield (
             self.index,
-            self.at(self.index_layers, packing=self.index_packing, state=StateType.NSA),
+            self.at(self.index_layers, packing=self.index_packing, state=StateType.DSA),
         )

@@ -79,15 +79,6 @@ class BufferSpec:
             for region in item_regions(self.item, owner=owner, layer=layer, buffer=buffer)
         ]
 
-    @property
-    def sharded(self) -> int:
-        """Steps held of the sharded dimension, heads or conv channels; 0 without one."""
-        steps = 0
-        for region in replace(self, layers=(0,)).regions("any"):
-            head, dim = region.axis("head"), region.axis("dim")
-            steps += head.size * (dim.size if dim else 1) if head else 0
-        return steps
-
 
 Declared = BufferSpec  # the public name of kvpool 0.1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -70,10 +69,12 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
         return
     main, states = pool.get_contiguous_buf_infos(), pool.get_state_buf_infos()
     listed = _listed(pool, "contiguous", *main)
-    kinds = len(_runs(main.layer_ids))
-    # two kinds look like one run if the second starts after the last layer of the first
-    if not kinds <= pool.kv_buf_groups <= len(main.layer_ids):
-        fail(f"kv_buf_groups: {pool.kv_buf_groups}, but the list has {kinds} runs of layers.")
+    sizes, at = pool.kv_buf_group_sizes, 0
+    equal("kv_buf_group_sizes, in all", sum(sizes), len(main.layer_ids))
+    for size in sizes:
+        held = main.layer_ids[at : at + size]
+        equal(f"layers of the group from buffer {at} on, ascending", held, sorted({*held}))
+        at += size
     for number, state in enumerate(states):
         what = f"state {number} ({state.state_type.value})"
         listed += _listed(pool, what, *state[1:5])
@@ -135,11 +136,3 @@ def _listed(
             )
         found.append(buffer)
     return found
-
-
-def _runs(layers: list[int]) -> list[list[int]]:
-    """Ascending runs of layers."""
-    drops = [0]
-    for before, after in pairwise(layers):
-        drops.append(drops[-1] + (after <= before))
-    return [[layer for _, layer in run] for _, run in groupby(zip(drops, layers), lambda x: x[0])]

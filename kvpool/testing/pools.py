@@ -55,6 +55,7 @@ COMMON: Mapping[str, Any] = {
     "num_window_pages": 11,
     "num_slots": 5,
     "layers": range(4),
+    "total_kv_layers": 4,
     "page_size": 4,
     "packing": "bf16",
 }
@@ -118,7 +119,7 @@ CLASSES = {
 }
 WIDE = MHA(4, 64, 32)
 # rows of released models: several blocks a row, and block counts that are not powers of two
-_REAL = {"layers": (0, 1), "num_pages": 3, "page_size": 64, "packing": "fp8"}
+_REAL = {"layers": (0, 1), "total_kv_layers": 3, "num_pages": 3, "page_size": 64, "packing": "fp8"}
 
 POOLS: dict[str, Example] = {
     **{

@@ -180,7 +180,7 @@ def test_stages_of_a_sliding_window_model_do_not_overwrite_each_other(stages, to
 def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
     """sglang#33457."""
     assert sum(1 for r in hybrid().layout.regions if r.role == "k") == 7
-    sources = [hybrid(range(cut), total_kv_layers=15), hybrid(range(cut, 15))]
+    sources = [hybrid(part, total_kv_layers=15) for part in (range(cut), range(cut, 15))]
     hand_off(sources, hybrid(), 37)
 
 

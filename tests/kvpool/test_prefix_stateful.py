@@ -436,7 +436,7 @@ class Prefixes(RuleBasedStateMachine):
         self.alloc.check_integrity()
         for name, each in self.lists.items():
             assert self.alloc.free_items(name) == len(self.lists[name].free)
-            assert self.cache.kept_items[name] == len(each.kept)
+            assert self.cache.stats.kept[name] == len(each.kept)
 
     @invariant()
     def no_page_is_next_while_a_later_one_is_idle(self) -> None:

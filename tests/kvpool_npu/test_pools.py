@@ -68,7 +68,7 @@ def test_every_buffer_is_listed_kind_by_kind_where_a_stack_has_it(name, device):
         at = -(-at // step) * step
     assert list(zip(*pool.get_contiguous_buf_infos())) == rows
     assert pool.nbytes == at - rows[0][0]
-    assert pool.kv_buf_groups == len(kinds)
+    assert pool.kv_buf_group_sizes == [len(layers) for _, layers, _ in kinds]
     assert pool.get_state_buf_infos() == []
     assert (pool.total_kv_layers, pool.start_layer, pool.end_layer) == (4, 0, 4)
 
@@ -164,7 +164,7 @@ def test_a_pipeline_stage_and_a_shard_hold_their_part():
     stage = npu_nsa(layers=[2, 3], total_kv_layers=61)
     assert stage.get_contiguous_buf_infos().layer_ids == [2, 3, 2, 3, 3]
     assert (stage.total_kv_layers, stage.start_layer, stage.end_layer) == (61, 2, 4)
-    assert stage.kv_buf_groups == 3
+    assert stage.kv_buf_group_sizes == [2, 2, 1]
     part = npu_mha(shard=Shard(1, 2))
     assert part.stacked("k").shape == (4, 9, 4, 2, 8)
     head = part.layout.region_by_key["target", 0, "k"].axis("head")

@@ -512,7 +512,7 @@ def test_too_many_pieces_are_not_sent():
 
 
 def test_pieces_of_many_layers_are_few_bytes():
-    pool = mla(layers=range(61), device="meta")
+    pool = mla(layers=range(61), total_kv_layers=61, device="meta")
     given = pieces(plan([pool.layout], pool.layout), 0, range(29), 29)
     assert len(given) == 122 and len(to_wire(given)) < 400
 

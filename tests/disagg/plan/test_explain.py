@@ -74,7 +74,7 @@ def test_roles_that_share_runs_share_a_row():
 
 
 def test_missing_and_unsent_regions_have_rows():
-    draft = mla(layers=[0], owner="draft")
+    draft = mla(layers=[0], owner="draft", total_kv_layers=1)
     both = PoolLayout.merge(mla(), draft)
     missing = plan([mla()], both, allow_missing={"draft"}).explain()
     assert [(row.owner, row.how) for row in missing.rows[1:]] == [("draft", "missing")] * 2

@@ -98,9 +98,9 @@ CLASHES = {
         "{'head': 2} in total on prefill, {'head': 8} in total on decode",
     ),
     "kind of space": (
-        PAGE,
-        Space("kv", "ring", entries_per_item=4, window=4),
-        "paged space on prefill, ring space on decode",
+        Repeat("head", 2, Cell("k", 4, "bf16")),
+        Space("kv", "slot"),
+        "paged space on prefill, slot space on decode",
     ),
     "tokens per entry": (
         PAGE,
@@ -118,7 +118,7 @@ def test_a_refusal_names_region_and_both_values(template, space, sentence):
 
 
 def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
-    target, draft = mla(range(2)), mla(range(1), owner="draft")
+    target, draft = mla(range(2)), mla(range(1), owner="draft", total_kv_layers=2)
     dest = PoolLayout.merge(target.layout, draft.layout)
     with pytest.raises(IncompatibleLayouts, match="draft layer 0 latent: prefill offers no such"):
         plan([target.layout], dest)
@@ -130,7 +130,8 @@ def test_a_missing_owner_is_refused_unless_allowed_by_owner_or_role():
 
 
 def test_regions_of_sources_only_are_named_and_not_sent():
-    target, draft, dest = mha(range(2)), mha(range(1), owner="draft"), mha(range(1, 2))
+    target, dest = mha(range(2)), mha(range(1, 2), total_kv_layers=2)
+    draft = mha(range(1), owner="draft", total_kv_layers=2)
     made = plan([PoolLayout.merge(target.layout, draft.layout)], dest.layout)
     assert set(made.unsent) == {
         ("target", 0, "k"),
@@ -496,6 +497,33 @@ def test_live_entries_of_a_ring_land_by_position(tokens, prefill, decode):
     fill(source, there, last)
     blank(dest)
     move([source], dest, [there], here)
+    assert_holds(dest, here, last)
+
+
+def ring_of(kind, size):
+    """The open window of 4 and the one before it: in a ring of each request, or 4 entries an item
+    in the ring of a window's page, as SGLang has them on GPUs.
+    """
+    entries = size if kind == "ring" else 4
+    template = Repeat("entry", entries, Cell("c4.state", 4, "f32"))
+    space = Space("c4.ring", kind, entries, window=4, window_step=4)
+    return built([(layer, "c4.ring", 70, template) for layer in range(2)], [space])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 127, 128, 130, 255])
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8)])
+@pytest.mark.parametrize("kinds", [("ring", "paged"), ("paged", "ring")])
+def test_rings_of_requests_pair_with_rings_of_window_pages(tokens, sizes, kinds):
+    source, dest = map(ring_of, kinds, sizes)
+    there, here = place(source, tokens, 1), place(dest, tokens)
+    made = plan([source.layout], dest.layout)
+    chunks = [range(tokens)] if tokens < 6 else [range(5), range(5, tokens)]
+    last = range(max(0, tokens - tokens % 4 - 4), tokens)
+    blank(dest)
+    fill(source, there, last)
+    for chunk in chunks:  # what is alive in the end stays in a ring from its chunk on
+        held = RequestAddress(chunk.stop, there.spans)
+        apply(made.bind(0, held, here, tokens=chunk), [source], dest)
     assert_holds(dest, here, last)
 
 

@@ -19,9 +19,9 @@ from disagg.plan import plan
 from disagg.protocol.liveness import Leases
 from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.status import Failure
-from kvpool import RequestAddress, Span
+from kvpool import Allocator, RequestAddress, Span
 from tests.oracle import merged, place
-from tests.pools import CLASSES, mla
+from tests.pools import CLASSES, mla, swa
 
 TOKENS = 29
 ROOM = {"num_pages": 20, "num_window_pages": 40}
@@ -232,6 +232,35 @@ def test_an_endpoint_that_does_not_answer_takes_no_other_with_it(caplog):
     assert up == {"broken": 0, "well": 1}
     assert found["kvpool_open_rooms", frozenset({("endpoint", "well")})] == 4
     assert "endpoint 'broken' has no metrics: the endpoint was closed." in caplog.text
+
+
+def test_free_and_used_items_and_requests_of_allocators_are_served():
+    """A prefix of one page is shared, and counts once; one is copied, and one is each request's."""
+    allocator = Allocator(swa(num_pages=10, num_window_pages=20))
+    request = allocator.new_request()
+    allocator.extend(request, 6)  # 2 pages of 4, 3 window pages of 2
+    allocator.fork(request, 6)
+    with export({}, allocators={"decode": allocator}) as server:
+        held = scrape(server)
+        allocator.free(request)
+        rest = scrape(server)
+
+    def numbers(found):
+        named = {
+            (name, dict(labels).get("ids", "")): value for (name, labels), value in found.items()
+        }
+        assert {dict(labels)["allocator"] for _, labels in found} == {"decode"}
+        return named
+
+    assert numbers(held) == {
+        ("kvpool_used_items", "kv"): 3,
+        ("kvpool_used_items", "swa"): 3,
+        ("kvpool_free_items", "kv"): 6,
+        ("kvpool_free_items", "swa"): 16,
+        ("kvpool_requests", ""): 2,
+    }
+    assert numbers(rest)["kvpool_used_items", "kv"] == 2
+    assert numbers(rest)["kvpool_requests", ""] == 1
 
 
 def test_no_endpoints_are_served_as_such():

@@ -228,8 +228,9 @@ def test_memory_that_is_ambiguous_is_refused(text):
 
 def test_json_has_the_documented_keys_and_the_figures():
     told = read("deepseek_v32", "--memory", "141GiB", "--tp", 8, "--pp", 2, "--dtype", "fp8")
-    top = "model dtype memory tp pp page_size reserved_requests context_tokens shares stages tokens"
-    assert [*told] == [*top.split(), "requests"]
+    top = "model dtype memory weights utilisation state tp pp page_size reserved_requests"
+    assert [*told] == [*top.split(), "context_tokens", "shares", "stages", "tokens", "requests"]
+    assert (told["weights"], told["utilisation"], told["state"]) == (0, 1.0, 141 * GIB)
     stage = "layers draft_layers bytes_per_token bytes_per_request num_pages num_window_pages"
     assert [*told["stages"][0]] == [*stage.split(), "num_slots", "bytes", "tokens", "requests"]
     assert [*told["shares"][0]] == ["owner", "role", "per", "layers", "bytes"]
@@ -237,6 +238,29 @@ def test_json_has_the_documented_keys_and_the_figures():
     assert told["tokens"] == {"stage": 0, "count": told["stages"][0]["tokens"]}
     assert (told["memory"], told["page_size"], told["dtype"]) == (141 * GIB, 64, "fp8")
     assert told["stages"][1]["layers"] == [*range(31, 61)]
+
+
+def test_weights_and_utilisation_leave_the_rest_for_state():
+    """Of 80 GiB at 0.9 less 40 GiB, 32 GiB: pages of 64 tokens of 80 layers with 8 heads of 128."""
+    asked = ["llama_3_1_70b", "--memory", "80GiB"]
+    told = read(*asked, "--weights", "40GiB", "--utilisation", 0.9)
+    assert (told["memory"], told["weights"], told["state"]) == (80 * GIB, 40 * GIB, 32 * GIB)
+    assert told["tokens"]["count"] == (32 * GIB // (64 * 80 * 2 * 8 * 128 * 2) - 1) * 64
+    text = " ".join(run(*asked, "--weights", "40GiB", "--utilisation", 0.9).output.split())
+    assert "32.0 GiB (0.9 of 80.0 GiB a rank less 40.0 GiB of weights), pages of 64 tokens" in text
+    full = run(*asked, "--weights", "90GiB")
+    assert full.exit_code == 1 and "does not fit: llama: 1.0 of 85,899,345,920" in full.stderr
+    assert run(*asked, "--utilisation", 1.5).exit_code == 2
+
+
+def test_dtypes_of_linear_states_are_options():
+    """48 layers, 3 of 4 linear: 32 heads of 128 x 128, convolutions of 8192 channels by 3 taps."""
+    asked = ["qwen3_next_80b", "--temporal-dtype", "bf16", "--conv-dtype", "fp32"]
+    told = read(*asked)["stages"][0]["bytes_per_request"]
+    assert told == 36 * (32 * 128 * 128 * 2 + 8192 * 3 * 4)
+    assert read(asked[0])["stages"][0]["bytes_per_request"] == 36 * (32 * 128 * 128 * 4 + 8192 * 6)
+    for wrong in (("llama_3_1_70b", *asked[1:3]), (*asked[:2], "fp8")):
+        assert run(*wrong).exit_code == 2
 
 
 def test_options_reach_the_figures():

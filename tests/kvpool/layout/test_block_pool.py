@@ -396,7 +396,7 @@ class Pooled(KVPool):
 
 def test_spaces_of_a_draft_s_own_have_a_block_pool_of_its_own():
     common = {"layers": [0], "num_pages": 5, "page_size": 4, "dtype": "bf16"}
-    own = Pooled(**common, owner="draft", own_spaces=True).layout
+    own = Pooled(**common, owner="draft", own_spaces=True, total_kv_layers=1).layout
     assert own.block_pools == {"draft.blocks": ("draft.kv", "draft.swa")}
     assert Pooled(**common).layout.block_pools == {"blocks": ("kv", "swa")}
 

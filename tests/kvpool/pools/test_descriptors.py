@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool import Shard, StateType
+from kvpool import MHA, Shard, StateType
 from kvpool.pools.buf_infos import BufInfos
+from kvpool.pools.kinds import gated_delta_net
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
@@ -34,6 +35,13 @@ def listed(infos, layers, buffers):
         assert all(type(number) is int for number in numbers)
 
 
+def groups(pool, sizes):
+    """Groups of the main list, counted where they are equal."""
+    assert pool.kv_buf_group_sizes == sizes
+    if len(set(sizes)) == 1:
+        assert pool.kv_buf_groups == len(sizes)
+
+
 def expect(build, packing):
     """By hand: (roles that begin a buffer, layers) of the main cache, then (kind, role, layers,
     sharded steps) of every state component.
@@ -51,7 +59,7 @@ def expect(build, packing):
     if build == "mla":
         return [("latent", every_layer)], []
     if build == "nsa":
-        return [("latent", every_layer)], [(StateType.NSA, "index_key", [1, 3], 0)]
+        return [("latent", every_layer)], [(StateType.DSA, "index_key", [1, 3], 0)]
     if build == "swa":
         window = [("swa.latent", [0, 2])] if packing != "mxfp8" else kv([0, 2], "swa.")
         heads = 2 if packing == "mxfp8" else 0
@@ -66,12 +74,12 @@ def expect(build, packing):
     if build == "hybrid nsa":
         states = [("conv.x", 4 * 3 + 2 * 5 + 2 * 5), ("temporal", 4)]
         linear = [(StateType.MAMBA, role, [0, 2], steps) for role, steps in states]
-        return [("latent", [1, 3])], [(StateType.NSA, "index_key", [3], 0), *linear]
+        return [("latent", [1, 3])], [(StateType.DSA, "index_key", [3], 0), *linear]
     rings = [("c2.state", [1, 3]), ("c2.index_state", [1, 3]), ("c8.state", [2])]
     main = [("c2.latent", [1, 3]), ("c2.index_key", [1, 3]), ("c8.latent", [2])]
     return main, [
         (StateType.SWA, "swa.latent", every_layer, 0),
-        *((StateType.DSV4, role, layers, 0) for role, layers in rings),
+        *((StateType.DSV4_REQUEST_STATE, role, layers, 0) for role, layers in rings),
     ]
 
 
@@ -82,7 +90,7 @@ def test_every_kind_of_buffer_is_listed_once_in_order(name):
     infos = pool.get_contiguous_buf_infos()
     layers = [layer for _, held in main for layer in held]
     listed(infos, layers, [b for role, held in main for b in buffers_of(pool, held, role)])
-    assert pool.kv_buf_groups == len(main)
+    groups(pool, [len(held) for _, held in main])
     found = pool.get_state_buf_infos()
     assert [component.state_type for component in found] == [kind for kind, *_ in states]
     for component, (_, role, held, steps) in zip(found, states):
@@ -150,7 +158,7 @@ def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
             pool.get_state_buf_infos()
     else:
         assert pool.get_state_buf_infos() == []
-    assert pool.kv_buf_groups == build(device="meta").kv_buf_groups
+    assert pool.kv_buf_group_sizes == build(device="meta").kv_buf_group_sizes
 
 
 @pytest.mark.parametrize(
@@ -180,8 +188,68 @@ def test_a_stage_lists_the_layers_that_it_holds(build, layers, main, states):
 
 
 def test_kinds_of_state_have_names_of_their_own():
-    kinds = {"SWA": "swa", "NSA": "nsa", "MAMBA": "mamba", "DSV4": "dsv4"}
-    assert {kind.name: kind.value for kind in StateType} == kinds
+    sglang = {"SWA": "swa", "DSA": "dsa", "MAMBA": "mamba", "DSV4_REQUEST_STATE": "c128_state"}
+    assert {kind.name: kind.value for kind in StateType} == sglang
+    assert StateType.NSA is StateType("nsa") is StateType("dsa") is StateType.DSA
+    assert StateType.DSV4 is StateType("dsv4") is StateType.DSV4_REQUEST_STATE
+    with pytest.raises(ValueError, match="'kv' is not a valid StateType"):
+        StateType("kv")
+
+
+def test_main_lists_divide_evenly_or_their_groups_are_asked_for_by_size():
+    pool = dsv4()
+    assert pool.kv_buf_group_sizes == [2, 2, 1]
+    assert sum(pool.kv_buf_group_sizes) == len(pool.get_contiguous_buf_infos().data_ptrs)
+    says = r"groups of different sizes, \[2, 2, 1\]. Read kv_buf_group_sizes"
+    with pytest.raises(ValueError, match=says):
+        _ = pool.kv_buf_groups
+
+
+def cut(total, rank, size):
+    """(start, size) of equal parts, or of replicas where ranks are more than steps."""
+    return (rank * total // size, total // size) if size <= total else (rank * total // size, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_convolution_lists_what_each_rank_holds_of_its_sections(size):
+    """q and k have 2 heads of 3, v 4 of 5; x has 4 of 3, B and C have 2 of 5."""
+    for build, named in (
+        (hybrid, (("q", 2, 3), ("k", 2, 3), ("v", 4, 5))),
+        (hybrid_nsa, (("x", 4, 3), ("b", 2, 5), ("c", 2, 5))),
+    ):
+        for rank in range(size):
+            pool = build(shard=Shard(rank, size))
+            conv, temporal = pool.get_state_buf_infos()[-2:]
+            sections = []
+            for name, heads, dim in named:
+                start, held = cut(heads, rank, size)
+                sections.append((f"conv.{name}", start * dim, held * dim, heads * dim))
+            assert conv.sections == [sections] * len(conv.layer_ids)
+            assert conv.outer_counts == [1] * len(conv.layer_ids)
+            channels = pool.get_linear_state(0, [1])[0].shape[1]
+            assert sum(section.size for section in conv.sections[0]) == channels
+            start, held = cut(4, rank, size)
+            assert temporal.sections[0] == [("temporal", start, held, 4)]
+            assert temporal.outer_counts[0] == 1
+
+
+def test_what_an_item_repeats_before_its_sharded_steps_is_counted():
+    """Taps before channels, entries before heads; rows of latents have no such steps."""
+    taps = hybrid(linear=gated_delta_net(2, 4, 3, 5, 4, "taps_first")).get_state_buf_infos()
+    assert [each.outer_counts[0] for each in taps] == [3, 1]
+    for order, times in (("nhd", 2), ("hnd", 1)):
+        for heads in (1, 4):
+            k, _ = swa(swa=MHA(heads, 8, order=order)).get_state_buf_infos()
+            assert (k.sections[0], k.outer_counts[0]) == ([("swa.k", 0, heads, heads)], times)
+    (rows,) = swa().get_state_buf_infos()
+    assert (rows.sections, rows.outer_counts) == ([[], []], [1, 1])
+
+
+def test_a_sparse_indexer_beside_linear_attention_is_listed_as_components_of_their_own():
+    keys, conv, temporal = hybrid_nsa().get_state_buf_infos()
+    kinds = [each.state_type.value for each in (keys, conv, temporal)]
+    assert kinds == ["dsa", "mamba", "mamba"]
+    assert (keys.dim_per_tensor, keys.sections) == ([0], [[]])
 
 
 def test_what_is_sharded_is_that_of_this_rank():
@@ -196,6 +264,6 @@ def test_a_draft_is_listed_like_a_target():
     draft = dsv4(owner="draft", own_spaces=True, layers=[3], total_kv_layers=1)
     assert draft.get_contiguous_buf_infos().layer_ids == [3, 3]
     assert [s.state_type for s in draft.get_state_buf_infos()] == [StateType.SWA] + [
-        StateType.DSV4
+        StateType.DSV4_REQUEST_STATE
     ] * 2
     assert draft.total_kv_layers == 1

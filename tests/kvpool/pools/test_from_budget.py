@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator, Space
-from kvpool.pools.budget import items_per_request
+from kvpool.pools.budget import DoesNotFit, items_per_request
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, nsa, swa
 
 NUMBERS = ("num_pages", "num_window_pages", "num_slots")
@@ -176,6 +176,51 @@ def test_a_pool_with_memory_takes_no_more_than_its_budget():
     assert pool.layout.buffers[0].memory == "cpu"
     assert pool.nbytes == pool._slab.numel() <= 123_456
     assert pool.num_pages == nsa.from_budget(123_456, **META).num_pages
+
+
+@pytest.mark.parametrize(
+    ("memory", "weights", "utilisation", "state"),
+    [
+        (1_000_000, 0, 1.0, 1_000_000),
+        (1_000_000, 300_000, 1.0, 700_000),
+        (1_000_000, 0, 0.5, 500_000),
+        (2_000_000, 1_500_001, 0.9, 299_999),
+    ],
+)
+def test_weights_and_utilisation_leave_the_rest_for_state(memory, weights, utilisation, state):
+    taken = {"weights": weights, "utilisation": utilisation}
+    for build in (mla, swa, dsv4):
+        found = build.from_budget(memory, requests=2, **taken, **META)
+        assert numbers(found) == numbers(build.from_budget(state, requests=2, **META))
+
+
+def test_weights_that_leave_nothing_are_refused_with_both_numbers():
+    says = r"target: 0.5 of 1,000 bytes are 500, and weights take 500\."
+    with pytest.raises(DoesNotFit, match=says):
+        mla.from_budget(1000, weights=500, utilisation=0.5, **META)
+    for wrong in ({"weights": -1}, {"utilisation": 0.0}, {"utilisation": 1.01}):
+        with pytest.raises(ValueError, match="utilisation: over 0, up to 1; got "):
+            mla.from_budget(1000, **wrong, **META)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("requests", "chunk_tokens"), [(1, 1), (3, 1), (2, 9)])
+def test_a_pool_for_so_many_requests_has_what_from_budget_gives_them(name, requests, chunk_tokens):
+    build = CLASSES[name]
+    need = {"requests": requests, "chunk_tokens": chunk_tokens}
+    found = build.from_budget(1_000_000, **need, **META)
+    left_out = {key: value for key, value in build.arguments.items() if key not in NUMBERS}
+    made = build.kind(**left_out, **need, **META, num_pages=found.num_pages)
+    assert made.layout == found.layout
+
+
+def test_a_number_that_is_given_is_not_derived():
+    pool = swa(num_window_pages=7, requests=100, **META)
+    assert pool.num_window_pages == 7
+    with pytest.raises(ValueError, match=r"num_slots: 2 or more, .* With requests=N they may be"):
+        hybrid(num_slots=0)
+    with pytest.raises(ValueError, match="1 or more, got 0, 1"):
+        swa(num_window_pages=0, requests=0)
 
 
 @pytest.mark.parametrize("number", NUMBERS)

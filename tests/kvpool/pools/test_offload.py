@@ -161,7 +161,11 @@ def refused(pool, address, saved, says):
     [
         (mla, {"page_size": 3}, r"buffer target.kv.0: .*entries_per_item=4.* when saved, .*=3"),
         (mla, {"layers": [0, 1, 2]}, r"buffer target.kv.3: .* when saved, absent here"),
-        (mla, {"layers": range(5)}, r"buffer target.kv.4: absent when saved, "),
+        (
+            mla,
+            {"layers": range(5), "total_kv_layers": 5},
+            r"buffer target.kv.4: absent when saved, ",
+        ),
         (mla, {"packing": "f32"}, r"dtype='bfloat16'.* when saved, .*dtype='float32'.* here"),
         (mha, {"order": "hnd"}, r"buffer target.k.0: .* Load into a pool of the same layout"),
         (swa, {"window": 4}, r"buffer target.swa.kv.0: .*window=6.* when saved, .*window=4"),

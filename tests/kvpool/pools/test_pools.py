@@ -38,6 +38,7 @@ def mha(**more):
             "head_dim": DIM,
             "v_head_dim": V_DIM,
             "layers": LAYERS,
+            "total_kv_layers": 4,
             "num_pages": PAGES,
             "page_size": PAGE,
             "dtype": "bfloat16",
@@ -52,6 +53,7 @@ def mla(**more):
             "kv_lora_rank": LATENT,
             "qk_rope_head_dim": ROPE,
             "layers": LAYERS,
+            "total_kv_layers": 4,
             "num_pages": PAGES,
             "page_size": PAGE,
             "dtype": "bfloat16",
@@ -175,7 +177,7 @@ def test_owner_layers_and_model_are_in_the_layout():
 @pytest.mark.parametrize("layers", [[0], [7], [3, 1, 60], range(20, 40), {5, 2}, iter([4, 0])])
 def test_any_subset_of_layers_can_be_held(layers):
     layers = list(layers)
-    for pool in (mha(layers=iter(layers), total_kv_layers=61), mla(layers=layers)):
+    for pool in (build(layers=iter(layers), total_kv_layers=61) for build in (mha, mla)):
         pool.check_integrity()
         assert pool.layers == tuple(sorted(layers))
         assert {region.layer for region in pool.layout.regions} == set(layers)
@@ -185,7 +187,23 @@ def test_any_subset_of_layers_can_be_held(layers):
 def test_the_last_layer_is_excluded_and_the_total_counts_the_model():
     stage = mla(layers=range(20, 40), total_kv_layers=61)
     assert (stage.start_layer, stage.end_layer, stage.total_kv_layers) == (20, 40, 61)
-    assert mla(layers=range(20, 40)).total_kv_layers == 40
+    assert mla(layers=range(40), total_kv_layers=None).total_kv_layers == 40
+
+
+@pytest.mark.parametrize(
+    ("owner", "layers"),
+    [
+        ("target", range(20, 40)),
+        ("target", [0, 2]),
+        ("target", [1]),
+        ("draft", [61]),
+        ("draft", [0]),
+    ],
+)
+def test_the_layers_of_the_model_are_not_guessed_from_a_part_of_them(owner, layers):
+    says = rf"{owner} total_kv_layers: not given, and layers .* Give total_kv_layers\."
+    with pytest.raises(ValueError, match=says):
+        mla(owner=owner, layers=layers, total_kv_layers=None)
 
 
 def test_a_draft_merges_with_its_target():

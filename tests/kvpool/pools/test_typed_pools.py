@@ -383,6 +383,18 @@ def test_conv_and_temporal_are_written_apart_too_and_none_of_no_slots():
     assert [part.shape for part in pool.get_linear_state(0, [])] == [(0, 32, 3), (0, 4, 3, 5)]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", torch.float16])
+def test_linear_states_have_the_dtypes_that_are_asked_for(dtype):
+    pool = hybrid(conv_dtype="f32", temporal_dtype=dtype)
+    assert pool.view("conv.q", 0).dtype == torch.float32
+    named = torch.bfloat16 if dtype == "bf16" else dtype
+    state = torch.randn(1, 4, 3, 5).to(named)
+    pool.set_linear_state(0, [2], temporal=state)
+    assert pool.view("temporal", 0).dtype == named
+    assert torch.equal(pool.get_linear_state(0, [2])[1], state)
+    assert hybrid().view("temporal", 0).dtype == torch.float32
+
+
 def test_a_conv_of_its_own_dtype_is_widened_exactly():
     pool = hybrid(conv_dtype=torch.float32)
     conv = draw(1, 32, 3)
@@ -450,7 +462,7 @@ def test_v4_windows_compressed_entries_keys_and_rings_come_back(packing, specula
 
 @pytest.mark.parametrize("ratios", [(0, 0), (2, 0), (0, 4), (4, 4), (2, 8), (8, 2, 4, 0, 2)])
 def test_any_list_of_ratios(ratios):
-    pool = dsv4(compress_ratios=ratios, layers=range(len(ratios)))
+    pool = dsv4(compress_ratios=ratios, layers=range(len(ratios)), total_kv_layers=5)
     pool.check_integrity()
     for layer, ratio in enumerate(ratios):
         roles = {r.role for r in pool.layout.regions if r.layer == layer} - {
@@ -548,7 +560,11 @@ WRONG = {
     "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
     "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are not a multiple of 8"),
     "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "not a multiple of -2"),
-    "a layer without a ratio": (dsv4, {"layers": [4]}, "compress_ratios: 4 layers, but layer 4 is"),
+    "a layer without a ratio": (
+        dsv4,
+        {"layers": [4], "total_kv_layers": 5},
+        "compress_ratios: 4 layers, but layer 4 is",
+    ),
     "no window": (swa, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
     "no window of V4": (dsv4, {"window": 0}, r"space swa window: 1 to 2\*\*63-1, got 0"),
     "no window pages": (swa, {"num_window_pages": 1}, "num_window_pages: 2 or more, got 1. Item 0"),

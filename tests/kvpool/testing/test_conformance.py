@@ -379,6 +379,7 @@ class Flags(MHAPool):
 
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "num_pages": 5, "page_size": 4}
+SHAPE |= {"total_kv_layers": 3}
 
 
 def flags(kind=Flags, **more):
