@@ -21,6 +21,7 @@ from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
 from kvpool.prefix_cache import PrefixCache, PrefixStats
+from kvpool.truncation import alive_start, need_kept, overwritten
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -96,8 +97,8 @@ class Allocator:
     called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
 
     A request that a room offers or receives is pinned: until the room has ended, `free` raises
-    RequestPinned, `extend` does where it would change what the room reads or writes, and `fork`
-    and `store` while it is received. Then nothing was changed.
+    RequestPinned, `extend` and `truncate` do where they would change what the room reads or writes,
+    and `fork` and `store` while it is received. Then nothing was changed.
 
     `prefix` keeps the pages of requests for others that begin with the same tokens.
     """
@@ -132,6 +133,9 @@ class Allocator:
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
+        # entries before it were overwritten by tokens that a truncation took back, by ring
+        rings = [space.name for space in self.spaces if space.kind == "ring"]
+        self._lost: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in rings}
         self._rows: list[int] = []  # free rows
         self._pins = Pins(self.lists)
         self.prefix = prefix
@@ -178,10 +182,14 @@ class Allocator:
         request = self._new_row()
         if self.prefix is not None:
             try:
-                self._tokens[request._row] = self.prefix.begin(request._row, tokens, salt)
+                found = self.prefix.begin(request._row, tokens, salt)
             except BaseException:
                 self.free(request)
                 raise
+            self._tokens[request._row] = found
+            for name, lost in self._lost.items():  # of a checkpoint, what is alive is there
+                space = self.layout.space_by_name[name]
+                lost[request._row] = alive_start(space, np.array([found]))[0]
         return request
 
     def store(self, request: Request, tokens: npt.ArrayLike) -> None:
@@ -206,6 +214,8 @@ class Allocator:
             more = max(16, rows)
             self._tokens = np.append(self._tokens, np.zeros(more, dtype=np.int64))
             self._received = np.append(self._received, np.zeros(more, dtype=np.int64))
+            for name, lost in self._lost.items():
+                self._lost[name] = np.append(lost, np.zeros(more, dtype=np.int64))
             self._rows.extend(range(rows + more - 1, rows - 1, -1))
             for each in self.lists.values():
                 each.add_rows(more)
@@ -231,7 +241,7 @@ class Allocator:
         rows, tokens = self._rows_of(requests), _whole(tokens)
         before = self._tokens[rows]
         if tokens < 0:
-            raise ValueError(f"tokens: 0 or more, got {tokens}. Requests do not shrink.")
+            raise ValueError(f"tokens: 0 or more, got {tokens}. See truncate.")
         if int(before.max(initial=0)) + tokens > MAX_TOKENS:
             raise ValueError(f"tokens: {tokens} more exceed {MAX_TOKENS}, the limit of a request.")
         after = before + tokens
@@ -254,6 +264,85 @@ class Allocator:
         if received:
             self._received[rows] = after
         return self._locate(rows, positions, after)
+
+    def truncate(self, request: Request, tokens: int) -> None:
+        """Takes back all but the first `tokens` tokens, such as drafts that were rejected; their
+        items are freed, and the next `extend` goes on after them. A last page that other requests
+        hold too is copied.
+
+        `before = request.num_tokens; allocator.extend(request, 4)`, of which two are accepted:
+        `allocator.truncate(request, before + 2)`.
+
+        Raises ValueError if the state after `tokens` tokens is gone: a slot has that of the last
+        token only, a ring's entries were overwritten, a window's pages were freed or dead when
+        received. What a single `extend` has computed since can be taken back of pages and windows
+        always, of a ring as far as it is longer than its window (`DSv4Pool(speculation=True)`), of
+        a slot never: fork the request before. Raises OutOfPages if no page is free for a copy, and
+        RequestPinned if a room offers or receives one of the tokens. All change nothing.
+        """
+        self.truncate_batch([request], tokens)
+
+    def truncate_batch(self, requests: Sequence[Request], tokens: npt.ArrayLike) -> None:
+        """`truncate` for a batch, all requests or none: `tokens` is one number, or one of each
+        request `[B]`.
+        """
+        rows = self._rows_of(requests)
+        given = np.asarray(tokens)
+        whole = given.dtype.kind in "iu" or not given.size
+        if not whole or given.shape not in ((), rows.shape):
+            raise ValueError(
+                f"tokens: a whole number, or one for each of {rows.size} requests, got {tokens!r}."
+            )
+        before, after = self._tokens[rows], np.broadcast_to(given.astype(np.int64), rows.shape)
+        wrong = np.flatnonzero((after < 0) | (after > before))
+        if wrong.size:
+            held, asked = int(before[wrong[0]]), int(after[wrong[0]])
+            raise ValueError(f"tokens: 0 to {held}, which the request has, got {asked}.")
+        fewer = after < before
+        rows, before, after = rows[fewer], before[fewer], after[fewer]
+        if rows.size:
+            self._truncate(rows, before, after)
+
+    def _truncate(self, rows: Ints, before: Ints, after: Ints) -> None:
+        lost = self._lost_at(rows, before, after)
+        cuts = {}
+        for name, each in self.lists.items():
+            space = each.space
+            partial = (after % space.tokens_per_item > 0) & (not space.per_request)
+            cuts[name] = each.prepare_cut(rows, self._stop(name, after), partial)
+        copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
+        self._pins.check_truncate(rows, after, copied)
+        gone = {name: each.ids(cuts[name].gone) for name, each in self.lists.items()}
+        self._free_lists.check({name: cut.copied[0].size for name, cut in cuts.items()}, gone)
+        for name, each in self.lists.items():  # first, as one list may take what another frees
+            each.give_back(cuts[name])
+        copies = [(name, *each.cut(cuts[name])) for name, each in self.lists.items()]
+        for name, source, dest in copies:
+            self._copy_items(name, source, dest)
+        for name, source, _ in copies:  # after the copies: nobody takes them before
+            self.lists[name].free_list.release(source)
+        if self.prefix is not None:
+            for row, left in zip(rows.tolist(), after.tolist()):
+                self.prefix.truncate(row, left)
+        self._tokens[rows] = after
+        self._received[rows] = np.minimum(self._received[rows], after)
+        for name, entries in lost.items():
+            self._lost[name][rows] = entries
+
+    def _lost_at(self, rows: Ints, before: Ints, after: Ints) -> dict[str, Ints]:
+        """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
+        again, by space. Raises ValueError if state after those tokens is gone.
+        """
+        lost = {}
+        for space in self.spaces:
+            if space.kind == "ring":
+                gone = lost[space.name] = overwritten(
+                    space, before, after, self._lost[space.name][rows]
+                )
+            else:
+                gone = self.lists[space.id_list].freed(rows) * space.entries_per_item
+            need_kept(space, before, after, self._received[rows], gone)
+        return lost
 
     def locations(self, request: Request) -> dict[str, Ints]:
         """Flat locations of all tokens of a request, int64 `[num_tokens]`, by space; -1 for tokens
@@ -300,6 +389,8 @@ class Allocator:
         child = self._new_row()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
+        for lost in self._lost.values():
+            lost[child._row] = lost[row] if tokens else 0
         copies = [
             (name, *each.apply_fork(child._row, parts[name])) for name, each in self.lists.items()
         ]
@@ -326,6 +417,8 @@ class Allocator:
         else:
             self.prefix.free(request._row, lambda: self._release(rows))
         self._tokens[rows] = self._received[rows] = 0
+        for lost in self._lost.values():
+            lost[rows] = 0
         self._rows.append(request._row)
         request._row = FREED
 
@@ -358,10 +451,7 @@ class Allocator:
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""
         space = self.layout.space_by_name[name]
-        if space.per_request or space.window is None:
-            return np.zeros_like(tokens)
-        step = space.window_step
-        return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
+        return np.zeros_like(tokens) if space.per_request else alive_start(space, tokens)
 
     def _first(self, name: str, tokens: Ints) -> Ints:
         """The first live item of requests of `tokens` `[B]` tokens."""
@@ -381,8 +471,10 @@ class Allocator:
             entries = positions // space.tokens_per_entry
             if space.per_request:
                 located = table.find(rows, np.zeros_like(positions)) * size + entries % size
-                kept = entries >= (after // space.tokens_per_entry)[:, None] - size
-                found[space.name] = np.where(kept | (space.kind == "slot"), located, -1)
+                if space.kind == "ring":
+                    gone = overwritten(space, after, after, self._lost[space.name][rows])
+                    located = np.where(entries >= gone[:, None], located, -1)
+                found[space.name] = located
             else:
                 items = table.find(rows, entries // size)
                 found[space.name] = np.where(items < 0, -1, items * size + entries % size)

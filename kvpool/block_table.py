@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.free_list import FreeList
 from kvpool.layout import Space
@@ -24,6 +25,17 @@ class Change(NamedTuple):
     needed: int
     first: Ints
     stop: Ints
+
+
+class Cut(NamedTuple):
+    """A truncation: the end of the items of each row, cells (row, column) to free, and those of
+    last items that others hold too, which are replaced by a copy.
+    """
+
+    rows: Ints
+    stop: Ints
+    gone: tuple[Ints, Ints]
+    copied: tuple[Ints, Ints]
 
 
 class Fork(NamedTuple):
@@ -81,7 +93,7 @@ class BlockTable:
         """The ids in cells (row, column)."""
         return self._table[cells]
 
-    def give_back(self, change: Change) -> None:
+    def give_back(self, change: Change | Cut) -> None:
         """Frees what a prepared change frees."""
         self._put(change.gone)
 
@@ -93,6 +105,33 @@ class BlockTable:
             fresh = _cells(change.rows, change.since, change.stop)
             self._table[fresh] = self.free_list.take(change.needed)
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
+
+    def prepare_cut(self, rows: Ints, stop: Ints, partial: npt.NDArray[np.bool_]) -> Cut:
+        """The change after which requests hold items up to `stop`, where the last of `partial`
+        requests is written to again.
+        """
+        first, end = self._first[rows], self._stop[rows]
+        last = stop - 1
+        kept = partial & (last >= first)
+        row, column = rows[kept], last[kept]
+        shared = self.free_list.is_shared(self._table[row, column])
+        gone = _cells(rows, np.maximum(stop, first), end)
+        return Cut(rows, stop, gone, (row[shared], column[shared]))
+
+    def cut(self, cut: Cut) -> tuple[Ints, Ints]:
+        """Applies a prepared truncation, of which `gone` was given back; returns the ids to copy
+        from, which are to be released then, and to.
+        """
+        source = self._table[cut.copied]
+        fresh = self.free_list.take(source.size)
+        self._table[cut.copied] = fresh
+        self._first[cut.rows] = np.minimum(self._first[cut.rows], cut.stop)
+        self._stop[cut.rows] = cut.stop
+        return source, fresh
+
+    def freed(self, rows: Ints) -> Ints:
+        """How many items of each request were freed before those that it holds, `[B]`."""
+        return self._first[rows]
 
     def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
         """The items of a fork of `row`; raises ValueError."""

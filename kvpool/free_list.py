@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
@@ -54,11 +55,15 @@ class FreeList:
 
     def shared(self, ids: Ints) -> Ints:
         """Those of held items that have several holders."""
-        return ids[self._counts[ids] > 1]
+        return ids[self.is_shared(ids)]
+
+    def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which of held items have several holders."""
+        return np.asarray(self._counts[ids] > 1)
 
     def wanted(self, ids: Ints) -> Ints:
         """Those of held items that have several holders, or are kept for more."""
-        several = self._counts[ids] > 1
+        several = self.is_shared(ids)
         return ids[several if self.kept is None else several | self.kept.known[ids]]
 
     def freed_by(self, ids: Ints) -> int:
@@ -85,12 +90,13 @@ class FreeList:
         if self.kept is not None and plain.size < back.size:
             self.kept.idle(back[self.kept.known[back]])
 
-    def forget(self) -> None:
-        """Forgets all prefixes: what was kept is free like other items."""
+    def forget(self, ids: Ints) -> None:
+        """These items are no prefix's any more: those that are free are so like other items."""
         if self.kept is not None:
-            height, idle = self._height, self.kept.take(self.kept.num_idle)
+            idle, height = self.kept.idle_of(ids), self._height
+            self.kept.wake(idle)
+            self.kept.forget(ids)
             self._stack[height : height + idle.size] = idle
-            self.kept.forget(np.flatnonzero(self.kept.known))
 
     def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and

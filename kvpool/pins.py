@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from threading import Lock
 
 from kvpool.block_table import BlockTable, Change
@@ -30,7 +30,9 @@ class Pins:
 
     def add(self, row: int, tokens: int, pin: Pin) -> None:
         """Adds a pin to a row of `tokens` tokens. See Holder.pin."""
-        lost = pin.lost(tokens, lambda name: self._lists[name].span(row)[1]) if pin.last else None
+        lost = self._taken_back(row, tokens, pin)
+        if lost is None and pin.last:
+            lost = pin.lost(tokens, lambda name: self._lists[name].span(row)[1])
         if lost:
             raise ValueError(
                 f"this block table is of {pin.address.num_tokens} tokens, the request has {tokens} "
@@ -70,6 +72,21 @@ class Pins:
             if lost := pin.lost(tokens, first.__getitem__):
                 raise pin.refusal(f"at {tokens} tokens it would lose {lost}")
 
+    def check_truncate(self, rows: Ints, after: Ints, copied: Iterable[int]) -> None:
+        """Raises RequestPinned if rows `[B]` may not be truncated to `after` `[B]` tokens, which
+        replaces an item of the rows `copied`.
+        """
+        if not self._by_row:
+            return
+        replaced = set(copied)
+        for row, tokens in zip(rows.tolist(), after.tolist()):
+            for pin in self.held(row):
+                held = pin.address.num_tokens
+                if tokens < held:
+                    raise pin.refusal(f"at {tokens} tokens it would lose {tokens} to {held - 1}")
+                if row in replaced:
+                    raise pin.refusal(f"at {tokens} tokens its last item would be another")
+
     def check_written(self, row: int, change: str) -> None:
         """Raises RequestPinned, saying what `change` would do, while a room receives the row."""
         for pin in self.held(row):
@@ -82,6 +99,22 @@ class Pins:
             spans = ((name, each.span(row)[0].tolist()) for name, each in self._lists.items())
             items = (f"items {ranges(ids)} of space {name}" for name, ids in spans if ids)
             raise pin.refusal(f"free would give up {', '.join(items)}")
+
+    def _taken_back(self, row: int, tokens: int, pin: Pin) -> str | None:
+        """What a truncation has taken of a pin's block table; None if nothing."""
+        if tokens < pin.address.num_tokens:
+            return f"the last {pin.address.num_tokens - tokens} tokens"
+        for name, each in self._lists.items():
+            span, (ids, first) = pin.address.spans.get(name), each.span(row)
+            if span is None:
+                continue
+            low = max(first, span.first_item)
+            high = max(low, min(first + ids.size, span.first_item + span.ids.size))
+            theirs = span.ids[low - span.first_item : high - span.first_item]
+            other = theirs[theirs != ids[low - first : high - first]]
+            if other.size:
+                return f"items {ranges(other.tolist())} of space {name}"
+        return None
 
     def _keep(self, row: int, pins: list[Pin]) -> list[Pin]:
         if pins:

@@ -158,8 +158,8 @@ class PrefixCache:
         or will store is not kept either.
         """
         events, self._events = self._events, None
-        for each in self._lists.values():
-            each.free_list.forget()
+        for name, each in self._lists.items():
+            each.free_list.forget(each.index.ids(name))
         self._chains.clear()
         self._digests.clear()
         self._events = None if events is None else [*events, AllBlocksCleared()]
@@ -234,6 +234,21 @@ class PrefixCache:
             chain = self._chains[row].copy()
             chain.truncate(tokens)
             self._chains[child] = chain
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """A request was truncated to `tokens` tokens: it will write to the rest of its last page.
+        Where that was kept, it is not, and what follows it neither.
+        """
+        chain = self._chains.get(row)
+        if chain is None or tokens >= chain.num_tokens:
+            return
+        for each in self._lists.values():
+            number, more = divmod(tokens, each.tokens)
+            if more and not each.space.per_request:
+                kept = each.find(chain)[number:]
+                if kept.size and kept[0] == each.held(row, np.array([number]))[0] >= 0:
+                    each.free_list.forget(kept[kept >= 0])
+        chain.truncate(tokens)
 
     def free(self, row: int, release: Callable[[], None]) -> None:
         """A request ends: `release` gives its items back.

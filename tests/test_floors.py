@@ -16,7 +16,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"pools"},
         {"prefix"},
         {"free_list"},
-        {"block_table"},
+        {"block_table", "truncation"},
         {"pins", "prefix_cache"},
         {"allocator"},
         {"models", "render"},

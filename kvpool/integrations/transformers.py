@@ -7,7 +7,7 @@ pool's kinds of state say what each layer caches, and in what shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +46,19 @@ class Progress:
     written: dict[str, int] = field(default_factory=dict)
     unfinished: set[str] = field(default_factory=set)
 
+    def truncate(self, pool: UnionPool, tokens: int) -> None:
+        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
+        window that a compressor of `pool` has closed: it keeps the window's gates no more.
+        """
+        for space in pool.layout.spaces if self.written.get(pool.owner, 0) > tokens else ():
+            step, end = space.window_step, self.written[pool.owner]
+            if space.window and step > 1 and tokens % step and tokens // step < end // step:
+                raise ValueError(
+                    f"space {space.name}: {tokens} tokens end inside a window of {step} that was "
+                    f"compressed. Keep {tokens // step * step} tokens."
+                )
+        self.written = {owner: min(count, tokens) for owner, count in self.written.items()}
+
 
 _PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
 
@@ -76,6 +89,8 @@ class PoolCache(Cache):
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
         self.progress = [_PROGRESS.setdefault(request, Progress()) for request in requests]
+        for request, progress in zip(requests, self.progress):
+            progress.truncate(pool, request.num_tokens)
         if _copy_progress not in allocator.on_fork:
             allocator.on_fork.append(_copy_progress)
         if any(pool.owner in progress.unfinished for progress in self.progress):
@@ -127,6 +142,30 @@ class PoolCache(Cache):
                 progress.written[self.pool.owner] = self.tokens
                 progress.unfinished.discard(self.pool.owner)
         return start
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` tokens of every row, a negative number: drafts
+        that were rejected. See Allocator.truncate, which refuses where state was overwritten; then
+        nothing was changed.
+        """
+        length = self.tokens + tokens_to_remove
+        if not 0 <= length <= self.tokens:
+            raise ValueError(
+                f"crop: {-self.tokens} to 0, minus the tokens to remove, got {tokens_to_remove}."
+            )
+        if length == self.tokens:
+            return
+        if any(count != self.tokens for count in self.written.values()):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        left = [min(length, request.num_tokens) for request in self.requests]
+        for progress in self.progress:
+            replace(progress).truncate(self.pool, length)  # raises before anything is changed
+        self.allocator.truncate_batch(self.requests, left)
+        for progress in self.progress:
+            progress.truncate(self.pool, length)
+        self.where = {name: where[:, :length] for name, where in self.where.items()}
+        self.written = dict.fromkeys(self.written, length)
+        self.tokens = length
 
     def _extend(self, tokens: int) -> None:
         behind = [key for key, count in self.written.items() if count != self.tokens]

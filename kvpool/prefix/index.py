@@ -99,7 +99,7 @@ class PrefixIndex:
 
     def touch(self, ids: Ints) -> None:
         """Those of these items that are idle are taken after all others, the first first."""
-        self.idle(ids[self._place[ids] != NOT_IDLE])
+        self.idle(self.idle_of(ids))
 
     def wake(self, ids: Ints) -> int:
         """These items have a holder; returns how many of them were idle."""
@@ -134,6 +134,11 @@ class PrefixIndex:
             gone = ids[self._list[ids] == number]
             if gone.size:
                 self.on_forget(id_list, self._keys[gone] - number)
+
+    def idle_of(self, ids: Ints) -> Ints:
+        """Those of these items that are idle."""
+        idle: Ints = ids[self._place[ids] != NOT_IDLE]
+        return idle
 
     def idle_ids(self) -> Ints:
         """Idle items, the first to be taken first."""

@@ -545,6 +545,137 @@ def test_a_stage_without_pages_of_tokens_has_slots_only():
     assert set(request.address().spans) == set(alloc.lists) == {"state"}
 
 
+# truncation
+
+
+@pytest.mark.parametrize("held", [5, 8, 9, 13])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 5])
+def test_what_follows_is_freed_and_taken_again(held, tokens):
+    alloc, request = started(mla(), held)
+    pages = pages_of(alloc, request)
+    alloc.truncate(request, tokens)
+    kept = -(-tokens // 4)
+    assert pages_of(alloc, request) == pages[:kept]
+    assert (request.num_tokens, alloc.free_pages) == (tokens, 8 - kept)
+    again = alloc.extend(request, held - tokens)["kv"]
+    assert again.tolist() == [pages[p // 4] * 4 + p % 4 for p in range(tokens, held)]
+    alloc.check_integrity()
+
+
+def test_each_request_of_a_batch_gives_back_a_number_of_its_own():
+    alloc = Allocator(mla(num_pages=20))
+    batch = [alloc.new_request() for _ in range(4)]
+    alloc.extend_batch(batch, 9)
+    alloc.truncate_batch(batch, [9, 8, 7, 0])
+    assert [request.num_tokens for request in batch] == [9, 8, 7, 0]
+    assert [len(pages_of(alloc, request)) for request in batch] == [3, 2, 2, 0]
+    alloc.truncate_batch(batch[:2], 6)
+    assert [request.num_tokens for request in batch] == [6, 6, 7, 0]
+    alloc.check_integrity()
+
+
+def test_a_page_that_a_fork_holds_too_is_copied_before_it_is_written_again():
+    pool = mla()
+    alloc, request = started(pool, 8)
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer).random_(255)
+    child = alloc.fork(request, 8)
+    before = [pool.item_bytes_view(buffer).clone() for buffer in pool.layout.buffers]
+    alloc.truncate(request, 6)
+    mine, theirs = pages_of(alloc, request), pages_of(alloc, child)
+    assert mine[0] == theirs[0] and mine[1] != theirs[1]
+    for buffer, was in zip(pool.layout.buffers, before):
+        was[mine[1]] = was[theirs[1]]
+        assert (pool.item_bytes_view(buffer) == was).all()
+    assert alloc.extend(request, 1)["kv"] == [mine[1] * 4 + 2]
+    alloc.free(child)
+    alloc.check_integrity()
+
+
+@pytest.mark.parametrize("build", [mla, swa, dsv4.but(speculation=True)])
+@pytest.mark.parametrize("held", range(1, 40, 3))
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_drafts_of_one_extension_can_be_rejected_but_for_slots(build, held, drafts):
+    """A token is decoded and drafts verified with it: at most the drafts go back."""
+    pool = build(device="meta", num_pages=20, num_window_pages=40)
+    alloc, request = started(pool, held)
+    for accepted in range(drafts + 1):
+        before = request.num_tokens
+        alloc.extend(request, 1 + drafts)
+        alloc.truncate(request, before + 1 + accepted)
+    alloc.check_integrity()
+
+
+def test_state_that_was_overwritten_or_freed_is_refused_with_the_reason():
+    alloc, request = started(hybrid(device="meta"), 9)
+    before = snapshot(alloc)
+    with pytest.raises(
+        ValueError,
+        match=r"space state: a slot holds the state after 9 tokens, "
+        r"and there is no checkpoint of that after 8\. Fork the request before",
+    ):
+        alloc.truncate(request, 8)
+    assert snapshot(alloc) == before
+    alloc.truncate(request, 0)
+
+    alloc, request = started(dsv4(device="meta"), 9)  # rings of 4 and 8
+    with pytest.raises(
+        ValueError,
+        match=r"space c2.ring: of the entries that are alive at 7 "
+        r"tokens, 4 to 4 were overwritten in the ring of 4\. Build the pool with",
+    ):
+        alloc.truncate(request, 7)
+    alloc.truncate(request, 8)
+    with pytest.raises(ValueError, match=r"6 to 6|4 to 4"):  # 9 had overwritten 5, 8 had 4
+        alloc.truncate(request, 7)
+
+    alloc, request = started(swa(device="meta"), 0)  # a window of 6, in pages of 2
+    for _ in range(5):
+        alloc.extend(request, 4)
+    with pytest.raises(
+        ValueError,
+        match=r"space swa: of the entries that are alive at 9 tokens, "
+        r"3 to 8 left the window and were freed\.",
+    ):
+        alloc.truncate(request, 9)
+    alloc.truncate(request, 16)
+
+    alloc, request = started(swa(device="meta"), 20, received=True)
+    with pytest.raises(ValueError, match=r"space swa: .* 12 to 13 "):
+        alloc.truncate(request, 18)
+    alloc.check_integrity()
+
+
+def test_a_ring_that_was_cut_lists_what_is_left_and_fills_again():
+    alloc, request = started(dsv4(speculation=True, device="meta"), 20)  # rings of 8 and 16
+    (item,) = pages_of(alloc, request, "ring")
+    alloc.truncate(request, 17)
+    found = alloc.locations(request)["c2.ring"]
+    assert found.tolist() == [-1] * 12 + [item * 8 + p % 8 for p in range(12, 17)]
+    assert alloc.extend(request, 2)["c2.ring"].tolist() == [item * 8 + 1, item * 8 + 2]
+    assert alloc.locations(request)["c2.ring"].tolist()[:12] == [-1] * 12
+
+
+@pytest.mark.parametrize("tokens", [-1, 10, 1.5, "2", [1, 2], None])
+def test_a_number_that_is_not_there_is_refused(tokens):
+    alloc, request = started(mla(), 9)
+    with pytest.raises(ValueError, match="tokens: "):
+        alloc.truncate_batch([request], tokens)
+    assert request.num_tokens == 9
+
+
+def test_a_copy_that_has_no_page_is_refused_and_changes_nothing():
+    alloc, request = started(mla(), 8)
+    alloc.fork(request, 8)
+    alloc.extend(alloc.new_request(), 4 * alloc.free_pages)
+    before = snapshot(alloc)
+    with pytest.raises(OutOfPages, match="1 more items of 4 tokens are needed, 0 of 8 are free"):
+        alloc.truncate(request, 7)
+    assert snapshot(alloc) == before
+    alloc.truncate(request, 4)
+    alloc.check_integrity()
+
+
 # forks
 
 

@@ -61,6 +61,7 @@ class Held:
     first: Counter[str] = field(default_factory=Counter)  # items before it went back
     since: int = 0  # tokens at which all that was alive is in place
     received: int = 0  # tokens that had last been received
+    lost: Counter[str] = field(default_factory=Counter)  # of a ring, entries before it
     rooms: list[Room] = field(default_factory=list)
     table: RequestAddress | None = None  # of some time before
 
@@ -210,7 +211,12 @@ class Lives(RuleBasedStateMachine):
             "received" in (side, other.side) and {*pools} & {*other.pools}
             for other in held.open_rooms()
         )
-        if last and self.lost(pools, tokens, held.tokens, held.first):
+        stale = tokens > held.tokens or any(
+            held.ids[name].get(n, item) != item
+            for name, span in table.spans.items()
+            for n, item in enumerate(span.ids.tolist(), span.first_item)
+        )
+        if stale or (last and self.lost(pools, tokens, held.tokens, held.first)):
             with pytest.raises(ValueError, match="anew"):
                 held.request.pin(named)
         elif side == "received" and shared:
@@ -342,6 +348,7 @@ class Lives(RuleBasedStateMachine):
             return
         child = Held(self.alloc.fork(parent.request, tokens), {}, {}, tokens, since=tokens)
         child.received = min(parent.received, tokens)
+        child.lost = Counter(parent.lost if tokens else {})
         self.live.append(child)
         for name in self.lists:
             first, stop = self.bounds(name, tokens, tokens)
@@ -351,6 +358,82 @@ class Lives(RuleBasedStateMachine):
             self.take(child, name, *self.bounds(name, tokens, tokens))
         for name in self.spaces:
             child.marks[name] = dict(parent.marks[name])
+
+    def gone(self, held: Held, name: str, tokens: int) -> bool:
+        """Whether the request lacks what is alive in a space at that many tokens."""
+        space, alive = self.spaces[name], self.live_entries(name, tokens)
+        if not alive:
+            return False
+        if space.kind == "slot":
+            return tokens != held.tokens
+        first = held.first[space.id_list] * space.entries_per_item
+        if space.kind == "ring":  # what has been written there since
+            last = held.tokens // space.tokens_per_entry
+            first = max(held.lost[name], last - space.entries_per_item)
+        return alive[0] < max(first, start(space, held.received))
+
+    @precondition(lambda self: self.live)
+    @rule(
+        numbers=PICKS,
+        back=st.lists(st.one_of(st.integers(0, 4), st.integers(0, 40)), min_size=5, max_size=5),
+    )
+    def truncate(self, numbers: set[int], back: list[int]) -> None:
+        batch = [each for n, each in enumerate(self.live) if n in numbers]
+        ends = [max(0, each.tokens - n) for each, n in zip(batch, back)]
+        fewer = [(each, end) for each, end in zip(batch, ends) if end < each.tokens]
+        refusals: set[type] = set()
+        spare, copied = Counter(), {}
+        for name in self.lists:
+            space = self.by_name[name]
+            counts = Counter(n for each in self.live for n in each.ids[name].values())
+            back_: Counter[int] = Counter()
+            for number, (each, tokens) in enumerate(fewer):
+                stop = self.bounds(name, tokens, tokens)[1]
+                back_.update(item for n, item in each.ids[name].items() if n >= stop)
+                partial = tokens % (space.entries_per_item * space.tokens_per_entry)
+                last = each.ids[name].get(stop - 1)
+                if space.kind == "paged" and partial and last is not None and counts[last] > 1:
+                    copied[number, name] = stop - 1
+                    spare[name] -= 1
+            spare[name] += sum(counts[item] == count for item, count in back_.items())
+        for number, (each, tokens) in enumerate(fewer):
+            if any(self.gone(each, name, tokens) for name in self.spaces):
+                refusals.add(ValueError)
+            moved = any(n == number for n, _ in copied)
+            if any(room.tokens > tokens or moved for room in each.open_rooms()):
+                refusals.add(RequestPinned)
+        if any(
+            sum(spare[each] for each in self.siblings(name)) + len(self.free_ids(name)) < 0
+            for name in self.lists
+        ):
+            refusals.add(OutOfPages)
+        requests = [each.request for each in batch]
+        if refusals:
+            with pytest.raises(tuple(refusals)):
+                self.alloc.truncate_batch(requests, ends)
+            return
+        if len(batch) == 1:
+            self.alloc.truncate(requests[0], ends[0])
+        else:
+            self.alloc.truncate_batch(requests, ends)
+        for number, (each, tokens) in enumerate(fewer):
+            for name in self.spaces:
+                space = self.spaces[name]
+                if space.kind == "ring":
+                    most, left = (t // space.tokens_per_entry for t in (each.tokens, tokens))
+                    rest = min(most - space.entries_per_item, left)
+                    each.lost[name] = max(each.lost[name], rest) if tokens else 0
+            for name in self.lists:
+                stop = self.bounds(name, tokens, tokens)[1]
+                kept = {n: item for n, item in each.ids[name].items() if n < stop}
+                kept.pop(copied.get((number, name)), None)
+                each.ids[name] = kept
+            each.tokens, each.since = tokens, min(each.since, tokens)
+            each.received = min(each.received, tokens)
+        for each, tokens in fewer:
+            for name in self.lists:
+                stop = self.bounds(name, tokens, tokens)[1]
+                self.take(each, name, min(each.first[name], stop), stop)
 
     @precondition(lambda self: self.live)
     @rule(number=PICK)
@@ -380,6 +463,7 @@ class Lives(RuleBasedStateMachine):
                     entry = position // space.tokens_per_entry
                     item = ids.get(entry // size if space.kind == "paged" else 0)
                     late = held.tokens // space.tokens_per_entry - size
+                    late = max(late, held.lost[name])
                     if item is None or (space.kind == "ring" and entry < late):
                         assert location == -1
                     else:
@@ -427,6 +511,7 @@ TestMHA = machine(lambda: [mha(layers=[0], head_dim=2, v_head_dim=1, **SMALL)])
 TestSWA = machine(lambda: [swa(layers=[0, 1], **SMALL)])
 TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
 TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
+TestLongRings = machine(lambda: [dsv4(layers=[1, 2], speculation=True, **SMALL)])
 TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
 TestDraft = machine(
     lambda: [

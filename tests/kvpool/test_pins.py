@@ -178,3 +178,50 @@ def test_a_freed_request_is_not_pinned():
     alloc.new_request()
     with pytest.raises(ValueError, match="this request was freed"):
         Room(request, address=address, layout=alloc.layout)
+
+
+@pytest.mark.parametrize("side", ["offered", "received"])
+@pytest.mark.parametrize("last", [True, False])
+def test_tokens_of_a_room_cannot_be_taken_back_and_later_ones_can(side, last):
+    alloc = Allocator(mla())
+    request = alloc.new_request()
+    alloc.extend(request, 9)
+    Room(request, side, last=last)
+    alloc.extend(request, 4)
+    alloc.truncate(request, 10)
+    alloc.truncate(request, 9)
+    said = "at 8 tokens it would lose 8 to 8"
+    with pytest.raises(RequestPinned, match=said):
+        alloc.truncate(request, 8)
+    other = alloc.new_request()
+    alloc.extend(other, 4)
+    with pytest.raises(RequestPinned, match=said):
+        alloc.truncate_batch([other, request], [2, 8])
+    assert (other.num_tokens, request.num_tokens) == (4, 9)
+    alloc.check_integrity()
+
+
+def test_a_page_that_a_room_reads_is_not_replaced_by_a_copy():
+    alloc = Allocator(mla())
+    request = alloc.new_request()
+    alloc.extend(request, 5)
+    Room(request)
+    alloc.extend(request, 3)
+    alloc.fork(request, 8)
+    with pytest.raises(RequestPinned, match="at 6 tokens its last item would be another"):
+        alloc.truncate(request, 6)
+
+
+def test_a_block_table_from_before_a_truncation_is_refused():
+    alloc = Allocator(mla())
+    request = alloc.new_request()
+    alloc.extend(request, 9)
+    old = request.address()
+    alloc.truncate(request, 4)
+    with pytest.raises(ValueError, match=r"of 9 tokens, .* lost the last 5 tokens.* anew"):
+        Room(request, address=old)
+    alloc.extend(alloc.new_request(), 4)  # takes page 2
+    alloc.extend(request, 8)
+    with pytest.raises(ValueError, match=r"lost items 2-3 of space kv\. .* anew"):
+        Room(request, address=old)
+    Room(request)

@@ -147,6 +147,27 @@ def test_after_clear_neither_what_was_stored_nor_what_live_requests_store_is_the
     assert alloc.prefix.lookup(range(8)) == 8
 
 
+def test_a_page_that_is_written_again_after_a_truncation_is_not_kept():
+    alloc = cached()
+    request = serve(alloc, range(12))
+    alloc.truncate(request, 6)
+    assert alloc.prefix.lookup(range(12)) == 4
+    alloc.extend(request, 6)
+    alloc.store(request, range(50, 56))
+    alloc.free(request)
+    assert alloc.prefix.lookup([*range(6), *range(50, 56)]) == 12
+    assert alloc.prefix.lookup(range(12)) == 4
+
+
+def test_a_page_that_others_hold_stays_kept_when_one_is_truncated_in_it():
+    alloc = cached()
+    request = serve(alloc, range(12))
+    other = alloc.new_request(range(12))
+    alloc.truncate(request, 6)
+    assert other.num_tokens == alloc.prefix.lookup(range(12)) == 12
+    alloc.check_integrity()
+
+
 def test_of_a_window_only_what_is_alive_is_needed():
     alloc = cached(swa(num_pages=12, num_window_pages=9, device="meta"))
     left(alloc, range(20))

@@ -372,6 +372,51 @@ class Prefixes(RuleBasedStateMachine):
         self.live.append(child)
 
     @precondition(lambda self: self.live)
+    @rule(number=PICK, back=st.integers(1, 12))
+    def truncate(self, number: int, back: int) -> None:
+        held = self.pick(number)
+        tokens = max(0, held.tokens - back)
+        try:
+            self.alloc.truncate(held.request, tokens)
+        except (ValueError, OutOfPages):  # test_allocator_stateful.py has when
+            return
+        gone, copied = {}, {}
+        before, held.ids = held.ids, {name: {} for name in self.lists}
+        self.read(held)
+        for name, ids in before.items():
+            gone[name] = [item for n, item in ids.items() if n not in held.ids[name]]
+            copied[name] = [n for n, item in held.ids[name].items() if item != ids[n]]
+            # until they are copied, what is copied is held
+            held.ids[name] = {n: ids[n] for n in held.ids[name]}
+        for name, items in gone.items():
+            self.put(name, items)
+        after = {name: dict(ids) for name, ids in held.ids.items()}
+        now = held.request.address().spans
+        for name, numbers in copied.items():
+            for n in numbers:
+                after[name][n] = int(now[name].ids[n - now[name].first_item])
+                self.lists[name].free.give(after[name][n])
+        for name, numbers in copied.items():
+            items = [held.ids[name][n] for n in numbers]
+            held.ids[name] = after[name]
+            self.put(name, items)
+        for name, each in self.lists.items() if held.keeps else ():
+            n, more = divmod(tokens, each.tokens)
+            prefix = held.prefix((n + 1) * each.tokens)
+            if self.by_name[name].kind != "paged" or not more or tokens >= held.stored:
+                continue
+            if len(prefix[1]) <= held.stored and each.kept.get(prefix) == held.ids[name].get(n, -1):
+                for stop in range((n + 1) * each.tokens, held.stored + 1, each.tokens):
+                    item = each.kept.pop(held.prefix(stop), None)
+                    if item in each.free.idle:
+                        each.free.idle.remove(item)
+                        each.free.items.add(item)
+        held.tokens, held.stored = tokens, min(held.stored, tokens)
+        held.since, held.received = min(held.since, tokens), min(held.received, tokens)
+        # the next tokens are others than those that were taken back
+        held.script = held.script[:tokens] + tuple(n ^ 1 for n in held.script[tokens:])
+
+    @precondition(lambda self: self.live)
     @rule(number=PICK)
     def end(self, number: int) -> None:
         held = self.live.pop(number % len(self.live))

@@ -376,6 +376,68 @@ def test_update_returns_what_a_dynamic_layer_returns():
     assert not ours.is_croppable
 
 
+CUT = {  # of each family with a state that can be taken back: drafts that are rejected
+    **{family: (1, 3) for family in CONFIGS if family not in ("kimi_linear", "qwen3_next")},
+    "deepseek_v4": (1, 2),
+}
+
+
+@torch.no_grad()
+def verify(model: Any, cache: Any, drafts: int) -> None:
+    """A forward over drafts, of which none is accepted."""
+    start = cache.get_seq_length()
+    ids = torch.arange(5, 5 + drafts).expand(len(cache.requests), -1)
+    positions = torch.arange(start, start + drafts).expand(len(cache.requests), -1)
+    model(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize("how", ["crop", "truncate"])
+def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(family, how):
+    model, ids = model_of(family, torch.bfloat16), prompt(2)
+    theirs = transformers.DynamicCache(config=model.config)
+    # a compressor takes back what ends with a window, or in the one that is open
+    v4 = family == "deepseek_v4"
+    chunks = (12, 16, 1) if v4 else CHUNKS
+    expected = run(model, theirs, ids, chunks=chunks)
+    pool = pool_of(model, **({"speculation": True} if v4 else {}))
+    ours = PoolCache.new(pool, Allocator(pool), 2)
+    logits = []
+    for size in chunks:
+        logits += run(model, ours, ids[:, :size], chunks=(size,), steps=0)
+        ids = ids[:, size:]
+        for drafts in CUT[family]:
+            verify(model, ours, drafts)
+            if how == "crop":
+                ours.crop(-drafts)
+            else:
+                tokens = ours.get_seq_length() - drafts
+                ours.allocator.truncate_batch(ours.requests, tokens)
+                ours = PoolCache(pool, ours.allocator, ours.requests)
+    logits += run(model, ours, logits[-1][:, -1:].argmax(-1), chunks=(1,), steps=STEPS - 1)
+    assert_same(model, ours, theirs, logits, expected)
+
+
+def test_what_cannot_be_taken_back_is_refused_and_the_cache_goes_on():
+    pool = pool_of(model := model_of("qwen3_next"))
+    ours = PoolCache.new(pool, Allocator(pool), 2)
+    run(model, ours, prompt(2), steps=0)
+    with pytest.raises(ValueError, match="space state: a slot holds the state after 29 tokens"):
+        ours.crop(-1)
+    with pytest.raises(ValueError, match="crop: -29 to 0"):
+        ours.crop(1)
+    theirs = transformers.DynamicCache(config=model.config)
+    assert_same(model, ours, theirs, [], run(model, theirs, prompt(2), steps=0)[:0])
+
+    pool = pool_of(model := model_of("deepseek_v4"), speculation=True)
+    ours = PoolCache.new(pool, Allocator(pool), 1)
+    ratio = sorted({space.window_step for space in pool.layout.spaces if space.window})[-1]
+    run(model, ours, prompt(1, 4 * ratio), chunks=(4 * ratio,), steps=0)
+    with pytest.raises(ValueError, match=f"end inside a window of {ratio} that was compressed"):
+        ours.crop(-1)
+    assert ours.get_seq_length() == ours.requests[0].num_tokens == 4 * ratio
+
+
 def test_out_of_pages_leaves_all_rows_as_they_were():
     model, ids = model_of("llama"), prompt(2)
     pool = pool_of(model, page_size=8, num_pages=8)  # 7 to give: 4 for row 0, 3 for row 1
@@ -504,7 +566,6 @@ def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
     ours = PoolCache.new(pool, Allocator(pool))
     calls = {
         "reset": (),
-        "crop": (-1,),
         "reorder_cache": (torch.tensor([0]),),
         "batch_repeat_interleave": (2,),
         "batch_select_indices": (torch.tensor([0]),),
