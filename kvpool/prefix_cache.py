@@ -2,7 +2,8 @@
 
 allocator = Allocator(pool, prefix=PrefixCache())
 request = allocator.new_request(prompt[:-1])         # begins with what is there
-allocator.extend(request, len(prompt) - request.num_tokens)
+known = request.num_tokens
+allocator.extend(request, len(prompt) - known)
 ...                                                  # the forward
 allocator.store(request, prompt[known:])             # its full pages are there from now on
 """
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from kvpool.block_table import BlockTable
 from kvpool.free_list import OutOfPages
 from kvpool.layout.grid import Ints
-from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvpool.prefix.events import Event, EventLog
 from kvpool.prefix.index import PrefixIndex
 from kvpool.prefix.keys import Chain, PrefixKeys, Sums, token_ids
 
@@ -94,8 +95,7 @@ class PrefixCache:
         self._lists: dict[str, _List] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
-        self._events: list[Event] | None = [] if events else None
-        self._digests: dict[tuple[str, bytes], bytes] = {}
+        self._log = EventLog() if events else None
 
     def bind(
         self,
@@ -119,12 +119,14 @@ class PrefixCache:
                 )
             sizes.append(self.checkpoint_tokens)
         self._keys, self._step = PrefixKeys(gcd(*sizes)), lcm(*sizes)
-        self._start, self._copy, self._medium = start, copy, medium
+        self._start, self._copy = start, copy
+        if self._log is not None:
+            self._log.medium = medium
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
             self._lists[name] = each = _List(group, table, tokens, self._keys.page)
-            each.index.on_forget = self._note_removed
+            each.index.on_forget = self._removed
 
     @property
     def stats(self) -> PrefixStats:
@@ -157,21 +159,21 @@ class PrefixCache:
         """Forgets all prefixes, as after new weights. What requests that are live now have stored
         or will store is not kept either.
         """
-        events, self._events = self._events, None
+        log, self._log = self._log, None
         for name, each in self._lists.items():
             each.free_list.forget(each.index.ids(name))
         self._chains.clear()
-        self._digests.clear()
-        self._events = None if events is None else [*events, AllBlocksCleared()]
+        self._log = log
+        if log is not None:
+            log.cleared()
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call, in order. Raises ValueError without
         `events=True`.
         """
-        if self._events is None:
+        if self._log is None:
             raise ValueError("this cache notes no events. Make it with PrefixCache(events=True).")
-        taken, self._events = self._events, []
-        return taken
+        return self._log.take()
 
     def pinned_items(self, id_list: str) -> Ints:
         """Ids that pinned prefixes hold, each as often as they do."""
@@ -320,7 +322,7 @@ class PrefixCache:
             each.index.add(name, key, copy)
         finally:
             each.free_list.release(copy)
-        self._note_stored(each, chain, number)
+        self._stored(each, chain, number)
 
     def _keep(self, row: int, chain: Chain, each: _List, first: int) -> None:
         """Keeps a request's items from number `first` on."""
@@ -329,39 +331,14 @@ class PrefixCache:
         ids = each.held(row, numbers)
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
         added = each.index.add(each.space.name, keys[numbers], ids)
-        self._note_stored(each, chain, numbers[added])
+        self._stored(each, chain, numbers[added])
 
-    def _note_stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
+    def _stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
-        if self._events is None or not numbers.size:
-            return
-        space, keys = each.space, each.keys(chain)
-        kind = "mamba" if space.per_request else "full_attention"
-        window = None
-        if space.kind == "paged" and space.window is not None:
-            kind, window = "sliding_window", space.window * space.tokens_per_entry
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
-            first, stop = int(run[0]), int(run[-1]) + 1
-            hashes = [chain.digest(n * each.pages) for n in range(first, stop + 1)]
-            for key, digest in zip(keys[first:stop], hashes[1:]):
-                self._digests[space.name, key.tobytes()] = digest
-            stored = BlockStored(
-                block_hashes=hashes[1:],
-                parent_block_hash=hashes[0] if first else None,
-                token_ids=chain.tokens[first * each.tokens : stop * each.tokens].tolist(),
-                block_size=each.tokens,
-                lora_id=None,
-                medium=self._medium,
-                lora_name=None,
-                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
-                group_idx=each.group,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
-            )
-            self._events.append(stored)
+        if self._log is not None and numbers.size:
+            self._log.stored(each.group, each.space, each.tokens, chain, each.keys(chain), numbers)
 
-    def _note_removed(self, id_list: str, keys: Sums) -> None:
+    def _removed(self, id_list: str, keys: Sums) -> None:
         self._stats.removed += len(keys)
-        if self._events is not None:
-            digests = [self._digests.pop((id_list, key.tobytes())) for key in keys]
-            self._events.append(BlockRemoved(digests, self._medium, self._lists[id_list].group))
+        if self._log is not None:
+            self._log.removed(self._lists[id_list].group, keys)

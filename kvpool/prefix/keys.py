@@ -124,18 +124,18 @@ class Chain:
         made._tokens, made.num_tokens = self.tokens.copy(), self.num_tokens
         return made
 
-    def digest(self, pages: int) -> bytes:
-        """The hash of the first `pages` pages that events publish: of 32 bytes, the same in every
-        process. That of none is blake2b of the salt (UTF-8), that of more blake2b of the hash of
-        one page less, and the tokens of the last as little-endian int32.
+    def digest(self, tokens: int) -> bytes:
+        """The hash of the first `tokens` tokens (whole pages) that events publish: of 32 bytes, the
+        same in every process. That of none is blake2b of the salt (UTF-8), that of more blake2b of
+        the hash of one page less, and the tokens of the last as little-endian int32.
         """
         known, page = self._digests, self._hashing.page
         if not known:
             known.append(hashlib.blake2b(self.salt.encode(), digest_size=32).digest())
-        for number in range(len(known), pages + 1):
+        for number in range(len(known), tokens // page + 1):
             raw = self._tokens[(number - 1) * page : number * page].astype("<i4").tobytes()
             known.append(hashlib.blake2b(known[-1] + raw, digest_size=32).digest())
-        return known[pages]
+        return known[tokens // page]
 
 
 _Rows = TypeVar("_Rows", Sums, Tokens)

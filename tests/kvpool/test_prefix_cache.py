@@ -160,7 +160,7 @@ def test_a_page_that_is_written_again_after_a_truncation_is_not_kept():
 
 
 def test_a_page_that_others_hold_stays_kept_when_one_is_truncated_in_it():
-    alloc = cached()
+    alloc = cached(mla())
     request = serve(alloc, range(12))
     other = alloc.new_request(range(12))
     alloc.truncate(request, 6)
