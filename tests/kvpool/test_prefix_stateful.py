@@ -224,8 +224,11 @@ class Prefixes(RuleBasedStateMachine):
 
     def write(self, held: Held, before: int, since: int) -> None:
         """Writes what the tokens from `before` on leave behind, of what is alive at `since`."""
-        for name in self.spaces:
-            for entry in self.entries(name, held.tokens, since):
+        for name, space in self.spaces.items():
+            entries = self.entries(name, held.tokens, since)
+            if space.kind == "ring" and since < held.tokens:  # computed, one after the other
+                entries = range(max(0, entries.stop - space.entries_per_item), entries.stop)
+            for entry in entries:
                 if (entry + 1) * self.spaces[name].tokens_per_entry > before or (
                     self.spaces[name].kind == "slot" and held.tokens > before
                 ):
