@@ -184,19 +184,15 @@ class PrefixCache:
         """Gives a new request the longest prefix of `tokens` that is there; returns its tokens."""
         chain = self._chain(tokens, salt)
         asked, (found, items) = chain.num_tokens, self._match(chain)
-        chain.truncate(found)
-        self._chains[row] = chain
         if asked:
             self._stats.lookups += 1
             self._stats.hits += found > 0
             self._stats.asked_tokens += asked
             self._stats.found_tokens += found
-        if not found:
-            return 0
         for name, ids in items.items():  # all of them, before any is taken for a copy
             self._lists[name].free_list.share(ids)
         try:
-            for name, each in self._lists.items():
+            for name, each in self._lists.items() if found else ():
                 ids = items.pop(name)
                 if each.space.per_request:
                     self._go_on(each, row, ids)
@@ -205,6 +201,8 @@ class PrefixCache:
         finally:
             for name, ids in items.items():  # none, unless a copy failed
                 self._lists[name].free_list.release(ids)
+        chain.truncate(found)
+        self._chains[row] = chain
         return found
 
     def store(self, row: int, tokens: npt.ArrayLike, held: int, received: int) -> None:
