@@ -30,8 +30,8 @@ __all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
 
 
 class Usage(NamedTuple):
-    """Free and used items by id list (a shared item counts once, reserved ones not), live requests,
-    and the counts of the prefix cache, if there is one.
+    """Free and used items by id list, or of its block pool (a shared item counts once, reserved
+    ones not), live requests, and the counts of the prefix cache, if there is one.
     """
 
     free: dict[str, int]

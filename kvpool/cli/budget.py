@@ -75,6 +75,12 @@ def budget(
             help="With the draft (MTP) layers, in the last stage, and rings for speculation."
         ),
     ] = False,
+    block_pool: Annotated[
+        bool,
+        typer.Option(
+            "--block-pool", help="Pages, windows, slots and rings in blocks of one free list."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Print bytes per token by role, and the tokens and requests that fit on each rank.
@@ -84,11 +90,11 @@ def budget(
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
     JSON: model, dtype, memory, weights, utilisation, state (bytes for state), tp, pp, page_size,
-    reserved_requests, context_tokens; shares (owner, role, per token or request, layers, bytes:
-    over all stages, one shard of each); stages (layers,
-    draft_layers, bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as
-    constructor arguments, bytes in all, tokens, requests); tokens and requests that fit in the
-    tightest stage (stage, count). tokens is null where no buffer grows with tokens.
+    block_pool, reserved_requests, context_tokens; shares (owner, role, per token or request,
+    layers, bytes: over all stages, one shard of each); stages (layers, draft_layers,
+    bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as constructor
+    arguments, bytes in all, tokens, requests); tokens and requests that fit in the tightest stage
+    (stage, count). tokens is null where no buffer grows with tokens.
     """
     from kvpool.models import declare, declare_draft
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory
@@ -102,6 +108,7 @@ def budget(
         options |= {"utilisation": utilisation, "weights": parse_memory(weights) if weights else 0}
         linear = {"conv_dtype": conv_dtype, "temporal_dtype": temporal_dtype}
         options |= {name: _float(name, value) for name, value in linear.items() if value}
+        options |= {"placement": "block"} if block_pool else {}
         found = figures(declare(config), parse_memory(memory), **options)
     except DoesNotFit as error:
         typer.echo(f"does not fit: {error}", err=True)
@@ -155,6 +162,7 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
         "tp": found.tp,
         "pp": len(found.stages),
         "page_size": found.page_size,
+        "block_pool": found.block_pool,
         "reserved_requests": found.reserved_requests,
         "context_tokens": found.context_tokens,
         "shares": [_share(share) for share in found.shares],
@@ -201,7 +209,8 @@ def stage_table(found: Figures) -> Table:
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
     table.add_column("stage")
     table.add_column("layers", overflow="fold", min_width=8)
-    for name in (*(f"bytes\na {p}" for p in per), "pages", "tokens", "requests"):
+    pages = "blocks" if found.block_pool else "pages"
+    for name in (*(f"bytes\na {p}" for p in per), pages, "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
     for n, stage in enumerate(found.stages):
         layers = ranges(stage.layers)
@@ -222,7 +231,8 @@ def stage_table(found: Figures) -> Table:
 def _caption(found: Figures) -> str:
     text = (
         f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
-        f"requests: at a time, of {found.context_tokens:,} tokens each. Page 0 is reserved."
+        f"requests: at a time, of {found.context_tokens:,} tokens each. "
+        f"{'Block' if found.block_pool else 'Page'} 0 is reserved."
     )
     if found.tp > 1:
         text += f" Each row stands for {found.tp} ranks."

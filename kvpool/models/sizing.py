@@ -79,6 +79,7 @@ class Figures:
     state: int
     tp: int
     page_size: int
+    block_pool: bool
     reserved_requests: int
     context_tokens: int
     stages: tuple[PipelineStage, ...]
@@ -121,8 +122,8 @@ def figures(
     **storage: Any,
 ) -> Figures:
     """Figures of a model on ranks of `memory` bytes each, of which state gets the fraction
-    `utilisation` less the bytes of `weights` on the rank. `storage` is dtype or packing, and
-    conv_dtype and temporal_dtype of linear attention.
+    `utilisation` less the bytes of `weights` on the rank. `storage` is dtype or packing, a
+    placement, and conv_dtype and temporal_dtype of linear attention.
 
     The draft is held by the last stage and shares its ids. Raises DoesNotFit if a stage cannot hold
     a page of tokens besides the windows, slots and rings of `requests` requests, and ValueError if
@@ -155,8 +156,9 @@ def figures(
         many = _requests(pools, state, -(-tokens // per_page))
         held = size(pools, items, step)
         stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
-    found = target.model, memory, weights, utilisation, state, tp, per_page, requests, tokens
-    return Figures(*found, tuple(stages))
+    blocks = storage.get("placement") == "block"
+    found = target.model, memory, weights, utilisation, state, tp, per_page, blocks
+    return Figures(*found, requests, tokens, tuple(stages))
 
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:

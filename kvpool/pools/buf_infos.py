@@ -22,8 +22,8 @@ class BufInfos(NamedTuple):
 class StateType(str, Enum):
     """State components other than the main cache, by the names of SGLang 0.5.23.
 
-    Names of older releases are accepted: `StateType("nsa")` and `StateType.DSA` are `DSA`,
-    `StateType("dsv4")` and `StateType.DSV4_REQUEST_STATE` are `DSV4_REQUEST_STATE`.
+    Names of older releases are accepted: `StateType("nsa")` and `StateType.NSA` are `DSA`,
+    `StateType("dsv4")` and `StateType.DSV4` are `DSV4_REQUEST_STATE`.
     """
 
     SWA = "swa"

@@ -73,11 +73,13 @@ def capacity(layout: PoolLayout) -> int:
 
 
 def usable_items(layout: PoolLayout) -> dict[str, Ints]:
-    """Ids that requests can use, by id list."""
+    """Ids that requests can use, by id list; those of a block pool are dealt out to its lists."""
     found: dict[str, Ints] = {}
     for name, items in layout.items_by_space.items():
         lender = layout.space_by_name[layout.space_by_name[name].id_list]
-        ids = np.arange(lender.reserved, items, dtype=np.int64)
+        lists = layout.block_pools.get(lender.block_pool or "", (lender.name,))
+        first = lender.reserved + lists.index(lender.name)
+        ids = np.arange(first, items, len(lists), dtype=np.int64)
         found[lender.name] = min(found.get(lender.name, ids), ids, key=len)
     return found
 

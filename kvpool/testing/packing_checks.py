@@ -10,10 +10,9 @@ import torch
 from kvpool.device.quant import scale_role
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
-from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.groups import Group, blocks, device_of, groups, same, shape
+from kvpool.testing.groups import blocks, device_of, groups, same, shape
 from kvpool.testing.memory import PoolMemory, on
 from kvpool.testing.values import (
     Bytes,
@@ -48,9 +47,9 @@ def read_unpacks_as_the_formats_say(case: Case) -> None:
     pool, random = case.make(), random_of(case.pool)
     memory = PoolMemory(pool)
     held = memory.fill(random)
-    reads: list[tuple[Group, Ints, list[tuple[Region, Bytes, str]]]] = []
-    for group in groups(pool):
-        where, meant = group.pick(random), []
+    for group in groups(pool):  # one by one: those of a block pool lie over one another
+        meant: list[tuple[Region, Bytes, str]] = []
+        where = group.pick(random)
         for region, scales in group.inputs():
             at = memory.cells(region, *group.split(where))
             if scales is None:
@@ -64,9 +63,7 @@ def read_unpacks_as_the_formats_say(case: Case) -> None:
             held[memory.cells(scales, *group.split(where))] = factors
             floats = dequantise(raw, factors, kinds[0], pool.dtype, kinds[1])
             meant.append((region, floats, pool.dtype))
-        reads.append((group, where, meant))
-    memory.put(held)
-    for group, where, meant in reads:
+        memory.put(held)
         roles = [region.role for region, _, _ in meant]
         alone = [pool.read(role, group.layer, where) for role in roles]
         for found in (alone, pool.read_roles(roles, group.layer, where)):

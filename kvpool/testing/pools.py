@@ -139,6 +139,9 @@ POOLS: dict[str, Example] = {
     "mla fp8 stacked": mla.but(packing="fp8", placement="stack"),
     "hybrid nsa fp8 by page": hybrid_nsa.but(packing="fp8", placement="page"),
     "dsv4 fp8 by page": dsv4.but(packing="fp8", placement="page"),
+    "swa bf16 in blocks": swa.but(placement="block", num_pages=60),
+    "hybrid nsa fp8 in blocks": hybrid_nsa.but(packing="fp8", placement="block", num_pages=40),
+    "dsv4 fp8 in blocks": dsv4.but(packing="fp8", placement="block", num_pages=60),
     "mha fp8, one head": mha.but(packing="fp8", num_kv_heads=1),
     "mla fp8, rows of 656": Example(MLAPool, _REAL, {"page_size": 16, "num_pages": 9}),
     "nsa fp8, keys of 132": Example(

@@ -1,5 +1,5 @@
-"""Our own pools in one block pool pair with static ones, and with one another in other groups: every
-byte of both sides is compared.
+"""Our own pools in one block pool pair with static ones, and with one another in other groups:
+every byte of both sides is compared.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ compared with SGLang's own indexing of its tensors.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +18,10 @@ from disagg import IncompatibleLayouts
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
 from disagg.connectors.tensors import UnknownFormat
 from disagg.plan import plan
-from tests.engines.sglang import sides
+from kvpool import Allocator, DSv4Pool
+from tests.engines.sglang import oracle, sides
 from tests.engines.sglang.oracle import Side
-from tests.engines.sglang.sides import described, hand_over, request
+from tests.engines.sglang.sides import described, hand_over, request, state_indices
 
 TOKENS, WINDOW = 83, 20
 
@@ -193,6 +196,36 @@ def test_stages_of_deepseek_v4_are_joined():
         for first, stop in ((0, 2), (2, 6))
     ]
     assert hand_over(stages, [dsv4_side(sides.dsv4(RATIOS), 9, 300, 3)])
+
+
+@pytest.mark.parametrize("tokens", [3, 128, 259])
+@pytest.mark.parametrize("speculation", [False, True])
+def test_rings_of_window_pages_pair_with_kvpools_rings_of_requests(tokens, speculation):
+    """Through a pool of kvpool's, whose every ring is one request's, and back."""
+    source, dest = (dsv4_side(sides.dsv4(RATIOS), n, tokens, n + 1) for n in range(2))
+    for seed, side in enumerate((source, dest)):
+        oracle.fill(side, seed)
+    pool = DSv4Pool(
+        layers=range(6), compress_ratios=RATIOS, num_pages=9, requests=2, chunk_tokens=tokens,
+        page_size=256, window=127, window_page_size=64, speculation=speculation, dtype="bf16",
+        packing="fp8",
+    )  # fmt: skip
+    allocator = Allocator(pool)
+    allocator.extend(allocator.new_request(), 5)
+    request = allocator.new_request()
+    allocator.extend(request, tokens)
+    made = [described(side, 6) for side in (source, dest)]
+    tables = [
+        each.address(tokens, side.request.pages, state_indices(each.state_types, side))
+        for each, side in zip(made, (source, dest))
+    ]
+    before = [held.clone() for held in oracle.memory(dest)]
+    hops = [(made[0].layout, tables[0]), (pool.layout, request.address())]
+    for (there, had), (here, gets) in pairwise([*hops, (made[1].layout, tables[1])]):
+        for runs in zip(*(column.tolist() for column in plan([there], here).bind(0, had, gets))):
+            src, dst, nbytes = runs
+            ctypes.memmove(dst, src, nbytes)
+    assert oracle.assert_handed_over([source], dest, before)
 
 
 def test_a_pool_that_is_not_known_is_refused_by_name():

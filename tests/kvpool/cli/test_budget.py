@@ -166,6 +166,30 @@ def test_bytes_by_role_sum_to_the_items_of_the_pool(name):
     assert of(name).stages[0].bytes_per("token") == pytest.approx(pool.bytes_per_token)
 
 
+@every_shipped
+def test_a_block_pool_is_that_of_the_same_budget_and_counts_blocks_whole(name):
+    found = of(name, 8 * GIB, placement="block", page_size=512, requests=3).stages[0]
+    common = {"packing": "fp8", "device": "meta", "placement": "block", "page_size": 512}
+    pool = declare(name).from_budget(8 * GIB, requests=3, **common)
+    assert found.items == {"num_pages": pool.num_pages} and found.nbytes == pool.nbytes
+    block = pool.layout.buffers[0].item_stride
+    pages, states = (
+        [s for s in pool.layout.spaces if s.ids is None and s.grows is grows]
+        for grows in (True, False)
+    )
+    assert found.bytes_per("token") == pytest.approx(block * len(pages) / 512)
+    each = sum(2 if space.window else 1 for space in states)  # a window may lie in two pages
+    assert found.bytes_per("request") == pytest.approx(block * each)
+    assert found.tokens == (pool.num_pages - 1 - 3 * each) // len(pages) * 512
+    assert found.requests == (pool.num_pages - 1) // (len(pages) * 16 + each)
+
+
+def test_the_command_prints_blocks():
+    told = run("gpt_oss_120b", "--block-pool").output
+    assert "blocks" in told and "Block 0 is reserved" in told
+    assert read("gpt_oss_120b", "--block-pool")["block_pool"] is True
+
+
 def test_a_stage_without_growing_layers_holds_any_number_of_tokens():
     found = of("kimi_linear_48b", pp=9)
     assert [n for n, stage in enumerate(found.stages) if stage.tokens is None] == [0, 4]
@@ -228,8 +252,9 @@ def test_memory_that_is_ambiguous_is_refused(text):
 
 def test_json_has_the_documented_keys_and_the_figures():
     told = read("deepseek_v32", "--memory", "141GiB", "--tp", 8, "--pp", 2, "--dtype", "fp8")
-    top = "model dtype memory weights utilisation state tp pp page_size reserved_requests"
-    assert [*told] == [*top.split(), "context_tokens", "shares", "stages", "tokens", "requests"]
+    top = "model dtype memory weights utilisation state tp pp page_size block_pool"
+    rest = "reserved_requests context_tokens shares stages tokens requests"
+    assert [*told] == [*top.split(), *rest.split()]
     assert (told["weights"], told["utilisation"], told["state"]) == (0, 1.0, 141 * GIB)
     stage = "layers draft_layers bytes_per_token bytes_per_request num_pages num_window_pages"
     assert [*told["stages"][0]] == [*stage.split(), "num_slots", "bytes", "tokens", "requests"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_a_block_is_what_the_largest_group_needs_and_lists_lie_over_one_another(
     ends = []
     for used in stretches(layout).values():
         used.sort()
-        assert used[0][0] == 0 and all(a[1] == b[0] for a, b in zip(used, used[1:]))
+        assert used[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(used))
         ends.append(used[-1][1])
     assert max(ends) <= block < max(ends) + 8  # rounded up to the largest element
     assert {buffer.items for buffer in layout.buffers} == {40}
@@ -95,7 +95,7 @@ def test_no_other_groups_of_layers_waste_less(sizes):
 
 
 def test_groups_of_five_waste_less_than_groups_of_ten():
-    """Gemma 3 27B: 52 windows beside 10 full layers; ten a block would leave eight of 60 places empty."""
+    """Gemma 3 27B: 52 windows beside 10 full layers. Ten a block leave 8 of 60 places empty."""
     windows, full = groups_of([dict.fromkeys(range(52), 4), dict.fromkeys(range(52, 62), 4)])
     assert [len(group) for group in windows] == [5] * 10 + [2]
     assert [len(group) for group in full] == [5, 5]

@@ -34,6 +34,7 @@ QUICK = (
     "swa fp8",
     "hybrid bf16",
     "hybrid nsa fp8 by page",
+    "swa bf16 in blocks",
     "dsv4 speculating bf16",
     "dsv4 fp8, rows of 584",
 )
