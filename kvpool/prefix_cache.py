@@ -237,18 +237,23 @@ class PrefixCache:
 
     def truncate(self, row: int, tokens: int) -> None:
         """A request was truncated to `tokens` tokens: it will write to the rest of its last page.
-        Where that was kept, it is not, and what follows it neither.
+        Where that was kept, it is not any more, and what follows it in this request neither. What
+        others have stored after it stays until it is taken, or found again once it is stored anew.
         """
         chain = self._chains.get(row)
-        if chain is None or tokens >= chain.num_tokens:
-            return
         for each in self._lists.values():
             number, more = divmod(tokens, each.tokens)
-            if more and not each.space.per_request:
-                kept = each.find(chain)[number:]
-                if kept.size and kept[0] == each.held(row, np.array([number]))[0] >= 0:
-                    each.free_list.forget(kept[kept >= 0])
-        chain.truncate(tokens)
+            if each.space.per_request or not more:
+                continue
+            gone = each.held(row, np.array([number]))
+            if gone[0] < 0 or not each.index.known[gone[0]]:
+                continue
+            later = gone[:0] if chain is None else each.find(chain)[number:]
+            if later.size and later[0] == gone[0]:  # else another request has stored it
+                gone = later[later >= 0]
+            each.free_list.forget(gone)
+        if chain is not None:
+            chain.truncate(tokens)
 
     def free(self, row: int, release: Callable[[], None]) -> None:
         """A request ends: `release` gives its items back.

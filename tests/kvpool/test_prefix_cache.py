@@ -159,6 +159,18 @@ def test_a_page_that_is_written_again_after_a_truncation_is_not_kept():
     assert alloc.prefix.lookup(range(12)) == 4
 
 
+def test_a_page_that_a_fork_has_stored_is_not_kept_once_it_is_written_again():
+    alloc = cached()
+    request = alloc.new_request()
+    alloc.extend(request, 4)
+    fork = alloc.fork(request, 4)
+    alloc.store(fork, range(4))
+    alloc.free(fork)
+    assert alloc.prefix.lookup(range(4)) == 4
+    alloc.truncate(request, 3)
+    assert alloc.prefix.lookup(range(4)) == 0
+
+
 def test_a_page_that_others_hold_stays_kept_when_one_is_truncated_in_it():
     alloc = cached(mla())
     request = serve(alloc, range(12))

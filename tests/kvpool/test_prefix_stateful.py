@@ -126,6 +126,7 @@ class Prefixes(RuleBasedStateMachine):
                 self.memory[name].append(view if region.axis("entry") else view[:, None])
         self.live: list[Held] = []
         self.pinned: list[tuple[PinnedPrefix, dict[str, list[int]]]] = []
+        self.cut = False  # stored tokens were taken back: what followed them may go later
         self.published: dict[tuple[int, bytes], tuple] = {}
 
     # the model
@@ -403,17 +404,19 @@ class Prefixes(RuleBasedStateMachine):
             items = [held.ids[name][n] for n in numbers]
             held.ids[name] = after[name]
             self.put(name, items)
-        for name, each in self.lists.items() if held.keeps else ():
+        for name, each in self.lists.items():
             n, more = divmod(tokens, each.tokens)
-            prefix = held.prefix((n + 1) * each.tokens)
-            if self.by_name[name].kind != "paged" or not more or tokens >= held.stored:
+            own = held.ids[name].get(n)
+            if self.by_name[name].kind != "paged" or not more or own not in each.kept.values():
                 continue
-            if len(prefix[1]) <= held.stored and each.kept.get(prefix) == held.ids[name].get(n, -1):
-                for stop in range((n + 1) * each.tokens, held.stored + 1, each.tokens):
-                    item = each.kept.pop(held.prefix(stop), None)
+            self.cut, stops = True, range((n + 1) * each.tokens, held.stored + 1, each.tokens)
+            if held.keeps and stops and each.kept.get(held.prefix(stops[0])) == own:
+                for item in [each.kept.pop(held.prefix(stop), None) for stop in stops]:
                     if item in each.free.idle:
                         each.free.idle.remove(item)
                         each.free.items.add(item)
+            each.free.forget(own)
+        self.cut |= tokens < held.stored
         held.tokens, held.stored = tokens, min(held.stored, tokens)
         held.since, held.received = min(held.since, tokens), min(held.received, tokens)
         # the next tokens are others than those that were taken back
@@ -488,7 +491,7 @@ class Prefixes(RuleBasedStateMachine):
 
     @invariant()
     def no_page_is_next_while_a_later_one_is_idle(self) -> None:
-        for name, each in self.lists.items():
+        for name, each in self.lists.items() if not self.cut else ():
             space, rank = self.by_name[name], {item: n for n, item in enumerate(each.free.idle)}
             held = self.holders(name)
             for (salt, tokens), item in each.kept.items():
