@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from kvpool.allocator import Usage
+    from kvpool.prefix_cache import PrefixStats
 
 log = logging.getLogger("disagg")
 
@@ -118,8 +119,8 @@ class _Allocators:
         self._allocators = allocators
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of every allocator."""
-        from prometheus_client.core import GaugeMetricFamily
+        """Gauges of every allocator, and the counts of its prefix cache."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         seen = {name: each.usage() for name, each in list(self._allocators.items())}
         labels = ["allocator", "ids"]
@@ -132,11 +133,44 @@ class _Allocators:
                     family.add_metric([name, id_list], count)
             held.add_metric([name], usage.requests)
         yield from (free, used, held)
+        caches = {name: usage.prefix for name, usage in seen.items() if usage.prefix is not None}
+        for metric, what, label, counts in PREFIX_COUNTERS:
+            counter = CounterMetricFamily(metric, what, labels=["allocator", label])
+            for name, stats in caches.items():
+                for value, count in counts(stats).items():
+                    counter.add_metric([name, value], count)
+            yield counter
+        kept = GaugeMetricFamily("kvpool_kept_items", "Items of prefixes.", labels=labels)
+        for name, stats in caches.items():
+            for id_list, count in stats.kept.items():
+                kept.add_metric([name, id_list], count)
+        yield kept
 
 
 def _items(found: Mapping[str, float]) -> Iterable[Sample]:
     return [((name,), number) for name, number in found.items()]
 
+
+PREFIX_COUNTERS: tuple[tuple[str, str, str, Callable[[PrefixStats], Mapping[str, int]]], ...] = (
+    (
+        "kvpool_prefix_lookups",
+        "Requests that began with tokens.",
+        "outcome",
+        lambda s: {"hit": s.hits, "miss": s.lookups - s.hits},
+    ),
+    (
+        "kvpool_prefix_tokens",
+        "Tokens with which requests began, and those of them that were there.",
+        "tokens",
+        lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
+    ),
+    (
+        "kvpool_prefix_items",
+        "Items that became a prefix's, and were taken again.",
+        "change",
+        lambda s: {"stored": s.stored, "removed": s.removed},
+    ),
+)
 
 Family = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
 

@@ -56,4 +56,9 @@ from .pools.mla import MLAPool as MLAPool, NSAPool as NSAPool
 from .pools.offload import Saved as Saved
 from .pools.placement import BufferSpec as BufferSpec, Declared as Declared, Shard as Shard
 from .pools.swa import SWAPool as SWAPool
+from .prefix_cache import (
+    PinnedPrefix as PinnedPrefix,
+    PrefixCache as PrefixCache,
+    PrefixStats as PrefixStats,
+)
 from .version import __version__ as __version__

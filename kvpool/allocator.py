@@ -20,6 +20,7 @@ from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
+from kvpool.prefix_cache import PrefixCache, PrefixStats
 from kvpool.truncation import alive_start, need_kept, overwritten
 
 if TYPE_CHECKING:
@@ -30,12 +31,13 @@ __all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
 
 class Usage(NamedTuple):
     """Free and used items by id list, or of its block pool (a shared item counts once, reserved
-    ones not), and live requests.
+    ones not), live requests, and the counts of the prefix cache, if there is one.
     """
 
     free: dict[str, int]
     used: dict[str, int]
     requests: int
+    prefix: PrefixStats | None = None
 
 
 FREED = -1
@@ -96,10 +98,12 @@ class Allocator:
 
     A request that a room offers or receives is pinned: until the room has ended, `free` raises
     RequestPinned, `extend` and `truncate` do where they would change what the room reads or writes,
-    and `fork` while it is received. Then nothing was changed.
+    and `fork` and `store` while it is received. Then nothing was changed.
+
+    `prefix` keeps the pages of requests for others that begin with the same tokens.
     """
 
-    def __init__(self, *pools: KVPool) -> None:
+    def __init__(self, *pools: KVPool, prefix: PrefixCache | None = None) -> None:
         if not pools:
             raise ValueError("an allocator needs at least one pool.")
         for pool in pools:
@@ -134,6 +138,11 @@ class Allocator:
         self._lost: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in rings}
         self._rows: list[int] = []  # free rows
         self._pins = Pins(self.lists)
+        self.prefix = prefix
+        if prefix is not None:
+            on_host = all(buffer.on_host for buffer in self.layout.buffers)
+            medium = "CPU" if on_host else "GPU"
+            prefix.bind(self.lists, self._start, self._copy_items, medium)
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -158,10 +167,48 @@ class Allocator:
         lists = {name: each.free_list for name, each in self.lists.items()}
         free = {name: each.num_free for name, each in lists.items()}
         used = {name: each.usable - free[name] for name, each in lists.items()}
-        return Usage(free, used, self._num_live)
+        stats = None if self.prefix is None else self.prefix.stats
+        return Usage(free, used, self._num_live, stats)
 
-    def new_request(self) -> Request:
-        """A request without tokens or items."""
+    def new_request(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Request:
+        """A request that begins with the longest prefix of `tokens`, int `[T]`, whose state is
+        there; `num_tokens` says how many. Without a prefix cache, one without tokens.
+
+        Where the last token is to be computed, give all but that. Requests of different `salt`
+        share nothing: what else the state depends on (an adapter, a tenant) belongs in it. In place
+        of an image, tokens are numbers made of its hash. Raises ValueError for tokens outside 0 to
+        2**31 - 1, OutOfPages where a pinned checkpoint cannot be copied.
+        """
+        request = self._new_row()
+        if self.prefix is not None:
+            try:
+                found = self.prefix.begin(request._row, tokens, salt)
+            except BaseException:
+                self.free(request)
+                raise
+            self._tokens[request._row] = found
+            for name, lost in self._lost.items():  # of a checkpoint, what is alive is there
+                space = self.layout.space_by_name[name]
+                lost[request._row] = alive_start(space, np.array([found]))[0]
+        return request
+
+    def store(self, request: Request, tokens: npt.ArrayLike) -> None:
+        """Says that the state of the request's next tokens is written (in all pools), those after
+        what was stored or reused, and which tokens, int `[T]`, they are. Full pages of them can be
+        reused from now on, also when the request has ended. Without a prefix cache, does nothing.
+
+        Pages are kept that the request still has: store before `extend` frees those of a window.
+        Slots and rings are kept if `tokens` are the request's last, at a multiple of
+        `checkpoint_tokens`. Raises ValueError for more tokens than the request has, RequestPinned
+        while a room receives it.
+        """
+        (row,) = self._rows_of([request]).tolist()
+        self._pins.check_written(row, "others would reuse")
+        if self.prefix is not None:
+            held, received = int(self._tokens[row]), int(self._received[row])
+            self.prefix.store(row, tokens, held, received)
+
+    def _new_row(self) -> Request:
         if not self._rows:
             rows = self._tokens.size
             more = max(16, rows)
@@ -270,9 +317,13 @@ class Allocator:
         for name, each in self.lists.items():  # first, as one list may take what another frees
             each.give_back(cuts[name])
         copies = [(name, *each.cut(cuts[name])) for name, each in self.lists.items()]
-        self._copy(copies)
+        for name, source, dest in copies:
+            self._copy_items(name, source, dest)
         for name, source, _ in copies:  # after the copies: nobody takes them before
             self.lists[name].free_list.release(source)
+        if self.prefix is not None:
+            for row, left in zip(rows.tolist(), after.tolist()):
+                self.prefix.truncate(row, left)
         self._tokens[rows] = after
         self._received[rows] = np.minimum(self._received[rows], after)
         for name, entries in lost.items():
@@ -312,7 +363,7 @@ class Allocator:
         """
         tokens = _whole(tokens)
         (row,) = self._rows_of([request])
-        self._pins.check_fork(request._row)
+        self._pins.check_written(request._row, "a fork would share and copy")
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
             raise ValueError(f"tokens: 0 to {held}, which the request has, got {tokens}.")
@@ -335,7 +386,7 @@ class Allocator:
             copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
         self._free_lists.check({name: part.src.size for name, part in parts.items()}, {})
-        child = self.new_request()
+        child = self._new_row()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
         for lost in self._lost.values():
@@ -346,10 +397,13 @@ class Allocator:
         try:
             for hook in self.on_fork:
                 hook(request, child, tokens)
-            self._copy(copies)
+            for name, src, dst in copies:
+                self._copy_items(name, src, dst)
         except BaseException:
             self.free(child)
             raise
+        if self.prefix is not None:
+            self.prefix.fork(request._row, child._row, tokens)
         return child
 
     def free(self, request: Request) -> None:
@@ -358,8 +412,10 @@ class Allocator:
         """
         rows = self._rows_of([request])
         self._pins.check_free(request._row)
-        for each in self.lists.values():
-            each.release(rows)
+        if self.prefix is None:
+            self._release(rows)
+        else:
+            self.prefix.free(request._row, lambda: self._release(rows))
         self._tokens[rows] = self._received[rows] = 0
         for lost in self._lost.values():
             lost[rows] = 0
@@ -368,7 +424,7 @@ class Allocator:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every item is free or has as many holders as its reference
-        count, and every request holds the items of its tokens.
+        count, every request holds the items of its tokens, and the prefix cache lists what it has.
         """
         live = np.setdiff1d(np.arange(self._tokens.size), self._rows)
         tokens = self._tokens[live]
@@ -376,14 +432,21 @@ class Allocator:
             name: each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
             for name, each in self.lists.items()
         }
+        if self.prefix is not None:
+            for name, ids in held.items():
+                held[name] = np.concatenate([ids, self.prefix.pinned_items(name)])
         self._free_lists.check_integrity(held)
 
-    def _copy(self, copies: Sequence[tuple[str, Ints, Ints]]) -> None:
-        """Copies items of id lists in every pool that has the list."""
-        for name, src, dst in copies:
-            for pool in self.pools if src.size else ():
-                if any(space.id_list == name for space in pool.layout.spaces):
-                    pool.copy_items(name, src, dst)
+    def _release(self, rows: Ints) -> None:
+        """Gives back the items of requests."""
+        for each in self.lists.values():
+            each.release(rows)
+
+    def _copy_items(self, id_list: str, src: Ints, dst: Ints) -> None:
+        """Copies items in every pool that has the id list."""
+        for pool in self.pools if src.size else ():
+            if any(space.id_list == id_list for space in pool.layout.spaces):
+                pool.copy_items(id_list, src, dst)
 
     def _start(self, name: str, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

@@ -74,9 +74,11 @@ class BlockTable:
         return self._table[rows[:, None], numbers]
 
     def shared(self, row: int, first: int) -> Ints:
-        """Ids of a request's items from number `first` on that other requests hold too."""
+        """Ids of a request's items from number `first` on that other requests hold, or may begin
+        with.
+        """
         ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
-        return self.free_list.shared(ids)
+        return self.free_list.wanted(ids)
 
     def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
         """The change after which requests hold items `first` to `stop`."""
@@ -146,12 +148,16 @@ class BlockTable:
         """Gives a new request its items; returns the ids to copy from and to."""
         self.free_list.share(fork.ids)
         fresh = self.free_list.take(fork.src.size)
-        stop = fork.first + fork.ids.size + fresh.size
+        self.adopt(row, fork.first, np.concatenate([fork.ids, fresh]))
+        return fork.src, fresh
+
+    def adopt(self, row: int, first: int, ids: Ints) -> None:
+        """Makes held items those of a new request, from number `first` on."""
+        stop = first + ids.size
         if stop > self._table.shape[1]:
             self._widen(stop)
-        self._table[row, fork.first : stop] = np.concatenate([fork.ids, fresh])
-        self._first[row], self._stop[row] = fork.first, stop
-        return fork.src, fresh
+        self._table[row, first:stop] = ids
+        self._first[row], self._stop[row] = first, stop
 
     def release(self, rows: Ints) -> None:
         """Frees the items of requests that no other request holds."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
+from kvpool.prefix.index import PrefixIndex
 
 
 class OutOfPages(RuntimeError):
@@ -17,8 +18,9 @@ class OutOfPages(RuntimeError):
 
 class FreeList:
     """Items `reserved` to `items - 1` of one id list, or of the id lists of a block pool, free or
-    held, with reference counts. The first `reserved` items are padding and never taken. `name`
-    begins sentences about it: `space kv`.
+    held, with reference counts. The first `reserved` items are padding and never taken. Of free
+    items, those in the prefix index `kept` (None: there is none) are taken last. `name` begins
+    sentences about it: `space kv`.
     """
 
     def __init__(self, name: str, items: int, reserved: int) -> None:
@@ -27,6 +29,7 @@ class FreeList:
         self._stack: Ints = np.arange(items - 1, reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
+        self.kept: PrefixIndex | None = None
 
     @property
     def usable(self) -> int:
@@ -35,13 +38,19 @@ class FreeList:
 
     def take(self, count: int) -> Ints:
         """Takes `count` items, of which as many must be free; each is then held once."""
+        height = self._height
+        popped = min(count, height)
+        ids = self._stack[height - popped : height][::-1]
+        if self.kept is not None and popped < count:
+            ids = np.concatenate([ids, self.kept.take(count - popped)])
         self.num_free -= count
-        ids = self._stack[self.num_free : self.num_free + count][::-1]
         self._counts[ids] = 1
         return ids
 
     def share(self, ids: Ints) -> None:
-        """One more holder of each of these items, which are held."""
+        """One more holder of each of these items, which are held, or kept."""
+        if self.kept is not None:
+            self.num_free -= self.kept.wake(ids)
         self._counts[ids] += 1
 
     def shared(self, ids: Ints) -> Ints:
@@ -51,6 +60,11 @@ class FreeList:
     def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
         """Which of held items have several holders."""
         return np.asarray(self._counts[ids] > 1)
+
+    def wanted(self, ids: Ints) -> Ints:
+        """Those of held items that have several holders, or are kept for more."""
+        several = self.is_shared(ids)
+        return ids[several if self.kept is None else several | self.kept.known[ids]]
 
     def freed_by(self, ids: Ints) -> int:
         """How many items `release(ids)` would free."""
@@ -70,14 +84,28 @@ class FreeList:
         _, order = np.unique(ids, return_index=True)
         back = ids[np.sort(order)]
         back = back[self._counts[back] == 0][::-1]
-        self._stack[self.num_free : self.num_free + back.size] = back
+        plain = back if self.kept is None else back[~self.kept.known[back]]
+        self._stack[self._height : self._height + plain.size] = plain
         self.num_free += back.size
+        if self.kept is not None and plain.size < back.size:
+            self.kept.idle(back[self.kept.known[back]])
+
+    def forget(self, ids: Ints) -> None:
+        """These items are no prefix's any more: those that are free are so like other items."""
+        if self.kept is not None:
+            idle, height = self.kept.idle_of(ids), self._height
+            self.kept.wake(idle)
+            self.kept.forget(ids)
+            self._stack[height : height + idle.size] = idle
 
     def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and
         as it is counted.
         """
-        free = self._stack[: self.num_free]
+        free = self._stack[: self._height]
+        if self.kept is not None:
+            self.kept.check_integrity(self.name)
+            free = np.concatenate([free, self.kept.idle_ids()])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
@@ -97,6 +125,11 @@ class FreeList:
                 raise RuntimeError(
                     f"{self.name}: item {at}: counted {name} {found[at]} times, is {wanted[at]}."
                 )
+
+    @property
+    def _height(self) -> int:
+        """Items on the stack."""
+        return self.num_free if self.kept is None else self.num_free - self.kept.num_idle
 
 
 class FreeLists:

@@ -43,7 +43,8 @@ class Pins:
             if shared.size:
                 raise ValueError(
                     f"room {pin.room!r} would write to items {ranges(shared.tolist())} of space "
-                    f"{name}, which other requests hold too. Receive what follows that prefix."
+                    f"{name}, which other requests hold too, or are kept for others. Receive what "
+                    "follows that prefix."
                 )
         for other in self.held(row):
             same = (other.room, other.side) == (pin.room, pin.side)  # its endpoint has an answer
@@ -86,11 +87,11 @@ class Pins:
                 if row in replaced:
                     raise pin.refusal(f"at {tokens} tokens its last item would be another")
 
-    def check_fork(self, row: int) -> None:
-        """Raises RequestPinned while a room receives the row."""
+    def check_written(self, row: int, change: str) -> None:
+        """Raises RequestPinned, saying what `change` would do, while a room receives the row."""
         for pin in self.held(row):
             if pin.side == "received":
-                raise pin.refusal("a fork would share and copy what is not there yet")
+                raise pin.refusal(f"{change} what is not there yet")
 
     def check_free(self, row: int) -> None:
         """Raises RequestPinned while a room offers or receives the row."""

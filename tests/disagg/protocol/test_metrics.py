@@ -19,7 +19,7 @@ from disagg.plan import plan
 from disagg.protocol.liveness import Leases
 from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.status import Failure
-from kvpool import Allocator, RequestAddress, Span
+from kvpool import Allocator, PrefixCache, RequestAddress, Span
 from tests.oracle import merged, place
 from tests.pools import CLASSES, mla, swa
 
@@ -261,6 +261,28 @@ def test_free_and_used_items_and_requests_of_allocators_are_served():
     }
     assert numbers(rest)["kvpool_used_items", "kv"] == 2
     assert numbers(rest)["kvpool_requests", ""] == 1
+
+
+def test_what_a_prefix_cache_found_and_keeps_is_served():
+    allocator = Allocator(mla(num_pages=5), prefix=PrefixCache())
+    for tokens in (range(12), range(13), range(100, 120)):  # 3 pages of 4, again, 4 that evict
+        request = allocator.new_request(tokens)
+        allocator.extend(request, min(16, len(tokens)) - request.num_tokens)
+        allocator.store(request, tokens[12 if len(tokens) == 13 else 0 : request.num_tokens])
+        allocator.free(request)
+    with export({}, allocators={"decode": allocator}) as server:
+        found = scrape(server)
+
+    def count(name, **labels):
+        return found[name, frozenset({"allocator": "decode", **labels}.items())]
+
+    assert count("kvpool_prefix_lookups_total", outcome="hit") == 1
+    assert count("kvpool_prefix_lookups_total", outcome="miss") == 2
+    assert count("kvpool_prefix_tokens_total", tokens="asked") == 45
+    assert count("kvpool_prefix_tokens_total", tokens="found") == 12
+    assert count("kvpool_prefix_items_total", change="stored") == 7
+    assert count("kvpool_prefix_items_total", change="removed") == 3
+    assert count("kvpool_kept_items", ids="kv") == 4
 
 
 def test_no_endpoints_are_served_as_such():

@@ -1,0 +1,347 @@
+"""Prefix reuse: what requests have left in a pool's pages, found again by the tokens.
+
+allocator = Allocator(pool, prefix=PrefixCache())
+request = allocator.new_request(prompt[:-1])         # begins with what is there
+known = request.num_tokens
+allocator.extend(request, len(prompt) - known)
+...                                                  # the forward
+allocator.store(request, prompt[known:])             # its full pages are there from now on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import gcd, lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.block_table import BlockTable
+from kvpool.free_list import OutOfPages
+from kvpool.layout.grid import Ints
+from kvpool.prefix.events import Event, EventLog
+from kvpool.prefix.index import PrefixIndex
+from kvpool.prefix.keys import Chain, PrefixKeys, Sums, token_ids
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Counts since the cache was made: lookups of new requests, of which `hits` found something; of
+    `asked_tokens`, `found_tokens` needed no computation; items that were `stored` for a prefix, and
+    `removed` again. `kept`: items that are a prefix's now, held or free, by id list.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    stored: int = 0
+    removed: int = 0
+    kept: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PinnedPrefix:
+    """A prefix whose items stay until it is unpinned. `items`: ids by id list."""
+
+    num_tokens: int
+    items: Mapping[str, Ints] = field(repr=False)
+
+
+class _List:
+    """An id list: item n is of `tokens` tokens, which are `pages` pages of the keys. A checkpoint
+    counts as an item of the tokens since the one before.
+    """
+
+    def __init__(self, group: int, table: BlockTable, tokens: int, page: int) -> None:
+        self.group, self.table, self.tokens, self.pages = group, table, tokens, tokens // page
+        self.space, self.free_list = table.space, table.free_list
+        if self.free_list.kept is None:
+            self.free_list.kept = PrefixIndex(self.free_list.items)
+        self.index = self.free_list.kept
+        self.index.use(self.space.name)
+
+    def keys(self, chain: Chain) -> Sums:
+        """The keys of the prefixes that end with each item."""
+        return chain.keys[self.pages - 1 :: self.pages]
+
+    def find(self, chain: Chain) -> Ints:
+        """The kept items of a chain by number; -1 where there is none."""
+        return self.index.find(self.space.name, self.keys(chain))
+
+    def held(self, row: int, numbers: Ints) -> Ints:
+        """The items `numbers` of a request; -1 where it has none."""
+        found: Ints = self.table.find(np.array([row]), numbers[None])[0]
+        return found
+
+
+class PrefixCache:
+    """Keeps the full pages of an allocator's requests under the tokens that they stand for, also
+    after these have ended, until the pages are needed.
+
+    A prefix can be reused where the pages of it are there that a request of so many tokens reads:
+    of a window those that are alive. Slots and rings hold the state of one number of tokens, and
+    belong to one request: where a pool has any, `store` at a multiple of `checkpoint_tokens` (which
+    must be a multiple of the tokens of every page) copies them to free ones, and prefixes that can
+    be reused end there. With `events`, what is stored and removed is noted for `take_events`.
+    """
+
+    def __init__(self, *, checkpoint_tokens: int = 1024, events: bool = False) -> None:
+        if checkpoint_tokens < 1:
+            raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
+        self.checkpoint_tokens = checkpoint_tokens
+        self._stats = PrefixStats()
+        self._lists: dict[str, _List] = {}
+        self._chains: dict[int, Chain] = {}
+        self._pinned: list[PinnedPrefix] = []
+        self._log = EventLog() if events else None
+
+    def bind(
+        self,
+        lists: Mapping[str, BlockTable],
+        start: Callable[[str, Ints], Ints],
+        copy: Callable[[str, Ints, Ints], None],
+        medium: str,
+    ) -> None:
+        """Called by the allocator whose block tables these are. `start(id_list, tokens)` is the
+        first live entry, `copy(id_list, from, to)` copies items in `medium`, the events' word for
+        the memory.
+        """
+        if self._lists:
+            raise ValueError("this PrefixCache belongs to another allocator. Make one for each.")
+        sizes = [x.space.tokens_per_item for x in lists.values() if not x.space.per_request]
+        if len(sizes) < len(lists):
+            if self.checkpoint_tokens % lcm(*sizes):
+                raise ValueError(
+                    f"checkpoint_tokens: {self.checkpoint_tokens}, but pages end together only at "
+                    f"multiples of {lcm(*sizes)} tokens. Give one of these."
+                )
+            sizes.append(self.checkpoint_tokens)
+        self._keys, self._step = PrefixKeys(gcd(*sizes)), lcm(*sizes)
+        self._start, self._copy = start, copy
+        if self._log is not None:
+            self._log.medium = medium
+        for group, (name, table) in enumerate(lists.items()):
+            space = table.space
+            tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
+            self._lists[name] = each = _List(group, table, tokens, self._keys.page)
+            each.index.on_forget = self._removed
+
+    @property
+    def stats(self) -> PrefixStats:
+        """The counts by now. Any thread may ask."""
+        kept = {name: each.index.ids(name).size for name, each in self._lists.items()}
+        return replace(self._stats, kept=kept)
+
+    def lookup(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
+        """With how many tokens a request of these would begin."""
+        return self._match(self._chain(tokens, salt))[0]
+
+    def pin(self, tokens: npt.ArrayLike, *, salt: str = "") -> PinnedPrefix:
+        """Keeps the longest prefix that is there until it is unpinned: its items are not free."""
+        found, items = self._match(self._chain(tokens, salt))
+        pinned = PinnedPrefix(found, items)
+        for name, ids in items.items():
+            self._lists[name].free_list.share(ids)
+        self._pinned.append(pinned)
+        return pinned
+
+    def unpin(self, pinned: PinnedPrefix) -> None:
+        """Lets go of a pinned prefix. Raises ValueError if it is not pinned."""
+        if pinned not in self._pinned:
+            raise ValueError("this prefix is not pinned here.")
+        self._pinned.remove(pinned)
+        for name, ids in pinned.items.items():
+            self._lists[name].free_list.release(ids)
+
+    def clear(self) -> None:
+        """Forgets all prefixes, as after new weights. What requests that are live now have stored
+        or will store is not kept either.
+        """
+        log, self._log = self._log, None
+        for name, each in self._lists.items():
+            each.free_list.forget(each.index.ids(name))
+        self._chains.clear()
+        self._log = log
+        if log is not None:
+            log.cleared()
+
+    def take_events(self) -> list[Event]:
+        """What was stored and removed since the last call, in order. Raises ValueError without
+        `events=True`.
+        """
+        if self._log is None:
+            raise ValueError("this cache notes no events. Make it with PrefixCache(events=True).")
+        return self._log.take()
+
+    def pinned_items(self, id_list: str) -> Ints:
+        """Ids that pinned prefixes hold, each as often as they do."""
+        none = np.empty(0, dtype=np.int64)
+        return np.concatenate([none, *(pinned.items[id_list] for pinned in self._pinned)])
+
+    def begin(self, row: int, tokens: npt.ArrayLike, salt: str) -> int:
+        """Gives a new request the longest prefix of `tokens` that is there; returns its tokens."""
+        chain = self._chain(tokens, salt)
+        asked, (found, items) = chain.num_tokens, self._match(chain)
+        if asked:
+            self._stats.lookups += 1
+            self._stats.hits += found > 0
+            self._stats.asked_tokens += asked
+            self._stats.found_tokens += found
+        for name, ids in items.items():  # all of them, before any is taken for a copy
+            self._lists[name].free_list.share(ids)
+        try:
+            for name, each in self._lists.items() if found else ():
+                ids = items.pop(name)
+                if each.space.per_request:
+                    self._go_on(each, row, ids)
+                else:
+                    each.table.adopt(row, found // each.tokens - ids.size, ids)
+        finally:
+            for name, ids in items.items():  # none, unless a copy failed
+                self._lists[name].free_list.release(ids)
+        chain.truncate(found)
+        self._chains[row] = chain
+        return found
+
+    def store(self, row: int, tokens: npt.ArrayLike, held: int, received: int) -> None:
+        """Keeps the full pages of the next tokens of a request of `held` tokens. Entries that were
+        dead at `received` tokens were never there.
+        """
+        chain = self._chains.get(row)
+        if chain is None:  # the cache was cleared since
+            return
+        given = token_ids(tokens)
+        if (stored := chain.num_tokens + given.size) > held:
+            raise ValueError(
+                f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
+                "what is written."
+            )
+        before = chain.pages
+        chain.append(given)
+        for name, each in self._lists.items() if chain.pages > before else ():
+            if not each.space.per_request:
+                start = int(self._start(name, np.array([received]))[0])
+                whole = -(-start // each.space.entries_per_item)
+                self._keep(row, chain, each, max(before // each.pages, whole))
+            elif stored == held and stored % each.tokens == 0:
+                self._checkpoint(row, chain, each)
+
+    def fork(self, row: int, child: int, tokens: int) -> None:
+        """A request was forked at `tokens` tokens."""
+        if row in self._chains:
+            chain = self._chains[row].copy()
+            chain.truncate(tokens)
+            self._chains[child] = chain
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """A request was truncated to `tokens` tokens: it will write to the rest of its last page.
+        Where that was kept, it is not any more, and what follows it in this request neither. What
+        others have stored after it stays until it is taken, or found again once it is stored anew.
+        """
+        chain = self._chains.get(row)
+        for each in self._lists.values():
+            number, more = divmod(tokens, each.tokens)
+            if each.space.per_request or not more:
+                continue
+            gone = each.held(row, np.array([number]))
+            if gone[0] < 0 or not each.index.known[gone[0]]:
+                continue
+            later = gone[:0] if chain is None else each.find(chain)[number:]
+            if later.size and later[0] == gone[0]:  # else another request has stored it
+                gone = later[later >= 0]
+            each.free_list.forget(gone)
+        if chain is not None:
+            chain.truncate(tokens)
+
+    def free(self, row: int, release: Callable[[], None]) -> None:
+        """A request ends: `release` gives its items back.
+
+        Where it computed pages anew that were there, those are the older ones, or are gone by now:
+        its own take the place of what is gone, and all its prefix has been in use until now.
+        """
+        chain, paths = self._chains.pop(row, None), []
+        if chain is None:
+            release()
+            return
+        for each in self._lists.values():
+            numbers = np.arange(chain.pages // each.pages)
+            if each.space.grows and (each.find(chain) != each.held(row, numbers)).any():
+                self._keep(row, chain, each, 0)
+                paths.append(each)
+        release()
+        for each in paths:
+            ids = each.find(chain)
+            each.index.touch(ids[ids >= 0][::-1])
+
+    def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
+        chain = Chain(self._keys, salt)
+        chain.append(token_ids(tokens))
+        return chain
+
+    def _match(self, chain: Chain) -> tuple[int, dict[str, Ints]]:
+        """The longest prefix that is there: its tokens, and the items it needs by id list."""
+        ends = np.arange(0, chain.num_tokens + 1, self._step)
+        fits, found = np.ones(ends.size, dtype=np.bool_), {}
+        for name, each in self._lists.items():
+            ids, stop = each.find(chain), ends // each.tokens
+            if each.space.per_request:
+                first = np.maximum(stop - 1, 0)
+            else:
+                first = self._start(name, ends) // each.space.entries_per_item
+            there = np.zeros(ids.size + 1, dtype=np.int64)
+            np.cumsum(ids >= 0, out=there[1:])
+            fits &= there[stop] - there[first] == stop - first
+            found[name] = ids, first, stop
+        at = int(np.flatnonzero(fits)[-1])
+        return int(ends[at]), {n: ids[i[at] : j[at]] for n, (ids, i, j) in found.items()}
+
+    def _go_on(self, each: _List, row: int, kept: Ints) -> None:
+        """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
+        name = each.space.name
+        if not each.free_list.num_free and not each.free_list.shared(kept).size:
+            each.index.forget(kept)
+            each.table.adopt(row, 0, kept)
+            return
+        try:
+            if not each.free_list.num_free:
+                raise OutOfPages(f"space {name}: a copy of a pinned item is needed, 0 are free.")
+            own = each.free_list.take(1)
+            each.table.adopt(row, 0, own)
+            self._copy(name, kept, own)
+        finally:
+            each.free_list.release(kept)
+
+    def _checkpoint(self, row: int, chain: Chain, each: _List) -> None:
+        """Copies the state of a request to a free item, if there is one, and keeps that."""
+        number = np.array([chain.num_tokens // each.tokens - 1])
+        key, name = chain.keys[-1:], each.space.name
+        if each.index.find(name, key)[0] >= 0 or not each.free_list.num_free:
+            return
+        own, copy = each.held(row, np.zeros(1, dtype=np.int64)), each.free_list.take(1)
+        try:
+            self._copy(name, own, copy)
+            each.index.add(name, key, copy)
+        finally:
+            each.free_list.release(copy)
+        self._stored(each, chain, number)
+
+    def _keep(self, row: int, chain: Chain, each: _List, first: int) -> None:
+        """Keeps a request's items from number `first` on."""
+        keys = each.keys(chain)
+        numbers = np.arange(first, len(keys))
+        ids = each.held(row, numbers)
+        numbers, ids = numbers[ids >= 0], ids[ids >= 0]
+        added = each.index.add(each.space.name, keys[numbers], ids)
+        self._stored(each, chain, numbers[added])
+
+    def _stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
+        self._stats.stored += numbers.size
+        if self._log is not None and numbers.size:
+            self._log.stored(each.group, each.space, each.tokens, chain, each.keys(chain), numbers)
+
+    def _removed(self, id_list: str, keys: Sums) -> None:
+        self._stats.removed += len(keys)
+        if self._log is not None:
+            self._log.removed(self._lists[id_list].group, keys)

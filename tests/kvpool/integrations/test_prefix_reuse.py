@@ -1,0 +1,105 @@
+"""A model decodes over a reused prefix as over one that it computed: every bit of every logit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvpool import Allocator, PrefixCache  # noqa: E402
+from kvpool.integrations.transformers import PoolCache  # noqa: E402
+from tests.kvpool.integrations import test_transformers as reference  # noqa: E402
+from tests.kvpool.integrations.test_transformers import assert_same, pool_of, run  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "deepseek_v4")
+CHECKPOINT, SHARED, STEPS = 16, 32, 5
+GEMMA = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+@pytest.fixture(autouse=True)
+def gemma(monkeypatch):
+    monkeypatch.setitem(reference.CONFIGS, "gemma3_text", GEMMA)
+
+
+def allocator_of(model, page, **sizes):
+    """A pool with pages of `page` tokens, where checkpoints end too, and its allocator."""
+    pages = {"page_size": page}
+    if model.config.model_type == "deepseek_v4":
+        pages = {"page_size": 1, "window_page_size": page}  # other pages are of 16 tokens
+    pool = pool_of(model, **pages, **sizes)
+    return pool, Allocator(pool, prefix=PrefixCache(checkpoint_tokens=CHECKPOINT))
+
+
+def ids_of(tail: int, tokens: int) -> torch.Tensor:
+    """`[1, SHARED + tokens]`: all begin alike."""
+    parts = [
+        torch.randint(0, 128, (1, n), generator=torch.Generator().manual_seed(seed))
+        for seed, n in ((3, SHARED), (tail, tokens))
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def serve(model, pool, allocator, ids):
+    """Computes what of a prompt is not there, in chunks, and decodes; stores all of it."""
+    request = allocator.new_request(ids[0, :-1])
+    found, logits = request.num_tokens, []
+    cache = PoolCache(pool, allocator, [request])
+    edges = [found, *range(found + CHECKPOINT, ids.shape[1], CHECKPOINT), ids.shape[1]]
+    for start, stop in pairwise(edges):
+        logits += run(model, cache, ids[:, start:stop], chunks=(stop - start,), steps=0)
+        allocator.store(request, ids[0, start:stop])
+    for _ in range(STEPS):
+        token = logits[-1][:, -1:].argmax(-1)
+        logits += run(model, cache, token, chunks=(1,), steps=0)
+        allocator.store(request, token[0])
+    return found, cache, logits
+
+
+def alone(model, ids):
+    """The same with transformers' own cache, over all tokens: logits of each forward."""
+    cache = transformers.DynamicCache(config=model.config)
+    whole, rest = divmod(ids.shape[1], CHECKPOINT)
+    chunks = (CHECKPOINT,) * whole + (rest,)
+    return cache, run(model, cache, ids, chunks=chunks, steps=STEPS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reused_prefix_changes_no_bit(family):
+    model = reference.model_of(family)
+    pool, allocator = allocator_of(model, page=8)
+    found, first, _ = serve(model, pool, allocator, ids_of(4, 21))
+    assert found == 0
+    allocator.free(first.requests[0])
+    live = None
+    for tail in (5, 6):  # beside the one before, whose pages it shares
+        ids = ids_of(tail, 13)
+        found, cache, logits = serve(model, pool, allocator, ids)
+        assert found == SHARED
+        theirs, expected = alone(model, ids)
+        assert_same(model, cache, theirs, logits, expected[SHARED // CHECKPOINT :])
+        if live is not None:
+            kept, theirs, logits, expected = live
+            assert_same(model, kept, theirs, logits, expected)
+        live = cache, theirs, logits, expected[SHARED // CHECKPOINT :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_whose_pages_were_taken_is_computed_anew(family):
+    model = reference.model_of(family)
+    pool, allocator = allocator_of(model, page=CHECKPOINT, num_pages=5, num_slots=3)
+    for seed in range(3):
+        ids = torch.randint(0, 128, (1, 45), generator=torch.Generator().manual_seed(seed % 2))
+        _, cache, logits = serve(model, pool, allocator, ids)
+        theirs, expected = alone(model, ids)
+        assert_same(model, cache, theirs, logits, expected[-len(logits) :])
+        allocator.free(cache.requests[0])

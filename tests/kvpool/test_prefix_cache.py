@@ -1,0 +1,312 @@
+"""Prefix reuse, claim by claim; test_prefix_stateful.py has every order of calls."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from kvpool import Allocator, OutOfPages, PrefixCache
+from kvpool.prefix.events import encode
+from kvpool.prefix.keys import PrefixKeys, token_ids
+from tests.pools import dsv4, hybrid, mla, swa
+
+PAGE = 4
+
+
+def cached(pool=None, **options):
+    options.setdefault("checkpoint_tokens", 8)
+    pool = mla(device="meta") if pool is None else pool
+    return Allocator(pool, prefix=PrefixCache(**options))
+
+
+def serve(alloc, tokens, chunk=PAGE, **options):
+    """A request of these tokens, stored in chunks."""
+    request = alloc.new_request(tokens, **options)
+    while (start := request.num_tokens) < len(tokens):
+        alloc.extend(request, min(chunk, len(tokens) - start))
+        alloc.store(request, tokens[start : request.num_tokens])
+    return request
+
+
+def left(alloc, tokens, **options):
+    alloc.free(serve(alloc, tokens, **options))
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, lambda t: np.array(t, dtype=np.uint16), torch.tensor]
+)
+def test_tokens_of_any_form_are_the_same(form):
+    alloc = cached()
+    left(alloc, range(13))
+    assert alloc.prefix.lookup(form(range(13))) == 12
+    assert alloc.new_request(form([*range(9), 7, 7, 7])).num_tokens == 8
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 31], [[1]], [0.5], ["a"], np.uint64([1 << 63])])
+def test_what_is_no_list_of_tokens_is_refused_and_changes_nothing(tokens):
+    alloc = cached()
+    request = serve(alloc, range(8))
+    alloc.extend(request, 4)
+    for call in (alloc.new_request, alloc.prefix.lookup, lambda t: alloc.store(request, t)):
+        with pytest.raises(ValueError, match="tokens: "):
+            call(tokens)
+    alloc.store(request, range(8, 12))
+    assert alloc.prefix.lookup(range(12)) == 12
+    alloc.check_integrity()
+
+
+def test_more_tokens_than_the_request_has_are_refused():
+    alloc = cached()
+    request = serve(alloc, range(8))
+    with pytest.raises(ValueError, match="12 are stored then, the request has 8"):
+        alloc.store(request, range(4))
+
+
+def test_requests_of_another_salt_share_nothing():
+    alloc = cached()
+    left(alloc, range(8), salt="lora-1")
+    assert [alloc.prefix.lookup(range(8), salt=s) for s in ("", "lora-1", "lora-2")] == [0, 8, 0]
+
+
+def test_without_a_cache_requests_begin_empty_and_store_nothing():
+    alloc = Allocator(mla(device="meta"))
+    left(alloc, range(8))
+    assert alloc.new_request(range(8)).num_tokens == 0
+    assert alloc.prefix is None
+
+
+def test_a_kept_page_is_free_and_is_taken_after_those_that_are_nobodys():
+    alloc = cached(mla(num_pages=6, device="meta"))
+    left(alloc, range(12))
+    assert alloc.free_pages == 5
+    other = serve(alloc, range(50, 58))  # the two that are nobody's
+    assert alloc.prefix.lookup(range(12)) == 12
+    alloc.extend(other, PAGE)  # the last page of the prefix
+    assert alloc.prefix.lookup(range(12)) == 8
+    with pytest.raises(OutOfPages):
+        alloc.extend(other, 3 * PAGE)
+
+
+def test_a_prefix_that_was_used_again_is_taken_last():
+    alloc = cached(mla(num_pages=5, device="meta"))
+    left(alloc, range(8))
+    left(alloc, range(50, 58))
+    left(alloc, range(8))
+    serve(alloc, range(70, 78))
+    assert alloc.prefix.lookup(range(8)) == 8
+    assert alloc.prefix.lookup(range(50, 58)) == 0
+
+
+def test_a_prefix_computed_twice_stays_whole_whichever_request_ends_first():
+    for first in (0, 1):
+        alloc = cached(mla(num_pages=9, device="meta"))
+        both = [alloc.new_request(range(8)) for _ in range(2)]
+        for request in both:
+            alloc.extend(request, 8)
+            alloc.store(request, range(8))
+        later = both[1 - first]
+        alloc.free(both[first])
+        alloc.extend(later, 8)
+        alloc.store(later, range(8, 16))
+        taken = serve(alloc, range(90, 98), salt="takes what is free")
+        alloc.free(later)
+        alloc.free(taken)
+        assert alloc.prefix.lookup(range(16)) == 16
+        alloc.check_integrity()
+
+
+def test_a_pinned_prefix_is_not_free():
+    alloc = cached(mla(num_pages=4, device="meta"))
+    left(alloc, range(12))
+    pinned = alloc.prefix.pin([*range(8), 99])
+    assert (pinned.num_tokens, alloc.free_pages) == (8, 1)
+    left(alloc, range(50, 54))
+    assert alloc.prefix.lookup(range(12)) == 8
+    alloc.check_integrity()
+    alloc.prefix.unpin(pinned)
+    assert alloc.free_pages == 3
+    with pytest.raises(ValueError, match="not pinned"):
+        alloc.prefix.unpin(pinned)
+
+
+def test_after_clear_neither_what_was_stored_nor_what_live_requests_store_is_there():
+    alloc = cached()
+    left(alloc, range(8))
+    live = serve(alloc, range(50, 58))
+    alloc.prefix.clear()
+    alloc.extend(live, PAGE)
+    alloc.store(live, range(58, 62))
+    assert alloc.prefix.lookup(range(8)) == alloc.prefix.lookup(range(50, 62)) == 0
+    assert sum(alloc.prefix.stats.kept.values()) == 0
+    left(alloc, range(8))
+    assert alloc.prefix.lookup(range(8)) == 8
+
+
+def test_a_page_that_is_written_again_after_a_truncation_is_not_kept():
+    alloc = cached()
+    request = serve(alloc, range(12))
+    alloc.truncate(request, 6)
+    assert alloc.prefix.lookup(range(12)) == 4
+    alloc.extend(request, 6)
+    alloc.store(request, range(50, 56))
+    alloc.free(request)
+    assert alloc.prefix.lookup([*range(6), *range(50, 56)]) == 12
+    assert alloc.prefix.lookup(range(12)) == 4
+
+
+def test_a_page_that_a_fork_has_stored_is_not_kept_once_it_is_written_again():
+    alloc = cached()
+    request = alloc.new_request()
+    alloc.extend(request, 4)
+    fork = alloc.fork(request, 4)
+    alloc.store(fork, range(4))
+    alloc.free(fork)
+    assert alloc.prefix.lookup(range(4)) == 4
+    alloc.truncate(request, 3)
+    assert alloc.prefix.lookup(range(4)) == 0
+
+
+def test_a_page_that_others_hold_stays_kept_when_one_is_truncated_in_it():
+    alloc = cached(mla())
+    request = serve(alloc, range(12))
+    other = alloc.new_request(range(12))
+    alloc.truncate(request, 6)
+    assert other.num_tokens == alloc.prefix.lookup(range(12)) == 12
+    alloc.check_integrity()
+
+
+def test_of_a_window_only_what_is_alive_is_needed():
+    alloc = cached(swa(num_pages=12, num_window_pages=9, device="meta"))
+    left(alloc, range(20))
+    request = alloc.new_request(range(20))
+    assert request.num_tokens == 20
+    assert {n: s.first_item for n, s in request.address().spans.items()} == {"kv": 0, "swa": 7}
+    # 8 pages of 2 tokens: of the first 8 tokens' window some were taken
+    assert alloc.prefix.lookup(range(8)) < 8
+
+
+def test_states_are_reused_where_a_checkpoint_is():
+    alloc = cached(hybrid(num_pages=12))
+    left(alloc, range(20), chunk=8)  # the states after 8 and 16 tokens, and not after 20
+    assert [alloc.prefix.lookup(range(n)) for n in (7, 8, 15, 19, 20)] == [0, 8, 8, 16, 16]
+    assert alloc.prefix.stats.kept == {"kv": 5, "state": 2}
+
+
+def test_the_last_free_slot_may_be_the_checkpoint_itself():
+    alloc = cached(hybrid(num_pages=12, num_slots=3))
+    left(alloc, range(8))
+    serve(alloc, range(50, 54))
+    assert alloc.free_items("state") == 1
+    request = alloc.new_request(range(8))
+    assert (request.num_tokens, alloc.free_items("state")) == (8, 0)
+    alloc.check_integrity()
+    alloc.free(request)
+    assert alloc.prefix.lookup(range(8)) == 0
+
+
+def test_a_copy_that_fails_leaves_no_request():
+    pool = hybrid(num_pages=12)
+    alloc = cached(pool)
+    left(alloc, range(8))
+    free = alloc.usage().free
+
+    def fail(*_):
+        raise RuntimeError("device lost")
+
+    pool.copy_items, copy = fail, pool.copy_items
+    with pytest.raises(RuntimeError, match="device lost"):
+        alloc.new_request(range(8))
+    assert alloc.usage().free == free and alloc.usage().requests == 0
+    alloc.check_integrity()
+    pool.copy_items = copy
+    assert alloc.new_request(range(8)).num_tokens == 8
+
+
+def test_pages_and_checkpoints_must_end_together():
+    with pytest.raises(ValueError, match="multiples of 8 tokens"):
+        cached(dsv4(device="meta"), checkpoint_tokens=12)
+    with pytest.raises(ValueError, match="1 or more"):
+        PrefixCache(checkpoint_tokens=0)
+
+
+def test_a_cache_serves_one_allocator():
+    cache = PrefixCache()
+    Allocator(mla(device="meta"), prefix=cache)
+    with pytest.raises(ValueError, match="another allocator"):
+        Allocator(mla(device="meta"), prefix=cache)
+
+
+def hashes(salt, tokens):
+    found = [blake2b(salt.encode(), digest_size=32).digest()]
+    for at in range(0, len(tokens), PAGE):
+        page = b"".join(t.to_bytes(4, "little") for t in tokens[at : at + PAGE])
+        found.append(blake2b(found[-1] + page, digest_size=32).digest())
+    return found
+
+
+def test_events_are_what_vllm_publishes():
+    """The bytes, decoded without our types, beside the fields of vllm/distributed/kv_events.py."""
+    alloc = cached(mla(num_pages=4, device="meta"), events=True)
+    left(alloc, [*range(300, 312)], chunk=8, salt="lora")
+    left(alloc, [*range(400, 404)], chunk=8)
+    raw = encode(alloc.prefix.take_events(), data_parallel_rank=3)
+    _, events, rank = msgspec.msgpack.decode(raw)
+    _, *pages = hashes("lora", [*range(300, 312)])
+    same = {"block_size": PAGE, "lora_id": None, "medium": "GPU", "lora_name": None}
+    same |= {"type": "BlockStored", "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    tokens = [*range(300, 308)], [*range(308, 312)], [*range(400, 404)]
+    assert rank == 3
+    assert events == [
+        {
+            **same,
+            "block_hashes": pages[:2],
+            "parent_block_hash": None,
+            "token_ids": tokens[0],
+            "extra_keys": [["lora"]] * 2,
+        },
+        {
+            **same,
+            "block_hashes": pages[2:],
+            "parent_block_hash": pages[1],
+            "token_ids": tokens[1],
+            "extra_keys": [["lora"]],
+        },
+        {"type": "BlockRemoved", "block_hashes": pages[2:], "medium": "GPU", "group_idx": 0},
+        {
+            **same,
+            "block_hashes": hashes("", tokens[2])[1:],
+            "parent_block_hash": None,
+            "token_ids": tokens[2],
+        },
+    ]
+    alloc.prefix.clear()
+    _, events, _ = msgspec.msgpack.decode(encode(alloc.prefix.take_events()))
+    assert events == [{"type": "AllBlocksCleared"}]
+    with pytest.raises(ValueError, match="events=True"):
+        cached().prefix.take_events()
+
+
+@settings(max_examples=50)
+@given(
+    tokens=st.lists(st.integers(0, 2**31 - 1), max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    page=st.integers(1, 7),
+)
+def test_keys_do_not_depend_on_how_tokens_came_and_differ_between_prefixes(tokens, cuts, page):
+    hashing = PrefixKeys(page)
+    whole = len(tokens) // page * page
+    given = token_ids(np.array(tokens[:whole], dtype=np.int64))
+    once = hashing.follow(hashing.root(""), 0, given)
+    parts, last, start = [], hashing.root(""), 0
+    for stop in [*sorted(min(cut, len(tokens)) // page * page for cut in cuts), whole]:
+        parts.extend(hashing.follow(last, start, given[start:stop]))
+        last, start = parts[-1] if parts else last, stop
+    assert np.array_equal(once, np.array(parts, dtype=np.uint64).reshape(-1, 4))
+    longer = token_ids([*tokens[:whole], *[0] * page])
+    keys = {key.tobytes() for key in hashing.follow(hashing.root(""), 0, longer)}
+    assert len(keys) == whole // page + 1

@@ -1,0 +1,563 @@
+"""Prefix reuse in any order of requests, beside a model of dicts of tuples and lists.
+
+The model says with how many tokens, and which items, a request begins, and which item goes next.
+Every entry has a mark that is made of all tokens up to it: whatever a request begins with must show
+the marks of its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import lcm
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool import Allocator, OutOfPages, PinnedPrefix, PrefixCache
+from kvpool.allocator import Request
+from tests.kvpool.test_allocator_stateful import start
+from tests.pools import dsv4, hybrid, mha, mla, swa
+
+SMALL = {"num_pages": 14, "num_window_pages": 14, "num_slots": 5}
+CHECKPOINT = 8
+PICK = st.integers(0, 99)
+FIRST = tuple(np.random.default_rng(0).integers(0, 2**31, 40).tolist())
+SCRIPTS = [  # that begin alike
+    FIRST,
+    FIRST[:21] + tuple(range(19)),
+    FIRST[:9] + tuple(range(100, 131)),
+]
+
+
+def mark(salt: str, tokens: tuple[int, ...]) -> int:
+    return crc32(repr((salt, tokens)).encode()) % 255 + 1
+
+
+@dataclass
+class Held:
+    """A request: its tokens will be those of `script`."""
+
+    request: Request
+    salt: str
+    script: tuple[int, ...]
+    tokens: int
+    stored: int
+    ids: dict[str, dict[int, int]]
+    since: int = 0  # tokens at which all that was alive was there
+    received: int = 0
+    keeps: bool = True  # since the last `clear`
+
+    def prefix(self, tokens: int) -> tuple[str, tuple[int, ...]]:
+        return self.salt, self.script[:tokens]
+
+
+@dataclass
+class Free:
+    """What is free in an id list or a block pool: nobody's, and idle ones, the next one first."""
+
+    items: set[int]
+    users: list[List] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.items) + len(self.idle)
+
+    def kept(self) -> set[int]:
+        return {item for each in self.users for item in each.kept.values()}
+
+    def give(self, item: int) -> None:
+        """An item was handed out: a free one, or else the one that is idle longest."""
+        if self.items:
+            self.items.remove(item)  # a KeyError: it was kept, or held
+        else:
+            assert item == self.idle.pop(0)
+            self.forget(item)
+
+    def forget(self, item: int) -> None:
+        for each in self.users:
+            each.kept = {key: other for key, other in each.kept.items() if other != item}
+
+
+@dataclass
+class List:
+    """An id list: tokens of an item, and the item of each prefix."""
+
+    tokens: int
+    free: Free
+    kept: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+
+
+class Prefixes(RuleBasedStateMachine):
+    """An allocator with a prefix cache, its pools, and the model of all."""
+
+    @staticmethod
+    def build() -> list:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = self.build()
+        self.cache = PrefixCache(checkpoint_tokens=CHECKPOINT, events=True)
+        self.alloc = Allocator(*self.pools, prefix=self.cache)
+        layout = self.alloc.layout
+        self.by_name = layout.space_by_name
+        self.spaces = {b.space: self.by_name[b.space] for b in layout.buffers}
+        self.lists: dict[str, List] = {}
+        self.free: dict[str, Free] = {}
+        for name in self.alloc.lists:
+            space = self.by_name[name]
+            counts = [b.items for b in layout.buffers if self.spaces[b.space].id_list == name]
+            paged = space.kind == "paged"
+            tokens = space.entries_per_item * space.tokens_per_entry if paged else CHECKPOINT
+            free = self.free.setdefault(space.block_pool or name, Free(set(range(1, min(counts)))))
+            self.lists[name] = List(tokens, free)
+            free.users.append(self.lists[name])
+        self.step = lcm(*(each.tokens for each in self.lists.values()))
+        self.memory: dict[str, list[np.ndarray]] = {name: [] for name in self.spaces}
+        for pool in self.pools:
+            for region in pool.layout.regions:
+                view = pool.view(region.role, region.layer).view(torch.uint8).numpy()
+                name = pool.layout.space_of(region).name
+                self.memory[name].append(view if region.axis("entry") else view[:, None])
+        self.live: list[Held] = []
+        self.pinned: list[tuple[PinnedPrefix, dict[str, list[int]]]] = []
+        self.cut = False  # stored tokens were taken back: what followed them may go later
+        self.published: dict[tuple[int, bytes], tuple] = {}
+
+    # the model
+
+    def pick(self, number: int) -> Held:
+        return self.live[number % len(self.live)]
+
+    def holders(self, name: str) -> Counter[int]:
+        held: Counter[int] = Counter()
+        for other in (n for n, each in self.lists.items() if each.free is self.lists[name].free):
+            held.update(item for each in self.live for item in each.ids[other].values())
+            held.update(item for _, items in self.pinned for item in items[other])
+        return held
+
+    def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
+        """Numbers of the items of a request that reads what is alive at `reach` tokens."""
+        space = self.by_name[name]
+        if space.kind != "paged":
+            return 0, min(tokens, 1)
+        stop = -(-tokens // self.lists[name].tokens)
+        return min(start(space, reach) // space.entries_per_item, stop), stop
+
+    def needed(self, name: str, prefix: tuple[str, tuple[int, ...]]) -> list:
+        """The prefixes that end with the items of which a request begins."""
+        salt, tokens = prefix
+        space, size = self.by_name[name], self.lists[name].tokens
+        if space.kind != "paged":
+            return [prefix] if tokens else []
+        return [
+            (salt, tokens[: size * (number + 1)])
+            for number in range(*self.bounds(name, len(tokens), len(tokens)))
+        ]
+
+    def longest(self, salt: str, tokens: tuple[int, ...]) -> int:
+        for stop in range(len(tokens) // self.step * self.step, 0, -self.step):
+            prefix = salt, tokens[:stop]
+            if all(
+                key in each.kept
+                for name, each in self.lists.items()
+                for key in self.needed(name, prefix)
+            ):
+                return stop
+        return 0
+
+    def fits(self, needed: dict[str, int]) -> bool:
+        """Whether as many items are free, by id list."""
+        return all(
+            sum(count for name, count in needed.items() if self.lists[name].free is free)
+            <= len(free)
+            for free in self.free.values()
+        )
+
+    def hold(self, name: str, items: list[int]) -> None:
+        free = self.lists[name].free
+        free.idle = [item for item in free.idle if item not in items]
+
+    def put(self, name: str, items: list[int]) -> None:
+        """Items lost a holder, in the order of the request."""
+        free, held = self.lists[name].free, self.holders(name)
+        kept = free.kept()
+        for item in reversed(items):
+            if not held[item]:
+                free.idle.append(item) if item in kept else free.items.add(item)
+
+    def keep(self, held: Held, name: str, first: int, stop: int) -> None:
+        each = self.lists[name]
+        for number in range(first, stop):
+            prefix, item = held.prefix((number + 1) * each.tokens), held.ids[name].get(number)
+            if item is not None and prefix not in each.kept and item not in each.free.kept():
+                each.kept[prefix] = item
+
+    def read(self, held: Held) -> None:
+        """Takes the ids that a request has from its block table."""
+        for name, span in held.request.address().spans.items():
+            numbers = range(span.first_item, span.first_item + span.ids.size)
+            held.ids[name] = dict(zip(numbers, span.ids.tolist()))
+
+    # what requests write and read
+
+    def entries(self, name: str, tokens: int, since: int) -> range:
+        """Entries that may be read: all that is alive, and in pages what was at `since` tokens."""
+        space = self.spaces[name]
+        if space.kind == "slot":
+            return range(min(tokens, 1))
+        since = since if space.kind == "paged" else tokens
+        return range(start(space, since), tokens // space.tokens_per_entry)
+
+    def place(self, held: Held, name: str, entry: int) -> tuple[int, int, int]:
+        """Item and step of an entry, and its mark."""
+        space = self.spaces[name]
+        size, tokens = space.entries_per_item, (entry + 1) * space.tokens_per_entry
+        number = entry // size if space.kind == "paged" else 0
+        if space.kind == "slot":
+            tokens = held.tokens
+        return held.ids[space.id_list][number], entry % size, mark(*held.prefix(tokens))
+
+    def write(self, held: Held, before: int, since: int) -> None:
+        """Writes what the tokens from `before` on leave behind, of what is alive at `since`."""
+        for name, space in self.spaces.items():
+            entries = self.entries(name, held.tokens, since)
+            if space.kind == "ring" and since < held.tokens:  # computed, one after the other
+                entries = range(max(0, entries.stop - space.entries_per_item), entries.stop)
+            for entry in entries:
+                if (entry + 1) * self.spaces[name].tokens_per_entry > before or (
+                    self.spaces[name].kind == "slot" and held.tokens > before
+                ):
+                    item, step, value = self.place(held, name, entry)
+                    for view in self.memory[name]:
+                        view[item, step] = value
+
+    @rule(
+        script=st.integers(0, 2),
+        tokens=st.integers(0, 40),
+        salt=st.sampled_from(["", "", "", "adapter"]),
+    )
+    def begin(self, script: int, tokens: int, salt: str) -> None:
+        asked = SCRIPTS[script][:tokens]
+        found = self.longest(salt, asked)
+        assert self.cache.lookup(asked, salt=salt) == found
+        prefix = salt, asked[:found]
+        needs = {
+            name: [each.kept[key] for key in self.needed(name, prefix)]
+            for name, each in self.lists.items()
+        }
+        pinned = {name: {n for _, items in self.pinned for n in items[name]} for name in self.lists}
+        if any(
+            items
+            and self.by_name[name].kind != "paged"
+            and not len(self.lists[name].free) - (items[0] in self.lists[name].free.idle)
+            and items[0] in pinned[name]
+            for name, items in needs.items()
+        ):
+            with pytest.raises(OutOfPages, match="pinned"):
+                self.alloc.new_request(asked, salt=salt)
+            self.resync()
+            return
+        request = self.alloc.new_request(np.array(asked, dtype=np.int64), salt=salt)
+        assert request.num_tokens == found
+        held = Held(request, salt, SCRIPTS[script], found, found, {}, since=found)
+        for name, items in needs.items():
+            self.hold(name, items)
+        self.read(held)
+        for name, items in needs.items():
+            ids = list(held.ids[name].values())
+            if self.by_name[name].kind == "paged" or not found:
+                assert ids == items
+            elif len(self.lists[name].free):  # a copy
+                self.lists[name].free.give(*ids)
+                held.ids[name] = {}
+                self.put(name, items)
+                held.ids[name] = {0: ids[0]}
+            else:
+                assert ids == items
+                self.lists[name].free.forget(*ids)
+        self.live.append(held)
+
+    def resync(self) -> None:
+        """After a refusal that gave items back: the order of what is idle may have changed."""
+        for name, each in self.lists.items():
+            index = self.alloc.lists[name].free_list.kept
+            order = index.idle_ids().tolist()
+            assert sorted(order) == sorted(each.free.idle)
+            each.free.idle = order
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK, more=st.integers(1, 16), received=st.booleans(), store=st.booleans())
+    def extend(self, number: int, more: int, received: bool, store: bool) -> None:
+        held = self.pick(number)
+        tokens = min(held.tokens + more, len(held.script))
+        reach = tokens if received else held.tokens
+        gone, fresh = {}, {}
+        for name in self.lists:
+            first, stop = self.bounds(name, tokens, reach)
+            first = max(first, min(held.ids[name], default=0))
+            gone[name] = [item for n, item in held.ids[name].items() if n < first]
+            fresh[name] = [n for n in range(first, stop) if n not in held.ids[name]]
+        back = {
+            name: sum(self.holders(name)[item] == 1 for item in items)
+            for name, items in gone.items()
+        }
+        if not self.fits({name: len(fresh[name]) - back[name] for name in self.lists}):
+            with pytest.raises(OutOfPages):
+                self.alloc.extend(held.request, tokens - held.tokens, received=received)
+            return
+        self.alloc.extend(held.request, tokens - held.tokens, received=received)
+        for name, items in gone.items():
+            held.ids[name] = {n: i for n, i in held.ids[name].items() if i not in items}
+            self.put(name, items)
+        self.read(held)
+        for name, numbers in fresh.items():
+            items = [held.ids[name][n] for n in numbers]
+            for item in items:
+                self.lists[name].free.give(item)
+        before, held.tokens = held.tokens, tokens
+        held.since = tokens if received else before
+        held.received = tokens if received else held.received
+        self.write(held, before, held.since)
+        if store:
+            self.store_tokens(held, tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK, tokens=st.integers(0, 40))
+    def store(self, number: int, tokens: int) -> None:
+        held = self.pick(number)
+        self.store_tokens(held, min(held.stored + tokens, held.tokens))
+
+    def store_tokens(self, held: Held, stop: int) -> None:
+        self.alloc.store(held.request, held.script[held.stored : stop])
+        before, held.stored = held.stored, stop
+        for name, each in self.lists.items() if held.keeps and stop > before else ():
+            space = self.by_name[name]
+            if space.kind == "paged":
+                whole = -(-start(space, held.received) // space.entries_per_item)
+                self.keep(held, name, max(before // each.tokens, whole), stop // each.tokens)
+            elif stop == held.tokens and stop % CHECKPOINT == 0 and len(self.lists[name].free):
+                prefix = held.prefix(stop)
+                if prefix not in each.kept:
+                    ids = self.alloc.lists[name].free_list.kept.ids(name)
+                    (item,) = set(ids.tolist()) - set(each.kept.values()) or each.free.idle[:1]
+                    each.free.give(item)
+                    each.kept[prefix] = item
+                    each.free.idle.append(item)
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK)
+    def fork(self, number: int) -> None:
+        parent = self.pick(number)
+        copied = {}
+        for name in self.lists:
+            whole = parent.tokens % self.lists[name].tokens == 0
+            paged = self.by_name[name].kind == "paged"
+            copied[name] = bool(parent.tokens) and not (paged and whole)
+        if not self.fits(copied):
+            return
+        if any(
+            start(self.by_name[name], parent.tokens) < start(self.by_name[name], parent.received)
+            for name in self.lists
+        ):
+            return
+        request = self.alloc.fork(parent.request, parent.tokens)
+        child = Held(request, parent.salt, parent.script, parent.tokens, parent.stored, {})
+        child.since, child.received, child.keeps = child.tokens, parent.received, parent.keeps
+        self.read(child)
+        for name, makes in copied.items():
+            if makes:
+                self.lists[name].free.give(list(child.ids[name].values())[-1])
+        self.live.append(child)
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK, back=st.integers(1, 12))
+    def truncate(self, number: int, back: int) -> None:
+        held = self.pick(number)
+        tokens = max(0, held.tokens - back)
+        try:
+            self.alloc.truncate(held.request, tokens)
+        except (ValueError, OutOfPages):  # test_allocator_stateful.py has when
+            return
+        gone, copied = {}, {}
+        before, held.ids = held.ids, {name: {} for name in self.lists}
+        self.read(held)
+        for name, ids in before.items():
+            gone[name] = [item for n, item in ids.items() if n not in held.ids[name]]
+            copied[name] = [n for n, item in held.ids[name].items() if item != ids[n]]
+            # until they are copied, what is copied is held
+            held.ids[name] = {n: ids[n] for n in held.ids[name]}
+        for name, items in gone.items():
+            self.put(name, items)
+        after = {name: dict(ids) for name, ids in held.ids.items()}
+        now = held.request.address().spans
+        for name, numbers in copied.items():
+            for n in numbers:
+                after[name][n] = int(now[name].ids[n - now[name].first_item])
+                self.lists[name].free.give(after[name][n])
+        for name, numbers in copied.items():
+            items = [held.ids[name][n] for n in numbers]
+            held.ids[name] = after[name]
+            self.put(name, items)
+        for name, each in self.lists.items():
+            n, more = divmod(tokens, each.tokens)
+            own = held.ids[name].get(n)
+            if self.by_name[name].kind != "paged" or not more or own not in each.kept.values():
+                continue
+            self.cut, stops = True, range((n + 1) * each.tokens, held.stored + 1, each.tokens)
+            if held.keeps and stops and each.kept.get(held.prefix(stops[0])) == own:
+                for item in [each.kept.pop(held.prefix(stop), None) for stop in stops]:
+                    if item in each.free.idle:
+                        each.free.idle.remove(item)
+                        each.free.items.add(item)
+            each.free.forget(own)
+        self.cut |= tokens < held.stored
+        held.tokens, held.stored = tokens, min(held.stored, tokens)
+        held.since, held.received = min(held.since, tokens), min(held.received, tokens)
+        # the next tokens are others than those that were taken back
+        held.script = held.script[:tokens] + tuple(n ^ 1 for n in held.script[tokens:])
+
+    @precondition(lambda self: self.live)
+    @rule(number=PICK)
+    def end(self, number: int) -> None:
+        held = self.live.pop(number % len(self.live))
+        paths = {}
+        for name, each in self.lists.items() if held.keeps else ():
+            space = self.by_name[name]
+            if space.kind == "paged" and space.window is None:
+                keys = [held.prefix(n) for n in range(each.tokens, held.stored + 1, each.tokens)]
+                own = [held.ids[name][n] for n in range(len(keys))]
+                if [each.kept.get(key) for key in keys] != own:
+                    self.keep(held, name, 0, len(keys))
+                    paths[name] = keys
+        self.alloc.free(held.request)
+        for name, ids in held.ids.items():
+            self.put(name, list(ids.values()))
+        for name, keys in paths.items():
+            each, free = self.lists[name], self.lists[name].free
+            used = [each.kept[key] for key in reversed(keys) if each.kept.get(key) in free.idle]
+            free.idle = [item for item in free.idle if item not in used] + used
+
+    @rule(script=st.integers(0, 2), tokens=st.integers(0, 40))
+    def pin(self, script: int, tokens: int) -> None:
+        asked = SCRIPTS[script][:tokens]
+        found = self.longest("", asked)
+        made = self.cache.pin(asked)
+        assert made.num_tokens == found
+        items = {
+            name: [each.kept[key] for key in self.needed(name, ("", asked[:found]))]
+            for name, each in self.lists.items()
+        }
+        assert {name: ids.tolist() for name, ids in made.items.items()} == items
+        for name, ids in items.items():
+            self.hold(name, ids)
+        self.pinned.append((made, items))
+
+    @precondition(lambda self: self.pinned)
+    @rule(number=PICK)
+    def unpin(self, number: int) -> None:
+        made, items = self.pinned.pop(number % len(self.pinned))
+        self.cache.unpin(made)
+        for name, ids in items.items():
+            self.put(name, ids)
+
+    @precondition(lambda self: self.live)
+    @rule(again=st.integers(0, 9))
+    def clear(self, again: int) -> None:
+        if again:  # seldom
+            return
+        self.cache.clear()
+        for held in self.live:
+            held.keeps = False
+        for each in self.lists.values():
+            each.kept = {}
+        for free in self.free.values():
+            free.items |= set(free.idle)
+            free.idle = []
+
+    # what always holds
+
+    @invariant()
+    def every_item_is_free_or_held_as_counted(self) -> None:
+        self.alloc.check_integrity()
+        for name, each in self.lists.items():
+            assert self.alloc.free_items(name) == len(self.lists[name].free)
+            assert self.cache.stats.kept[name] == len(each.kept)
+
+    @invariant()
+    def no_page_is_next_while_a_later_one_is_idle(self) -> None:
+        for name, each in self.lists.items() if not self.cut else ():
+            space, rank = self.by_name[name], {item: n for n, item in enumerate(each.free.idle)}
+            held = self.holders(name)
+            for (salt, tokens), item in each.kept.items():
+                if not space.grows or held[item] or len(tokens) == each.tokens:
+                    continue
+                before = each.kept[salt, tokens[: -each.tokens]]
+                assert held[before] or rank[before] > rank[item]
+
+    @invariant()
+    def every_entry_that_may_be_read_has_its_mark(self) -> None:
+        for held in self.live:
+            for name in self.spaces:
+                for entry in self.entries(name, held.tokens, held.since):
+                    item, step, value = self.place(held, name, entry)
+                    for view in self.memory[name]:
+                        assert (view[item, step] == value).all(), (name, entry)
+
+    @invariant()
+    def events_say_what_is_kept(self) -> None:
+        for event in self.cache.take_events():
+            match type(event).__name__:
+                case "AllBlocksCleared":
+                    self.published.clear()
+                case "BlockRemoved":
+                    for digest in event.block_hashes:
+                        del self.published[event.group_idx, digest]
+                case "BlockStored":
+                    size, salt = event.block_size, event.extra_keys
+                    for n, digest in enumerate(event.block_hashes):
+                        assert (event.group_idx, digest) not in self.published
+                        tokens = tuple(event.token_ids[n * size : (n + 1) * size])
+                        found = salt and salt[n], tokens
+                        self.published[event.group_idx, digest] = found
+        groups = {name: n for n, name in enumerate(self.alloc.lists)}
+        said = Counter((group, *found) for (group, _), found in self.published.items())
+        assert said == Counter(
+            (groups[name], (salt,) if salt else None, tokens[-each.tokens :])
+            for name, each in self.lists.items()
+            for salt, tokens in each.kept
+        )
+
+
+def machine(build) -> type:
+    class Machine(Prefixes):
+        pass
+
+    Machine.build = staticmethod(build)
+    examples = settings.default.max_examples // 4  # an example is many calls
+    Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=30)
+    return Machine.TestCase
+
+
+TestMHA = machine(lambda: [mha(layers=[0], head_dim=2, v_head_dim=1, **SMALL)])
+TestSWA = machine(lambda: [swa(layers=[0, 1], **SMALL)])
+TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
+TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
+TestOnlyStates = machine(lambda: [hybrid(layers=[0, 1], **SMALL)])
+TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
+TestDraft = machine(
+    lambda: [
+        swa(layers=[0, 1], **SMALL),
+        mla(owner="draft", layers=[4], **{**SMALL, "num_pages": 12}),
+        hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
+    ]
+)
+BLOCKS = {"placement": "block", "num_pages": 24}
+TestSWAInBlocks = machine(lambda: [swa(layers=[0, 1], **BLOCKS)])
+TestHybridInBlocks = machine(lambda: [hybrid(layers=[2, 3], **BLOCKS)])
+TestDSv4InBlocks = machine(lambda: [dsv4(layers=[1, 2], **{**BLOCKS, "num_pages": 34})])
