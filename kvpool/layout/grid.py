@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,20 @@ import numpy.typing as npt
 from kvpool.layout.types import Region
 
 Ints = npt.NDArray[np.int64]
+
+
+class StateSection(NamedTuple):
+    """Consecutive steps of the sharded dimension that ranks cut by themselves, such as the channels
+    of q, k or v in a convolution: `size` here, from step `start` of the model's `total`.
+
+    Equal `start` and `size` on two ranks: both hold the same steps. `size` of `total`: every rank
+    holds them all.
+    """
+
+    role: str
+    start: int
+    size: int
+    total: int
 
 
 def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
@@ -52,6 +68,24 @@ def run_count(region: Region) -> int:
     for size, _ in axes:
         count *= size
     return count
+
+
+def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
+    """The sections of an item's `regions`, in the order of their bytes, and how many times it has
+    them; a dim that follows the heads is counted in.
+    """
+    found, times = [], 1
+    for region in sorted(regions, key=lambda region: region.offset):
+        head, dim = region.axis("head"), region.axis("dim")
+        if head is None:
+            continue
+        steps = dim.size if dim else 1
+        at, size, total = head.start * steps, head.size * steps, head.total * steps
+        found.append(StateSection(region.role, at, size, total))
+        times = prod(
+            axis.size for axis in region.axes if axis is not head and axis.stride >= head.stride
+        )
+    return found, times
 
 
 def bytes_below(starts: Ints, ends: Ints, at: Ints) -> Ints:

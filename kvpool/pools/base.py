@@ -17,10 +17,11 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
+from kvpool.layout.grid import sharded
 from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit, items_needed, state_bytes
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, sharded
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
-from math import prod
 from typing import NamedTuple
 
-from kvpool.layout import Buffer, Region
+from kvpool.layout import Buffer
+from kvpool.layout.grid import StateSection
 
 
 class BufInfos(NamedTuple):
@@ -42,20 +41,6 @@ class StateType(str, Enum):
         return {"nsa": cls.DSA, "dsv4": cls.DSV4_REQUEST_STATE}.get(str(value))
 
 
-class StateSection(NamedTuple):
-    """Consecutive steps of the sharded dimension that ranks cut by themselves, such as the channels
-    of q, k or v in a convolution: `size` here, from step `start` of the model's `total`.
-
-    Equal `start` and `size` on two ranks: both hold the same steps. `size` of `total`: every rank
-    holds them all.
-    """
-
-    role: str
-    start: int
-    size: int
-    total: int
-
-
 class StateBufInfos(NamedTuple):
     """One state component, as BufInfos, and how each of its buffers is sharded.
 
@@ -82,21 +67,3 @@ def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
         [b.item_bytes for b, _ in rows],
         [layer for _, layer in rows],
     )
-
-
-def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
-    """The sections of an item's `regions`, in the order of their bytes, and how many times it has
-    them; a dim that follows the heads is counted in.
-    """
-    found, times = [], 1
-    for region in sorted(regions, key=lambda region: region.offset):
-        head, dim = region.axis("head"), region.axis("dim")
-        if head is None:
-            continue
-        steps = dim.size if dim else 1
-        at, size, total = head.start * steps, head.size * steps, head.total * steps
-        found.append(StateSection(region.role, at, size, total))
-        times = prod(
-            axis.size for axis in region.axes if axis is not head and axis.stride >= head.stride
-        )
-    return found, times

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
+from kvpool.layout.grid import sharded
 
 MAIN: tuple[str, ...] = ("k", "v", "latent", "rope", "c4.latent", "c4.index_key", "c128.latent")
 """First roles of the buffers of pages, in SGLang's order."""
@@ -119,15 +120,10 @@ def sliced(regions: list[Region]) -> Row:
     this rank, how many rows are before it, and of a conv state of q, k and v the channels of each
     in the model.
     """
-    layer = regions[0].layer
-    sizes = [{axis.name: axis for axis in region.axes} for region in regions]
-    if regions[0].role == "temporal":
-        return layer, sizes[0]["head"].size, 1, None
-    channels = sum(axes["head"].size * axes["dim"].size for axes in sizes)
-    tap, dim = sizes[0]["tap"], sizes[0]["dim"]
-    delta_net = [region.role for region in regions] == ["conv.q", "conv.k", "conv.v"]
-    groups = [axes["head"].total * axes["dim"].size for axes in sizes] if delta_net else None
-    return layer, channels, tap.size if tap.stride > dim.stride else 1, groups
+    sections, rows = sharded(regions)
+    delta_net = [section.role for section in sections] == ["conv.q", "conv.k", "conv.v"]
+    groups = [section.total for section in sections] if delta_net else None
+    return regions[0].layer, sum(section.size for section in sections), rows, groups
 
 
 def pack_int_lists(lists: Sequence[Sequence[int]], code: str) -> bytes:

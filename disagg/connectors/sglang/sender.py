@@ -63,15 +63,9 @@ class KvpoolSender(CommonKVSender):
             return
         try:
             address = mgr.layout.address(stop, self._pages, state_indices)
-            mgr.rank.send(
-                str(room),
-                room,
-                address,
-                range(start, stop),
-                last=last,
-                aux=read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None,
-                after=after,
-            )
+            about = str(room), room, address, range(start, stop)
+            aux = read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None
+            mgr.rank.send(*about, last=last, aux=aux, after=after)
             mgr.update_status(room, KVPoll.Transferring)
         except ValueError as error:
             mgr.rank.not_sent(str(room), room, error)

@@ -106,8 +106,7 @@ def read_mha(pool: Any, at: At) -> Iterator[State]:
     ):
         name = order
         if order not in ORDERS:  # dim and tokens are cut in tiles
-            tile = buffers[0].shape[-1]
-            name = f"sglang {order} {role}, {pool.page_size} x {dim} by {tile}"
+            name = f"sglang {order} {role}, {pool.page_size} x {dim} by {buffers[0].shape[-1]}"
         yield from read_heads(pool, at, buffers, Cell(role, dim, dtype_name(pool.dtype)), name)
 
 
