@@ -300,4 +300,4 @@ def test_the_suite_takes_a_device_and_writes_the_same_json(tmp_path):
     found = json.loads(path.read_text())
     assert {key: type(value) for key, value in found.items()} == KEYS and not found["quick"]
     (row,) = (row for row in found["rows"] if row["reason"] is None)
-    assert row["group"] == "allocator" and row["ratio"] > 0 and row["rounds"] == 20
+    assert row["group"] == "allocator" and row["ratio"] > 0 and 0 < row["rounds"] <= 20
