@@ -51,11 +51,12 @@ class Stock:
         found = {}
         for name, each in self.allocator.lists.items():
             held = sum(request.address().spans[name].ids.size for request, _ in self._fillers)
-            found[name] = each.items - each.space.reserved, each.num_free + held
+            free = each.free_list
+            found[name] = free.usable, free.num_free + held
         return found
 
     def _fill(self) -> None:
-        lists = self.allocator.lists.values()
+        lists = [each.free_list for each in self.allocator.lists.values()]
         size = self.pool.page_size
         while (pages := self.allocator.free_pages) and all(each.num_free for each in lists):
             request, salt = self.allocator.new_request(), next(self._salts)

@@ -19,7 +19,7 @@ FAILED = KVPoll.Failed
 
 def misfit(pair, **changes):
     """The pair with a new decode that has another layout, or says another hello."""
-    layout = pool(layers=(5,)).layout
+    layout = pool(layers=(5,), total_kv_layers=6).layout
     said = replace(hello("d", layout), **changes)
     pair.decode = DecodeMachine(said, layout, 1, now=pair.now)
     pair.queues[pair.decode] = []

@@ -192,7 +192,7 @@ def heard(prefill_layout, decode_layout) -> messages.Hello | messages.Refuse:
 
 def test_a_hello_tells_only_the_regions_that_decode_has_too_of_all_layers():
     whole = MLAPool(layers=range(3), **MLA)
-    answer = heard(BOTH.layout, MLAPool(layers=[1], **MLA).layout)
+    answer = heard(BOTH.layout, MLAPool(layers=[1], total_kv_layers=3, **MLA).layout)
     told = PoolLayout.from_msgpack(answer.layout)
     assert {(r.owner, r.role) for r in told.regions} == {("target", "latent"), ("target", "rope")}
     assert {r.layer for r in told.regions} == {0, 1, 2}
@@ -212,7 +212,7 @@ def test_spaces_are_told_with_those_whose_ids_they_share():
 
 def test_a_decode_that_shares_nothing_with_prefill_is_refused_and_told_nothing_else():
     empty = PoolLayout((), (), (), 0)
-    for layout in (empty, MLAPool(layers=[0], **MLA, owner="draft").layout):
+    for layout in (empty, MLAPool(layers=[0], total_kv_layers=3, **MLA, owner="draft").layout):
         answer = heard(BOTH.layout, layout)
         assert isinstance(answer, messages.Refuse) and answer.final
         assert "no region of one is the other's" in answer.reasons[0]
@@ -245,7 +245,7 @@ def planned(prefill_layout, decode_layout, **options):
 
 
 def test_reasons_still_say_which_layers_prefill_holds():
-    link = planned(BOTH.layout, MLAPool(layers=[1, 7], **MLA).layout)
+    link = planned(BOTH.layout, MLAPool(layers=[1, 7], total_kv_layers=8, **MLA).layout)
     assert isinstance(link.error, IncompatibleLayouts)
     assert "target layer 7 latent: prefill offers no such region (it holds layers 0-2)" in (
         link.refusal
@@ -253,14 +253,17 @@ def test_reasons_still_say_which_layers_prefill_holds():
 
 
 def test_a_plan_knows_of_regions_that_are_not_sent_only_where_decode_has_their_role():
-    link = planned(BOTH.layout, MLAPool(layers=[1], **MLA).layout)
+    link = planned(BOTH.layout, MLAPool(layers=[1], total_kv_layers=3, **MLA).layout)
     assert {key[1:] for key in link.plan.unsent} == {
         (n, r) for n in (0, 2) for r in ("latent", "rope")
     }
 
 
 def test_an_owner_that_prefill_has_in_other_roles_cannot_be_taken_for_missing():
-    pools = [MLAPool(layers=[0], **MLA), MLAPool(layers=[1], **MLA, owner="draft")]
+    pools = [
+        MLAPool(layers=[0], **MLA),
+        MLAPool(layers=[1], total_kv_layers=1, **MLA, owner="draft"),
+    ]
     target, draft = (pool.layout for pool in pools)
     here = PoolLayout.merge(target, draft)
     renamed = [replace(region, role=f"old.{region.role}") for region in draft.regions]
