@@ -45,7 +45,8 @@ def _grouped(layers: Sequence[Layer], windows: set[int | None]) -> Need | None:
         return None
     if not swa:
         (heads,) = full
-        assert isinstance(heads, MHA)
+        if not isinstance(heads, MHA):
+            return None
         dims = {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
         v_dim = {} if heads.v_head_dim is None else {"v_head_dim": heads.v_head_dim}
         return MHAPool, {**dims, **v_dim}
@@ -61,20 +62,18 @@ def _latent(layers: Sequence[Layer]) -> Need | None:
     latents = {layer[0].kind for layer in layers if layer}
     index = {state.kind for layer in layers for state in layer[1:]}
     kind = next(iter(latents))
-    if not all(layers) or len(latents) > 1 or len(index) > 1 or not _paired(kind):
+    if not all(layers) or len(latents) > 1 or len(index) > 1:
         return None
-    assert isinstance(kind, MLA)
+    if not isinstance(kind, MLA) or not kind.rope_pairs:
+        return None
     dims = {"kv_lora_rank": kind.kv_lora_rank, "qk_rope_head_dim": kind.qk_rope_head_dim}
     if not index:
         return MLAPool, dims
     key = next(iter(index))
-    assert isinstance(key, IndexKey)
+    if not isinstance(key, IndexKey):
+        return None
     held = tuple(n for n, layer in enumerate(layers) if len(layer) > 1)
     return NSAPool, {**dims, "index_head_dim": key.head_dim, "index_layers": held}
-
-
-def _paired(kind: object) -> bool:
-    return isinstance(kind, MLA) and kind.rope_pairs
 
 
 def _linear(layers: Sequence[Layer]) -> Need | None:

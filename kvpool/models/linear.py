@@ -17,12 +17,12 @@ from kvpool.models.rules import (
     grouped,
     heads,
     latent,
+    latent_row,
     listed,
     window_state,
 )
 from kvpool.pools.kinds import (
     MHA,
-    MLA,
     LinearState,
     cca,
     gated_delta_net,
@@ -103,9 +103,7 @@ def _groups(fields: Fields, count: int) -> Sequence[str]:
 
 def _unrotated(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     """Kimi-Linear does not rotate its rope key."""
-    (held,) = latent(fields, name, needs)
-    assert isinstance(held.kind, MLA)
-    return (State(replace(held.kind, rope_pairs=False)),)
+    return (State(replace(latent_row(fields), rope_pairs=False)),)
 
 
 def _kda_layers(fields: Fields, count: int) -> Sequence[str]:

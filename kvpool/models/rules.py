@@ -95,12 +95,17 @@ def grouped(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
 
 def latent(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     """A latent and a rope key, and with `indexed_attention` an indexer's key."""
-    for unread in (HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim"):
-        fields.get(unread)
-    row = MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim"))
+    row = latent_row(fields)
     if name != INDEXED:
         return window_state(fields, name, row)
     return State(row), State(IndexKey(fields.whole("index_head_dim")))
+
+
+def latent_row(fields: Fields) -> MLA:
+    """A latent and a rope key. Heads are made of it, so their dims are none of the state's."""
+    for unread in (HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim"):
+        fields.get(unread)
+    return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim"))
 
 
 def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MHA:
