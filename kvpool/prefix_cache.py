@@ -106,9 +106,9 @@ class PrefixCache:
         medium: str,
     ) -> None:
         """Called by the allocator whose block tables these are. `start(id_list, tokens)` is the
-        first live entry, `first_whole(id_list, received)` the first item of which nothing is missing
-        once so many tokens were received, `copy(id_list, from, to)` copies items in `medium`, the events' word for
-        the memory.
+        first live entry, `first_whole(id_list, received)` the first item of which nothing is
+        missing where so many tokens were received, `copy(id_list, from, to)` copies items in
+        `medium`, the events' word for the memory.
         """
         if self._lists:
             raise ValueError("this PrefixCache belongs to another allocator. Make one for each.")

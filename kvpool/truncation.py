@@ -24,7 +24,8 @@ def first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
     size = space.entries_per_item if space.ring else MAX_TOKENS
     stop = (entries // size + 1) * size
     written = np.minimum(tokens // space.tokens_per_entry, stop)
-    return np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
+    first: Ints = np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
+    return first
 
 
 def overwritten(space: Space, before: Ints, after: Ints, lost: Ints) -> Ints:
