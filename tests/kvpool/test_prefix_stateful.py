@@ -559,7 +559,7 @@ TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
 TestOnlyStates = machine(lambda: [hybrid(layers=[0, 1], **SMALL)])
 TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
 TestRingsOfPages = machine(
-    lambda: [dsv4(layers=[1], page_rings=True, window=9, window_page_size=8, **SMALL)]
+    lambda: [dsv4(layers=[1], page_rings=True, window=12, window_page_size=8, **SMALL)]
 )
 TestDraft = machine(
     lambda: [
