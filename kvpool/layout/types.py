@@ -302,9 +302,8 @@ class Space:
     rank's. None: this rank holds them all.
 
     `ring`: (paged) an item has room for so many of its entries, the last ones that were written:
-    entry e is at step `e % ring` of its item. None: for all. As a compressor rewrites the rows of
-    its open window, and those of a ring are all that is alive, entries are transferred with the
-    last position of their step of `window_step`.
+    entry e is at step `e % ring` of its item. A row may change until its window closes, so entries
+    are transferred with the last position of their `window_step`. None: for all.
     """
 
     name: str

@@ -82,14 +82,12 @@ class DSv4Pool(UnionPool):
         yield Space("ring", "slot")
         for ratio in self.ratios:
             yield Space(f"c{ratio}", "paged", self.page_size // ratio, ratio, ids="kv")
-            overlaps, size = ratio == self.overlap_ratio, self._ring(ratio)
-            ring = Space(
-                f"c{ratio}.ring", "ring", size,
-                window=ratio if overlaps else 0, window_step=ratio, ids="ring",
-            )  # fmt: skip
-            if overlaps and self.page_rings:
-                entries = self.window_page_size
-                ring = replace(ring, kind="paged", entries_per_item=entries, ring=size, ids="swa")
+            name, size = f"c{ratio}.ring", self._ring(ratio)
+            alive = ratio if ratio == self.overlap_ratio else 0
+            ring = Space(name, "ring", size, window=alive, window_step=ratio, ids="ring")
+            if alive and self.page_rings:
+                page = self.window_page_size
+                ring = replace(ring, kind="paged", entries_per_item=page, ring=size, ids="swa")
             yield ring
 
     def _ring(self, ratio: int) -> int:
