@@ -61,7 +61,7 @@ class TransferSide:
             yield (
                 region,
                 _values(region, entries),
-                self.memory.cells(region, items, entries % size),
+                self.memory.cells(region, items, entries % size % space.steps),
             )
 
     def write(self) -> None:
@@ -88,12 +88,12 @@ class TransferSide:
         for buffer in layout.buffers:
             free[self.memory.items(buffer, ids[buffer.name])] = buffer.padding
         for region in layout.regions:
-            mine, entries = ids[region.buffer], layout.space_of(region).entries_per_item
-            index, entry = every(mine.size, entries)
+            mine, space = ids[region.buffer], layout.space_of(region)
+            index, entry = every(mine.size, space.steps)
             free[self.memory.cells(region, mine[index], entry)] = False
-            space = layout.space_of(region)
+            entries = space.entries_per_item
             filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)
-            if space.kind == "paged" and live:
+            if space.kind == "paged" and live and not space.wraps:
                 dead = np.arange(live, entries)
                 last = np.full(dead.size, mine[filled], dtype=np.int64)
                 free[self.memory.cells(region, last, dead)] = True

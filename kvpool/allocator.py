@@ -21,7 +21,7 @@ from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
 from kvpool.prefix_cache import PrefixCache, PrefixStats
-from kvpool.truncation import alive_start, need_kept, overwritten
+from kvpool.truncation import alive_start, first_kept, first_whole, need_kept, overwritten
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -134,7 +134,7 @@ class Allocator:
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
         # entries before it were overwritten by tokens that a truncation took back, by ring
-        rings = [space.name for space in self.spaces if space.kind == "ring"]
+        rings = [space.name for space in self.spaces if space.wraps]
         self._lost: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in rings}
         self._rows: list[int] = []  # free rows
         self._pins = Pins(self.lists)
@@ -142,7 +142,7 @@ class Allocator:
         if prefix is not None:
             on_host = all(buffer.on_host for buffer in self.layout.buffers)
             medium = "CPU" if on_host else "GPU"
-            prefix.bind(self.lists, self._start, self._copy_items, medium)
+            prefix.bind(self.lists, self._start, self._first_whole, self._copy_items, medium)
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -335,7 +335,7 @@ class Allocator:
         """
         lost = {}
         for space in self.spaces:
-            if space.kind == "ring":
+            if space.wraps:
                 gone = lost[space.name] = overwritten(
                     space, before, after, self._lost[space.name][rows]
                 )
@@ -385,12 +385,18 @@ class Allocator:
                 )
             copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
+        lost = {}
+        for space in self.spaces:
+            if space.wraps:
+                was, before = self._lost[space.name][row : row + 1], self._tokens[row : row + 1]
+                gone = lost[space.name] = overwritten(space, before, end, was)
+                need_kept(space, before, end, received, gone)
         self._free_lists.check({name: part.src.size for name, part in parts.items()}, {})
         child = self._new_row()
         self._tokens[child._row] = tokens
         self._received[child._row] = min(int(received[0]), tokens)
-        for lost in self._lost.values():
-            lost[child._row] = lost[row] if tokens else 0
+        for name, entries in lost.items():
+            self._lost[name][child._row] = entries[0]
         copies = [
             (name, *each.apply_fork(child._row, parts[name])) for name, each in self.lists.items()
         ]
@@ -457,6 +463,10 @@ class Allocator:
         """The first live item of requests of `tokens` `[B]` tokens."""
         return self._start(name, tokens) // self.layout.space_by_name[name].entries_per_item
 
+    def _first_whole(self, name: str, received: int) -> int:
+        """The first item of which all came that later tokens may need; see `first_whole`."""
+        return max(first_whole(each, received) for each in self.spaces if each.id_list == name)
+
     def _stop(self, name: str, tokens: Ints) -> Ints:
         """The end of the items of requests of `tokens` `[B]` tokens."""
         space = self.layout.space_by_name[name]
@@ -469,15 +479,13 @@ class Allocator:
         for space in self.spaces:
             table, size = self.lists[space.id_list], space.entries_per_item
             entries = positions // space.tokens_per_entry
-            if space.per_request:
-                located = table.find(rows, np.zeros_like(positions)) * size + entries % size
-                if space.kind == "ring":
-                    gone = overwritten(space, after, after, self._lost[space.name][rows])
-                    located = np.where(entries >= gone[:, None], located, -1)
-                found[space.name] = located
-            else:
-                items = table.find(rows, entries // size)
-                found[space.name] = np.where(items < 0, -1, items * size + entries % size)
+            numbers = np.zeros_like(positions) if space.per_request else entries // size
+            items = table.find(rows, numbers)
+            there = items >= 0
+            if space.wraps:
+                lost = self._lost[space.name][rows]
+                there &= entries >= first_kept(space, entries, after[:, None], lost[:, None])
+            found[space.name] = np.where(there, items * space.steps + entries % space.steps, -1)
         return found
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:

@@ -101,12 +101,14 @@ class PrefixCache:
         self,
         lists: Mapping[str, BlockTable],
         start: Callable[[str, Ints], Ints],
+        first_whole: Callable[[str, int], int],
         copy: Callable[[str, Ints, Ints], None],
         medium: str,
     ) -> None:
         """Called by the allocator whose block tables these are. `start(id_list, tokens)` is the
-        first live entry, `copy(id_list, from, to)` copies items in `medium`, the events' word for
-        the memory.
+        first live entry, `first_whole(id_list, received)` the first item of which nothing is
+        missing where so many tokens were received, `copy(id_list, from, to)` copies items in
+        `medium`, the events' word for the memory.
         """
         if self._lists:
             raise ValueError("this PrefixCache belongs to another allocator. Make one for each.")
@@ -119,7 +121,7 @@ class PrefixCache:
                 )
             sizes.append(self.checkpoint_tokens)
         self._keys, self._step = PrefixKeys(gcd(*sizes)), lcm(*sizes)
-        self._start, self._copy = start, copy
+        self._start, self._first_whole, self._copy = start, first_whole, copy
         if self._log is not None:
             self._log.medium = medium
         for group, (name, table) in enumerate(lists.items()):
@@ -222,8 +224,7 @@ class PrefixCache:
         chain.append(given)
         for name, each in self._lists.items() if chain.pages > before else ():
             if not each.space.per_request:
-                start = int(self._start(name, np.array([received]))[0])
-                whole = -(-start // each.space.entries_per_item)
+                whole = self._first_whole(name, received)
                 self._keep(row, chain, each, max(before // each.pages, whole))
             elif stored == held and stored % each.tokens == 0:
                 self._checkpoint(row, chain, each)

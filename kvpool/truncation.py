@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints
+from kvpool.layout.request_address import MAX_TOKENS
 
 
 def alive_start(space: Space, tokens: Ints) -> Ints:
@@ -16,13 +17,37 @@ def alive_start(space: Space, tokens: Ints) -> Ints:
     return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
 
 
-def overwritten(space: Space, before: Ints, after: Ints, lost: Ints) -> Ints:
-    """How many of the first entries a ring has no more, that lacked `lost` `[B]`, has taken
-    `before` `[B]` tokens since and is to have `after` `[B]` of them: 0 without tokens.
+def first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
+    """The first entry that the items of `entries` still have, of requests of `tokens` tokens that
+    lack those before `lost`; of rings, whose later entries overwrite earlier ones.
     """
-    per = space.tokens_per_entry
-    gone = np.minimum(before // per - space.entries_per_item, after // per)
-    return np.where(after > 0, np.maximum(gone, lost), 0)
+    size = space.entries_per_item if space.ring else MAX_TOKENS
+    stop = (entries // size + 1) * size
+    written = np.minimum(tokens // space.tokens_per_entry, stop)
+    first: Ints = np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
+    return first
+
+
+def overwritten(space: Space, before: Ints, after: Ints, lost: Ints) -> Ints:
+    """The entry before which a ring has none of its last item's, that lacked those before `lost`
+    `[B]`, has taken `before` `[B]` tokens since and is to have `after` `[B]` of them: 0 without
+    tokens.
+    """
+    stop = after // space.tokens_per_entry
+    last = np.maximum(stop - 1, 0)
+    size = space.entries_per_item if space.ring else MAX_TOKENS
+    gone = np.minimum(first_kept(space, last, before, lost), stop)
+    return np.where(gone > last // size * size, gone, 0)
+
+
+def first_whole(space: Space, received: int) -> int:
+    """The number of the first item of which nothing is missing that later tokens may need: entries
+    that were dead at `received` tokens never came. Of a page's ring, what is alive at its end.
+    """
+    start = int(alive_start(space, np.array([received]))[0])
+    if space.ring and start:
+        return -(-(start + (space.window or 0)) // space.entries_per_item) - 1
+    return -(-start // space.entries_per_item)
 
 
 def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Ints) -> None:
@@ -42,9 +67,9 @@ def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Int
     start, stop = alive_start(space, after), after // space.tokens_per_entry
     alive = start < stop
     why = "left the window and were freed. Truncate before the next tokens are extended"
-    if space.kind == "ring":
+    if space.wraps:
         why = (
-            f"were overwritten in the ring of {space.entries_per_item}. Build the pool with longer "
+            f"were overwritten in the ring of {space.steps}. Build the pool with longer "
             "rings, as for speculation"
         )
     never = "were dead when the request was received, and did not come. Keep what was received"

@@ -254,6 +254,10 @@ def live(space: Space, positions: range, tokens: int) -> np.ndarray:
         return np.array([tokens - 1] if positions else [], dtype=np.int64)
     ends = np.array([p for p in positions if (p + 1) % space.tokens_per_entry == 0], dtype=np.int64)
     entries = ends // space.tokens_per_entry
+    if space.ring:  # an open window may change until it closes
+        step = space.window_step
+        stop = positions.stop if positions.stop == tokens else positions.stop // step * step
+        entries = np.arange(positions.start // step * step, stop)
     if space.window is None:
         return entries
     closed = tokens // space.tokens_per_entry
@@ -306,7 +310,7 @@ def _live_values(held: State, address: RequestAddress, positions: range, salt: i
         if region.packing:
             size = 1
         item = at // size - span.first_item if space.kind == "paged" else np.zeros_like(at)
-        yield view, (span.ids[item], at % size), what
+        yield view, (span.ids[item], at % size % (space.ring or size)), what
 
 
 def fill(holder, address: RequestAddress, positions: range | None = None) -> None:
@@ -372,7 +376,7 @@ def _dead_tail(held: State, address: RequestAddress) -> list[np.ndarray]:
             ) * space.interleave.ranks
             entries = np.array(list(packed(space, tokens + rounds)))
         closed = int((entries < tokens // space.tokens_per_entry).sum())
-        if space.kind != "paged" or region.packing or closed % size == 0:
+        if space.kind != "paged" or space.ring or region.packing or closed % size == 0:
             continue
         entries = entries[closed : -(-closed // size) * size]
         if region.axis("entry") is None:

@@ -285,6 +285,7 @@ def _rows(
     if not numbers.size:
         raise ValueError(f"{region}: a piece has no entries that all of {piece.held} hold.")
     items, steps = np.divmod(space.held.index(numbers), 1 if packed else space.entries_per_item)
+    steps %= space.steps
     ids = BlockLookup(space, layout, address).ids(items, str(region))
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return starts, numbers

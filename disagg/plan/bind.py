@@ -255,6 +255,7 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     entries, count = route.dst_entries, int(pairs.count[-1])
     if (
         route.dst_space.kind != "paged"
+        or route.dst_space.wraps
         or route.src_space.held != route.dst_space.held
         or count == entries
         or pairs.src_step[-1]

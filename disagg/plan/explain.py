@@ -126,7 +126,7 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     """How a route's bytes travel, and the first reason why items do not travel whole."""
     key = route.keys[0]
     there, here = source.region_by_key[key], dest.region_by_key[key]
-    pages = route.src_space.entries_per_item, route.dst_space.entries_per_item
+    pages = route.src_space.steps, route.dst_space.steps
     cut = [
         f"{ours.name}: {theirs.size} of {ours.total} on the source, {ours.size} on the destination"
         for ours in here.inner_axes

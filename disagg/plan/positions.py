@@ -176,8 +176,11 @@ def needed_entries(space: Space, tokens: range, total: int) -> range:
     alive = space.alive_in_request(total)
     if space.per_request:  # it changes until the last position is written
         return alive if tokens.stop == total else range(0)
-    per = space.tokens_per_entry
-    return range(max(alive.start, tokens.start // per), tokens.stop // per)
+    first, stop = (each // space.tokens_per_entry for each in (tokens.start, tokens.stop))
+    step = space.window_step if space.wraps else 1  # a row may change until its window closes
+    if tokens.stop != total:
+        stop = stop // step * step
+    return range(max(alive.start, first // step * step), stop)
 
 
 def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -> None:
@@ -209,16 +212,22 @@ def _paired(src: Space, dst: Space, needed: range) -> EntryPairs:
     """Pairs those of the request's entries `needed` that both spaces hold; `src_item` and
     `dst_item` are numbers of items of the request.
     """
-    sizes = src.entries_per_item, dst.entries_per_item
+    sizes = (src.entries_per_item, src.steps), (dst.entries_per_item, dst.steps)
     if src.held == dst.held:
-        src_starts, count = _stretches(src.held.part(needed), *sizes)
+        src_starts, count = _stretches(src.held.part(needed), src.steps, dst.steps)
         dst_starts = src_starts
     else:
         src_starts, dst_starts, count = _common(src, dst, needed)
-    src_item, src_step = np.divmod(src_starts, sizes[0])
+    src_place = _places(src_starts, *sizes[0])
     same = src_starts is dst_starts and sizes[0] == sizes[1]
-    dst_item, dst_step = (src_item, src_step) if same else np.divmod(dst_starts, sizes[1])
-    return EntryPairs(src_item, src_step, dst_item, dst_step, count)
+    dst_place = src_place if same else _places(dst_starts, *sizes[1])
+    return EntryPairs(*src_place, *dst_place, count)
+
+
+def _places(entries: Ints, size: int, steps: int) -> tuple[Ints, Ints]:
+    """Items and steps of a rank's entries, of which an item has `size` and room for `steps`."""
+    items, within = np.divmod(entries, size)
+    return items, within if steps == size else within % steps
 
 
 def _common(src: Space, dst: Space, needed: range) -> tuple[Ints, Ints, Ints]:
@@ -227,7 +236,7 @@ def _common(src: Space, dst: Space, needed: range) -> tuple[Ints, Ints, Ints]:
     """
     sides = []
     for space in (src, dst):
-        starts, count = _stretches(space.held.part(needed), space.held.size, space.entries_per_item)
+        starts, count = _stretches(space.held.part(needed), space.held.size, space.steps)
         sides.append((starts, space.held.number(starts), count))
     if not all(count.size for _, _, count in sides):
         none = np.empty(0, dtype=np.int64)

@@ -98,12 +98,12 @@ class Route:
     @property
     def src_entries(self) -> int:
         """Entries of a source item, as far as the route tells them apart."""
-        return 1 if self.packed else self.src_space.entries_per_item
+        return 1 if self.packed else self.src_space.steps
 
     @property
     def dst_entries(self) -> int:
         """Entries of a destination item."""
-        return 1 if self.packed else self.dst_space.entries_per_item
+        return 1 if self.packed else self.dst_space.steps
 
     @property
     def grows(self) -> bool:
@@ -182,7 +182,7 @@ def route(
 ) -> Route:
     """The route of record pairs of one shape, with their joined `runs` classified."""
     src, dst = pairs[0]
-    src_entries, dst_entries = src.space.entries_per_item, dst.space.entries_per_item
+    src_entries, dst_entries = src.space.steps, dst.space.steps
     if packed:
         src_entries = dst_entries = 1
     chained = _chained(src, dst, runs)
@@ -241,7 +241,7 @@ def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]
 
 def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
     """For each run, whether all gaps between its entries are padding of the record."""
-    gaps = record.space.entries_per_item - 1
+    gaps = record.space.steps - 1
     if gaps > record.pad_starts.size:  # each gap needs a padding interval of its own
         return np.zeros(runs.size, dtype=bool)
     entries = np.arange(gaps, dtype=np.int64)

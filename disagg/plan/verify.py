@@ -151,12 +151,12 @@ def _region_bytes(
     size = 1 if region.packing else space.entries_per_item
     alive = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
     stop = sum(1 for _ in takewhile(lambda entry: entry < alive.stop, _entries(space)))
-    if dead and space.kind == "paged":
+    if dead and space.kind == "paged" and not space.wraps:
         stop = -(-stop // size) * size
     for place, entry in zip(range(stop), _entries(space)):
         if entry >= alive.start:
             item = ids[place // size] if space.kind == "paged" else ids[0]
-            step = (place % size) * along.stride if along else 0
+            step = place % size % (space.ring or size) * along.stride if along else 0
             base = buffer.base + int(item) * buffer.item_stride + region.offset + step
             yield base + cell, (number + entry) * inner + meaning
 

@@ -92,6 +92,7 @@ def _space(space: Space, packed: bool, plain: set[str]) -> Space:
         ids=None,
         block_pool=None,
         items_per_block=1,
+        ring=None,
     )
 
 

@@ -41,7 +41,8 @@ OWN = "kvpool's own"
 C4_RING = (
     f"{SGLANG}, position p at p mod 8: on NVIDIA GPUs in a ring of each page of the window, row "
     "`swa_page * 8 + swa_loc % 8` (`c_plan.cuh`), with unified KV and on Ascend A5 in a ring of "
-    "each request, as here. The rows are the same, and the two pair."
+    "each request. `DSv4Pool` has rings of requests, with `page_rings=True` those of pages. The "
+    "rows are the same, and the two pair."
 )
 DS = f"{VLLM} with `VLLM_SSM_CONV_STATE_LAYOUT=DS`: conv `(channels, kernel - 1)`"
 BOTH = f"{SGLANG} and {VLLM}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pools.kinds import At, Ring
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Compressor:
         self.ring_space = space.name
         self.entry_space = cache.pool.space_of(self.roles[0], layer).name
         self.ratio, self.overlaps = space.window_step, bool(space.window)
+        self._page_ends = range(0, MAX_TOKENS, space.entries_per_item) if space.ring else range(0)
         self._start = 0
         self._prior: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -50,19 +52,23 @@ class Compressor:
         closed = (end - opened) // self.ratio * self.ratio
         # entries that are alive at the end; earlier ones are in the ring already or are dead
         first = max(start, opened + closed - (self.ratio if self.overlaps else 0))
-        self._write(first, torch.cat([kv, gate], dim=-1)[:, first - opened :])
+        rows = torch.cat([kv, gate], dim=-1)[:, first - opened :]
+        self._write([*range(first, end)], rows)
         return kv[:, :closed], gate[:, :closed], opened
 
     def overlap(
         self, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Stores the last of the windows `[B, W, ratio, D]`, which the next one overlaps; returns
-        the one before the first, `[B, ratio, head_dim]`, if any.
+        """Stores the last of the windows `[B, W, ratio, D]`, which the next one overlaps, and the
+        last of each page that has a ring, with which a prefix may end; returns the one before the
+        first, `[B, ratio, head_dim]`, if any.
         """
-        opened = self._start // self.ratio * self.ratio
-        first = opened + (chunk_kv.shape[1] - 1) * self.ratio
-        last = torch.cat([chunk_kv[:, -1], chunk_gate[:, -1]], dim=-1)
-        self._write(first, last)
+        opened, count = self._start // self.ratio, chunk_kv.shape[1]
+        ends = [(opened + n + 1) * self.ratio for n in range(count)]
+        kept = [n for n in range(count) if n == count - 1 or ends[n] in self._page_ends]
+        rows = torch.cat([chunk_kv[:, kept], chunk_gate[:, kept]], dim=-1)
+        positions = [p for n in kept for p in range(ends[n] - self.ratio, ends[n])]
+        self._write(positions, rows.flatten(1, 2))
         if self._prior is None:
             return None, None
         kv, gate = (rows[..., :head_dim] for rows in self._prior)
@@ -90,8 +96,8 @@ class Compressor:
         kv, gate = held.reshape(*where.shape, held.shape[-1]).chunk(2, dim=-1)
         return kv, gate
 
-    def _write(self, first: int, rows: torch.Tensor) -> None:
-        where = self.cache.where[self.ring_space][:, first : first + rows.shape[1]]
+    def _write(self, positions: list[int], rows: torch.Tensor) -> None:
+        where = self.cache.where[self.ring_space][:, positions]
         kept = where.flatten() >= 0
         values = rows.flatten(0, 1)[kept]
         self.cache.pool.write(self.layer, where.flatten()[kept], {self.ring: values})

@@ -149,7 +149,7 @@ class PoolLayout:
             if region.packing:
                 found += region.nbytes * len(space.alive_items(tokens))
             else:
-                found += region.nbytes // space.entries_per_item * len(space.alive(tokens))
+                found += region.nbytes // space.steps * len(space.alive(tokens))
         return found
 
     def slabs(self) -> list[Slab]:

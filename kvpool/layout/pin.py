@@ -53,6 +53,9 @@ class Pin:
                     return f"the state in {space.kind} {ranges(span.ids.tolist())} of space {name}"
                 continue
             needed = space.alive_items(held)
+            if space.wraps and tokens != held:
+                ids = span.ids[needed.start - span.first_item : needed.stop - span.first_item]
+                return f"the rings in items {ranges(ids.tolist())} of space {name}"
             filled, more = divmod(held, space.tokens_per_item)
             if name in self.layout.packed_spaces and more and tokens != held and filled in needed:
                 ids = span.ids[filled - span.first_item :][:1]  # it is one whole, its tail too

@@ -300,6 +300,10 @@ class Space:
     and lies in item `ids[e // entries_per_item]`. Windows and `RequestAddress.num_tokens` count
     the whole request's. A stretch is a multiple of `tokens_per_entry`, so that each entry is one
     rank's. None: this rank holds them all.
+
+    `ring`: (paged) an item has room for so many of its entries, the last ones that were written:
+    entry e is at step `e % ring` of its item. A row may change until its window closes, so entries
+    are transferred with the last position of their `window_step`. None: for all.
     """
 
     name: str
@@ -313,6 +317,7 @@ class Space:
     block_pool: str | None = None
     interleave: Interleave | None = None
     items_per_block: int = 1
+    ring: int | None = None
 
     def __post_init__(self) -> None:
         _need_name(self.name, "space")
@@ -372,13 +377,27 @@ class Space:
                 f"stretches of {self.interleave.size} positions would cut entries of "
                 f"{self.tokens_per_entry}: a multiple of {self.tokens_per_entry} is needed.",
             )
-        if self.kind == "ring":
+        if self.ring is not None:
+            _need_int(self.ring, 1, f"{where} ring")
+            _need(
+                self.kind == "paged" and self.interleave is None,
+                f"{where} ring",
+                "of the entries of a page, which one rank holds all of: leave it out of slots, "
+                "rings and interleaved spaces.",
+            )
+            _need(
+                self.entries_per_item % self.ring == self.entries_per_item % self.window_step == 0,
+                f"{where} ring",
+                f"{self.ring} entries, in steps of {self.window_step}, do not divide an item of "
+                f"{self.entries_per_item}.",
+            )
+        if self.wraps:
             keeps = None if self.window is None else self.window + self.window_step - 1
             _need(
-                keeps is not None and keeps <= self.entries_per_item,
+                keeps is not None and keeps <= self.steps,
                 where,
-                f"window: at most {self.entries_per_item - self.window_step + 1} in a ring of "
-                f"{self.entries_per_item} entries and steps of {self.window_step}, "
+                f"window: at most {self.steps - self.window_step + 1} in a ring of "
+                f"{self.steps} entries and steps of {self.window_step}, "
                 f"got {self.window}.",
             )
 
@@ -386,6 +405,16 @@ class Space:
     def per_request(self) -> bool:
         """Whether a request has exactly one item: slots and rings."""
         return self.kind != "paged"
+
+    @property
+    def wraps(self) -> bool:
+        """Whether entries of an item are overwritten by later ones: rings, of requests or pages."""
+        return self.kind == "ring" or self.ring is not None
+
+    @property
+    def steps(self) -> int:
+        """Entries for which an item has room: entry e is at step `e % steps` of its item."""
+        return self.ring or self.entries_per_item
 
     @property
     def grows(self) -> bool:

@@ -144,6 +144,12 @@ def _check_entries(region: Region, space: Space) -> None:
                 "this rank holds some: which entries lie in an item is not known to move. Describe "
                 "what is in it, or give the space no interleave."
             )
+        if space.ring is not None:
+            raise LayoutError(
+                f"{region}: packing {region.packing!r} in space {space.name}, whose items have "
+                "room for some of their entries: where these lie is not known. Describe what is in "
+                "it, or give the space no ring."
+            )
         return
     entry = region.axis("entry")
     size = entry.size if entry else 1
@@ -152,10 +158,9 @@ def _check_entries(region: Region, space: Space) -> None:
             f"{region}: has an entry axis, but an item of space {space.name} is a slot without "
             "entries."
         )
-    if size != space.entries_per_item:
+    if size != space.steps:
         raise LayoutError(
-            f"{region}: {size} entries, but an item of space {space.name} holds "
-            f"{space.entries_per_item}."
+            f"{region}: {size} entries, but an item of space {space.name} holds {space.steps}."
         )
     if entry is not None and (entry.start, entry.total) != (0, entry.size):
         raise LayoutError(

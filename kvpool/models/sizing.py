@@ -174,6 +174,7 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
     rests = _rests_of_blocks(layout)
     for buffer in layout.buffers:
         space, regions = layout.space_by_name[buffer.space], inside[buffer.name]
+        space = layout.space_by_name[space.id_list]  # whose items a request holds
         per, owner, layer = _per(space), regions[0].owner, regions[0].layer
         items = 1 / space.tokens_per_item if per == "token" else items_per_request(space, 1)
         for region in regions:

@@ -23,6 +23,7 @@ class TypedAccess:
     """Typed access to a pool's memory.
 
     A location is `item * entries_per_item + entry`, or the item where there are no entries (slots).
+    Of pages with a ring it is `item * steps + entry % steps`.
     """
 
     layout: PoolLayout

@@ -22,7 +22,8 @@ class DSv4Pool(UnionPool):
     (`overlap_ratio`: windows overlap, entries have index keys) or 128.
 
     Rings hold the keys and gates of open windows; with `speculation` they are twice as long, so
-    that rejected tokens can be rolled back. `page_size` is in tokens.
+    that rejected tokens can be rolled back. With `page_rings` those of windows that overlap lie in
+    a ring of each page of the sliding window, not of each request. `page_size` is in tokens.
     """
 
     default_page_size = 256  # every compress ratio must divide a page
@@ -41,6 +42,7 @@ class DSv4Pool(UnionPool):
         window: int = 128,
         window_page_size: int = 128,
         speculation: bool = False,
+        page_rings: bool = False,
         **common: Unpack[Common],
     ) -> None:
         self.latent, self.index = V4Latent(latent_dim, qk_rope_head_dim), IndexKey(index_head_dim)
@@ -48,7 +50,7 @@ class DSv4Pool(UnionPool):
         self.compress_ratios, self.overlap_ratio = tuple(compress_ratios), overlap_ratio
         self.ratios = sorted(set(self.compress_ratios) - {0})
         self.window, self.window_page_size = window, window_page_size
-        self.ring_factor = 2 if speculation else 1
+        self.ring_factor, self.page_rings = 2 if speculation else 1, page_rings
         super().__init__(**common)
 
     def parts(self) -> Iterator[tuple[Kind, At]]:
@@ -60,12 +62,11 @@ class DSv4Pool(UnionPool):
             name, overlaps = f"c{ratio}", ratio == self.overlap_ratio
             layers = [n for n in self.layers if self.compress_ratios[n] == ratio]
             pages = self.at(layers, name, self.page_size // ratio, prefix=f"{name}.")
+            state = StateType.DSV4_REQUEST_STATE
+            if overlaps and self.page_rings:
+                state = StateType.SWA  # one item a page of the window
             ring = self.at(
-                layers,
-                f"{name}.ring",
-                self._ring(ratio),
-                prefix=pages.prefix,
-                state=StateType.DSV4_REQUEST_STATE,
+                layers, f"{name}.ring", self._ring(ratio), prefix=pages.prefix, state=state
             )
             series = 4 if overlaps else 2  # a key and a gate, for one window or for two
             yield self.latent, pages
@@ -81,9 +82,13 @@ class DSv4Pool(UnionPool):
         yield Space("ring", "slot")
         for ratio in self.ratios:
             yield Space(f"c{ratio}", "paged", self.page_size // ratio, ratio, ids="kv")
+            name, size = f"c{ratio}.ring", self._ring(ratio)
             alive = ratio if ratio == self.overlap_ratio else 0
-            ring = self._ring(ratio)
-            yield Space(f"c{ratio}.ring", "ring", ring, window=alive, window_step=ratio, ids="ring")
+            ring = Space(name, "ring", size, window=alive, window_step=ratio, ids="ring")
+            if alive and self.page_rings:
+                page = self.window_page_size
+                ring = replace(ring, kind="paged", entries_per_item=page, ring=size, ids="swa")
+            yield ring
 
     def _ring(self, ratio: int) -> int:
         return self.ring_factor * ratio * (2 if ratio == self.overlap_ratio else 1)
@@ -100,3 +105,15 @@ class DSv4Pool(UnionPool):
                 f"compress_ratios: pages of {self.page_size} tokens are not a multiple of "
                 f"{wrong[0]}. Use a page size that every ratio divides."
             )
+        if self.page_rings and self.overlap_ratio in self.ratios:
+            ring, reach = self._ring(self.overlap_ratio), 2 * self.overlap_ratio - 1
+            if self.window_page_size % ring:
+                raise ValueError(
+                    f"page_rings: window pages of {self.window_page_size} tokens are not a "
+                    f"multiple of rings of {ring}. Use a window_page_size that is."
+                )
+            if self.window < reach:
+                raise ValueError(
+                    f"page_rings: a compressor reads the last {reach} tokens, a window of "
+                    f"{self.window} has freed their pages. Leave page_rings out."
+                )

@@ -51,6 +51,8 @@ def space_words(space: Space) -> str:
             "ring": f"one ring of {space.entries_per_item:,} {entries} a request",
         }[space.kind]
     ]
+    if space.ring is not None:
+        words.append(f"of which an item has room for the last {space.ring:,}")
     if space.tokens_per_entry > 1:
         words.append(f"an entry is {space.tokens_per_entry:,} tokens")
     if space.window is not None:

@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
     def split(self, where: Ints) -> tuple[Ints, Ints]:
         """The items and entries of flat locations."""
-        return np.divmod(where, self.space.entries_per_item)
+        return np.divmod(where, self.space.steps)
 
     def pick(self, random: np.random.Generator) -> Ints:
         """Distinct locations `[N]`."""
@@ -66,7 +66,7 @@ def groups(pool: KVPool) -> list[Group]:
     for (layer, name), regions in found.items():
         space = pool.layout.space_by_name[name]
         items = min(pool.layout.buffer_of(region).items for region in regions)
-        made.append(Group(layer, space, tuple(regions), items * space.entries_per_item))
+        made.append(Group(layer, space, tuple(regions), items * space.steps))
     return made
 
 

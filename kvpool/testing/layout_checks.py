@@ -50,7 +50,7 @@ def views_show_the_bytes_of_the_layout(case: Case) -> None:
     held = memory.fill(random_of(case.pool))
     for region in pool.layout.regions:
         items = pool.layout.buffer_of(region).items
-        at = every(items, pool.layout.space_of(region).entries_per_item)
+        at = every(items, pool.layout.space_of(region).steps)
         raw = off(case.device, pool.view(region.role, region.layer))
         if region.axis("entry") is not None:
             raw = raw.reshape(-1, *raw.shape[2:])

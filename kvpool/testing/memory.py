@@ -120,7 +120,7 @@ class PoolMemory:
             if region.dtype != "float8_e4m3fn" and not region.role.endswith(".scale"):
                 continue
             items = self.layout.buffer_of(region).items
-            at = self.cells(region, *every(items, self.layout.space_of(region).entries_per_item))
+            at = self.cells(region, *every(items, self.layout.space_of(region).steps))
             one, other = (np.isnan(decode(a[at], region.dtype)) for a in (actual, expected))
             both[at] = np.repeat(one & other, ITEMSIZE[region.dtype], axis=-1)
         return both

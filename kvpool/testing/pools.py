@@ -136,6 +136,10 @@ CLASSES = {
     "layered": layered,
     "dsv4": dsv4,
     "dsv4 speculating": dsv4.but(speculation=True),
+    "dsv4, rings of pages": replace(
+        dsv4.but(page_rings=True),
+        resized={"page_size": 16, "num_pages": 5, "window_page_size": 8, "page_rings": False},
+    ),
 }
 WIDE = MHA(4, 64, 32)
 # rows of released models: several blocks a row, and block counts that are not powers of two

@@ -49,6 +49,8 @@ def other_pages(build):
         more["window_page_size"] = arguments["window_page_size"] + 1
     if "compress_ratios" in arguments:
         more["speculation"] = not arguments.get("speculation", False)
+    if "page_rings" in arguments:  # rings divide pages
+        more["window_page_size"] = 4 * arguments["window_page_size"]
     return [(build.but(**more),)]
 
 

@@ -62,8 +62,15 @@ class Held:
     since: int = 0  # tokens at which all that was alive is in place
     received: int = 0  # tokens that had last been received
     lost: Counter[str] = field(default_factory=Counter)  # of a ring, entries before it
+    # of the rings of pages, by page and step: the entry that was there last
+    there: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
     rooms: list[Room] = field(default_factory=list)
     table: RequestAddress | None = None  # of some time before
+
+    def lacks(self, space, entry: int) -> bool:
+        """Whether a later entry has been in the place of an entry of a page's ring."""
+        place = entry // space.entries_per_item, entry % (space.ring or 1)
+        return space.ring is not None and self.there[space.name][place] != entry
 
     def open_rooms(self) -> list[Room]:
         return [room for room in self.rooms if not room.ended]
@@ -120,7 +127,7 @@ class Lives(RuleBasedStateMachine):
 
     def write(self, held: Held, name: str, entry: int, location: int) -> None:
         self.count += 1
-        size = self.spaces[name].entries_per_item
+        size = self.spaces[name].ring or self.spaces[name].entries_per_item
         mark = held.marks[name][entry] = self.count % 255 + 1
         for view in self.memory[name]:
             view[location // size, location % size] = mark
@@ -141,8 +148,8 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        empty = ({name: {} for name in names} for names in (self.lists, self.spaces))
-        self.live.append(Held(self.alloc.new_request(), *empty))
+        empty = [{name: {} for name in names} for names in (self.lists, self.spaces, self.spaces)]
+        self.live.append(Held(self.alloc.new_request(), *empty[:2], there=empty[2]))
 
     @precondition(lambda self: self.live)
     @rule(number=PICK, tokens=TOKENS, received=st.booleans())
@@ -168,7 +175,7 @@ class Lives(RuleBasedStateMachine):
         """Whether a request of `tokens` tokens lacks what was alive of `held` in these pools."""
         for name in self.spaces_of(pools):
             space, alive = self.spaces[name], self.live_entries(name, held)
-            if space.kind != "paged":
+            if space.kind != "paged" or space.ring:
                 if alive and tokens != held:
                     return True
             elif alive and alive[0] // space.entries_per_item < first[space.id_list]:
@@ -233,7 +240,7 @@ class Lives(RuleBasedStateMachine):
                 keeps[name] = {
                     (
                         ids[n // space.entries_per_item if space.kind == "paged" else 0],
-                        n % space.entries_per_item,
+                        n % (space.ring or space.entries_per_item),
                     ): held.marks[name][n]
                     for n in self.live_entries(name, tokens)
                 }
@@ -309,7 +316,10 @@ class Lives(RuleBasedStateMachine):
                 self.write(held, name, 0, location)
                 continue
             dead = received and entry - 1 < start(space, held.tokens)
-            if space.kind == "paged" and not dead:
+            if space.ring:
+                at = position // space.entries_per_item, position % space.ring
+                held.there[name][at] = position
+            elif space.kind == "paged" and not dead:
                 assert location >= 0
             if location >= 0 and not whole and not dead:
                 self.write(held, name, entry - 1, location)
@@ -336,6 +346,11 @@ class Lives(RuleBasedStateMachine):
                 gone |= tokens not in (0, parent.tokens)
                 incomplete = tokens
             copied[name] = stop - 1 if incomplete else None
+        for space in self.spaces.values() if tokens else ():
+            if space.ring:
+                alive = self.live_entries(space.name, tokens)
+                gone |= alive.start < start(space, parent.received)
+                gone |= not gone and any(parent.lacks(space, entry) for entry in alive)
         out = any(
             sum(copied[each] is not None for each in self.siblings(name)) > len(self.free_ids(name))
             for name in self.lists
@@ -349,6 +364,7 @@ class Lives(RuleBasedStateMachine):
         child = Held(self.alloc.fork(parent.request, tokens), {}, {}, tokens, since=tokens)
         child.received = min(parent.received, tokens)
         child.lost = Counter(parent.lost if tokens else {})
+        child.there = {name: dict(there) for name, there in parent.there.items()}
         self.live.append(child)
         for name in self.lists:
             first, stop = self.bounds(name, tokens, tokens)
@@ -370,6 +386,8 @@ class Lives(RuleBasedStateMachine):
         if space.kind == "ring":  # what has been written there since
             last = held.tokens // space.tokens_per_entry
             first = max(held.lost[name], last - space.entries_per_item)
+        if any(held.lacks(space, entry) for entry in alive):
+            return True
         return alive[0] < max(first, start(space, held.received))
 
     @precondition(lambda self: self.live)
@@ -462,10 +480,13 @@ class Lives(RuleBasedStateMachine):
                 for position, location in enumerate(found[name].tolist()):
                     entry = position // space.tokens_per_entry
                     item = ids.get(entry // size if space.kind == "paged" else 0)
+                    lacks = held.lacks(space, entry)
                     late = held.tokens // space.tokens_per_entry - size
                     late = max(late, held.lost[name])
-                    if item is None or (space.kind == "ring" and entry < late):
+                    if item is None or lacks or (space.kind == "ring" and entry < late):
                         assert location == -1
+                    elif space.ring:
+                        assert location == item * space.ring + entry % space.ring
                     else:
                         assert location == item * size + entry % size
 
@@ -477,12 +498,14 @@ class Lives(RuleBasedStateMachine):
                 if space.kind == "slot":
                     alive = range(min(held.tokens, 1))
                 else:  # what the next of several tokens reads is still in pages, not in rings
-                    since = held.since if space.kind == "paged" else held.tokens
+                    whole = space.kind == "paged" and not space.ring
+                    since = held.since if whole else held.tokens
                     alive = range(start(space, since), held.tokens // space.tokens_per_entry)
                 items = [ids[n // size if space.kind == "paged" else 0] for n in alive]
                 marks = np.array([held.marks[name][n] for n in alive], dtype=np.uint8)
+                steps = [n % (space.ring or size) for n in alive]
                 for view in self.memory[name] if items else ():
-                    read = view[items, [n % size for n in alive]].reshape(len(alive), -1)
+                    read = view[items, steps].reshape(len(alive), -1)
                     assert (read == marks[:, None]).all(), f"{name}: {read[:, 0]} is not {marks}"
 
     @invariant()
@@ -513,6 +536,12 @@ TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
 TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
 TestLongRings = machine(lambda: [dsv4(layers=[1, 2], speculation=True, **SMALL)])
 TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
+TestRingsOfPages = machine(
+    lambda: [dsv4(layers=[1, 2], page_rings=True, window_page_size=8, **SMALL)]
+)
+TestLongRingsOfPages = machine(
+    lambda: [dsv4(layers=[1], page_rings=True, speculation=True, window_page_size=16, **SMALL)]
+)
 TestDraft = machine(
     lambda: [
         swa(layers=[0, 1], **SMALL),

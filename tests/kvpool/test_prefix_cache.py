@@ -291,6 +291,19 @@ def test_events_are_what_vllm_publishes():
         cached().prefix.take_events()
 
 
+@pytest.mark.parametrize(("received", "found"), [(0, 8), (9, 8), (10, 0), (12, 0)])
+def test_a_page_whose_ring_was_dead_when_it_was_received_is_not_kept(received, found):
+    """The first page is in the window of 12 tokens, but of its ring only the last two of 8 would
+    be read: they come with 8 or 9 tokens.
+    """
+    pool = dsv4(layers=[1], page_rings=True, window=12, window_page_size=8, device="meta")
+    alloc = cached(pool)
+    request = alloc.new_request()
+    alloc.extend(request, received or 12, received=received > 0)
+    alloc.store(request, range(request.num_tokens))
+    assert alloc.prefix.lookup(range(12)) == found
+
+
 @settings(max_examples=50)
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), max_size=60),

@@ -211,7 +211,7 @@ class Prefixes(RuleBasedStateMachine):
         space = self.spaces[name]
         if space.kind == "slot":
             return range(min(tokens, 1))
-        since = since if space.kind == "paged" else tokens
+        since = since if space.kind == "paged" and not space.ring else tokens
         return range(start(space, since), tokens // space.tokens_per_entry)
 
     def place(self, held: Held, name: str, entry: int) -> tuple[int, int, int]:
@@ -221,7 +221,8 @@ class Prefixes(RuleBasedStateMachine):
         number = entry // size if space.kind == "paged" else 0
         if space.kind == "slot":
             tokens = held.tokens
-        return held.ids[space.id_list][number], entry % size, mark(*held.prefix(tokens))
+        step = entry % (space.ring or size)
+        return held.ids[space.id_list][number], step, mark(*held.prefix(tokens))
 
     def write(self, held: Held, before: int, since: int) -> None:
         """Writes what the tokens from `before` on leave behind, of what is alive at `since`."""
@@ -229,6 +230,9 @@ class Prefixes(RuleBasedStateMachine):
             entries = self.entries(name, held.tokens, since)
             if space.kind == "ring" and since < held.tokens:  # computed, one after the other
                 entries = range(max(0, entries.stop - space.entries_per_item), entries.stop)
+            if space.ring and since < held.tokens:
+                first = min(held.ids[space.id_list], default=0) * space.entries_per_item
+                entries = range(max(first, before), entries.stop)
             for entry in entries:
                 if (entry + 1) * self.spaces[name].tokens_per_entry > before or (
                     self.spaces[name].kind == "slot" and held.tokens > before
@@ -340,6 +344,10 @@ class Prefixes(RuleBasedStateMachine):
             space = self.by_name[name]
             if space.kind == "paged":
                 whole = -(-start(space, held.received) // space.entries_per_item)
+                for ring in (one for one in self.spaces.values() if one.ring and one.ids == name):
+                    reach, ends = start(ring, held.received), ring.entries_per_item
+                    while start(ring, (whole + 1) * ends) < reach:
+                        whole += 1
                 self.keep(held, name, max(before // each.tokens, whole), stop // each.tokens)
             elif stop == held.tokens and stop % CHECKPOINT == 0 and len(self.lists[name].free):
                 prefix = held.prefix(stop)
@@ -550,6 +558,9 @@ TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
 TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
 TestOnlyStates = machine(lambda: [hybrid(layers=[0, 1], **SMALL)])
 TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
+TestRingsOfPages = machine(
+    lambda: [dsv4(layers=[1], page_rings=True, window=12, window_page_size=8, **SMALL)]
+)
 TestDraft = machine(
     lambda: [
         swa(layers=[0, 1], **SMALL),

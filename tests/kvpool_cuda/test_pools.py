@@ -28,7 +28,7 @@ def writes(pool, seed):
                 by_space.setdefault(pool.layout.space_of(region).name, []).append(region.role)
         for name, roles in by_space.items():
             space = pool.layout.space_by_name[name]
-            entries = 1 if space.kind == "slot" else space.entries_per_item
+            entries = 1 if space.kind == "slot" else space.steps
             items = min(pool.layout.buffer_of(r).items for r in regions if r.role in roles)
             where = torch.randperm(items * entries, generator=random)[:COUNT]
             values = {}

@@ -37,7 +37,7 @@ def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarr
     items = span.ids[
         np.zeros_like(numbers) if space.per_request else numbers // size - span.first_item
     ]
-    return np.asarray(items * size + numbers % size)
+    return np.asarray(items * space.steps + numbers % size % space.steps)
 
 
 def same_as_pool(

@@ -15,8 +15,8 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
 __all__ = ["EngineLayout", "Pools", "Ranks", "engine_layout"]
 
-IDS = {"swa": "swa", "mamba": "state", "c128_state": "c128.ring"}
-"""The space whose items a component of SGLang's state lists; others list those of the pages."""
+IDS = {"swa": ("swa", "c4.ring"), "mamba": ("state",), "c128_state": ("c128.ring",)}
+"""The spaces whose items a component of SGLang's state lists; others list those of the pages."""
 
 
 class Pools(NamedTuple):
@@ -63,30 +63,24 @@ class EngineLayout:
         """
         spans = {"kv": Span(np.asarray(kv_indices), first_page)}
         for kind, given in zip(self.state_types, state_indices or ()):
-            space = self.layout.space_by_name.get(IDS.get(kind, ""))
-            if space is not None and given is not None:
-                spans |= self.spans_of(space, np.asarray(given, dtype=np.int64).ravel(), tokens)
+            for name in IDS.get(kind, ()) if given is not None else ():
+                space = self.layout.space_by_name.get(name)
+                if space is not None:
+                    ids = np.asarray(given, dtype=np.int64).ravel()
+                    spans[name] = self.span_of(space, ids, tokens)
         return RequestAddress(tokens, spans)
 
-    def spans_of(self, space: Space, ids: npt.NDArray[np.int64], tokens: int) -> dict[str, Span]:
-        """The spans that SGLang's indices of a component stand for."""
+    def span_of(self, space: Space, ids: npt.NDArray[np.int64], tokens: int) -> Span:
+        """What SGLang's indices of a component mean in a space."""
         if space.kind == "slot":
-            return {space.name: Span(ids)}
+            return Span(ids)
         if space.kind == "ring":  # SGLang lists the part of the ring with the open window, if any
-            return {space.name: Span(ids // (space.entries_per_item // space.window_step))}
+            return Span(ids // (space.entries_per_item // space.window_step))
         page = self.layout.space_by_name["kv"].tokens_per_item
         first = -(-tokens // page) - ids.size  # the last page has the last position
         ratio = page // space.entries_per_item
         items = Span.from_blocks(ids, null=-1, items_per_block=ratio).ids
-        found = {space.name: Span(items, first * ratio)}
-        rings = self.layout.space_by_name.get("c4.ring")
-        if rings is not None and ids.size:  # blocks of a page share its ring, in turn
-            step = rings.entries_per_item
-            live = rings.alive_items(tokens)
-            block = np.arange(max(live.start, first * page // step), live.stop)
-            home = ids[block * step // page - first]
-            found["c4.ring"] = Span(home * rings.reserved + block % rings.reserved, int(block[0]))
-        return found
+        return Span(items, first * ratio)
 
 
 def engine_layout(

@@ -264,15 +264,16 @@ def read_dsv4(pool: Any, at: At) -> Iterator[State]:
 
 def read_ring(ring: Any, at: At, role: str, ratio: int) -> Iterator[State]:
     """A layer's tokens that are not yet compressed. To 4: those of the open window and the one
-    before it, in a ring of each page of the sliding window, so 4 tokens of a ring are an item. To
-    128: those of the open window, in a ring of each request.
+    before it, in a ring of each page of the sliding window. To 128: those of the open window, in a
+    ring of each request.
     """
     rows, size = ring.kv_score_buffer.kv_score, ring.ring_size
     home = Space("c128.ring", "ring", size, window=0, window_step=ratio)
     if ratio == 4:
-        home = Space("c4.ring", entries_per_item=4, window=4, window_step=4, reserved=size // 4)
+        page = ring.swa_page_size
+        home = Space("c4.ring", entries_per_item=page, window=4, window_step=4, ring=size)
     row = Cell(role, rows.shape[-1], dtype_name(rows.dtype))
-    views = [formats.paged(rows, home.entries_per_item)]
+    views = [formats.paged(rows, size)]
     yield from at._replace(space=home).tensors(views, partial(formats.rows, row=row))
 
 

@@ -200,15 +200,16 @@ def test_stages_of_deepseek_v4_are_joined():
 
 @pytest.mark.parametrize("tokens", [3, 128, 259])
 @pytest.mark.parametrize("speculation", [False, True])
-def test_rings_of_window_pages_pair_with_kvpools_rings_of_requests(tokens, speculation):
-    """Through a pool of kvpool's, whose every ring is one request's, and back."""
+@pytest.mark.parametrize("page_rings", [False, True])
+def test_rings_of_window_pages_pair_with_kvpools_rings(tokens, speculation, page_rings):
+    """Through a pool of kvpool's, with rings of requests or of pages of another size, and back."""
     source, dest = (dsv4_side(sides.dsv4(RATIOS), n, tokens, n + 1) for n in range(2))
     for seed, side in enumerate((source, dest)):
         oracle.fill(side, seed)
     pool = DSv4Pool(
         layers=range(6), compress_ratios=RATIOS, num_pages=9, requests=2, chunk_tokens=tokens,
         page_size=256, window=127, window_page_size=64, speculation=speculation, dtype="bf16",
-        packing="fp8",
+        packing="fp8", page_rings=page_rings,
     )  # fmt: skip
     allocator = Allocator(pool)
     allocator.extend(allocator.new_request(), 5)

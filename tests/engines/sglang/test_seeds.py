@@ -50,10 +50,8 @@ def test_deepseek_v4_with_longer_rings_on_decode(tokens, engine):
         for drafts in (0, 3)
     ]
     rings = [
-        [s.entries_per_item * (s.reserved if s.name == "c4.ring" else 1) for s in spaces]
-        for spaces in (
-            [s for s in described(each, 6).layout.spaces if "ring" in s.name] for each in pair
-        )
+        [space.steps for space in described(each, 6).layout.spaces if "ring" in space.name]
+        for each in pair
     ]
     assert rings == [[8, 128], [16, 256]]
     assert hand_over(pair[:1], pair[1:], layers=6, engine=engine)

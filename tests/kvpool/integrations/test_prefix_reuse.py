@@ -17,6 +17,7 @@ from tests.kvpool.integrations.test_transformers import assert_same, pool_of, ru
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "deepseek_v4")
 CHECKPOINT, SHARED, STEPS = 16, 32, 5
+PAGE_RINGS = {"page_rings": True}
 GEMMA = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
@@ -73,10 +74,12 @@ def alone(model, ids):
     return cache, run(model, cache, ids, chunks=chunks, steps=STEPS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_reused_prefix_changes_no_bit(family):
+@pytest.mark.parametrize(
+    ("family", "more"), [*((family, {}) for family in FAMILIES), ("deepseek_v4", PAGE_RINGS)]
+)
+def test_a_reused_prefix_changes_no_bit(family, more):
     model = reference.model_of(family)
-    pool, allocator = allocator_of(model, page=8)
+    pool, allocator = allocator_of(model, page=8, **more)
     found, first, _ = serve(model, pool, allocator, ids_of(4, 21))
     assert found == 0
     allocator.free(first.requests[0])
@@ -103,3 +106,29 @@ def test_a_prompt_whose_pages_were_taken_is_computed_anew(family):
         theirs, expected = alone(model, ids)
         assert_same(model, cache, theirs, logits, expected[-len(logits) :])
         allocator.free(cache.requests[0])
+
+
+def test_rings_of_pages_are_reused_at_every_page_of_a_long_chunk(monkeypatch):
+    """All windows of this model lie in pages: a prefix needs no checkpoint of a state."""
+    changed = {
+        **reference.CONFIGS["deepseek_v4"],
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", reference.CSA, reference.CSA],
+    }
+    monkeypatch.setitem(reference.CONFIGS, "deepseek_v4", changed)
+    model = reference.model_of.__wrapped__("deepseek_v4")
+    pool = pool_of(model, page_size=1, window_page_size=8, **PAGE_RINGS)
+    assert not any(space.per_request for space in pool.layout.spaces)
+    allocator = Allocator(pool, prefix=PrefixCache())
+    first, second = ids_of(4, 21), ids_of(5, 13)
+    cache = PoolCache(pool, allocator, [allocator.new_request()])
+    run(model, cache, first, chunks=(first.shape[1],), steps=0)
+    allocator.store(cache.requests[0], first[0])
+    request = allocator.new_request(second[0, :-1])
+    assert request.num_tokens == SHARED
+    cache = PoolCache(pool, allocator, [request])
+    logits = run(model, cache, second[:, SHARED:], chunks=(13,), steps=STEPS)
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, second, chunks=(SHARED, 13), steps=STEPS)
+    # chunks of other lengths round otherwise
+    torch.testing.assert_close(logits, expected[1:], rtol=0, atol=1e-5)

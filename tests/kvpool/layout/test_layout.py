@@ -197,6 +197,27 @@ def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
             {"kind": "ring", "entries_per_item": 8, "window": 9},
             r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got 9",
         ),
+        (
+            {"entries_per_item": 64, "ring": 8, "window": 6, "window_step": 4},
+            r"space s: window: at most 5 in a ring of 8 entries and steps of 4, got 6",
+        ),
+        (
+            {"entries_per_item": 64, "ring": 8},
+            r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got None",
+        ),
+        (
+            {"entries_per_item": 60, "ring": 8, "window": 4, "window_step": 4},
+            r"space s ring: 8 entries, in steps of 4, do not divide an item of 60",
+        ),
+        ({"entries_per_item": 64, "ring": 0, "window": 1}, r"space s ring: 1 to 2\*\*63-1, got 0"),
+        (
+            {"kind": "ring", "entries_per_item": 8, "window": 4, "ring": 8},
+            r"space s ring: of the entries of a page, which one rank holds all of",
+        ),
+        (
+            {"entries_per_item": 8, "window": 4, "ring": 8, "interleave": Interleave(4, 1, 2)},
+            r"space s ring: of the entries of a page, which one rank holds all of",
+        ),
     ],
 )
 def test_a_space_that_cannot_be_is_refused(wrong, says):
@@ -796,6 +817,9 @@ OTHER = {
     "Space.tokens_per_entry": pool(s={"tokens_per_entry": 4}),
     "Space.window": pool(s={"window": 128}),
     "Space.window_step": pool(s={"window": 128, "window_step": 4}),
+    "Space.ring": pool(
+        s={"entries_per_item": 4, "window": 1, "ring": 2}, r={"axes": (Axis("entry", 2, 32),)}
+    ),
     "Space.reserved": pool(s={"reserved": 2}),
     "Space.ids": pool(s={"ids": "other"}),
     "Space.block_pool": pool(s={"block_pool": "blocks"}),

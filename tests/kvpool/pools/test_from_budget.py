@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator, Space
+from kvpool.models.sizing import shares
 from kvpool.pools.budget import DoesNotFit, items_per_request
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, nsa, swa
 
@@ -227,3 +228,10 @@ def test_a_number_that_is_given_is_not_derived():
 def test_a_number_of_items_beside_a_budget_is_refused(number):
     with pytest.raises(ValueError, match=f"{number}: from_budget computes them"):
         swa.from_budget(10**6, **{number: 5})
+
+
+def test_rings_of_pages_are_counted_with_the_pages_of_the_window():
+    """A window of 6 tokens lies in 3 pages of 4 at most; a ring is 4 tokens of 4 x 12 floats."""
+    layout = dsv4(page_rings=True, layers=[1], device="meta").layout
+    found = {share.role: share.nbytes for share in shares(layout)}
+    assert found["c2.state"] == 3 * 4 * (4 * 12) * 4

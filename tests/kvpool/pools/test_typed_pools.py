@@ -12,6 +12,7 @@ import torch
 from kvpool import (
     MHA,
     MLA,
+    Allocator,
     DSv4Pool,
     HybridLinearPool,
     IndexKey,
@@ -138,6 +139,20 @@ def test_a_v4_layer_of_either_ratio(packing, speculation):
     assert list(spaces["c4.ring"].alive(8)) == [4, 5, 6, 7]
     assert list(spaces["c128.ring"].alive(259)) == [256, 257, 258]
     assert spaces["c128.ring"].alive(256) == range(256, 256)
+
+
+def test_rings_of_pages_share_the_ids_of_the_window():
+    """As SGLang addresses them on NVIDIA: row `swa_page * ring + swa_loc % ring`."""
+    pool = dsv4(page_rings=True, window_page_size=8)
+    ring = pool.layout.space_by_name["c2.ring"]
+    assert (ring.id_list, ring.entries_per_item, ring.steps) == ("swa", 8, 4)
+    assert pool.view("c2.state", 1).shape[:2] == (11, 4)
+    allocator = Allocator(pool)
+    allocator.extend(allocator.new_request(), 3)
+    where = allocator.extend(allocator.new_request(), 13)
+    rows = [loc // 8 * 4 + loc % 4 for loc in where["swa"].tolist()]
+    last = [p for p in range(13) if p in range(4, 8) or p in range(9, 13)]  # of each page
+    assert where["c2.ring"].tolist() == [rows[p] if p in last else -1 for p in range(13)]
 
 
 def test_gpt_oss_has_a_window_on_every_other_layer():
@@ -559,6 +574,16 @@ WRONG = {
     "no name": (mha, {"packing": None}, "target: a dtype or a packing must be given"),
     "blocks that do not fill": (mha, {"packing": "mxfp8", "head_dim": 80}, "80 elements are not"),
     "latents that do not fill": (mla, {"packing": "fp8", "kv_lora_rank": 200}, "200 elements are"),
+    "rings across pages": (
+        dsv4,
+        {"page_rings": True, "window_page_size": 6},
+        "window pages of 6 tokens are not a multiple of rings of 4",
+    ),
+    "rings of freed pages": (
+        dsv4,
+        {"page_rings": True, "window": 2},
+        "a compressor reads the last 3 tokens, a window of 2 has freed their pages",
+    ),
     "no whole entries": (dsv4, {"page_size": 12}, "pages of 12 tokens are not a multiple of 8"),
     "a negative ratio": (dsv4, {"compress_ratios": (0, -2, 8, 2)}, "not a multiple of -2"),
     "a layer without a ratio": (
