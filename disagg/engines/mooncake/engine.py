@@ -181,6 +181,7 @@ class MooncakeEngine(Engine):
             self._reading if shared is None else lambda: shared,
             self._shared,
             self._scope(),
+            self._protocol == "tcp",
             self._waker.wake,
         )
         peer = MooncakePeer(ranges, thread)

@@ -21,6 +21,10 @@ DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
 """Set unless the environment sets them. A call fails after 3 seconds without progress."""
 WAKE = struct.pack("ll", 0, 1000)
 LISTENING = ":0000 0A "
+PAUSES = 0.00005, 0.0005
+"""Seconds between two questions whether a read has ended, the first and the longest."""
+POLLED_SECONDS = 30.0
+"""How long they are asked. Then Mooncake's own limits count."""
 
 
 def package() -> Any:
@@ -85,19 +89,38 @@ def register_ranges(engine: Any, ranges: Iterable[tuple[int, int]]) -> None:
             )
 
 
-def fetch(engine: Any, address: str, rows: Sequence[Sequence[int]], slept: float = 0.0) -> bool:
-    """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived. Sleeps
-    for `slept` seconds before it waits, which keeps a core busy.
+def fetch(
+    engine: Any, address: str, rows: Sequence[Sequence[int]], *, polled: bool = False
+) -> bool:
+    """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived.
+
+    The call that waits for the end of a batch keeps a core busy, which Mooncake's own threads need.
+    If `polled`, the last byte is read once more behind the batch, and waited for with pauses. So
+    this takes a run more, and is for transports that read one run after the other.
 
     `batch_transfer_sync_read` is not used: it retries while bytes of the failed attempt are still
     in flight, and reports success.
     """
     src, dst, nbytes = rows
     number = engine.batch_transfer_async_read(address, dst, src, nbytes)
-    if number and slept:
-        time.sleep(slept)
+    if number and polled:
+        at = nbytes[-1] - 1
+        last = engine.batch_transfer_async_read(address, [dst[-1] + at], [src[-1] + at], [1])
+        if not (last and _poll(engine, last)):
+            return False
     # the status frees the number: a second call would crash
     return bool(number) and bool(engine.get_batch_transfer_status([number]) == 0)
+
+
+def _poll(engine: Any, number: int) -> bool:
+    """Whether a read of one run arrives; asks with pauses."""
+    pause, until = PAUSES[0], time.monotonic() + POLLED_SECONDS
+    while time.monotonic() < until:
+        if status := engine.transfer_check_status(number):  # this frees the number
+            return bool(status > 0)
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSES[1])
+    return bool(engine.get_batch_transfer_status([number]) == 0)
 
 
 def hasten(engine: Any) -> None:

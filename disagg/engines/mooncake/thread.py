@@ -7,7 +7,6 @@ read through a `TransferEngine` and a thread of its own.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from disagg.engines.base import TransferError
-from disagg.engines.mooncake.pace import Pace
 from disagg.engines.mooncake.package import fetch, hasten, register_ranges
 from disagg.plan.bind import CopyBatch
 
-CALL_RUNS = 1024
-"""Runs per call. More would wait in a second queue, where waiting for a second is an error."""
+CALL_RUNS = 1023
+"""Runs per call, and one to poll. More than 1024 would wait in a second queue, where waiting for a
+second is an error.
+"""
+POLLED_BYTES = 1 << 20
+"""Shorter reads end before a pause is worth it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +41,8 @@ class PeerThread:
     """Reads from one peer, in order, in a thread.
 
     `obtain` returns the `TransferEngine`; with `shared` other peers use it too, and it is not
-    destroyed. The thread works in the context `scope`. `token` are the bytes that the peer keeps at
+    destroyed. The thread works in the context `scope`; with `polls` it leaves the core to others
+    while Mooncake's threads read. `token` are the bytes that the peer keeps at
     `token_at`; `scratch` has their size and must live as long as the `TransferEngine`. `tell` is
     called when a read has ended.
     """
@@ -53,11 +56,12 @@ class PeerThread:
         obtain: Callable[[], Any],
         shared: bool,
         scope: AbstractContextManager[Any],
+        polls: bool,
         tell: Callable[[], None],
     ) -> None:
         self._address, self._token_at, self._token = address, token_at, token
         self._scratch, self._obtain, self._shared, self._scope = scratch, obtain, shared, scope
-        self._tell = tell
+        self._polls, self._tell = polls, tell
         self._queue: deque[MooncakeTransfer] = deque()
         self._changed = threading.Condition()
         self._given_up = self._doubt = self._ended = self._destroyed = False
@@ -141,7 +145,6 @@ class PeerThread:
             )
 
     def _serve(self, engine: Any) -> None:
-        pace = Pace()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._given_up)
@@ -150,18 +153,16 @@ class PeerThread:
                 transfer = self._queue[0]
             for start in range(0, transfer.rows.shape[1], CALL_RUNS):
                 part = transfer.rows[:, start : start + CALL_RUNS]
-                rows, size = part.tolist(), (int(part[2].sum()), part.shape[1])
+                rows, polled = part.tolist(), self._polls and part[2].sum() >= POLLED_BYTES
                 with self._changed:
                     if self._given_up:
                         return
                     self._doubt = True
-                began = time.perf_counter()
-                if not fetch(engine, self._address, rows, pace.sleep_seconds(*size)):
+                if not fetch(engine, self._address, rows, polled=bool(polled)):
                     raise TransferError(
                         f"Mooncake cannot read {len(rows[0])} runs from {self._address}: the peer "
                         "is dead, stopped or out of reach. See Mooncake's log on stderr."
                     )
-                pace.took(*size, time.perf_counter() - began)
                 with self._changed:
                     self._doubt = False
                     self._changed.notify_all()

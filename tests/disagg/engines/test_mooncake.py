@@ -15,7 +15,7 @@ import pytest
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.mooncake.package import choose, fetch, hasten, start
-from disagg.engines.mooncake.thread import CALL_RUNS
+from disagg.engines.mooncake.thread import CALL_RUNS, POLLED_BYTES
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, pattern, until
@@ -83,7 +83,8 @@ def settled(memory):
     return before
 
 
-def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memory):
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memory, polled):
     lost, kept, connected = memory, np.zeros_like(memory), np.zeros(1, dtype=np.uint8)
     choose("tcp")
     makers = [start("tcp", "127.0.0.1", "") for _ in range(2)]
@@ -93,7 +94,8 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
         peer.stop()
         for maker, place in zip(makers, (lost, kept)):
             batch = blocks(peer, place, 4 * CALL_RUNS)
-            assert not fetch(maker, address(peer), [column.tolist() for column in batch])
+            rows = [column.tolist() for column in batch]
+            assert not fetch(maker, address(peer), rows, polled=polled)
         assert not lost.any() and not kept.any()
         hasten(makers[1])
         del maker, makers[1]
@@ -103,6 +105,40 @@ def test_a_failed_call_lands_later_unless_its_transfer_engine_is_destroyed(memor
         assert not kept.any()
         hasten(makers[0])
         makers.clear()
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, SIZE), (CALL_RUNS, BLOCK), (3, 1)])
+def test_a_polled_read_has_all_bytes_when_it_ends(memory, other, count, width):
+    choose("tcp")
+    raw, batch = start("tcp", "127.0.0.1", ""), blocks(other, memory, count, width)
+    assert fetch(raw, address(other), [column.tolist() for column in batch], polled=True)
+    expected = pattern(SIZE)
+    expected[count * width :] = 0
+    assert np.array_equal(memory, expected)
+    hasten(raw)
+
+
+def test_a_long_read_asks_with_pauses_and_a_short_one_waits_in_mooncake(memory, other):
+    asked = []
+
+    class Counted:
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(self._engine, name)
+
+    made = MooncakeEngine()
+    made.register([slab(memory)])
+    raw = made._reading
+    made._reading = lambda: Counted(raw())
+    peer = made.connect(other.metadata)
+    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES - 1)))
+    assert "transfer_check_status" not in asked
+    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES)))
+    assert "transfer_check_status" in asked
+    made.close()
 
 
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
