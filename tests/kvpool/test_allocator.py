@@ -207,6 +207,27 @@ def test_a_batch_lies_where_its_requests_one_by_one_would():
     two.check_integrity()
 
 
+def test_each_request_of_a_batch_may_take_a_number_of_its_own():
+    one, two = allocator(), allocator()
+    slow, fast = ([alloc.new_request() for _ in range(4)] for alloc in (one, two))
+    for alloc, requests in ((one, slow), (two, fast)):
+        alloc.extend(requests[1], 3)
+    counts = [5, 2, 0, 7]
+    by_one = [
+        one.extend(request, count)["kv"].tolist() + [-1] * (7 - count)
+        for request, count in zip(slow, counts)
+    ]
+    assert two.extend_batch(fast, counts)["kv"].tolist() == by_one
+    assert [r.num_tokens for r in fast] == [5, 5, 0, 7]
+    two.check_integrity()
+    for wrong in ([1, 2], [[1] * 4], 1.5):
+        with pytest.raises(ValueError, match="one for each of 4 requests"):
+            two.extend_batch(fast, wrong)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        two.extend_batch(fast, [3, 0, -1, 0])
+    assert [r.num_tokens for r in fast] == [5, 5, 0, 7]
+
+
 def test_an_empty_batch_and_a_batch_of_no_tokens_take_nothing():
     alloc = allocator()
     assert alloc.extend_batch([], 5)["kv"].shape == (0, 5)
