@@ -246,7 +246,9 @@ class Allocator:
         if more.min(initial=0) < 0:
             raise ValueError(f"tokens: 0 or more, got {more.min()}. See truncate.")
         if (more > MAX_TOKENS - before).any():
-            raise ValueError(f"tokens: {tokens} more exceed {MAX_TOKENS}, the limit of a request.")
+            raise ValueError(
+                f"tokens: {tokens!r} more exceed {MAX_TOKENS}, the limit of a request."
+            )
         after = before + more
         # computed tokens read what is alive before them, received ones what is alive at the end
         reach = after if received else before

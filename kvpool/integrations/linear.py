@@ -156,11 +156,12 @@ class LinearStates:
         if conv is None and temporal is None:
             return
         cache, slots = self.cache, self._slots()
-        rows = [row for row, padding in enumerate(cache.padding) if padding < self.columns]
+        rows = [row for row, held in enumerate(cache.padding.tokens(self.columns)) if held]
         if not all(cache.requests[row].num_tokens for row in rows):
             return  # a tensor outlived its request, whose slot may be another's now
         if len(rows) < len(cache.requests):
-            slots, conv, temporal = (x if x is None else x[rows] for x in (slots, conv, temporal))
+            slots = slots[rows]
+            conv, temporal = (x if x is None else x[rows] for x in (conv, temporal))
         if conv is not None:
             conv = conv[..., -self.kind.taps :]
         cache.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])

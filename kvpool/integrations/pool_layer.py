@@ -161,7 +161,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._compressor(name).append(compressed)
 
     def get_seq_length(self) -> int:
-        """Columns cached for this layer; for a layer that the pool does not hold, for all others."""
+        """Columns cached for this layer; of one that the pool does not hold, for all others."""
         written = self.cache.written
         for linear in self.linear:
             linear.check_returned()

@@ -8,9 +8,8 @@ of state say what each layer caches, and in what shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,9 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
+from kvpool.integrations.padding import Padding, right_aligned
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
+from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
 from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.pools.base import KVPool
 from kvpool.pools.composite import UnionPool
@@ -37,43 +38,6 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     if declared.pool.has_index_packing and common.get("packing") not in PACKINGS:
         common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
     return declared.build(**common)
-
-
-@dataclass
-class Progress:
-    """What the caches of each owner (target, draft) have written of one request.
-
-    `written`: tokens, where fewer than the request has; `unfinished`: owners of whose last forward
-    some layers were not written.
-    """
-
-    written: dict[str, int] = field(default_factory=dict)
-    unfinished: set[str] = field(default_factory=set)
-
-    def truncate(self, pool: UnionPool, tokens: int) -> None:
-        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
-        window that a compressor of `pool` has closed: it keeps the window's gates no more.
-        """
-        for space in pool.layout.spaces if self.written.get(pool.owner, 0) > tokens else ():
-            step, end = space.window_step, self.written[pool.owner]
-            if space.window and step > 1 and tokens % step and tokens // step < end // step:
-                raise ValueError(
-                    f"space {space.name}: {tokens} tokens end inside a window of {step} that was "
-                    f"compressed. Keep {tokens // step * step} tokens."
-                )
-        self.written = {owner: min(count, tokens) for owner, count in self.written.items()}
-
-
-_PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
-
-
-def _copy_progress(request: Request, child: Request, tokens: int) -> None:
-    """Called when a request is forked."""
-    if progress := _PROGRESS.get(request):
-        if progress.unfinished:
-            raise ValueError("the last forward over this request did not finish. Free it.")
-        written = {owner: min(count, tokens) for owner, count in progress.written.items()}
-        _PROGRESS[child] = Progress(written)
 
 
 class PoolCache(Cache):
@@ -113,19 +77,19 @@ class PoolCache(Cache):
         if pool not in allocator.pools:
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
-        self.progress = [_PROGRESS.setdefault(request, Progress()) for request in requests]
+        self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
         for request, progress in zip(requests, self.progress):
             progress.truncate(pool, request.num_tokens)
-        if _copy_progress not in allocator.on_fork:
-            allocator.on_fork.append(_copy_progress)
+        if copy_progress not in allocator.on_fork:
+            allocator.on_fork.append(copy_progress)
         if any(pool.owner in progress.unfinished for progress in self.progress):
             raise ValueError("the last forward over a request did not finish. Free it.")
         lengths = [
             max(progress.written.get(pool.owner, request.num_tokens), request.received_tokens)
             for request, progress in zip(requests, self.progress)
         ]
-        self.padding = self._checked_padding(padding, lengths)
-        self.columns = max((n + p for n, p in zip(lengths, self.padding) if n), default=0)
+        self.padding = Padding.of(padding, lengths, pool.layout.spaces)
+        self.columns = self.padding.columns
         # flat locations [B, columns] of all tokens, by space; -1 where there is none
         self.where = {
             name: self._stack([row[name][:n] for row, n in zip(located, lengths)], self.columns)
@@ -158,7 +122,7 @@ class PoolCache(Cache):
         `[B, columns so far and these]`, 0 where a column is padding, and `position_ids` `[B, T]`.
         """
         columns = torch.arange(self.columns + tokens, device=self._device)
-        positions = columns - torch.tensor(self.padding, device=self._device)[:, None]
+        positions = columns - torch.tensor(self.padding.before, device=self._device)[:, None]
         return {
             "attention_mask": (positions >= 0).long(),
             "position_ids": positions[:, self.columns :].clamp(min=0),
@@ -181,7 +145,7 @@ class PoolCache(Cache):
         self.written[layer, state] = start + tokens
         self._behind -= 1
         if self._behind == 0:
-            for progress, held in zip(self.progress, self._tokens(self.columns)):
+            for progress, held in zip(self.progress, self.padding.tokens(self.columns)):
                 progress.written[self.pool.owner] = held
                 progress.unfinished.discard(self.pool.owner)
         return start
@@ -200,7 +164,7 @@ class PoolCache(Cache):
             return
         if any(count != self.columns for count in self.written.values()):
             raise ValueError("the last forward over a request did not finish. Free it.")
-        held = self._tokens(length)
+        held = self.padding.tokens(length)
         left = [min(n, request.num_tokens) for n, request in zip(held, self.requests)]
         for progress, n in zip(self.progress, held):
             replace(progress).truncate(self.pool, n)  # raises before anything is changed
@@ -216,7 +180,7 @@ class PoolCache(Cache):
         `[B * T, ...]`.
         """
         flat = [where.flatten(), *states]
-        if self.columns - where.shape[1] >= max(self.padding):
+        if self.columns - where.shape[1] >= max(self.padding.before):
             return flat
         kept = flat[0] >= 0
         return [each[kept] for each in flat]
@@ -258,33 +222,6 @@ class PoolCache(Cache):
                 "model in torch.no_grad()."
             )
 
-    def _checked_padding(self, padding: npt.ArrayLike, lengths: list[int]) -> list[int]:
-        """Columns before each row's first token; raises ValueError unless `lengths` cached tokens
-        end in one column, and rows without any begin after it.
-        """
-        found = np.broadcast_to(np.asarray(padding, dtype=np.int64), len(lengths)).tolist()
-        if min(found) < 0:
-            raise ValueError(f"padding: 0 or more, got {found}.")
-        ends = {n + p for n, p in zip(lengths, found) if n}
-        if len(ends) > 1 or any(p < max(ends, default=0) for n, p in zip(lengths, found) if not n):
-            fits = [max(lengths) - n for n in lengths]
-            raise ValueError(
-                f"requests: {lengths} tokens with padding {found} do not end in one column. Give "
-                f"padding={fits}, and the model what inputs() returns."
-            )
-        if any(found):
-            for space in self.pool.layout.spaces:
-                if space.tokens_per_entry > 1:
-                    raise ValueError(
-                        f"space {space.name}: padding {found}, but the model compresses windows of "
-                        f"{space.tokens_per_entry} columns. Make a batch of each length."
-                    )
-        return found
-
-    def _tokens(self, columns: int) -> list[int]:
-        """How many of the first columns are tokens, of each row."""
-        return [max(columns - padding, 0) for padding in self.padding]
-
     def _extend(self, columns: int) -> None:
         behind = [key for key, count in self.written.items() if count != self.columns]
         if behind:
@@ -295,7 +232,7 @@ class PoolCache(Cache):
                 "place and something still holds the tensor (let go of it), or the model has no "
                 "such state (build the pool for this model)."
             )
-        held, after = self._tokens(self.columns), self._tokens(self.columns + columns)
+        held, after = self.padding.tokens(self.columns), self.padding.tokens(self.columns + columns)
         more = [b - a for a, b in zip(held, after)]
         room = [request.num_tokens - n for request, n in zip(self.requests, held)]
         others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
@@ -331,11 +268,7 @@ class PoolCache(Cache):
         self.query_length = 0
 
     def _stack(self, rows: Sequence[npt.NDArray[np.int64]], columns: int) -> torch.Tensor:
-        """Rows of different lengths as `[B, columns]`, with -1 before them."""
-        stacked = np.full((len(rows), columns), -1, dtype=np.int64)
-        for row, located in enumerate(rows):
-            stacked[row, columns - len(located) :] = located
-        return torch.from_numpy(stacked).to(self._device)
+        return torch.from_numpy(right_aligned(rows, columns)).to(self._device)
 
     @property
     def _device(self) -> torch.device:
