@@ -148,9 +148,10 @@ class LinearStates:
         return [(conv[..., :1] == 0).to(conv.dtype), conv]
 
     def _read(self) -> Any:
-        # a row without tokens reads the reserved slot, of zeros
-        slots = self._slots().clamp(min=0)
-        return self.cache.pool.get_linear_state(self.layer, slots, part=self.at.prefix[:-1])
+        """Both states of each row, zeros of one of which no token is written yet."""
+        slots, part = self._slots(), self.at.prefix[:-1]
+        read = self.cache.pool.get_linear_state(self.layer, slots.clamp(min=0), part=part)
+        return [x if x is None else self.cache.zeroed(slots, x)[0] for x in read]
 
     def _write(self, conv: torch.Tensor | None, temporal: torch.Tensor | None) -> None:
         if conv is None and temporal is None:

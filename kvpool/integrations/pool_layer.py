@@ -104,8 +104,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
         pool.set_kv_buffer(self.layer, *self.cache.tokens_only(where[:, start:end], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
-        # padding reads the reserved item, of zeros
-        loaded = pool.get_kv_buffer(self.layer, where[:, first:end].flatten().clamp(min=0))
+        alive = where[:, first:end].flatten()
+        loaded = self.cache.zeroed(alive, *pool.get_kv_buffer(self.layer, alive.clamp(min=0)))
         found = [
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
@@ -128,7 +128,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_index_key(
             self.layer, *self.cache.tokens_only(where[:, start:], keys.flatten(0, 1))
         )
-        found = pool.get_index_key(self.layer, where.flatten().clamp(min=0))
+        flat = where.flatten()
+        (found,) = self.cache.zeroed(flat, pool.get_index_key(self.layer, flat.clamp(min=0)))
         return found.reshape(rows, -1, dim)
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:

@@ -185,6 +185,13 @@ class PoolCache(Cache):
         kept = flat[0] >= 0
         return [each[kept] for each in flat]
 
+    def zeroed(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+        """States `[N, ...]` read at locations `[N]`, with zeros where there is no token."""
+        if not any(self.padding.before):
+            return list(states)
+        gone = where < 0
+        return [x.masked_fill(gone.view(-1, *[1] * (x.dim() - 1)), 0) for x in states]
+
     def fail(self, error: Exception) -> None:
         """Keeps why a state changed in place was not written, for the next call to raise."""
         self.failed = error

@@ -84,6 +84,21 @@ def test_prompts_padded_on_the_left_in_chunks(family):
     assert [request.num_tokens for request in ours.requests] == [33, 23, 9]
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
+def test_what_others_write_to_reserved_items_is_not_read(family):
+    model, ids, padding = model_of(family), prompt(2), (0, 14)
+    pool = pool_of(model)
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer)[:] = 0xFF
+    ours = PoolCache.new(pool, Allocator(pool), 2, padding)
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, ids, padding)
+    for a, b in zip(run(model, ours, ids, padding)[1:], expected[1:], strict=True):
+        since = 3 if a.shape[1] > 1 else 0  # the second chunk begins at column 11
+        assert torch.equal(a[:, since:], b[:, since:])
+    assert all((pool.item_bytes_view(b)[0] == 0xFF).all() for b in pool.layout.buffers)
+
+
 @pytest.mark.parametrize("name", ["bamba", "falcon_h1", "mamba", "lfm2", "zamba2"])
 def test_padding_does_not_enter_a_linear_state(name):
     model, ids = test_linear.model_of(name, torch.float32), prompt(2)
@@ -100,10 +115,16 @@ def test_padding_does_not_enter_a_linear_state(name):
     assert [request.num_tokens for request in ours.requests] == [31, 18]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_requests_of_any_lengths_go_on_together(family):
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [
+        *((family, "layer") for family in (*FAMILIES, *OTHERS)),
+        *((family, "block") for family in ("gemma3_text", "qwen3_next")),
+    ],
+)
+def test_requests_of_any_lengths_go_on_together(family, placement):
     model, lengths = model_of(family), [21, 6, 0]
-    pool = filled_with_nan(pool_of(model))
+    pool = filled_with_nan(pool_of(model, placement=placement))
     allocator = Allocator(pool)
     requests, alone = [], []
     for row, length in enumerate(lengths):
