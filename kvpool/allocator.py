@@ -501,7 +501,8 @@ class Allocator:
 
 def _of_each(rows: Ints, tokens: npt.ArrayLike) -> Ints:
     """One number, or one of each request, as int64 `[B]`."""
-    given = np.asarray(tokens)
+    # an int of any size is one number; more than MAX_TOKENS is refused later
+    given = np.asarray(min(tokens, MAX_TOKENS + 1) if isinstance(tokens, int) else tokens)
     whole = given.dtype.kind in "iu" or not given.size
     if not whole or given.shape not in ((), rows.shape):
         raise ValueError(

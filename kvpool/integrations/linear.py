@@ -7,6 +7,7 @@ let go of it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -149,9 +150,8 @@ class LinearStates:
 
     def _read(self) -> Any:
         """Both states of each row, zeros of one of which no token is written yet."""
-        slots, part = self._slots(), self.at.prefix[:-1]
-        read = self.cache.pool.get_linear_state(self.layer, slots.clamp(min=0), part=part)
-        return [x if x is None else self.cache.zeroed(slots, x)[0] for x in read]
+        load = partial(self.cache.pool.get_linear_state, self.layer, part=self.at.prefix[:-1])
+        return self.cache.read(self._slots(), load)
 
     def _write(self, conv: torch.Tensor | None, temporal: torch.Tensor | None) -> None:
         if conv is None and temporal is None:
@@ -168,7 +168,7 @@ class LinearStates:
         cache.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])
 
     def _slots(self) -> torch.Tensor:
-        """The slot of each row `[B]`; -1 for one of which no token is written yet."""
+        """The slot of each row `[B]`; PADDING for one of which no token is written yet."""
         role = self.at.prefix + self.kind.inputs[0]
         where = self.cache.where[self.cache.pool.space_of(role, self.layer).name]
         return where[:, self.columns - 1]

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from kvpool.layout import Space
 
+PADDING = -2
+"""The location of a column that is no token. -1, as ever, is a token whose state is gone."""
+
 
 @dataclass(frozen=True, slots=True)
 class Padding:
@@ -50,8 +53,8 @@ class Padding:
 
 
 def right_aligned(rows: Sequence[npt.NDArray[np.int64]], columns: int) -> npt.NDArray[np.int64]:
-    """Locations of rows of different lengths as `[B, columns]`, with -1 before them."""
-    found = np.full((len(rows), columns), -1, dtype=np.int64)
+    """Locations of rows of different lengths as `[B, columns]`, after PADDING."""
+    found = np.full((len(rows), columns), PADDING, dtype=np.int64)
     for row, located in enumerate(rows):
         found[row, columns - len(located) :] = located
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
@@ -105,7 +106,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_kv_buffer(self.layer, *self.cache.tokens_only(where[:, start:end], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
         alive = where[:, first:end].flatten()
-        loaded = self.cache.zeroed(alive, *pool.get_kv_buffer(self.layer, alive.clamp(min=0)))
+        loaded = self.cache.read(alive, partial(pool.get_kv_buffer, self.layer))
         found = [
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
@@ -128,9 +129,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         pool.set_index_key(
             self.layer, *self.cache.tokens_only(where[:, start:], keys.flatten(0, 1))
         )
-        flat = where.flatten()
-        (found,) = self.cache.zeroed(flat, pool.get_index_key(self.layer, flat.clamp(min=0)))
-        return found.reshape(rows, -1, dim)
+        (found,) = self.cache.read(where.flatten(), lambda at: [pool.get_index_key(self.layer, at)])
+        return found.reshape(rows, -1, dim)  # type: ignore[no-any-return]
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""

@@ -7,7 +7,7 @@ of state say what each layer caches, and in what shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
-from kvpool.integrations.padding import Padding, right_aligned
+from kvpool.integrations.padding import PADDING, Padding, right_aligned
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
 from kvpool.layout.dtypes import PACKINGS, dtype_name
@@ -90,7 +90,7 @@ class PoolCache(Cache):
         ]
         self.padding = Padding.of(padding, lengths, pool.layout.spaces)
         self.columns = self.padding.columns
-        # flat locations [B, columns] of all tokens, by space; -1 where there is none
+        # flat locations [B, columns] by space; PADDING where there is no token
         self.where = {
             name: self._stack([row[name][:n] for row, n in zip(located, lengths)], self.columns)
             for name in located[0]
@@ -182,15 +182,20 @@ class PoolCache(Cache):
         flat = [where.flatten(), *states]
         if self.columns - where.shape[1] >= max(self.padding.before):
             return flat
-        kept = flat[0] >= 0
+        kept = flat[0] != PADDING
         return [each[kept] for each in flat]
 
-    def zeroed(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-        """States `[N, ...]` read at locations `[N]`, with zeros where there is no token."""
+    def read(self, where: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
+        """What `load` reads at locations `[N]`, each `[N, ...]` or None, with zeros where there is
+        no token.
+        """
         if not any(self.padding.before):
-            return list(states)
-        gone = where < 0
-        return [x.masked_fill(gone.view(-1, *[1] * (x.dim() - 1)), 0) for x in states]
+            return load(where)
+        empty = where == PADDING
+        return [
+            x if x is None else x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
+            for x in load(where.masked_fill(empty, 0))  # the reserved item
+        ]
 
     def fail(self, error: Exception) -> None:
         """Keeps why a state changed in place was not written, for the next call to raise."""
