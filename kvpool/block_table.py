@@ -99,8 +99,9 @@ class BlockTable:
 
     def fill(self, change: Change) -> None:
         """Takes what a prepared change needs."""
-        if change.needed and int(change.stop.max()) > self._table.shape[1]:
-            self._widen(int(change.stop.max()))
+        # tokens that are all dead need no item, and are looked up all the same
+        if (stop := int(change.stop.max(initial=0))) > self._table.shape[1]:
+            self._widen(stop)
         if change.needed:
             fresh = _cells(change.rows, change.since, change.stop)
             self._table[fresh] = self.free_list.take(change.needed)

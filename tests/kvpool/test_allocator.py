@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvpool import (
     Allocator,
@@ -435,6 +435,7 @@ def test_a_window_page_that_another_request_still_holds_is_not_free():
 
 
 @settings(max_examples=200)
+@example(size=1, per=1, window=0, step=2, chunks=[(6, True)])  # nothing of it is alive
 @given(
     st.integers(1, 5),
     st.sampled_from([1, 1, 2, 3]),
