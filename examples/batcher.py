@@ -139,8 +139,9 @@ def main(arguments=None):
             print(f"\r{len(batcher.done)} done, {len(batcher.waiting)} wait ", end="", flush=True)
         pipe.send(None)
         both = (batcher.done, batcher.preempted, batcher.allocator.usage()), pipe.recv()
+    print()
     for place, (done, preempted, usage) in zip(("here", "there"), both):
-        print(f"\n{place}: {len(done)} done, {preempted} preempted, {usage.prefix}", end="")
+        print(f"{place}: {len(done)} done, {preempted} preempted, {usage.prefix}")
     return both
 
 

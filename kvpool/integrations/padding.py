@@ -28,7 +28,12 @@ class Padding:
         """Padding of rows that have `lengths` `[B]` tokens. Raises ValueError unless these end in
         one column, and rows without any begin after it.
         """
-        before = np.broadcast_to(np.asarray(padding, dtype=np.int64), len(lengths)).tolist()
+        given = np.asarray(padding)
+        if given.dtype.kind not in "iu" or given.shape not in ((), (len(lengths),)):
+            raise ValueError(
+                f"padding: a whole number, or one for each of {len(lengths)} rows, got {padding!r}."
+            )
+        before = np.broadcast_to(given, len(lengths)).tolist()
         if min(before) < 0:
             raise ValueError(f"padding: 0 or more, got {before}.")
         ends = {n + p for n, p in zip(lengths, before) if n}

@@ -914,9 +914,11 @@ SIZES = st.lists(st.integers(0, 17), min_size=1, max_size=5)
 
 
 @settings(max_examples=60)
-@given(SIZES, st.integers(0, 20), st.booleans(), st.sampled_from(sorted(CLASSES)), st.data())
-def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, tokens, received, name, data):
-    """The same items if none goes back; else the same numbers of items, and the same entries."""
+@given(SIZES, st.booleans(), st.booleans(), st.sampled_from(sorted(CLASSES)), st.data())
+def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, equal, received, name, data):
+    """The same items if none goes back; else the same numbers of items, and the same entries.
+    After the tokens of a request, -1.
+    """
     many = {"num_pages": 60, "num_window_pages": 90, "num_slots": 9, "device": "meta"}
     one, two = (Allocator(CLASSES[name](**many)) for _ in range(2))
     slow, fast = ([alloc.new_request() for _ in sizes] for alloc in (one, two))
@@ -924,10 +926,15 @@ def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, tokens, received,
         for request, size in zip(requests, sizes):
             alloc.extend(request, size)
     order = data.draw(st.permutations(range(len(sizes))))
-    apart = [one.extend(slow[n], tokens, received=received) for n in order]
+    more = data.draw(st.lists(st.integers(0, 20), min_size=len(sizes), max_size=len(sizes)))
+    more = more[:1] * len(sizes) if equal else more
+    apart = [one.extend(slow[n], count, received=received) for n, count in zip(order, more)]
+    tokens = more[0] if equal else more
     together = two.extend_batch([fast[n] for n in order], tokens, received=received)
     for space in one.spaces:
-        found = np.array([each[space.name] for each in apart]).reshape(len(sizes), tokens)
+        found = np.full((len(sizes), max(more)), -1)
+        for row, (each, count) in enumerate(zip(apart, more)):
+            found[row, :count] = each[space.name]
         size = space.entries_per_item
         if not space.id_list.startswith("swa"):
             assert (found == together[space.name]).all()

@@ -214,6 +214,8 @@ def test_a_padded_batch_that_does_not_fit_changes_nothing():
         ([3, 5], 0, r"\[3, 5\] tokens with padding \[0, 0\] .* Give padding=\[2, 0\]"),
         ([3, 0], 0, r"\[3, 0\] tokens .* padding=\[0, 3\]"),
         ([3, 3], [1, 0], r"padding=\[0, 0\]"),
+        ([0, 0], [1.5, 0], r"padding: a whole number, or one for each of 2 rows, got \[1.5, 0\]"),
+        ([0, 0], [1, 2, 3], r"one for each of 2 rows, got \[1, 2, 3\]"),
         ([0, 0], [-1, 0], r"padding: 0 or more, got \[-1, 0\]"),
     ],
 )
