@@ -231,20 +231,25 @@ class Allocator:
         RequestPinned if a room needs a state that the tokens would overwrite, or a page of a window
         that they would free. Both change nothing.
         """
-        found = self.extend_batch([request], tokens, received=received)
+        found = self.extend_batch([request], _whole(tokens), received=received)
         return {space: rows[0] for space, rows in found.items()}
 
     def extend_batch(
-        self, requests: Sequence[Request], tokens: int, *, received: bool = False
+        self, requests: Sequence[Request], tokens: npt.ArrayLike, *, received: bool = False
     ) -> dict[str, Ints]:
-        """`extend` for a batch, all requests or none: int64 `[B, tokens]` by space."""
-        rows, tokens = self._rows_of(requests), _whole(tokens)
+        """`extend` for a batch, all requests or none: `tokens` is one number, or one of each
+        request `[B]`. Returns int64 `[B, most tokens]` by space, -1 after the tokens of a request.
+        """
+        rows = self._rows_of(requests)
+        more = _of_each(rows, tokens)
         before = self._tokens[rows]
-        if tokens < 0:
-            raise ValueError(f"tokens: 0 or more, got {tokens}. See truncate.")
-        if int(before.max(initial=0)) + tokens > MAX_TOKENS:
-            raise ValueError(f"tokens: {tokens} more exceed {MAX_TOKENS}, the limit of a request.")
-        after = before + tokens
+        if more.min(initial=0) < 0:
+            raise ValueError(f"tokens: 0 or more, got {more.min()}. See truncate.")
+        if (more > MAX_TOKENS - before).any():
+            raise ValueError(
+                f"tokens: {tokens!r} more exceed {MAX_TOKENS}, the limit of a request."
+            )
+        after = before + more
         # computed tokens read what is alive before them, received ones what is alive at the end
         reach = after if received else before
         changes = {
@@ -255,7 +260,8 @@ class Allocator:
         gone = {name: each.ids(changes[name].gone) for name, each in self.lists.items()}
         self._free_lists.check(needed, gone)
         self._pins.check_extend(rows, after, changes)
-        positions = before[:, None] + np.arange(tokens, dtype=np.int64)
+        width = int(more.max(initial=0)) if rows.size else int(np.max(tokens, initial=0))
+        positions = before[:, None] + np.arange(width, dtype=np.int64)
         for name, each in self.lists.items():  # first, as one list may take what another frees
             each.give_back(changes[name])
         for name, each in self.lists.items():
@@ -263,7 +269,11 @@ class Allocator:
         self._tokens[rows] = after
         if received:
             self._received[rows] = after
-        return self._locate(rows, positions, after)
+        if (more == width).all():
+            return self._locate(rows, positions, after)
+        there = positions < after[:, None]
+        found = self._locate(rows, np.where(there, positions, 0), after)
+        return {name: np.where(there, located, -1) for name, located in found.items()}
 
     def truncate(self, request: Request, tokens: int) -> None:
         """Takes back all but the first `tokens` tokens, such as drafts that were rejected; their
@@ -287,13 +297,7 @@ class Allocator:
         request `[B]`.
         """
         rows = self._rows_of(requests)
-        given = np.asarray(tokens)
-        whole = given.dtype.kind in "iu" or not given.size
-        if not whole or given.shape not in ((), rows.shape):
-            raise ValueError(
-                f"tokens: a whole number, or one for each of {rows.size} requests, got {tokens!r}."
-            )
-        before, after = self._tokens[rows], np.broadcast_to(given.astype(np.int64), rows.shape)
+        before, after = self._tokens[rows], _of_each(rows, tokens)
         wrong = np.flatnonzero((after < 0) | (after > before))
         if wrong.size:
             held, asked = int(before[wrong[0]]), int(after[wrong[0]])
@@ -501,6 +505,18 @@ class Allocator:
     def _num_live(self) -> int:
         """Requests that were not freed, dropped ones too: their items are still held."""
         return self._tokens.size - len(self._rows)
+
+
+def _of_each(rows: Ints, tokens: npt.ArrayLike) -> Ints:
+    """One number, or one of each request, as int64 `[B]`."""
+    # an int of any size is one number; more than MAX_TOKENS is refused later
+    given = np.asarray(min(tokens, MAX_TOKENS + 1) if isinstance(tokens, int) else tokens)
+    whole = given.dtype.kind in "iu" or not given.size
+    if not whole or given.shape not in ((), rows.shape):
+        raise ValueError(
+            f"tokens: a whole number, or one for each of {rows.size} requests, got {tokens!r}."
+        )
+    return np.broadcast_to(given.astype(np.int64), rows.shape)
 
 
 def _whole(tokens: SupportsIndex) -> int:

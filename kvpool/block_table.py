@@ -99,8 +99,8 @@ class BlockTable:
 
     def fill(self, change: Change) -> None:
         """Takes what a prepared change needs."""
-        stop = int(change.stop.max(initial=0))
-        if stop > self._table.shape[1]:
+        # tokens that are all dead need no item, and are looked up all the same
+        if (stop := int(change.stop.max(initial=0))) > self._table.shape[1]:
             self._widen(stop)
         if change.needed:
             fresh = _cells(change.rows, change.since, change.stop)

@@ -7,6 +7,7 @@ let go of it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,8 +31,8 @@ class LinearStates:
         self._unshifted = torch.empty(0)  # the first tap as it was lent
 
     @property
-    def tokens(self) -> int:
-        """Tokens written."""
+    def columns(self) -> int:
+        """Columns written."""
         return self.cache.written[self.layer, self.name]
 
     def conv(self) -> torch.Tensor | None:
@@ -41,7 +42,7 @@ class LinearStates:
         is there is never equal to the second one, so that it shows whether the model has shifted
         them.
         """
-        if not self.tokens or not self.kind.taps:
+        if not self.columns or not self.kind.taps:
             return None
         self.check_returned()
         first, held = self._taps()
@@ -52,7 +53,7 @@ class LinearStates:
 
     def temporal(self) -> torch.Tensor | None:
         """The temporal state `[B, head, ...]`; None before the first token."""
-        if not self.tokens or not self.kind.heads:
+        if not self.columns or not self.kind.heads:
             return None
         return self._lend("temporal", self._read()[1])
 
@@ -66,7 +67,7 @@ class LinearStates:
             self._advance(self._new_tokens())
             self._write(conv, None)
             return conv
-        if self.tokens:
+        if self.columns:
             before = self._taps()
         else:
             missing = max(0, self.kind.taps + 1 - conv.shape[-1])
@@ -100,7 +101,7 @@ class LinearStates:
     def _lend(self, name: str, state: torch.Tensor) -> torch.Tensor:
         view = state.view_as(state)
         self._lent[name], self._views[name] = state, ref(view, self._returned)
-        self._lent_after = self.tokens
+        self._lent_after = self.columns
         return view
 
     def _returned(self, _: Any) -> None:
@@ -118,7 +119,7 @@ class LinearStates:
         self._lent = {}
         if shifted:
             self._advance(1)
-        if temporal is None and self.tokens > self._lent_after:
+        if temporal is None and self.columns > self._lent_after:
             temporal = lent.get("temporal")
         self._write(lent["conv"] if shifted else None, temporal)
 
@@ -130,7 +131,7 @@ class LinearStates:
     def _new_tokens(self) -> int:
         """Tokens of this forward, for a state that does not show how many it took."""
         cache = self.cache
-        tokens = cache.tokens - self.tokens or cache.query_length
+        tokens = cache.columns - self.columns or cache.query_length
         if not tokens:
             raise ValueError(
                 f"{cache.pool.owner} layer {self.layer} {self.name}: the model did not say "
@@ -148,22 +149,29 @@ class LinearStates:
         return [(conv[..., :1] == 0).to(conv.dtype), conv]
 
     def _read(self) -> Any:
-        return self.cache.pool.get_linear_state(self.layer, self._slots(), part=self.at.prefix[:-1])
+        """Both states of each row, zeros of one of which no token is written yet."""
+        load = partial(self.cache.pool.get_linear_state, self.layer, part=self.at.prefix[:-1])
+        return self.cache.read(self._slots(), load)
 
     def _write(self, conv: torch.Tensor | None, temporal: torch.Tensor | None) -> None:
         if conv is None and temporal is None:
             return
-        if not all(request.num_tokens for request in self.cache.requests):
+        cache, slots = self.cache, self._slots()
+        rows = [row for row, held in enumerate(cache.padding.tokens(self.columns)) if held]
+        if not all(cache.requests[row].num_tokens for row in rows):
             return  # a tensor outlived its request, whose slot may be another's now
+        if len(rows) < len(cache.requests):
+            slots = slots[rows]
+            conv, temporal = (x if x is None else x[rows] for x in (conv, temporal))
         if conv is not None:
             conv = conv[..., -self.kind.taps :]
-        self.cache.pool.set_linear_state(
-            self.layer, self._slots(), conv, temporal, part=self.at.prefix[:-1]
-        )
+        cache.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])
 
     def _slots(self) -> torch.Tensor:
+        """The slot of each row `[B]`; PADDING for one of which no token is written yet."""
         role = self.at.prefix + self.kind.inputs[0]
-        return self.cache.where[self.cache.pool.space_of(role, self.layer).name][:, 0]
+        where = self.cache.where[self.cache.pool.space_of(role, self.layer).name]
+        return where[:, self.columns - 1]
 
     def _check(
         self, name: str, given: torch.Tensor, shape: tuple[int, ...], widen: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
@@ -99,12 +100,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             both[1] = pairs_of_halves(both[1])
         rows, _, tokens, _ = key_states.shape
         start = self.cache.advance(self.layer, "attention", tokens)
-        where, end = self._where(kind, at), self.cache.tokens
+        where, end = self._where(kind, at), self.cache.columns
         cells = [pool.view(role, self.layer).shape[2:] for role in self._roles()]
         flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
-        pool.set_kv_buffer(self.layer, where[:, start:end].flatten(), *flat)
+        pool.set_kv_buffer(self.layer, *self.cache.tokens_only(where[:, start:end], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
-        loaded = pool.get_kv_buffer(self.layer, where[:, first:end].flatten())
+        alive = where[:, first:end].flatten()
+        loaded = self.cache.read(alive, partial(pool.get_kv_buffer, self.layer))
         found = [
             x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
             for x in loaded
@@ -124,8 +126,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.cache.check(self.layer, "index_key", keys, (tokens, width), self.cache.pool.dtype)
         start = self.cache.advance(self.layer, "indexer", tokens)
         pool, where = self.cache.pool, self._where(*index)
-        pool.set_index_key(self.layer, where[:, start:].flatten(), keys.flatten(0, 1))
-        return pool.get_index_key(self.layer, where.flatten()).reshape(rows, -1, dim)
+        pool.set_index_key(
+            self.layer, *self.cache.tokens_only(where[:, start:], keys.flatten(0, 1))
+        )
+        (found,) = self.cache.read(where.flatten(), lambda at: [pool.get_index_key(self.layer, at)])
+        return found.reshape(rows, -1, dim)  # type: ignore[no-any-return]
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""
@@ -157,7 +162,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._compressor(name).append(compressed)
 
     def get_seq_length(self) -> int:
-        """Tokens cached for this layer; for a layer that the pool does not hold, for all others."""
+        """Columns cached for this layer; of one that the pool does not hold, for all others."""
         written = self.cache.written
         for linear in self.linear:
             linear.check_returned()
@@ -215,7 +220,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.cache.pool.space_of(at.prefix + kind.inputs[0], self.layer)
 
     def _where(self, kind: Kind, at: At) -> torch.Tensor:
-        """Flat locations `[B, T]` of all tokens in a kind's space."""
+        """Flat locations `[B, columns]` of all tokens in a kind's space."""
         return self.cache.where[self._space(kind, at).name]
 
     def _compressor(self, name: str) -> Compressor:

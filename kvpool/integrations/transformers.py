@@ -1,22 +1,26 @@
 """A `transformers` Cache whose states live in a pool.
 
-Row b of a batch is one request; the token in column t is its position t, padding included. The
-pool's kinds of state say what each layer caches, and in what shape.
+Row b of a batch is one request. Columns are what a model counts its positions by; the token of row
+b in column c is its position c - padding[b], and no column before is in the pool. The pool's kinds
+of state say what each layer caches, and in what shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from kvpool.allocator import Allocator, Request
+from kvpool.integrations.padding import PADDING, Padding, right_aligned
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
+from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
 from kvpool.layout.dtypes import PACKINGS, dtype_name
 from kvpool.pools.base import KVPool
 from kvpool.pools.composite import UnionPool
@@ -36,47 +40,16 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     return declared.build(**common)
 
 
-@dataclass
-class Progress:
-    """What the caches of each owner (target, draft) have written of one request.
-
-    `written`: tokens, where fewer than the request has; `unfinished`: owners of whose last forward
-    some layers were not written.
-    """
-
-    written: dict[str, int] = field(default_factory=dict)
-    unfinished: set[str] = field(default_factory=set)
-
-    def truncate(self, pool: UnionPool, tokens: int) -> None:
-        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
-        window that a compressor of `pool` has closed: it keeps the window's gates no more.
-        """
-        for space in pool.layout.spaces if self.written.get(pool.owner, 0) > tokens else ():
-            step, end = space.window_step, self.written[pool.owner]
-            if space.window and step > 1 and tokens % step and tokens // step < end // step:
-                raise ValueError(
-                    f"space {space.name}: {tokens} tokens end inside a window of {step} that was "
-                    f"compressed. Keep {tokens // step * step} tokens."
-                )
-        self.written = {owner: min(count, tokens) for owner, count in self.written.items()}
-
-
-_PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
-
-
-def _copy_progress(request: Request, child: Request, tokens: int) -> None:
-    """Called when a request is forked."""
-    if progress := _PROGRESS.get(request):
-        if progress.unfinished:
-            raise ValueError("the last forward over this request did not finish. Free it.")
-        written = {owner: min(count, tokens) for owner, count in progress.written.items()}
-        _PROGRESS[child] = Progress(written)
-
-
 class PoolCache(Cache):
     """Row b of the batch is `requests[b]`; the tokens that requests already have count as cached.
 
-    Raises ValueError if their numbers of tokens differ. The caller frees the requests.
+    `padding`, `[B]`, are the columns before each row's first token: those of a prompt that is
+    padded on the left, and those that requests with fewer cached tokens than others begin later.
+    Nothing of them is written to the pool or read from it. The model must be given the mask and the
+    positions of such a batch: `model(ids, past_key_values=cache, **cache.inputs(ids.shape[1]))`;
+    `generate` makes them of a prompt's mask.
+
+    Raises ValueError where cached tokens do not end in one column. The caller frees the requests.
     """
 
     def __new__(cls, pool: UnionPool, *_: Any, **__: Any) -> PoolCache:
@@ -88,7 +61,13 @@ class PoolCache(Cache):
             cls = MiniMaxPoolCache
         return super().__new__(cls)
 
-    def __init__(self, pool: UnionPool, allocator: Allocator, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        pool: UnionPool,
+        allocator: Allocator,
+        requests: Sequence[Request],
+        padding: npt.ArrayLike = 0,
+    ) -> None:
         self.pool, self.allocator, self.requests = pool, allocator, tuple(requests)
         if len({id(request) for request in requests}) != len(requests) or not requests:
             raise ValueError(f"requests: one or more, each once, got {len(requests)}.")
@@ -98,30 +77,28 @@ class PoolCache(Cache):
         if pool not in allocator.pools:
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
-        self.progress = [_PROGRESS.setdefault(request, Progress()) for request in requests]
+        self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
         for request, progress in zip(requests, self.progress):
             progress.truncate(pool, request.num_tokens)
-        if _copy_progress not in allocator.on_fork:
-            allocator.on_fork.append(_copy_progress)
+        if copy_progress not in allocator.on_fork:
+            allocator.on_fork.append(copy_progress)
         if any(pool.owner in progress.unfinished for progress in self.progress):
             raise ValueError("the last forward over a request did not finish. Free it.")
         lengths = [
             max(progress.written.get(pool.owner, request.num_tokens), request.received_tokens)
             for request, progress in zip(requests, self.progress)
         ]
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"requests: {lengths} tokens. Pad rows on the left, or make a batch of each length."
-            )
-        self.tokens = lengths[0]
-        # flat locations [B, T] of all tokens, by space
+        self.padding = Padding.of(padding, lengths, pool.layout.spaces)
+        self.columns = self.padding.columns
+        # flat locations [B, columns] by space; PADDING where there is no token
         self.where = {
-            name: self._stack([row[name][: self.tokens] for row in located]) for name in located[0]
+            name: self._stack([row[name][:n] for row, n in zip(located, lengths)], self.columns)
+            for name in located[0]
         }
         self.pool_layers = [PoolLayer(self, layer) for layer in range(pool.end_layer)]
-        # tokens written, by layer and state
+        # columns written, by layer and state
         self.written = {
-            (layer.layer, name): self.tokens for layer in self.pool_layers for name in layer.states
+            (layer.layer, name): self.columns for layer in self.pool_layers for name in layer.states
         }
         self._behind = 0  # states that lack the tokens of this forward
         self.query_length = 0  # of the forward whose mask was made last
@@ -129,55 +106,96 @@ class PoolCache(Cache):
         Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
     @classmethod
-    def new(cls, pool: UnionPool, allocator: Allocator, batch_size: int = 1) -> PoolCache:
+    def new(
+        cls,
+        pool: UnionPool,
+        allocator: Allocator,
+        batch_size: int = 1,
+        padding: npt.ArrayLike = 0,
+    ) -> PoolCache:
         """Over fresh requests."""
-        return cls(pool, allocator, [allocator.new_request() for _ in range(batch_size)])
+        requests = [allocator.new_request() for _ in range(batch_size)]
+        return cls(pool, allocator, requests, padding)
+
+    def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
+        """What a model must be told of the next forward over `tokens` columns: `attention_mask`
+        `[B, columns so far and these]`, 0 where a column is padding, and `position_ids` `[B, T]`.
+        """
+        columns = torch.arange(self.columns + tokens, device=self._device)
+        positions = columns - torch.tensor(self.padding.before, device=self._device)[:, None]
+        return {
+            "attention_mask": (positions >= 0).long(),
+            "position_ids": positions[:, self.columns :].clamp(min=0),
+        }
 
     def advance(self, layer: int, state: str, tokens: int) -> int:
-        """Counts `tokens` new tokens of a layer's state; returns the position of the first.
+        """Counts `tokens` new columns of a layer's state; returns the first.
 
         The first state of a forward allocates for all. If too few items are free, raises
         OutOfPages, and RequestPinned where a room needs a state that would be overwritten; both
         change nothing.
         """
         start = self.written[layer, state]
-        if start == self.tokens:
+        if start == self.columns:
             self._extend(tokens)
-        elif start + tokens != self.tokens:
+        elif start + tokens != self.columns:
             raise ValueError(
-                f"layer {layer} {state}: {tokens} new tokens, other states {self.tokens - start}."
+                f"layer {layer} {state}: {tokens} new tokens, other states {self.columns - start}."
             )
         self.written[layer, state] = start + tokens
         self._behind -= 1
         if self._behind == 0:
-            for progress in self.progress:
-                progress.written[self.pool.owner] = self.tokens
+            for progress, held in zip(self.progress, self.padding.tokens(self.columns)):
+                progress.written[self.pool.owner] = held
                 progress.unfinished.discard(self.pool.owner)
         return start
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last `-tokens_to_remove` tokens of every row, a negative number: drafts
+        """Takes back the last `-tokens_to_remove` columns of every row, a negative number: drafts
         that were rejected. See Allocator.truncate, which refuses where state was overwritten; then
         nothing was changed.
         """
-        length = self.tokens + tokens_to_remove
-        if not 0 <= length <= self.tokens:
+        length = self.columns + tokens_to_remove
+        if not 0 <= length <= self.columns:
             raise ValueError(
-                f"crop: {-self.tokens} to 0, minus the tokens to remove, got {tokens_to_remove}."
+                f"crop: {-self.columns} to 0, minus the tokens to remove, got {tokens_to_remove}."
             )
-        if length == self.tokens:
+        if length == self.columns:
             return
-        if any(count != self.tokens for count in self.written.values()):
+        if any(count != self.columns for count in self.written.values()):
             raise ValueError("the last forward over a request did not finish. Free it.")
-        left = [min(length, request.num_tokens) for request in self.requests]
-        for progress in self.progress:
-            replace(progress).truncate(self.pool, length)  # raises before anything is changed
+        held = self.padding.tokens(length)
+        left = [min(n, request.num_tokens) for n, request in zip(held, self.requests)]
+        for progress, n in zip(self.progress, held):
+            replace(progress).truncate(self.pool, n)  # raises before anything is changed
         self.allocator.truncate_batch(self.requests, left)
-        for progress in self.progress:
-            progress.truncate(self.pool, length)
+        for progress, n in zip(self.progress, held):
+            progress.truncate(self.pool, n)
         self.where = {name: where[:, :length] for name, where in self.where.items()}
         self.written = dict.fromkeys(self.written, length)
-        self.tokens = length
+        self.columns = length
+
+    def tokens_only(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+        """The locations `[B, T]` of new columns that are tokens, flat, and their states, each
+        `[B * T, ...]`.
+        """
+        flat = [where.flatten(), *states]
+        if self.columns - where.shape[1] >= max(self.padding.before):
+            return flat
+        kept = flat[0] != PADDING
+        return [each[kept] for each in flat]
+
+    def read(self, where: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
+        """What `load` reads at locations `[N]`, each `[N, ...]` or None, with zeros where there is
+        no token.
+        """
+        if not any(self.padding.before):
+            return load(where)
+        empty = where == PADDING
+        return [
+            x if x is None else x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
+            for x in load(where.masked_fill(empty, 0))  # the reserved item
+        ]
 
     def fail(self, error: Exception) -> None:
         """Keeps why a state changed in place was not written, for the next call to raise."""
@@ -216,27 +234,30 @@ class PoolCache(Cache):
                 "model in torch.no_grad()."
             )
 
-    def _extend(self, tokens: int) -> None:
-        behind = [key for key, count in self.written.items() if count != self.tokens]
+    def _extend(self, columns: int) -> None:
+        behind = [key for key, count in self.written.items() if count != self.columns]
         if behind:
             layer, state = behind[0]
             raise RuntimeError(
-                f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.tokens}. "
+                f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.columns}. "
                 "Either a forward did not finish (free the requests), or it changed the state in "
                 "place and something still holds the tensor (let go of it), or the model has no "
                 "such state (build the pool for this model)."
             )
-        room = [request.num_tokens - self.tokens for request in self.requests]
+        held, after = self.padding.tokens(self.columns), self.padding.tokens(self.columns + columns)
+        more = [b - a for a, b in zip(held, after)]
+        room = [request.num_tokens - n for request, n in zip(self.requests, held)]
         others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
         fresh: Mapping[str, Any]
         if not any(room):
-            fresh = self.allocator.extend_batch(self.requests, tokens)
-            for progress in self.progress:
+            found = self.allocator.extend_batch(self.requests, more)
+            fresh = {name: [row[:n] for row, n in zip(x, more)] for name, x in found.items()}
+            for progress, n in zip(self.progress, held):
                 for owner in others:
-                    progress.written.setdefault(owner, self.tokens)
-        elif others and set(room) == {tokens}:  # a draft's forward after its target's
+                    progress.written.setdefault(owner, n)
+        elif others and room == more:  # a draft's forward after its target's
             rows = [self.allocator.locations(request) for request in self.requests]
-            fresh = {name: [row[name][self.tokens :] for row in rows] for name in rows[0]}
+            fresh = {name: [row[name][n:] for row, n in zip(rows, held)] for name in rows[0]}
             gone = [s.name for s in self.allocator.spaces if not s.per_request]
             gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
             if gone:
@@ -245,24 +266,25 @@ class PoolCache(Cache):
                     "them. Run its forward after each of the target's."
                 )
         else:
-            row = next(row for row, more in enumerate(room) if more)
+            row = next(row for row, n in enumerate(room) if n)
             raise ValueError(
                 f"row {row}: the request has {self.requests[row].num_tokens} tokens, this cache "
-                f"wrote {self.tokens}. Give it the same tokens, or requests of its own."
+                f"wrote {held[row]}. Give it the same tokens, or requests of its own."
             )
         for progress in self.progress:
             progress.unfinished.add(self.pool.owner)
         for name, located in fresh.items():
-            self.where[name] = torch.cat([self.where[name], self._stack(located)], dim=1)
-        self.tokens += tokens
+            self.where[name] = torch.cat([self.where[name], self._stack(located, columns)], dim=1)
+        self.columns += columns
         self._behind = len(self.written)
         self.query_length = 0
 
-    def _stack(self, rows: Any) -> torch.Tensor:
-        located = [torch.from_numpy(row) for row in rows]
-        return torch.stack(located).to(
-            self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
-        )
+    def _stack(self, rows: Sequence[npt.NDArray[np.int64]], columns: int) -> torch.Tensor:
+        return torch.from_numpy(right_aligned(rows, columns)).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any

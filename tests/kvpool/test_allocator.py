@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvpool import (
     Allocator,
@@ -205,6 +205,27 @@ def test_a_batch_lies_where_its_requests_one_by_one_would():
     assert two.extend_batch(fast, 6)["kv"].tolist() == by_one
     assert [r.num_tokens for r in fast] == [6, 9, 6]
     two.check_integrity()
+
+
+def test_each_request_of_a_batch_may_take_a_number_of_its_own():
+    one, two = allocator(), allocator()
+    slow, fast = ([alloc.new_request() for _ in range(4)] for alloc in (one, two))
+    for alloc, requests in ((one, slow), (two, fast)):
+        alloc.extend(requests[1], 3)
+    counts = [5, 2, 0, 7]
+    by_one = [
+        one.extend(request, count)["kv"].tolist() + [-1] * (7 - count)
+        for request, count in zip(slow, counts)
+    ]
+    assert two.extend_batch(fast, counts)["kv"].tolist() == by_one
+    assert [r.num_tokens for r in fast] == [5, 5, 0, 7]
+    two.check_integrity()
+    for wrong in ([1, 2], [[1] * 4], 1.5):
+        with pytest.raises(ValueError, match="one for each of 4 requests"):
+            two.extend_batch(fast, wrong)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        two.extend_batch(fast, [3, 0, -1, 0])
+    assert [r.num_tokens for r in fast] == [5, 5, 0, 7]
 
 
 def test_an_empty_batch_and_a_batch_of_no_tokens_take_nothing():
@@ -414,6 +435,7 @@ def test_a_window_page_that_another_request_still_holds_is_not_free():
 
 
 @settings(max_examples=200)
+@example(size=1, per=1, window=0, step=2, chunks=[(6, True)])  # nothing of it is alive
 @given(
     st.integers(1, 5),
     st.sampled_from([1, 1, 2, 3]),
@@ -892,9 +914,11 @@ SIZES = st.lists(st.integers(0, 17), min_size=1, max_size=5)
 
 
 @settings(max_examples=60)
-@given(SIZES, st.integers(0, 20), st.booleans(), st.sampled_from(sorted(CLASSES)), st.data())
-def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, tokens, received, name, data):
-    """The same items if none goes back; else the same numbers of items, and the same entries."""
+@given(SIZES, st.booleans(), st.booleans(), st.sampled_from(sorted(CLASSES)), st.data())
+def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, equal, received, name, data):
+    """The same items if none goes back; else the same numbers of items, and the same entries.
+    After the tokens of a request, -1.
+    """
     many = {"num_pages": 60, "num_window_pages": 90, "num_slots": 9, "device": "meta"}
     one, two = (Allocator(CLASSES[name](**many)) for _ in range(2))
     slow, fast = ([alloc.new_request() for _ in sizes] for alloc in (one, two))
@@ -902,10 +926,15 @@ def test_a_batch_is_the_same_as_its_requests_one_by_one(sizes, tokens, received,
         for request, size in zip(requests, sizes):
             alloc.extend(request, size)
     order = data.draw(st.permutations(range(len(sizes))))
-    apart = [one.extend(slow[n], tokens, received=received) for n in order]
+    more = data.draw(st.lists(st.integers(0, 20), min_size=len(sizes), max_size=len(sizes)))
+    more = more[:1] * len(sizes) if equal else more
+    apart = [one.extend(slow[n], count, received=received) for n, count in zip(order, more)]
+    tokens = more[0] if equal else more
     together = two.extend_batch([fast[n] for n in order], tokens, received=received)
     for space in one.spaces:
-        found = np.array([each[space.name] for each in apart]).reshape(len(sizes), tokens)
+        found = np.full((len(sizes), max(more)), -1)
+        for row, (each, count) in enumerate(zip(apart, more)):
+            found[row, :count] = each[space.name]
         size = space.entries_per_item
         if not space.id_list.startswith("swa"):
             assert (found == together[space.name]).all()

@@ -202,13 +202,16 @@ def pages(request: Any) -> torch.Tensor:
 
 
 class Row:
-    """One row of transformers' own cache."""
+    """One row of transformers' own cache, without the columns before its `tokens`."""
 
-    def __init__(self, held: Any, row: int) -> None:
-        self.held, self.row = held, row
+    def __init__(self, held: Any, row: int, tokens: int) -> None:
+        self.held, self.row, self.tokens = held, row, tokens
 
     def __getattr__(self, name: str) -> Any:
-        return self.of(getattr(self.held, name))
+        found = self.of(getattr(self.held, name))
+        if name in ("keys", "values"):
+            return found[:, :, -self.tokens :]
+        return found[:, -self.tokens :] if name == "indexer_keys" else found
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -216,15 +219,21 @@ class Row:
         if isinstance(value, dict):
             return {key: self.of(each) for key, each in value.items()}
         if isinstance(value, list):
-            return [Row(each, self.row) for each in value]
+            return [Row(each, self.row, self.tokens) for each in value]
         return value
 
 
 def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) -> None:
+    columns = ours.get_seq_length() - sum(a.shape[1] for a in logits)
     for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
-        assert torch.equal(a, b), f"step {step}"
-    for row, request in enumerate(ours.requests):
-        found = same_as_transformers(ours.pool, request.address(), Row(theirs, row))
+        columns += a.shape[1]
+        for row, padding in enumerate(ours.padding.before):
+            since = min(max(padding - columns + a.shape[1], 0), a.shape[1])
+            assert torch.equal(a[row, since:], b[row, since:]), f"step {step} row {row}"
+    for row, (request, padding) in enumerate(zip(ours.requests, ours.padding.before)):
+        tokens = request.num_tokens
+        assert tokens == ours.get_seq_length() - padding
+        found = same_as_transformers(ours.pool, request.address(), Row(theirs, row, tokens))
         assert found.checked and not found.wrong
     assert not any(ours.pool.item_bytes_view(b)[0].any() for b in ours.pool.layout.buffers), (
         "a padding item is written"
@@ -240,7 +249,7 @@ def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
         padding = (0, 0)  # a compressed entry of padding and tokens has no meaning
     model, ids = model_of(family, dtype), prompt(1 if padding is None else 2)
     pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
-    ours = PoolCache.new(pool, Allocator(pool), ids.shape[0])
+    ours = PoolCache.new(pool, Allocator(pool), ids.shape[0], padding or 0)
     expected = run(model, theirs, ids, padding)
     assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
 
@@ -261,8 +270,8 @@ def test_neither_page_size_nor_order_nor_placement_changes_a_bit(family, common,
     model, ids = model_of(family, torch.bfloat16), prompt(2)
     pool = pool_of(model, page_size, num_pages=100, **common)
     theirs = transformers.DynamicCache(config=model.config)
-    ours = PoolCache.new(pool, Allocator(pool), 2)
     padding = None if family == "deepseek_v4" else (3, 0)
+    ours = PoolCache.new(pool, Allocator(pool), 2, padding or 0)
     expected = run(model, theirs, ids, padding)
     assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
 
@@ -649,7 +658,7 @@ def test_a_draft_writes_the_tokens_of_its_target():
     theirs = transformers.DynamicCache(config=small.config)
     expected = run(small, theirs, ids, steps=2)
     with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
-        ours[1].tokens = 28
+        ours[1].columns = 28
         ours[1].written = dict.fromkeys(ours[1].written, 28)
         run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
     last = expected[-3][:, -1:].argmax(-1)
