@@ -14,57 +14,18 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from tests.kvpool.integrations.test_transformers import COMMON, CONFIGS as KNOWN  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COMMON = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
+GEMMA3 = {
+    "num_hidden_layers": 7,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    "sliding_window": 9,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 16,
 }
-CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "num_hidden_layers": 7,
-        "sliding_window": 9,
-        "sliding_window_pattern": 3,
-        "query_pre_attn_scalar": 16,
-    },
-    "qwen3_next": {
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "shared_expert_intermediate_size": 32,
-        "num_experts": 4,
-        **EXPERTS,
-    },
-    "deepseek_v4": {
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "n_routed_experts": 4,
-        "layer_types": ["sliding_attention", CSA, HCA, CSA],
-        "compress_rates": {CSA: 4, HCA: 16},
-        "sliding_window": 9,
-        "o_groups": 2,
-        "o_lora_rank": 16,
-        "index_topk": 6,
-        "index_head_dim": 16,
-        "index_n_heads": 2,
-        **EXPERTS,
-    },
-}
+CONFIGS = {"gemma3_text": GEMMA3} | {name: KNOWN[name] for name in ("qwen3_next", "deepseek_v4")}
 
 
 @lru_cache

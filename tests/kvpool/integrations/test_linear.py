@@ -21,19 +21,11 @@ from kvpool.layout import Pin  # noqa: E402
 from kvpool.pools.kinds import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
 from kvpool.pools.layered import LayeredPool, State  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
+from tests.kvpool.models.tiny import MAMBA1, MAMBA2  # noqa: E402
 from tests.oracle import move  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 8,
-}
-MAMBA1 = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_dt_rank": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {
     "num_kv_shared_layers": 2,
