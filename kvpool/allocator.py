@@ -21,7 +21,7 @@ from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
 from kvpool.prefix_cache import PrefixCache, PrefixStats
-from kvpool.truncation import alive_start, first_kept, first_whole, need_kept, overwritten
+from kvpool.truncation import alive_start, first_kept, need_kept, overwritten
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -129,7 +129,9 @@ class Allocator:
         named = {space.id_list: self.layout.space_by_name[space.id_list] for space in self.spaces}
         self._free_lists = FreeLists(self.layout, named)
         free = self._free_lists.by_id_list
-        self.lists = {name: BlockTable(space, free[name]) for name, space in named.items()}
+        self.lists = {
+            name: BlockTable(space, self.spaces, free[name]) for name, space in named.items()
+        }
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
@@ -142,7 +144,7 @@ class Allocator:
         if prefix is not None:
             on_host = all(buffer.on_host for buffer in self.layout.buffers)
             medium = "CPU" if on_host else "GPU"
-            prefix.bind(self.lists, self._start, self._first_whole, self._copy_items, medium)
+            prefix.bind(self.lists, self._copy_items, medium)
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -252,10 +254,7 @@ class Allocator:
         after = before + more
         # computed tokens read what is alive before them, received ones what is alive at the end
         reach = after if received else before
-        changes = {
-            name: each.prepare(rows, self._first(name, reach), self._stop(name, after))
-            for name, each in self.lists.items()
-        }
+        changes = {name: each.prepare(rows, reach, after) for name, each in self.lists.items()}
         needed = {name: change.needed for name, change in changes.items()}
         gone = {name: each.ids(changes[name].gone) for name, each in self.lists.items()}
         self._free_lists.check(needed, gone)
@@ -309,11 +308,7 @@ class Allocator:
 
     def _truncate(self, rows: Ints, before: Ints, after: Ints) -> None:
         lost = self._lost_at(rows, before, after)
-        cuts = {}
-        for name, each in self.lists.items():
-            space = each.space
-            partial = (after % space.tokens_per_item > 0) & (not space.per_request)
-            cuts[name] = each.prepare_cut(rows, self._stop(name, after), partial)
+        cuts = {name: each.prepare_cut(rows, after) for name, each in self.lists.items()}
         copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
         self._pins.check_truncate(rows, after, copied)
         gone = {name: each.ids(cuts[name].gone) for name, each in self.lists.items()}
@@ -374,20 +369,19 @@ class Allocator:
         end = np.array([tokens], dtype=np.int64)
         parts = {}
         for name, each in self.lists.items():
-            list_space = self.layout.space_by_name[name]
-            if list_space.per_request and tokens not in (0, held):
+            if each.space.per_request and tokens not in (0, held):
                 raise ValueError(
                     f"space {name}: holds the state after {held} tokens, not after {tokens}. Fork "
                     f"at {held} tokens."
                 )
-            first, stop = int(self._first(name, end)[0]), int(self._stop(name, end)[0])
-            start, came = int(self._start(name, end)[0]), int(self._start(name, received)[0])
+            first, stop = int(each.first(end)[0]), int(each.stop(end)[0])
+            start, came = int(each.start(end)[0]), int(each.start(received)[0])
             if tokens and start < came:
                 raise ValueError(
                     f"space {name}: entries {start} to {came - 1} of that prefix were dead when "
                     "it was received, and were not transferred."
                 )
-            copied = list_space.per_request or tokens % list_space.tokens_per_item > 0
+            copied = each.space.per_request or tokens % each.space.tokens_per_item > 0
             parts[name] = each.check_fork(int(row), first, max(stop - copied, first), stop)
         lost = {}
         for space in self.spaces:
@@ -438,10 +432,7 @@ class Allocator:
         """
         live = np.setdiff1d(np.arange(self._tokens.size), self._rows)
         tokens = self._tokens[live]
-        held = {
-            name: each.check_integrity(live, self._first(name, tokens), self._stop(name, tokens))
-            for name, each in self.lists.items()
-        }
+        held = {name: each.check_integrity(live, tokens) for name, each in self.lists.items()}
         if self.prefix is not None:
             for name, ids in held.items():
                 held[name] = np.concatenate([ids, self.prefix.pinned_items(name)])
@@ -457,26 +448,6 @@ class Allocator:
         for pool in self.pools if src.size else ():
             if any(space.id_list == id_list for space in pool.layout.spaces):
                 pool.copy_items(id_list, src, dst)
-
-    def _start(self, name: str, tokens: Ints) -> Ints:
-        """The first live entry of requests of `tokens` `[B]` tokens."""
-        space = self.layout.space_by_name[name]
-        return np.zeros_like(tokens) if space.per_request else alive_start(space, tokens)
-
-    def _first(self, name: str, tokens: Ints) -> Ints:
-        """The first live item of requests of `tokens` `[B]` tokens."""
-        return self._start(name, tokens) // self.layout.space_by_name[name].entries_per_item
-
-    def _first_whole(self, name: str, received: int) -> int:
-        """The first item of which all came that later tokens may need; see `first_whole`."""
-        return max(first_whole(each, received) for each in self.spaces if each.id_list == name)
-
-    def _stop(self, name: str, tokens: Ints) -> Ints:
-        """The end of the items of requests of `tokens` `[B]` tokens."""
-        space = self.layout.space_by_name[name]
-        if space.per_request:
-            return np.minimum(tokens, 1)
-        return -(-tokens // space.tokens_per_item)
 
     def _locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
         found = {}

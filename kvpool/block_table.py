@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
+from kvpool.truncation import alive_start, first_whole
 
 NO_ITEM = -1
 
@@ -47,12 +48,14 @@ class Fork(NamedTuple):
 
 
 class BlockTable:
-    """The block table `[request, item number] -> id` of the spaces that share one list of ids. A
-    request holds the items numbered `first` to `stop`, taken from a free list.
+    """The block table `[request, item number] -> id` of the spaces that share one list of ids,
+    which is that of `space`. A request holds the items numbered `first` to `stop`, taken from a
+    free list.
     """
 
-    def __init__(self, space: Space, free_list: FreeList) -> None:
+    def __init__(self, space: Space, spaces: Iterable[Space], free_list: FreeList) -> None:
         self.space, self.free_list = space, free_list
+        self._spaces = [each for each in spaces if each.id_list == space.name]
         self._table: Ints = np.full((0, 4), NO_ITEM, dtype=np.int64)
         self._first: Ints = np.zeros(0, dtype=np.int64)
         self._stop: Ints = np.zeros(0, dtype=np.int64)
@@ -80,8 +83,29 @@ class BlockTable:
         ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
         return self.free_list.wanted(ids)
 
-    def prepare(self, rows: Ints, first: Ints, stop: Ints) -> Change:
-        """The change after which requests hold items `first` to `stop`."""
+    def start(self, tokens: Ints) -> Ints:
+        """The first live entry of requests of `tokens` `[B]` tokens."""
+        return np.zeros_like(tokens) if self.space.per_request else alive_start(self.space, tokens)
+
+    def first(self, tokens: Ints) -> Ints:
+        """The first live item of requests of `tokens` `[B]` tokens."""
+        return self.start(tokens) // self.space.entries_per_item
+
+    def stop(self, tokens: Ints) -> Ints:
+        """The end of the items of requests of `tokens` `[B]` tokens."""
+        if self.space.per_request:
+            return np.minimum(tokens, 1)
+        return -(-tokens // self.space.tokens_per_item)
+
+    def first_whole(self, received: int) -> int:
+        """The first item of which all came that later tokens may need; see `first_whole`."""
+        return max(first_whole(each, received) for each in self._spaces)
+
+    def prepare(self, rows: Ints, reach: Ints, tokens: Ints) -> Change:
+        """The change after which requests hold the items of `tokens` `[B]` tokens, from those on
+        that are alive after `reach`.
+        """
+        first, stop = self.first(reach), self.stop(tokens)
         had, end = self._first[rows], self._stop[rows]
         first = np.maximum(np.minimum(first, stop), had)
         since = np.maximum(end, first)
@@ -107,13 +131,15 @@ class BlockTable:
             self._table[fresh] = self.free_list.take(change.needed)
         self._first[change.rows], self._stop[change.rows] = change.first, change.stop
 
-    def prepare_cut(self, rows: Ints, stop: Ints, partial: npt.NDArray[np.bool_]) -> Cut:
-        """The change after which requests hold items up to `stop`, where the last of `partial`
-        requests is written to again.
+    def prepare_cut(self, rows: Ints, tokens: Ints) -> Cut:
+        """The change after which requests hold the items of their first `tokens` `[B]` tokens; a
+        last one that these do not fill is written to again.
         """
-        first, end = self._first[rows], self._stop[rows]
+        first, end, stop = self._first[rows], self._stop[rows], self.stop(tokens)
         last = stop - 1
-        kept = partial & (last >= first)
+        kept = (tokens % self.space.tokens_per_item > 0) & (last >= first)
+        if self.space.per_request:
+            kept[:] = False
         row, column = rows[kept], last[kept]
         shared = self.free_list.is_shared(self._table[row, column])
         gone = _cells(rows, np.maximum(stop, first), end)
@@ -165,12 +191,10 @@ class BlockTable:
         self._put(_cells(rows, self._first[rows], self._stop[rows]))
         self._first[rows] = self._stop[rows] = 0
 
-    def check_integrity(self, live: Ints, first: Ints, stop: Ints) -> Ints:
-        """See Allocator.check_integrity; items `first` to `stop` have the tokens of `live`. Returns
-        the ids that are held.
-        """
-        what = f"space {self.space.name}: item"
-        for has, end, start, needs in zip(self._first[live], self._stop[live], first, stop):
+    def check_integrity(self, live: Ints, tokens: Ints) -> Ints:
+        """See Allocator.check_integrity: `tokens` of requests `live`. Returns their ids."""
+        what, bounds = f"space {self.space.name}: item", (self.first(tokens), self.stop(tokens))
+        for has, end, start, needs in zip(self._first[live], self._stop[live], *bounds):
             if has > start or end != needs:
                 raise RuntimeError(
                     f"{what}s {has} to {end - 1} are held by a request whose tokens are in "

@@ -100,15 +100,11 @@ class PrefixCache:
     def bind(
         self,
         lists: Mapping[str, BlockTable],
-        start: Callable[[str, Ints], Ints],
-        first_whole: Callable[[str, int], int],
         copy: Callable[[str, Ints, Ints], None],
         medium: str,
     ) -> None:
-        """Called by the allocator whose block tables these are. `start(id_list, tokens)` is the
-        first live entry, `first_whole(id_list, received)` the first item of which nothing is
-        missing where so many tokens were received, `copy(id_list, from, to)` copies items in
-        `medium`, the events' word for the memory.
+        """Called by the allocator whose block tables these are. `copy(id_list, from, to)` copies
+        items in `medium`, the events' word for the memory.
         """
         if self._lists:
             raise ValueError("this PrefixCache belongs to another allocator. Make one for each.")
@@ -121,7 +117,7 @@ class PrefixCache:
                 )
             sizes.append(self.checkpoint_tokens)
         self._keys, self._step = PrefixKeys(gcd(*sizes)), lcm(*sizes)
-        self._start, self._first_whole, self._copy = start, first_whole, copy
+        self._copy = copy
         if self._log is not None:
             self._log.medium = medium
         for group, (name, table) in enumerate(lists.items()):
@@ -222,9 +218,9 @@ class PrefixCache:
             )
         before = chain.pages
         chain.append(given)
-        for name, each in self._lists.items() if chain.pages > before else ():
+        for each in self._lists.values() if chain.pages > before else ():
             if not each.space.per_request:
-                whole = self._first_whole(name, received)
+                whole = each.table.first_whole(received)
                 self._keep(row, chain, each, max(before // each.pages, whole))
             elif stored == held and stored % each.tokens == 0:
                 self._checkpoint(row, chain, each)
@@ -287,10 +283,7 @@ class PrefixCache:
         fits, found = np.ones(ends.size, dtype=np.bool_), {}
         for name, each in self._lists.items():
             ids, stop = each.find(chain), ends // each.tokens
-            if each.space.per_request:
-                first = np.maximum(stop - 1, 0)
-            else:
-                first = self._start(name, ends) // each.space.entries_per_item
+            first = np.maximum(stop - 1, 0) if each.space.per_request else each.table.first(ends)
             there = np.zeros(ids.size + 1, dtype=np.int64)
             np.cumsum(ids >= 0, out=there[1:])
             fits &= there[stop] - there[first] == stop - first
