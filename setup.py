@@ -1,5 +1,5 @@
-"""Everything but the compiled copy is said in pyproject.toml. Where that cannot be compiled, kvpool
-is installed without it and copies in Python.
+"""Everything but the C code is said in pyproject.toml. Where that cannot be compiled, kvpool is
+installed without it and does the same in Python.
 """
 
 import sys
@@ -21,18 +21,23 @@ class BuildOrWarn(build_ext):
             )
 
 
-# no Python inside, so that one file serves every release from 3.10 on
-RUNS = Extension(
-    "kvpool._native.runs",
-    ["kvpool/_native/runs.c"],
-    extra_compile_args=["-O2", "-std=gnu11", "-pthread"],
-    extra_link_args=["-pthread"],
-    py_limited_api=True,
-    optional=True,
-)
+SOURCES = ["kvpool/_native/runs.c", "disagg/plan/native/bind.c"]
+
+
+def compiled(source):
+    """An extension with no Python inside, so that one file serves every release from 3.10 on."""
+    return Extension(
+        source.removesuffix(".c").replace("/", "."),
+        [source],
+        extra_compile_args=["-O2", "-std=gnu11", "-pthread"],
+        extra_link_args=["-pthread"],
+        py_limited_api=True,
+        optional=True,
+    )
+
 
 setup(
-    ext_modules=[RUNS] if sys.platform == "linux" else [],
+    ext_modules=[compiled(each) for each in SOURCES] if sys.platform == "linux" else [],
     cmdclass={"build_ext": BuildOrWarn},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

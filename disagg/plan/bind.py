@@ -4,6 +4,7 @@ lengths, without a Python object per run.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
+from disagg.plan.native import Program, available
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
+_LENGTH = struct.Struct("q")
 BYTES_PER_RUN = 4096
 """Dead bytes of a last page that may travel for each run that they save; at least half of its runs
 must be saved.
@@ -72,7 +76,7 @@ class CopyBatch:
     """Source pointers, destination pointers and lengths in bytes, int64 `[N]` each.
 
     Equal lengths are one number, broadcast and read-only. `shares` are the runs and bytes of each
-    route, of a batch that `bind` returned; its parts have none.
+    route that has any, of a batch that `bind` returned; its parts have none.
     """
 
     src: Ints
@@ -91,6 +95,8 @@ class CopyBatch:
     @property
     def total(self) -> int:
         """Total bytes."""
+        if self.runs and self.nbytes.strides == (0,):
+            return self.runs * int(self.nbytes[0])
         return int(self.nbytes.sum())
 
     def split(self, max_bytes: int, max_runs: int) -> Iterator[CopyBatch]:
@@ -120,81 +126,108 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class Columns:
-    """Reused memory for batches: page faults of fresh arrays cost more than filling them."""
+class Binder:
+    """The routes of a plan from one source rank, for any number of requests.
 
-    def __init__(self) -> None:
-        self._held = np.empty((3, 0), dtype=np.int64)
-
-    def take(self, size: int) -> npt.NDArray[np.int64]:
-        """Columns `[3, size]`, valid until the next call."""
-        if self._held.shape[1] < size:
-            self._held = np.empty((3, max(size, 2 * self._held.shape[1])), dtype=np.int64)
-        return self._held[:, :size]
-
-
-def bind(
-    routes: Sequence[Route],
-    source: PoolLayout,
-    dest: PoolLayout,
-    source_address: RequestAddress,
-    dest_address: RequestAddress,
-    tokens: range,
-    columns: Columns,
-    layers: range | None = None,
-    count: Count = Count.KNOWN,
-) -> CopyBatch:
-    """Runs of `routes` for positions `tokens` of one request, of all their layers or of `layers`.
-    See TransferPlan.bind.
+    Runs are made outside Python where that was compiled and both sides hold the same positions
+    (`disagg.plan.native`), else by numpy; what is wrong with a request is always said here.
     """
-    if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= dest_address.num_tokens:
-        raise ValueError(
-            f"tokens={tokens}: must be a range of positions within 0 to {dest_address.num_tokens}."
-        )
-    for who, layout, address in (
-        ("source", source, source_address),
-        ("destination", dest, dest_address),
-    ):
-        if clash := id_clash(layout, address, columns):
-            raise ValueError(f"{who}: {clash}")
-    ends = tokens.stop == dest_address.num_tokens
-    pairs: dict[tuple[str, str, bool], EntryPairs] = {}
-    blocks: list[Block] = []
-    for route in routes:
-        moved = _moved(route, tokens, count)
-        if moved is None:
-            continue
-        bases = route.src_base, route.dst_base
-        if layers is not None:
-            inside = route.within(layers)
-            if not inside.any():
+
+    def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
+        self._routes, self._source, self._dest = tuple(routes), source, dest
+        self._program: Program | None = None
+        alike = all(each.src_space.held == each.dst_space.held for each in routes)
+        if routes and alike and available():
+            self._program = Program(self._routes, source, dest)
+
+    def bind(
+        self,
+        source_address: RequestAddress,
+        dest_address: RequestAddress,
+        tokens: range,
+        columns: Columns,
+        layers: range | None = None,
+        count: Count = Count.KNOWN,
+    ) -> CopyBatch:
+        """Runs for positions `tokens` of one request, of all layers or of `layers`. See
+        TransferPlan.bind.
+        """
+        total = dest_address.num_tokens
+        if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
+            raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
+        for who, layout, address in (
+            ("source", self._source, source_address),
+            ("destination", self._dest, dest_address),
+        ):
+            if clash := id_clash(layout, address, columns):
+                raise ValueError(f"{who}: {clash}")
+        about = source_address, dest_address, tokens, layers
+        if self._program is not None:
+            bound = self._program.bind(*about, count.value, columns)
+            if bound is not None:
+                return _batch(columns.take(bound.runs), bound.length, bound.shares)
+        return self._plain(*about, columns, count)
+
+    def _plain(
+        self,
+        source_address: RequestAddress,
+        dest_address: RequestAddress,
+        tokens: range,
+        layers: range | None,
+        columns: Columns,
+        count: Count,
+    ) -> CopyBatch:
+        ends = tokens.stop == dest_address.num_tokens
+        pairs: dict[tuple[str, str, bool], EntryPairs] = {}
+        blocks: list[Block] = []
+        for route in self._routes:
+            moved = _moved(route, tokens, count)
+            if moved is None:
                 continue
-            bases = route.src_base[inside], route.dst_base[inside]
-        pair = route.src_space.name, route.dst_space.name, route.packed
-        if pair not in pairs:
-            pairs[pair] = (pair_items if route.packed else pair_entries)(
-                BlockLookup(route.src_space, source, source_address),
-                BlockLookup(route.dst_space, dest, dest_address),
-                moved,
-            )
-        if pairs[pair].count.size:
-            blocks.extend(_blocks(route, bases, pairs[pair], ends))
-    lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
-    out = columns.take(sum(block.runs for block in blocks))
-    start = 0
-    for block in blocks:
-        stop = start + block.runs
-        shape = (block.src_base.size, *block.src.shape)
-        for column, base, more in ((0, block.src_base, block.src), (1, block.dst_base, block.dst)):
-            np.add(base[:, None, None], more, out=out[column, start:stop].reshape(shape))
-        if len(lengths) > 1:
-            out[2, start:stop].reshape(shape)[...] = block.nbytes
-        start = stop
-    nbytes: Ints = out[2]
-    if len(lengths) == 1:  # one number for all: a third less memory to write
-        nbytes = np.broadcast_to(np.int64(lengths.pop()), start)
-    shares = tuple((block.route, block.runs, block.total) for block in blocks)
-    return CopyBatch(out[0], out[1], nbytes, shares)
+            bases = route.src_base, route.dst_base
+            if layers is not None:
+                inside = route.within(layers)
+                if not inside.any():
+                    continue
+                bases = route.src_base[inside], route.dst_base[inside]
+            pair = route.src_space.name, route.dst_space.name, route.packed
+            if pair not in pairs:
+                pairs[pair] = (pair_items if route.packed else pair_entries)(
+                    BlockLookup(route.src_space, self._source, source_address),
+                    BlockLookup(route.dst_space, self._dest, dest_address),
+                    moved,
+                )
+            if pairs[pair].count.size:
+                blocks.extend(_blocks(route, bases, pairs[pair], ends))
+        lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
+        out = columns.take(sum(block.runs for block in blocks))
+        start = 0
+        shares: dict[int, tuple[Route, int, int]] = {}
+        for block in blocks:
+            stop = start + block.runs
+            shape = (block.src_base.size, *block.src.shape)
+            for column, base, more in (
+                (0, block.src_base, block.src),
+                (1, block.dst_base, block.dst),
+            ):
+                np.add(base[:, None, None], more, out=out[column, start:stop].reshape(shape))
+            if len(lengths) > 1:
+                out[2, start:stop].reshape(shape)[...] = block.nbytes
+            start = stop
+            _, runs, nbytes = shares.get(id(block.route), (None, 0, 0))
+            shares[id(block.route)] = block.route, runs + block.runs, nbytes + block.total
+        length = lengths.pop() if len(lengths) == 1 else -1
+        return _batch(out, length, tuple(shares.values()))
+
+
+def _batch(
+    columns: npt.NDArray[np.int64], length: int, shares: tuple[tuple[Route, int, int], ...]
+) -> CopyBatch:
+    """A batch of runs in columns `[3, N]`, all of `length` bytes unless that is -1."""
+    src, dst, nbytes = columns
+    if length >= 0:  # one number for all: a third less memory to write
+        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(length), 0, (0,))
+    return CopyBatch(src, dst, nbytes, shares)
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:

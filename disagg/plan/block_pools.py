@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
-    from disagg.plan.bind import Columns
+    from disagg.plan.columns import Columns
 
 
 def id_clash(layout: PoolLayout, address: RequestAddress, columns: Columns) -> str | None:

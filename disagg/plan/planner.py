@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from disagg.errors import PeerError
-from disagg.plan.bind import Columns, CopyBatch, Count, bind
+from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.cells import with_equal_cells
+from disagg.plan.columns import Columns
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.match import Overlap, elect, mismatches, tile
 from disagg.plan.proof import prove
@@ -66,6 +67,9 @@ class TransferPlan:
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
+    _binders: dict[tuple[int, str | None], Binder] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
@@ -110,13 +114,17 @@ class TransferPlan:
             )
         tokens = range(dest_address.num_tokens) if tokens is None else tokens
         into = self._columns.setdefault(source, Columns()) if columns is None else columns
-        if layers is None:
-            routes = [each for each in self.routes if each.source == source]
-        else:
-            mine = (each for each in self.layer_routes if each.owner == owner)
-            routes = [each for each in mine if each.source == source]
-        layouts = self.sources[source], self.dest
-        return bind(routes, *layouts, source_address, dest_address, tokens, into, layers, count)
+        binder = self._binder(source, None if layers is None else owner)
+        return binder.bind(source_address, dest_address, tokens, into, layers, count)
+
+    def _binder(self, source: int, owner: str | None) -> Binder:
+        """Of all routes from a source rank, or of those of one owner by layer."""
+        found = self._binders.get((source, owner))
+        if found is None:
+            routes = self.routes if owner is None else self.layer_routes
+            mine = [r for r in routes if r.source == source and owner in (None, r.owner)]
+            found = self._binders[source, owner] = Binder(mine, self.sources[source], self.dest)
+        return found
 
     def bind_all(
         self,

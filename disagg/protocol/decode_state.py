@@ -8,8 +8,9 @@ from typing import Any
 
 from disagg.digest.digester import Verification
 from disagg.plan import IncompatibleLayouts, TransferPlan
-from disagg.plan.bind import Columns, CopyBatch, Count
+from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
 from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics

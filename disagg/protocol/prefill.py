@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
-from disagg.plan.bind import Columns
+from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
 from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages

@@ -26,7 +26,7 @@ from disagg import (
     UsageError,
 )
 from disagg.digest.digest import from_wire
-from disagg.plan.bind import Columns
+from disagg.plan.columns import Columns
 from disagg.protocol import messages
 from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from disagg.plan.bind import Columns
+from disagg.plan.columns import Columns
 from disagg.protocol.decode_state import Read
 from disagg.runtime.reads.context import ReadContext
 from disagg.runtime.staging import ReadPart

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from disagg.engines.base import TransferError
-from disagg.plan.bind import Columns
+from disagg.plan.columns import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadFailed
 from disagg.protocol.messages import Hello

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
-from disagg.plan.bind import Columns
+from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
 from disagg.plan.proof import prove
 from disagg.runtime.staging import coalesce
