@@ -6,11 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 
+_NONE = np.empty((3, 0), dtype=np.int64)
+
+
 class Columns:
     """Reused memory for batches: page faults of fresh arrays cost more than filling them."""
 
     def __init__(self) -> None:
-        self._hold(0)
+        self._held, self.capacity, self.pointer = _NONE, 0, 0
 
     def take(self, size: int) -> npt.NDArray[np.int64]:
         """Columns `[3, size]`, valid until the next call. The rows of all of them are `capacity`

@@ -14,7 +14,7 @@ from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
-from disagg.protocol.effects import CancelReads, Effect, Effects, StartRead
+from disagg.protocol.effects import CancelReads, Effect, Effects, RoomEnded, StartRead
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import Aux, Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
@@ -314,6 +314,7 @@ class DecodeMachine:
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
         self._rooms.end(name)
+        self._effects.append(RoomEnded(name))
         room.metrics.total_seconds = self._now - room.opened_at
         self.totals.add(room.metrics, room.failure)
         if room.failure is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from disagg.digest.digest import Piece
 from disagg.protocol.decode_state import Link, Read
-from disagg.protocol.messages import Hello, Message, encode
+from disagg.protocol.messages import Hello, Message, Room, encode
 from kvpool.layout import RequestAddress
 
 Peer = bytes | int
@@ -80,7 +80,24 @@ class ComputeDigest:
     each: bool
 
 
-Effect = Send | Dial | HangUp | DropPeer | ConnectEngine | StartRead | CancelReads | ComputeDigest
+@dataclass(frozen=True, slots=True)
+class RoomEnded:
+    """A room has ended: who waits for that may go on."""
+
+    room: Room
+
+
+Effect = (
+    Send
+    | Dial
+    | HangUp
+    | DropPeer
+    | ConnectEngine
+    | StartRead
+    | CancelReads
+    | ComputeDigest
+    | RoomEnded
+)
 
 
 class Effects(list[Effect]):

@@ -235,6 +235,8 @@ def room_name(name: object) -> Room:
     """A room's name as it is sent, a number from 0 to 2**63-1 or a short text; else RoomError."""
     if isinstance(name, str) and len(name) <= MAX_ROOM_NAME and name.isprintable():
         return name
+    if type(name) is int and 0 <= name < 1 << 63:
+        return name
     if isinstance(name, SupportsIndex) and not isinstance(name, bool):
         number = index(name)
         if 0 <= number < 1 << 63:

@@ -16,7 +16,7 @@ from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
 from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
-from disagg.protocol.effects import Effect, Effects
+from disagg.protocol.effects import Effect, Effects, RoomEnded
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
@@ -125,6 +125,16 @@ class PrefillMachine:
         """Rooms that have not ended."""
         return self._rooms.open
 
+    @property
+    def computing(self) -> bool:
+        """Whether a device computes what was sent."""
+        return bool(self._rooms.unpublished)
+
+    @property
+    def read(self) -> bool:
+        """Whether a decode may be reading a room."""
+        return bool(self._rooms.read)
+
     def leases(self) -> Leases:
         """Items of open rooms."""
         return self._rooms.leases()
@@ -226,6 +236,7 @@ class PrefillMachine:
         room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
+            self._rooms.read.add(request.room)
 
     def _dropped(self, drop: messages.DropRoom) -> None:
         """Ends a room that a decode will not ask for, unless all its readers have."""
@@ -288,6 +299,7 @@ class PrefillMachine:
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._rooms.end(name, room, self._now)
+        self._effects.append(RoomEnded(name))
         seconds = self._now - room.opened_at
         self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
         if room.failure is not None:
@@ -313,6 +325,7 @@ class PrefillMachine:
             room.unpublished.pop(0)
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
+                self._rooms.read.add(name)
         waiting = self._rooms.unpublished
         (waiting.add if room.unpublished else waiting.discard)(name)
 

@@ -31,7 +31,7 @@ from disagg.host.prefault import Prefault
 from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
-from disagg.protocol.liveness import Leases
+from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
 from disagg.protocol.messages import (
     PROTOCOL,
     Hello,
@@ -44,17 +44,22 @@ from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
+from disagg.runtime.ended_file import EndedFile
 from disagg.runtime.io_thread import IOThread
 from disagg.runtime.options import Options, check_options, open_transport
+from disagg.runtime.pace import Pace
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Lost, Waitable
+from disagg.runtime.transport import Corks, Lost, Waitable
+from disagg.runtime.waiters import Waiters
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
 
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
+MOST_PAUSE_SECONDS = 0.01
+"""Between two turns in which an engine makes progress, on a host that has no time for more."""
 TELEMETRY_SECONDS = 0.5
 ASKED_SECONDS = 0.0002
 """Between two turns of callers that ask, at least: they may ask for hundreds of rooms at once."""
@@ -106,12 +111,16 @@ class Endpoint(Generic[M]):
                     self._prefault.own(slab.base, slab.nbytes)
         self._digester = Digester()
         self._pending: deque[Effect] = deque()
-        self._pause = engine.progress_seconds if serves else READ_PAUSE_SECONDS
         self._busy = False
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._waiters = Waiters(self._lock)
+        self._ended_file: EndedFile | None = None
+        self._corks = self._transport if isinstance(self._transport, Corks) else None
+        self._waits = self._transport.wait if isinstance(self._transport, Waitable) else None
+        self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
+        self._pace = Pace(engine.progress_seconds, MOST_PAUSE_SECONDS)
         self._turning = threading.Lock()
-        self._next_asked = 0.0
+        self._next_asked, self._paused = 0.0, 0.0
         self._closing, self._why_closed = False, "the endpoint was closed."
         self._asked, self._telemetry = clock(), dict(engine.telemetry())
         self._thread: IOThread | None = None
@@ -133,7 +142,7 @@ class Endpoint(Generic[M]):
         seconds, and EndpointClosed if the endpoint is closed before.
         """
         name = room_name(room)
-        return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout)
+        return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout, name)
 
     def ended(self) -> list[Ended]:
         """The rooms that have ended since the last call, and whose pages may be reused (on decode
@@ -141,7 +150,39 @@ class Endpoint(Generic[M]):
         """
         self._turn_for_caller()
         with self._lock:
-            return self.machine.ended.take()
+            taken = self.machine.ended.take()
+            self._tell_file()
+            return taken
+
+    def wait_any(self, timeout: float | None = None) -> list[Ended]:
+        """Blocks until `ended()` has something, at most `timeout` seconds; returns that.
+
+        Raises EndpointClosed if the endpoint is closed before.
+        """
+        if not self._wait(lambda: bool(self.machine.ended), timeout):
+            self._check_open()
+        with self._lock:
+            taken = self.machine.ended.take()
+            self._tell_file()
+            return taken
+
+    def fileno(self) -> int:
+        """A file that can be read while `ended()` has something: for `select`, or asyncio's
+        `loop.add_reader(endpoint, ...)`. It is the endpoint's: do not read or close it.
+
+        Raises UsageError for an endpoint without a thread of its own, which goes on in `step()`.
+        """
+        with self._lock:
+            self._check_open()
+            if self._thread is None:
+                raise UsageError(
+                    "fileno(): with threaded=False nothing happens between two calls of step(). "
+                    "Ask ended() after each."
+                )
+            if self._ended_file is None:
+                self._ended_file = EndedFile()
+                self._tell_file()
+            return self._ended_file.fileno()
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on which side; None if it did not."""
@@ -179,12 +220,12 @@ class Endpoint(Generic[M]):
 
     def close(self) -> None:
         """Aborts open rooms, tells peers, ends the loop and closes the engine."""
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             self._handle(events.AbortAll("the endpoint was closed.", closing=True))
             self._closing = True
-            self._changed.notify_all()
+            self._waiters.all()
         if self._thread is not None:
             self._thread.wake_up()
         else:
@@ -193,15 +234,19 @@ class Endpoint(Generic[M]):
         with self._lock:
             for event in self._reader.close():
                 self._handle(event)
+            if self._ended_file is not None:
+                self._ended_file.close()
 
     def abandon(self) -> None:
         """In a forked child: closes this copy of the parent's endpoint, and touches nothing else of
         the parent's. Every call then raises EndpointClosed.
         """
         self._lock = threading.RLock()  # a thread that is not there may hold the old one
-        self._changed = threading.Condition(self._lock)
+        self._waiters = Waiters(self._lock)
         self._closing, self._why_closed = True, FORKED
         keep_for_ever(self)
+        if self._ended_file is not None:
+            self._ended_file.close()
         self.machine = cast(M, ForkedMachine())
         self.engine.abandon()
         if isinstance(self._transport, Abandons):
@@ -237,7 +282,9 @@ class Endpoint(Generic[M]):
                     self._failed(error)
                 finally:
                     self._turning.release()
-            if self._thread is not None:
+            self._waiters.turned()
+            self._tell_file()
+            if self._thread is not None and (self._pending or self._pause() < self._paused):
                 self._thread.wake_up()
 
     def _handle(self, event: Any) -> None:
@@ -247,20 +294,26 @@ class Endpoint(Generic[M]):
         if self._closing:
             raise EndpointClosed(self._why_closed)
 
-    def _wait(self, ended: Callable[[], bool], timeout: float | None) -> bool:
-        """Waits until `ended()`; whether it is. Without a thread, turns the loop meanwhile."""
+    def _wait(
+        self, ended: Callable[[], bool], timeout: float | None, room: Room | None = None
+    ) -> bool:
+        """Waits until `ended()`; whether it is. Without a thread, turns the loop meanwhile. With
+        one, `room` is the room that `ended()` is about, if it holds once that has ended.
+        """
         if self._thread is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or ended(), timeout)
+            self._waiters.wait(lambda: self._closing or ended(), timeout, room)
+            with self._lock:
                 return ended()
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
-            self._step(0.0 if self._busy else min(self._pause, left))
+            self._step(min(self._pause(), left))
         return ended()
 
-    def _wait_in_room(self, name: Room, ended: Callable[[], bool], timeout: float | None) -> KVPoll:
+    def _wait_in_room(
+        self, name: Room, ended: Callable[[], bool], timeout: float | None, room: Room | None = None
+    ) -> KVPoll:
         """Waits until `ended()`; the room's state then. Raises as `wait` does."""
-        if not self._wait(ended, timeout):
+        if not self._wait(ended, timeout, room):
             self._check_open()
             with self._lock:
                 if not ended():
@@ -271,18 +324,34 @@ class Endpoint(Generic[M]):
         with self._lock:
             return self.machine.poll(name)
 
+    def _pause(self) -> float:
+        """Seconds that the next turn may wait: until a message comes, or a call."""
+        if self._closing or self._busy:
+            return 0.0
+        if self._reader.waits:
+            return READ_PAUSE_SECONDS
+        if isinstance(self.machine, PrefillMachine):
+            if self.machine.read:
+                return self._pace.seconds
+            if self.machine.computing:
+                return READ_PAUSE_SECONDS
+        return self._idle
+
     def _run_turn(self, thread: IOThread) -> bool:
         """One turn of the endpoint's thread; whether there is another."""
         with self._lock:
-            closing, waiting = self._closing, bool(self.machine.open_rooms())
-        pause = 0.0 if closing or self._busy else self._pause if waiting else IDLE_SECONDS
-        if pause and isinstance(self._transport, Waitable):  # meanwhile callers may take turns
+            closing, pause = self._closing, self._pause()
+            self._paused = pause
+        if pause and self._waits is not None:  # meanwhile callers may take turns
+            began = time.monotonic()
             try:
-                self._transport.wait(pause, thread.wake)
+                self._waits(pause, thread.wake)
             except Exception as error:
                 self._failed(error)
                 time.sleep(IDLE_SECONDS)
+            self._pace.woke(pause, time.monotonic() - began)
             pause = 0.0
+        self._paused = 0.0
         # one that waits for the lock gets it before the GIL, and holds up all callers until then
         if not self._turning.acquire(blocking=False):
             time.sleep(ASKED_SECONDS)
@@ -340,8 +409,9 @@ class Endpoint(Generic[M]):
         except Exception as error:  # what a room waits for must not get lost silently
             self._failed(error)
         finally:
-            with self._changed:
-                self._changed.notify_all()
+            with self._lock:
+                self._waiters.turned()
+                self._tell_file()
 
     def _failed(self, error: Exception) -> None:
         log.error("%s: a turn failed", type(self).__name__, exc_info=error)
@@ -386,23 +456,46 @@ class Endpoint(Generic[M]):
         """Does what is pending, under the lock: no call of another thread comes between the effects
         of an event. What follows from them is for the next time.
         """
-        for _ in range(len(self._pending)):
-            match self._pending.popleft():
-                case effects.Send(peer, data):
-                    problem = self._transport.send(peer, data)
-                    if problem is not None:
-                        self._handle(events.Unreachable(peer, problem))
-                case effects.Dial(peer, address):
-                    self._transport.connect(peer, address)
-                case effects.HangUp(peer):
-                    self._transport.connect(peer, None)
-                case effects.ConnectEngine(link, source, hello):
-                    self._reader.connect(link, source, hello)
-                case effects.StartRead(read):
-                    self._reader.add(read)
-                case effects.CancelReads(attempt):
-                    self._reader.cancel(attempt)
-                case effects.DropPeer(link, source):
-                    self._reader.drop_peer(link, source)
-                case effects.ComputeDigest(key, address, pieces, each):
-                    self._digester.add(key, self.layout, address, pieces, each)
+        if not self._pending:
+            return
+        if self._corks is not None:
+            self._corks.cork()
+        try:
+            for _ in range(len(self._pending)):
+                self._do(self._pending.popleft())
+        finally:
+            if self._corks is not None:
+                self._corks.uncork()
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case effects.Send(peer, data):
+                problem = self._transport.send(peer, data)
+                if problem is not None:
+                    self._handle(events.Unreachable(peer, problem))
+            case effects.RoomEnded(room):
+                self._waiters.ended(room)
+            case effects.StartRead(read):
+                self._reader.add(read)
+            case effects.Dial(peer, address):
+                self._connect(peer, address)
+            case effects.HangUp(peer):
+                self._connect(peer, None)
+            case effects.ConnectEngine(link, source, hello):
+                self._reader.connect(link, source, hello)
+            case effects.CancelReads(attempt):
+                self._reader.cancel(attempt)
+            case effects.DropPeer(link, source):
+                self._reader.drop_peer(link, source)
+            case effects.ComputeDigest(key, address, pieces, each):
+                self._digester.add(key, self.layout, address, pieces, each)
+
+    def _connect(self, peer: int, address: str | None) -> None:
+        self._transport.connect(peer, address)
+        if self._thread is not None:
+            self._thread.wake_up()  # in whose next turn the transport does it
+
+    def _tell_file(self) -> None:
+        """Lets the file be read as long as `ended()` has something."""
+        if self._ended_file is not None:
+            self._ended_file.set(bool(self.machine.ended))

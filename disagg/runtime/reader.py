@@ -43,6 +43,13 @@ class Reader:
         self.busy = False
         """Whether the next step should follow at once."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to ask an engine for, again and again."""
+        return bool(self._dropped) or any(
+            lane.has_work or lane.fences for lane in self._lanes.values()
+        )
+
     def add(self, read: Read) -> None:
         """Takes a read over."""
         self._lane(read.link, read.source, read.hello).queue.append(read)

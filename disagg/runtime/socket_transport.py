@@ -57,6 +57,7 @@ class SocketTransport:
         self._dialling = Dialling(self._watch, insecure)
         self._leaving = Leaving(self._watch, self._scratch)
         self._again: dict[Connection, None] = {}
+        self._corked: dict[Connection, None] | None = None
         self._ended: deque[Connection] = deque()
         self._most = limits.max_connections()
         self._accept_at = 0.0
@@ -101,11 +102,26 @@ class SocketTransport:
         connection = self._peers.get(peer)
         if connection is None:
             return "it cannot be reached: its connection has ended."
-        problem = connection.send(data)
+        problem = connection.send(data, later=self._corked is not None)
         if problem is not None and connection.problem is None:
             self._drop(connection, problem)
-        self._watch.update(connection)
+        elif self._corked is not None:
+            self._corked[connection] = None
+        else:
+            self._watch.update(connection)
         return problem
+
+    def cork(self) -> None:
+        """See Corks."""
+        self._corked = {}
+
+    def uncork(self) -> None:
+        """See Corks."""
+        corked, self._corked = self._corked or {}, None
+        for connection in corked:
+            if connection.up:
+                connection.flush()
+            self._watch.update(connection)
 
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
         """See Transport."""

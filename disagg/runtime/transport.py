@@ -51,6 +51,17 @@ class Waitable(Protocol):
         """Waits as `poll` does, and takes nothing."""
 
 
+@runtime_checkable
+class Corks(Protocol):
+    """A transport that sends many messages with hardly more work than one."""
+
+    def cork(self) -> None:
+        """From here on `send` may keep messages back."""
+
+    def uncork(self) -> None:
+        """Sends what was kept back, without blocking."""
+
+
 @dataclass(eq=False, slots=True)
 class Connection:
     """A connection of a MemoryNetwork, which the listener knows by `identity`."""

@@ -16,7 +16,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define ABI 1
+#define ABI 2
 #define BATCH_RUNS 1024        /* IOV_MAX of Linux */
 #define BATCH_BYTES (8 << 20)  /* between two looks at `cancelled` */
 
@@ -206,6 +206,9 @@ void kvpool_post(worker_t *worker, job_t *job) {
     pthread_cond_signal(&worker->changed);
     pthread_mutex_unlock(&worker->lock);
 }
+
+/* Does a job in the calling thread. */
+void kvpool_run(job_t *job) { work(job); }
 
 int32_t kvpool_state(job_t *job) {
     return atomic_load_explicit(&job->state, memory_order_acquire);

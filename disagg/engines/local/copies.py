@@ -17,6 +17,9 @@ from kvpool import _native
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
 
+SMALL_RUNS, SMALL_BYTES = 1024, 64 << 10
+"""Of at most so much, runs are copied in the call."""
+
 
 class HostCopies:
     """Copies runs in order; used by one thread. A copy that goes on after the call is a job."""
@@ -36,7 +39,9 @@ class HostCopies:
         if not self.native:
             copy_runs(src, dst, nbytes)
             return None
-        return self._thread().post(src, *_kept(dst, nbytes), keep=keep)
+        at_once = _is_small(nbytes)
+        columns = (dst, nbytes) if at_once else _kept(dst, nbytes)
+        return self._thread().post(src, *columns, keep=keep, at_once=at_once)
 
     def of_process(
         self, connection: Connection, src: Ints, dst: Ints, nbytes: Ints
@@ -47,8 +52,10 @@ class HostCopies:
         if not self.native:
             read_process(connection.pid, connection.check_alive, src, dst, nbytes)
             return None
-        pid, peer = connection.pid, connection.link.fileno()
-        return self._thread().post(src, *_kept(dst, nbytes), pid=pid, peer=peer, keep=connection)
+        pid, peer, at_once = connection.pid, connection.link.fileno(), _is_small(nbytes)
+        columns = (dst, nbytes) if at_once else _kept(dst, nbytes)
+        about = {"pid": pid, "peer": peer, "keep": connection, "at_once": at_once}
+        return self._thread().post(src, *columns, **about)
 
     def close(self) -> None:
         """Ends the thread, once all jobs have ended."""
@@ -76,6 +83,11 @@ def finished(job: _native.Job, pid: int) -> bool:
     if job.cancelled:
         raise TransferError("the peer was given up.")
     raise TransferError(unreadable(pid, os.strerror(job.error)))
+
+
+def _is_small(nbytes: Ints) -> bool:
+    """Whether runs are copied in less time than another thread needs to wake."""
+    return nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
 
 
 def _kept(dst: Ints, nbytes: Ints) -> tuple[Ints, Ints]:

@@ -88,6 +88,7 @@ class LocalEngine(Engine):
     """
 
     name = "local"
+    progress_seconds = 0.05  # whoever reads does all of it
 
     def __init__(self) -> None:
         self._copies = HostCopies()

@@ -30,6 +30,9 @@ class EndedRooms:
     def __init__(self) -> None:
         self._rooms: dict[Room, Ended] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._rooms)
+
     def add(self, name: Room, failure: Failure | None) -> None:
         """A room's pages are free: it has succeeded, or failed."""
         state = KVPoll.Success if failure is None else KVPoll.Failed

@@ -21,7 +21,8 @@ MAX_FAILED_UNSENT = 10_000
 
 class PrefillRooms:
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
-    of which nothing was sent, `unpublished` those of which readers may not know every chunk.
+    of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
+    those of which one knows some.
     """
 
     def __init__(self, layers: Mapping[str, Ints]) -> None:
@@ -29,6 +30,7 @@ class PrefillRooms:
         self.open: set[Room] = set()
         self.unsent: set[Room] = set()
         self.unpublished: set[Room] = set()
+        self.read: set[Room] = set()
         self.ended = EndedRooms()
         self.forgotten = ForgottenRooms()
         self._layers = layers
@@ -58,7 +60,7 @@ class PrefillRooms:
 
     def end(self, name: Room, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        for some in (self.open, self.unsent, self.unpublished):
+        for some in (self.open, self.unsent, self.unpublished, self.read):
             some.discard(name)
         self.ended.add(name, room.failure)
         if not room.chunks:

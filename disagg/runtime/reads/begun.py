@@ -1,4 +1,4 @@
-"""A read that has begun: the parts still to be posted, and those in flight."""
+"""Reads that have begun: the parts still to be posted, and those in flight."""
 
 from __future__ import annotations
 
@@ -50,24 +50,46 @@ class InFlight:
 
 
 @dataclass(eq=False, slots=True)
-class BegunRead:
-    """`columns` hold its runs; `next` is the part that waits for a buffer. With a `problem` it has
-    failed, and ends once none of its bytes can land any more.
+class BegunReads:
+    """One read, or small ones of several rooms that are posted together; `nbytes` are each one's.
+    `columns` hold their runs; `next` is the part that waits for a buffer. With a `problem` they
+    have failed, and end once none of their bytes can land any more.
     """
 
-    read: Read
+    reads: list[Read]
+    nbytes: list[int]
     parts: Iterator[ReadPart]
     columns: Columns
     left: bool = True
     """Whether there may be parts to post."""
     next: ReadPart | None = None
     in_flight: deque[InFlight] = field(default_factory=deque)
+    moving: int = 0
+    """Bytes of the parts in flight."""
     problem: str | None = None
+    apart: bool = False
+    """Whether one of them has failed, nobody knows which: each is to be read for itself."""
 
     @property
     def buffers(self) -> list[int]:
         """Staging buffers that its parts take up."""
         return [part.buffer for part in self.in_flight if part.buffer is not None]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants any of it."""
+        return all(read.cancelled for read in self.reads)
+
+    def arrived(self, flight: InFlight, now: float) -> None:
+        """Counts a part that has arrived. What each room has of it is known of a single read; of
+        several, they all have theirs at the end.
+        """
+        self.moving -= flight.part.read.total
+        if len(self.reads) == 1:
+            self.reads[0].metrics.moved(flight.part.payload, now - flight.posted)
+        elif not self.left and not self.in_flight:
+            for read, nbytes in zip(self.reads, self.nbytes):
+                read.metrics.moved(nbytes, now - flight.posted)
 
     def stopped(self) -> None:
         """Parts in flight, of which no byte can land any more, are to be posted again."""
@@ -76,3 +98,4 @@ class BegunRead:
         self.parts, self.next = chain(again, held, self.parts), None
         self.left = self.left or bool(again)
         self.in_flight.clear()
+        self.moving = 0

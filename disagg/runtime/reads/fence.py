@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.protocol.events import ReadFailed
-from disagg.runtime.reads.begun import BegunRead
+from disagg.runtime.reads.begun import BegunReads
 from disagg.runtime.reads.context import ReadContext, problem_of
 
 log = logging.getLogger("disagg")
@@ -20,7 +20,7 @@ class Fence:
     """
 
     peer: Any
-    reads: list[BegunRead]
+    reads: list[BegunReads]
 
     def passed(self, context: ReadContext) -> bool:
         """Whether no byte of `reads` can land. A read of which that can never be certain leaves
@@ -39,10 +39,11 @@ class Fence:
                 self._quarantine(context, begun, error)
             return True
 
-    def _quarantine(self, context: ReadContext, begun: BegunRead, error: Exception) -> None:
+    def _quarantine(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
         log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
         if begun.problem is None:
-            context.events.append(ReadFailed(begun.read, problem_of(begun.read, error)))
+            for read in begun.reads:
+                context.events.append(ReadFailed(read, problem_of(read, error)))
         context.stage.mark_lost(len(begun.buffers))
-        context.quarantined.append(begun.read)
+        context.quarantined.extend(begun.reads)
         self.reads.remove(begun)

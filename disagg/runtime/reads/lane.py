@@ -1,5 +1,6 @@
-"""Reads from one generation of one rank. They begin in order; small ones are in flight together,
-and those that another's failure has stopped go on after it.
+"""Reads from one generation of one rank. They begin in order; small ones that are ready in one step
+are bound one after the other and posted together. Those that another's failure has stopped go on
+after it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from disagg.engines.base import TransferError
+from disagg.plan.bind import CopyBatch
 from disagg.plan.columns import Columns
 from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadFailed
 from disagg.protocol.messages import Hello
-from disagg.runtime.reads.begun import BegunRead, InFlight
+from disagg.runtime.reads.begun import BegunReads, InFlight
 from disagg.runtime.reads.context import ReadContext, problem_of
 from disagg.runtime.reads.fence import Fence
 from disagg.runtime.staging import NUM_BUFFERS
@@ -26,7 +30,13 @@ log = logging.getLogger("disagg")
 STAGED_IN_FLIGHT = NUM_BUFFERS // 2
 """Parts of one rank that are in buffers at once: a rank that is stuck leaves some to the others."""
 READS_AT_ONCE = 64
-"""Reads of one rank that are in flight together, at most."""
+"""Reads of one rank that are in flight together, at most, and reads that are posted together."""
+SMALL_RUNS, SMALL_BYTES = 256, 256 << 10
+"""Reads of at most so much are posted together."""
+
+
+class Stuck(TransferError):
+    """A peer of which nothing arrives."""
 
 
 class Lane:
@@ -40,16 +50,18 @@ class Lane:
         self.connected = False
         self.fences: list[Fence] = []
         self._context, self._engine = context, context.engine
-        self._begun: list[BegunRead] = []
+        self._begun: list[BegunReads] = []
         self._peer: Any = None
         self._spare: list[Columns] = []
+        self._scratch = Columns()
+        self._apart: set[Read] = set()
         self._dropped = False
 
     def reads(self) -> Iterator[Read]:
         """All its reads that have not ended."""
         yield from self.queue
         for begun in (self._begun, *(fence.reads for fence in self.fences)):
-            yield from (each.read for each in begun)
+            yield from (read for each in begun for read in each.reads)
 
     def in_flight(self) -> list[InFlight]:
         """All parts in flight."""
@@ -73,7 +85,7 @@ class Lane:
             moved |= went_on
         while self.queue and self._room_for_more():
             moved = True
-            if not self._begin(self.queue.popleft()):
+            if not self._begin():
                 break
         return moved
 
@@ -87,7 +99,8 @@ class Lane:
         """Gives the rank up: its rooms have failed."""
         self._dropped = True
         landing = [begun for begun in self._begun if begun.in_flight]
-        for read in (*self.queue, *(each.read for each in self._begun if not each.in_flight)):
+        waiting = [read for each in self._begun if not each.in_flight for read in each.reads]
+        for read in (*self.queue, *waiting):
             self._context.end(read)
         self.queue.clear()
         self._begun.clear()
@@ -112,63 +125,117 @@ class Lane:
         """Whether another read may begin."""
         if any(begun.left for begun in self._begun) or len(self._begun) >= READS_AT_ONCE:
             return False
-        moving = sum(flight.part.read.total for flight in self.in_flight())
-        return not self._begun or moving < self._engine.max_bytes
+        return not self._begun or sum(b.moving for b in self._begun) < self._engine.max_bytes
 
-    def _begin(self, read: Read) -> bool:
-        """Begins a read and posts its first parts; whether the next may begin in this step."""
-        context = self._context
-        if read.cancelled:
-            context.end(read)
-            return True
+    def _begin(self) -> bool:
+        """Begins the next read, or the next small ones, and posts the first parts; whether more
+        may begin in this step.
+        """
+        first = self.queue[0]
         try:
-            self._connect(read.hello)
-            began = time.perf_counter()
-            columns = self._spare.pop() if self._spare else Columns()
-            batch = read.bind(columns)
-            read.metrics.bound(batch, time.perf_counter() - began)
-            parts = context.stage.parts(batch, read.plan.sources[read.source], self._engine)
-        except Exception as error:  # nothing of it was posted
-            context.end(read, problem_of(read, error))
+            self._connect(first.hello)
+        except Exception as error:
+            self._context.end(self.queue.popleft(), problem_of(first, error))
             return False
-        begun = BegunRead(read, parts, columns)
+        columns = self._spare.pop() if self._spare else Columns()
+        reads: list[Read] = []
+        batches: list[CopyBatch] = []
+        while self.queue and len(reads) < READS_AT_ONCE:
+            read, into = self.queue[0], self._scratch if reads else columns
+            batch = self._bind(read, into)
+            small = batch is not None and _small(batch) and read not in self._apart
+            if batch is None:
+                self.queue.popleft()
+                continue
+            if reads and not small:
+                break  # it begins in the next turn of this
+            self._apart.discard(self.queue.popleft())
+            reads.append(read)
+            if reads[1:]:
+                batch = CopyBatch(batch.src.copy(), batch.dst.copy(), batch.nbytes.copy())
+            batches.append(batch)
+            if not small:
+                break
+        if not reads:
+            self._spare.append(columns)
+            return True
+        return self._post_first(reads, batches, columns)
+
+    def _bind(self, read: Read, columns: Columns) -> CopyBatch | None:
+        """Its runs; None if there is nothing to be read of it: it has ended."""
+        problem = None
+        try:
+            if not read.cancelled:
+                began = time.perf_counter()
+                batch = read.bind(columns)
+                read.metrics.bound(batch, time.perf_counter() - began)
+                return batch
+        except Exception as error:  # nothing of it was posted
+            problem = problem_of(read, error)
+        self._context.end(read, problem)
+        return None
+
+    def _post_first(self, reads: list[Read], batches: list[CopyBatch], columns: Columns) -> bool:
+        """Begins reads that are bound; whether more may begin in this step."""
+        batch = batches[0]
+        if batches[1:]:
+            batch = CopyBatch(*map(np.concatenate, zip(*batches)))
+        source = reads[0].plan.sources[reads[0].source]
+        nbytes = [each.total for each in batches]
+        try:
+            parts = self._context.stage.parts(batch, source, self._engine)
+        except Exception as error:
+            for read in reads:
+                self._context.end(read, problem_of(read, error))
+            return False
+        begun = BegunReads(reads, nbytes, parts, columns)
         self._begun.append(begun)
         return self._go_on(begun) is not None
 
-    def _go_on(self, begun: BegunRead) -> bool | None:
-        """Whether anything of a read has moved; None if it has failed."""
+    def _go_on(self, begun: BegunReads) -> bool | None:
+        """Whether anything of reads has moved; None if they have failed."""
         try:
-            self._connect(begun.read.hello)  # again, after another's failure
+            self._connect(begun.reads[0].hello)  # again, after another's failure
             return self._move(begun)
         except Exception as error:  # what goes wrong in one read fails that room and no other
             self._give_up(begun, error)
             return None
 
-    def _move(self, begun: BegunRead) -> bool:
-        moved, context = False, self._context
-        while begun.in_flight and begun.in_flight[0].landed(context):
-            flight, now = begun.in_flight.popleft(), context.clock()
-            begun.read.metrics.moved(flight.part.payload, now - flight.posted)
-            for other in self.in_flight():  # what was posted later may have waited for it
-                if other.posted >= flight.posted:
-                    other.since = now
-            moved = True
+    def _move(self, begun: BegunReads) -> bool:
+        context = self._context
+        moved = self._land(begun)
         if begun.in_flight:
             spent = context.clock() - begun.in_flight[0].since
             if spent > context.timeout:
-                raise TransferError(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
-        if begun.left and begun.read.cancelled:
+                raise Stuck(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
+        if begun.left and begun.cancelled:
             begun.left = False
+        posted = False
         while begun.left and len(begun.in_flight) < self._engine.parts_in_flight:
             if not self._post(begun):
                 break
+            posted = True
+        if posted:  # it may be there already
             moved = True
+            self._land(begun)
         if not begun.left and not begun.in_flight:
             self._end(begun)
             moved = True
         return moved
 
-    def _post(self, begun: BegunRead) -> bool:
+    def _land(self, begun: BegunReads) -> bool:
+        """Takes parts off that have arrived; whether there were any."""
+        moved, context = False, self._context
+        while begun.in_flight and begun.in_flight[0].landed(context):
+            flight, now = begun.in_flight.popleft(), context.clock()
+            begun.arrived(flight, now)
+            for other in self.in_flight():  # what was posted later may have waited for it
+                if other.posted >= flight.posted:
+                    other.since = now
+            moved = True
+        return moved
+
+    def _post(self, begun: BegunReads) -> bool:
         """Posts the next part; False while it waits for a buffer."""
         part = begun.next or next(begun.parts, None)
         if part is None:
@@ -185,25 +252,39 @@ class Lane:
         posted = self._context.clock()
         flight = InFlight(None, part, posted, buffer, posted)
         begun.in_flight.append(flight)  # also if the engine raises: some bytes may land
+        begun.moving += part.read.total
         flight.transfer = self._engine.read(self._peer, read)
         begun.next = None
         return True
 
-    def _end(self, begun: BegunRead) -> None:
-        """A read has nothing left to do, and nothing in flight."""
+    def _end(self, begun: BegunReads) -> None:
+        """Reads have nothing left to do, and nothing in flight."""
         self._begun.remove(begun)
         self._spare.append(begun.columns)
-        self._context.end(begun.read, begun.problem)
+        self._finish(begun)
 
-    def _give_up(self, begun: BegunRead, error: Exception) -> None:
-        """Its room fails now, its pages come back once nothing can land. The next read, or the next
-        part of another, reconnects.
+    def _finish(self, begun: BegunReads) -> None:
+        """Ends reads of which nothing can land any more, or begins each of them anew."""
+        if begun.apart and not self._dropped:
+            self._apart.update(begun.reads)
+            self.queue.extendleft(reversed(begun.reads))
+            return
+        for read in begun.reads:
+            self._context.end(read, begun.problem)
+
+    def _give_up(self, begun: BegunReads, error: Exception) -> None:
+        """Their rooms fail now, and the pages come back once nothing can land; of several rooms
+        none does, but each is read for itself. The next read, or the next part of another,
+        reconnects.
         """
-        begun.problem = problem_of(begun.read, error)
+        begun.apart = len(begun.reads) > 1 and not isinstance(error, Stuck)
+        if not begun.apart:
+            begun.problem = problem_of(begun.reads[0], error)
         if not self.connected:  # nothing is in flight
             self._end(begun)
             return
-        self._context.events.append(ReadFailed(begun.read, begun.problem))
+        if begun.problem is not None:
+            self._context.events += [ReadFailed(read, begun.problem) for read in begun.reads]
         fence = Fence(self._peer, self._begun)
         self._begun, self._peer, self.connected = [], None, False
         self._fence(fence)
@@ -215,8 +296,12 @@ class Lane:
             return
         for begun in fence.reads:
             self._context.stage.give(*begun.buffers)
-            if begun.problem is None and not self._dropped:
+            if begun.problem is None and not begun.apart and not self._dropped:
                 begun.stopped()
                 self._begun.append(begun)
             else:
-                self._context.end(begun.read, begun.problem)
+                self._finish(begun)
+
+
+def _small(batch: CopyBatch) -> bool:
+    return batch.runs <= SMALL_RUNS and batch.total <= SMALL_BYTES

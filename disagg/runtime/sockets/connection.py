@@ -25,6 +25,7 @@ MAX_UNSENT = 256 << 20
 MAX_OPENING = 16
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _FRAMES_A_CALL = 64
+_BRIEF_BYTES = 64 << 10
 
 
 class Connection:
@@ -73,8 +74,10 @@ class Connection:
         self.unsent_bytes = 0
         self.opening: list[bytes] | None = None if dial is None else []
 
-    def send(self, data: bytes) -> str | None:
-        """Sends a message or queues it; returns what is wrong with the peer, if anything."""
+    def send(self, data: bytes, *, later: bool = False) -> str | None:
+        """Sends a message or queues it (`later`: in any case); returns what is wrong with the peer,
+        if anything.
+        """
         if self.problem is not None:
             return f"it cannot be reached: {self.problem}"
         frame: bytes | memoryview = (whole := LENGTH.pack(len(data)) + data)
@@ -85,7 +88,7 @@ class Connection:
             self.opening.append(whole)
             if len(self.opening) > MAX_OPENING:
                 self.opening = None
-        if self.stream is not None and self.up and not self.unsent:
+        if self.stream is not None and self.up and not self.unsent and not later:
             try:
                 frame = memoryview(whole)[brief.send(self.stream.fileno(), whole, _FLAGS) :]
             except BlockingIOError:
@@ -105,7 +108,10 @@ class Connection:
         try:
             while self.unsent:
                 frames = list(islice(self.unsent, _FRAMES_A_CALL))
-                sent = self.stream.sendmsg(frames, (), _FLAGS)
+                if self.unsent_bytes <= _BRIEF_BYTES:
+                    sent = brief.send(self.stream.fileno(), b"".join(frames), _FLAGS)
+                else:
+                    sent = self.stream.sendmsg(frames, (), _FLAGS)
                 self.unsent_bytes -= sent
                 for frame in frames:
                     if sent < len(frame):

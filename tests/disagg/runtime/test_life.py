@@ -555,15 +555,29 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
     """sglang's worker thread dies of one request's exception."""
     with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
         decode.connect([prefill.address], timeout=20)
-        read, errors = decode.engine.read, [TransferError("injected")]
-        decode.engine.read = lambda *batch: _raise(errors.pop()) if errors else read(*batch)
-        decode.receive("bad", oracle.elsewhere(dest, address))
+        bad = oracle.elsewhere(dest, address)
+        read, wrong = decode.engine.read, items_of(dest, bad)
+        decode.engine.read = lambda peer, batch: (
+            _raise(TransferError("injected"))
+            if any(pointer in item for pointer in batch.dst.tolist() for item in wrong)
+            else read(peer, batch)
+        )
+        decode.receive("bad", bad)
         decode.receive("good", address)
         for room in ("bad", "good"):
             prefill.send(room, given)
         assert decode.wait("bad", 20) is KVPoll.Failed
         assert "injected" in str(decode.failure("bad"))
         assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
+
+
+def items_of(pool, address):
+    """Where the items of a block table lie."""
+    return [
+        range(buffer.base + item * buffer.item_stride, buffer.base + (item + 1) * buffer.item_stride)
+        for buffer in pool.layout.buffers
+        for item in address.spans[buffer.space].ids.tolist()
+    ]
 
 
 def _raise(error):
