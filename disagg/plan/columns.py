@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-
 _NONE = np.empty((3, 0), dtype=np.int64)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
-from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
 from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects, RoomEnded

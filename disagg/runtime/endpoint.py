@@ -197,6 +197,7 @@ class Endpoint(Generic[M]):
         """Drops what is kept of an ended room. Raises RoomError if it has not ended."""
         with self._lock:
             self._handle(events.ForgetRoom(room_name(room)))
+            self._tell_file()
 
     def leases(self) -> Leases:
         """Items that must not be reused now; of decode's also those in quarantine."""

@@ -54,8 +54,9 @@ class HostCopies:
             return None
         pid, peer, at_once = connection.pid, connection.link.fileno(), _is_small(nbytes)
         columns = (dst, nbytes) if at_once else _kept(dst, nbytes)
-        about = {"pid": pid, "peer": peer, "keep": connection, "at_once": at_once}
-        return self._thread().post(src, *columns, **about)
+        return self._thread().post(
+            src, *columns, pid=pid, peer=peer, keep=connection, at_once=at_once
+        )
 
     def close(self) -> None:
         """Ends the thread, once all jobs have ended."""

@@ -85,7 +85,8 @@ class Program:
         self._keep: list[Any] = []
         lists: tuple[dict[str, int], dict[str, int]] = ({}, {})
         numbers: dict[tuple[str, str, bool], int] = {}
-        pairs, made = [], []
+        pairs: list[_Pair] = []
+        made: list[_Route] = []
         for route in routes:
             key = route.src_space.name, route.dst_space.name, route.packed
             if key not in numbers:
@@ -98,7 +99,7 @@ class Program:
         arrays = (_Pair * len(pairs))(*pairs), (_Route * len(made))(*made)
         self._keep += arrays
         sizes = len(pairs), len(made), len(lists[0])
-        self._program = _Program(*sizes, *map(ctypes.addressof, arrays))
+        self._program = _Program(*sizes, *[ctypes.addressof(array) for array in arrays])
         self._at = ctypes.addressof(self._program)
         self._facts = ctypes.c_int64 * (1 + 2 * len(made))
 
@@ -139,7 +140,9 @@ class Program:
     def _runs(self, runs: EntryRuns | Runs | None) -> _Runs:
         if runs is None:
             return _Runs()
-        columns = runs.columns() if isinstance(runs, EntryRuns) else (runs.src, runs.dst, runs.nbytes)
+        columns = (
+            runs.columns() if isinstance(runs, EntryRuns) else (runs.src, runs.dst, runs.nbytes)
+        )
         return _Runs(*map(self._pointer, columns), *[None] * (5 - len(columns)), runs.size)
 
     def _pointer(self, column: Ints) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import deque
 
 from disagg.errors import RoomError, UnknownRoom
-from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Room

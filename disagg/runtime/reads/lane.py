@@ -179,16 +179,17 @@ class Lane:
         """Begins reads that are bound; whether more may begin in this step."""
         batch = batches[0]
         if batches[1:]:
-            batch = CopyBatch(*map(np.concatenate, zip(*batches)))
+            src, dst, nbytes = (np.concatenate(columns) for columns in zip(*batches))
+            batch = CopyBatch(src, dst, nbytes)
         source = reads[0].plan.sources[reads[0].source]
-        nbytes = [each.total for each in batches]
+        totals = [each.total for each in batches]
         try:
             parts = self._context.stage.parts(batch, source, self._engine)
         except Exception as error:
             for read in reads:
                 self._context.end(read, problem_of(read, error))
             return False
-        begun = BegunReads(reads, nbytes, parts, columns)
+        begun = BegunReads(reads, totals, parts, columns)
         self._begun.append(begun)
         return self._go_on(begun) is not None
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
-from disagg.plan.columns import Columns
 from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
 from disagg.plan.proof import prove
 from disagg.runtime.staging import coalesce
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from urllib.request import urlopen
 
 import pytest
@@ -33,39 +32,16 @@ from disagg.protocol.messages import (
     encode,
 )
 from disagg.runtime.keys import write_keys
-from kvpool import MHAPool, MLAPool, RequestAddress, Shard
+from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.runtime.sides import MLA, TOKENS, decode_side, pool, prefill_side
 from tests.disagg.stepping import Clock
 from tests.disagg.waiting import until
 from tests.streams import dial
 
-TOKENS = 75
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
 TIMEOUT = 3.0
 """Longer than a process that lives is kept waiting for a core."""
-
-
-def pool(**more):
-    return MLAPool(layers=range(2), **{**MLA, **more})
-
-
-@contextmanager
-def prefill_side(bind=None, salt=0, **options):
-    """A prefill in this process that has computed one request."""
-    source = pool()
-    address = oracle.place(source, TOKENS)
-    oracle.write(source, address, range(TOKENS), salt)
-    with PrefillEndpoint(source.layout, create_engine("local"), bind, **options) as endpoint:
-        yield endpoint, address
-
-
-@contextmanager
-def decode_side(**options):
-    dest = pool(page_size=8, num_pages=40)
-    oracle.blank(dest)
-    with DecodeEndpoint(dest.layout, create_engine("local"), **options) as endpoint:
-        yield endpoint, dest, oracle.place(dest, TOKENS, 9)
 
 
 class Mutable:
@@ -574,7 +550,9 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
 def items_of(pool, address):
     """Where the items of a block table lie."""
     return [
-        range(buffer.base + item * buffer.item_stride, buffer.base + (item + 1) * buffer.item_stride)
+        range(
+            buffer.base + item * buffer.item_stride, buffer.base + (item + 1) * buffer.item_stride
+        )
         for buffer in pool.layout.buffers
         for item in address.spans[buffer.space].ids.tolist()
     ]
