@@ -1,0 +1,248 @@
+"""Rooms of 1 KiB a second between two processes, beside as many bare ZeroMQ messages; how long one
+takes from send to Success; many threads that wait beside one; many prefills beside one; and what a
+room costs that waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from statistics import median
+
+import pytest
+import zmq
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from kvpool import MHAPool, RequestAddress, Span
+from tests.bench.conftest import PAIRS
+from tests.disagg.engines.peers import ENGINES
+from tests.processes import FORKS
+
+OPEN = 512
+MESSAGES = 2  # each way: a request and its chunk, "done" and its answer
+
+
+def pool():
+    """A page is 1 KiB."""
+    shape = {"num_kv_heads": 1, "head_dim": 64, "dtype": "bf16", "page_size": 4}
+    return MHAPool(layers=range(1), num_pages=OPEN + 1, **shape)
+
+
+def tables(pages):
+    return [RequestAddress(4, {"kv": Span([1 + page])}) for page in range(pages)]
+
+
+def forget(endpoint, ended):
+    for each in ended:
+        assert each.state is KVPoll.Success, each
+        endpoint.forget(each.room)
+    return len(ended)
+
+
+def serve(pipe, engine):
+    """Offers the rooms that the pipe names, or sends messages back."""
+    made, given = pool(), tables(OPEN)
+    socket = zmq.Context().socket(zmq.PAIR)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with PrefillEndpoint(made.layout, create_engine(engine)) as prefill:
+        pipe.send((prefill.address, port))
+        while (told := pipe.recv()) is not None:
+            what, first, number = told
+            if what == "echo":
+                for _ in range(number):
+                    socket.send(socket.recv())
+            elif what == "one":
+                pipe.send(time.monotonic())
+                prefill.send(first, given[0])
+            elif what == "rooms":
+                done = 0
+                for room in range(number):
+                    prefill.send(first + room, given[room % OPEN])
+                    if room % 64 == 63:
+                        done += forget(prefill, prefill.ended())
+                while done < number:
+                    done += forget(prefill, prefill.wait_any(1))
+            elif what == "cpu":
+                pipe.send(time.process_time())
+
+
+class Peer:
+    """A prefill process."""
+
+    def __init__(self, stack, engine):
+        self.pipe, away = FORKS.Pipe()
+        self.process = FORKS.Process(target=serve, args=(away, engine), daemon=True)
+        self.process.start()
+        self.address, port = self.pipe.recv()
+        self.socket = zmq.Context().socket(zmq.PAIR)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        stack.callback(self.end)
+
+    def end(self):
+        self.pipe.send(None)
+        self.process.join(30)
+        assert self.process.exitcode == 0
+
+    def ask(self, *told):
+        self.pipe.send(told)
+        return self.pipe.recv()
+
+
+@contextmanager
+def decode_with(engine, peers=1):
+    with ExitStack() as stack:
+        prefills = [Peer(stack, engine) for _ in range(peers)]
+        made = pool()  # its memory must outlive the endpoint
+        decode = stack.enter_context(DecodeEndpoint(made.layout, create_engine(engine)))
+        links = [decode.connect([each.address], timeout=60) for each in prefills]
+        yield decode, prefills, links
+
+
+def hand_over(decode, peer, first, number):
+    """`number` rooms, `OPEN` of them at once."""
+    into, free, held = tables(OPEN), list(range(OPEN)), {}
+    peer.pipe.send(("rooms", first, number))
+    asked = done = 0
+    while done < number:
+        while asked < number and free:
+            held[first + asked] = page = free.pop()
+            decode.receive(first + asked, into[page])
+            asked += 1
+        for each in decode.wait_any(10):
+            assert each.state is KVPoll.Success, each
+            decode.forget(each.room)
+            free.append(held.pop(each.room))
+            done += 1
+
+
+def sizes(config, timed, quick):
+    return timed if config.getoption("benchmark_enable") else quick
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_at_once(paired, engine, pytestconfig):
+    number, rooms = sizes(pytestconfig, 2000, 20), count(0, 1_000_000)
+    with decode_with(engine) as (decode, [peer], _):
+
+        def messages():
+            peer.pipe.send(("echo", 0, MESSAGES * number))
+            sent = got = 0
+            while got < MESSAGES * number:
+                while sent < MESSAGES * number and sent - got < OPEN:
+                    peer.socket.send(bytes(100))
+                    sent += 1
+                peer.socket.recv()
+                got += 1
+
+        paired(lambda: hand_over(decode, peer, next(rooms), number), messages, rounds=10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_from_send_to_success(engine, pytestconfig):
+    """Beside two round trips of ZeroMQ."""
+    number, (into,) = sizes(pytestconfig, 300, 3), tables(1)
+    ours, theirs = [], []
+    with decode_with(engine) as (decode, [peer], _):
+        for room in range(number):
+            peer.pipe.send(("echo", 0, MESSAGES))
+            began = time.monotonic()
+            for _ in range(MESSAGES):
+                peer.socket.send(bytes(100))
+                peer.socket.recv()
+            theirs.append(time.monotonic() - began)
+            decode.receive(room, into)
+            time.sleep(0.002)
+            began = peer.ask("one", room, 1)
+            assert decode.wait(room, 30) is KVPoll.Success
+            ours.append(time.monotonic() - began)
+            decode.forget(room)
+    note(pytestconfig, f"send to Success, {engine}", median(ours), median(theirs), ours, theirs)
+
+
+def test_threads_that_wait(paired, pytestconfig):
+    """A thread for each room, beside one for all."""
+    number, rooms = sizes(pytestconfig, OPEN, 20), count(0, 1_000_000)
+    with decode_with("local") as (decode, [peer], _):
+
+        def by_thread():
+            first, into = next(rooms), tables(number)
+            for room, table in enumerate(into):
+                decode.receive(first + room, table)
+            waits = [
+                threading.Thread(target=decode.wait, args=(first + room, 60))
+                for room in range(number)
+            ]
+            for each in waits:
+                each.start()
+            peer.pipe.send(("rooms", first, number))
+            for each in waits:
+                each.join()
+            for room in range(number):
+                assert decode.poll(first + room) is KVPoll.Success
+                decode.forget(first + room)
+
+        def one_thread():
+            first, into = next(rooms), tables(number)
+            for room, table in enumerate(into):
+                decode.receive(first + room, table)
+            idle = [threading.Thread(target=time.sleep, args=(0,)) for _ in range(number)]
+            for each in idle:  # threads take time to start, whatever they do
+                each.start()
+            peer.pipe.send(("rooms", first, number))
+            for room in range(number):
+                assert decode.wait(first + room, 60) is KVPoll.Success
+                decode.forget(first + room)
+            for each in idle:
+                each.join()
+
+        paired(by_thread, one_thread, rounds=10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_prefills(paired, engine, pytestconfig):
+    """32 prefill processes with 16 rooms each, beside one with 512."""
+    peers, number = sizes(pytestconfig, (32, 16), (2, 2))
+    rooms = count(0, 1_000_000)
+    with decode_with(engine) as (alone, [peer], _), decode_with(engine, peers) as many:
+
+        def from_many():
+            decode, prefills, links = many
+            first = next(rooms)
+            into = tables(OPEN)
+            for at, (each, link) in enumerate(zip(prefills, links)):
+                mine = first + 1000 * at
+                for room in range(number):
+                    decode.receive(mine + room, into[at * number + room], link=link)
+                each.pipe.send(("rooms", mine, number))
+            done = 0
+            while done < peers * number:
+                done += forget(decode, decode.wait_any(30))
+
+        paired(from_many, lambda: hand_over(alone, peer, next(rooms), peers * number), rounds=5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_room_that_waits(engine, pytestconfig):
+    """Seconds of processor time on both sides, beside the seconds that it waits."""
+    seconds = sizes(pytestconfig, 3.0, 0.05)
+    with decode_with(engine) as (decode, [peer], _):
+        for state in ("not sent", "sent, nobody asks"):
+            if state == "not sent":
+                decode.receive("r", tables(1)[0])
+            else:
+                decode.abort("r", "enough.")
+                peer.ask("one", 1, 1)
+            time.sleep(0.2)
+            began, mine, theirs = time.monotonic(), time.process_time(), peer.ask("cpu", 0, 0)
+            time.sleep(seconds)
+            spent = peer.ask("cpu", 0, 0) - theirs, time.process_time() - mine
+            waited = time.monotonic() - began
+            for side, each in zip(("prefill", "decode"), spent):
+                note(pytestconfig, f"{state}, {side}, {engine}", each, waited, [each], [waited])
+
+
+def note(config, name, mine, theirs, ours, reference):
+    if config.getoption("benchmark_enable"):
+        PAIRS.append((name, mine, theirs, min(reference) / min(ours)))
