@@ -44,14 +44,14 @@ from disagg.protocol.metrics import Snapshot
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
-from disagg.runtime.ended_file import EndedFile
-from disagg.runtime.io_thread import IOThread
+from disagg.runtime.loop.ended_file import EndedFile
+from disagg.runtime.loop.io_thread import IOThread
+from disagg.runtime.loop.pace import Pace
+from disagg.runtime.loop.waiters import Waiters
 from disagg.runtime.options import Options, check_options, open_transport
-from disagg.runtime.pace import Pace
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import Corks, Lost, Waitable
-from disagg.runtime.waiters import Waiters
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")

@@ -1,0 +1,1 @@
+"""What turns an endpoint, and who waits for a turn."""
