@@ -31,6 +31,7 @@ from tests.disagg.engines.peers import ENGINES
 KVPOOL = Path(sys.executable).with_name("kvpool")
 SMALL = Settings("llama", "local", (40,), 16, "float32", "float32", 0, 1, 8, 8)
 # around pages, windows and compressed entries of 4 and 128 tokens
+OVER_ALL = ("llama", "qwen3_next", "deepseek_v4")  # all models over all engines: --long
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1000)
 PAGES = {"deepseek_v4": (256, 128)}
 
@@ -78,8 +79,15 @@ def play():
         assert peer.process.exitcode == 0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [
+        pytest.param(model, engine, marks=[pytest.mark.long] * (engine not in few))
+        for model in MODELS
+        for few in (ENGINES if model in OVER_ALL else ENGINES[:1],)
+        for engine in ENGINES
+    ],
+)
 def test_decode_elsewhere_equals_one_process(play, model, engine):
     # the longest prompt is as much work as all others, and nothing new to a second engine
     lengths = LENGTHS if engine == ENGINES[0] else LENGTHS[:-1]
