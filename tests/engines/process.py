@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +23,12 @@ class EngineFailed(RuntimeError):
     """An engine process ended or is silent; the message has the end of its log."""
 
 
-class Process(ABC):
-    """An engine's log, and this end of its socket; `theirs` is the other."""
+class Process:
+    """An engine's log, and this end of its socket; `theirs` is the other. `process` leads its group
+    and was forked by a launcher.
+    """
+
+    process: int
 
     def __init__(self, role: str, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -82,16 +88,27 @@ class Process(ABC):
         """Whether it ends by itself in that time."""
         until = time.monotonic() + timeout
         while (alive := self.alive()) and time.monotonic() < until:
-            time.sleep(0.05)
+            time.sleep(0.01)
         return not alive
 
-    @abstractmethod
     def alive(self) -> bool:
         """Whether the process has not ended."""
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
-    @abstractmethod
+    def kill(self) -> None:
+        """SIGKILL, to it and to its workers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)
+        self.ended()
+
     def close(self) -> None:
         """Ends it."""
+        self.kill()
+        self._line.close()
 
     def __enter__(self) -> Self:
         return self

@@ -26,9 +26,7 @@ Prompt = list[int]
 
 def vllm_engine(role: vllm.Role, model: Path, logs: Path, **arguments: Any) -> vllm.Engine:
     """vLLM's, in its own environment."""
-    environ = {"PYTHONPATH": str(sglang.ROOT)}  # without SGLang's stubs
-    python = os.environ["KVPOOL_VLLM_PYTHON"]
-    return vllm.Engine(role, model, logs, environ=environ, python=python, **arguments)
+    return vllm.Engine(role, model, logs, python=os.environ["KVPOOL_VLLM_PYTHON"], **arguments)
 
 
 def rooms(count: int) -> list[int]:

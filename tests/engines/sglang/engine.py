@@ -12,13 +12,14 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.engines.launcher import serve
 
 
 class Served:
@@ -89,13 +90,8 @@ class Served:
         self.reply(event="counts", ranks=found)
 
 
-def run(line: socket.socket, environ: dict[str, str], log: str, arguments: dict[str, Any]) -> None:
+def run(line: socket.socket, arguments: dict[str, Any]) -> None:
     """One engine, until its socket ends."""
-    os.setsid()
-    os.environ.update(environ)
-    with open(log, "wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
     served = Served(line, arguments)
     asyncio.get_event_loop().run_until_complete(served.serve())
     served.engine.shutdown()
@@ -113,20 +109,7 @@ def main() -> None:
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's would import all again
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=int(sys.argv[1])) as own:
-        while True:
-            text, fds, _, _ = socket.recv_fds(own, 1 << 20, 1)
-            if not text:
-                return
-            if not (child := os.fork()):
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                own.close()
-                with socket.socket(fileno=fds[0]) as line:
-                    run(line, **json.loads(text))
-                os._exit(0)
-            os.close(fds[0])
-            own.sendall(f"{child}\n".encode())
+    serve(int(sys.argv[1]), run)
 
 
 if __name__ == "__main__":

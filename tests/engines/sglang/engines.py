@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from disagg.connectors.sglang.bootstrap import join
+from tests.engines.launcher import ROOT, launcher
 from tests.engines.process import EngineFailed, Process
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[3]
 Role = Literal["single", "prefill", "decode"]
+ENVIRON = (
+    ("PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parent / "stubs", ROOT)))),
+    ("HF_HUB_OFFLINE", "1"),
+    ("OMP_NUM_THREADS", "1"),  # more would wait for one another, two engines on two cores
+    ("TORCHDYNAMO_DISABLE", "1"),  # some models would be compiled, a minute each time
+)
 
 
 class Engine(Process):
@@ -80,7 +80,8 @@ class Engine(Process):
         }
         super().__init__(role, logs)
         with self.theirs:
-            self.process = launcher().fork(self.theirs, environment, self.log, given)
+            forks = launcher("tests.engines.sglang.engine", environ=ENVIRON)
+            self.process = forks.fork(self.theirs, environment, self.log, given)
 
     def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
         """All at once."""
@@ -100,61 +101,6 @@ class Engine(Process):
             if time.monotonic() > until:
                 raise EngineFailed(f"{self.role} holds {busy}.\n{self.tail()}")
             time.sleep(0.05)
-
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
-        try:
-            os.kill(self.process, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def kill(self) -> None:
-        """SIGKILL, to it and to its workers."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process, signal.SIGKILL)
-        self.ended()
-
-    def close(self) -> None:
-        """Ends it."""
-        self.kill()
-        self._line.close()
-
-
-class Launcher:
-    """The process that has imported SGLang, and forks engines."""
-
-    def __init__(self) -> None:
-        path = [str(ROOT / "tests/engines/sglang/stubs"), str(ROOT)]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",  # more would wait for one another, two engines on two cores
-            "TORCHDYNAMO_DISABLE": "1",  # some models would be compiled, a minute each time
-        }
-        self._line, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engines.sglang.engine", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                cwd=ROOT,
-                stderr=subprocess.DEVNULL,  # of what SGLang could not import
-            )
-
-    def fork(
-        self, line: socket.socket, environ: dict[str, str], log: Path, arguments: dict[str, Any]
-    ) -> int:
-        """Starts an engine; returns its process, which leads its group."""
-        told = {"environ": environ, "log": str(log), "arguments": arguments}
-        socket.send_fds(self._line, [json.dumps(told).encode()], [line.fileno()])
-        return int(self._line.recv(64))
-
-
-@cache
-def launcher() -> Launcher:
-    """One for all tests. It ends with this process."""
-    return Launcher()
 
 
 def _free(rank: dict[str, int], cached: bool) -> bool:

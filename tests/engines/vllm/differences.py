@@ -81,7 +81,7 @@ def outcome(connector: str, model: str, case: Difference, folder: Path, wanted: 
             names = [decode.add(prompt, params=one["params"]) for prompt, one in zip(asked, first)]
             found = [decode.finished(name, timeout=SECONDS) for name in names]
     except EngineFailed:
-        ended = [engine.role for engine in engines if engine.process.poll() is not None]
+        ended = [engine.role for engine in engines if not engine.alive()]
         return f"ends ({', '.join(ended)})" if ended else "hangs"
     finally:
         for engine in engines:

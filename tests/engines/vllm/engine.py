@@ -1,8 +1,9 @@
 """One real vLLM engine in a process of its own, driven by lines of JSON over a socket.
 
-`python -m tests.engines.vllm.engine FD '{"model": ..., ...}'`. Commands: `add` (a request),
-`abort`, `blocks` (blocks in use, requests), `busy` (seconds without a step), `close`. It steps
-while there is anything to do, as vLLM's own loop does. Each line that comes back is an event.
+`python -m tests.engines.vllm.engine FD` imports vLLM once, and forks an engine for each line
+(`tests.engines.launcher`). Commands: `add` (a request), `abort`, `blocks` (blocks in use,
+requests), `busy` (seconds without a step), `close`. It steps while there is anything to do, as
+vLLM's own loop does. Each line that comes back is an event.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
+
+from tests.engines.launcher import serve
 
 
 class Served:
@@ -127,6 +130,10 @@ class Served:
         return True
 
 
+def run(line: socket.socket, arguments: dict[str, Any]) -> None:
+    """One engine, until its socket ends."""
+    Served(line, arguments).serve()
+
+
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as own:
-        Served(own, json.loads(sys.argv[2])).serve()
+    serve(int(sys.argv[1]), run)

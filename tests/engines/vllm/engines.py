@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.engines.launcher import launcher
 from tests.engines.process import EngineFailed, Process
 
 Role = Literal["single", "prefill", "decode", "both"]
@@ -71,20 +69,13 @@ class Engine(Process):
                 "kv_connector_extra_config": extra or {},
             }
         given |= arguments
-        environment = os.environ | {"KVPOOL_WATCH": str(watch or ""), "KVPOOL_SIDE": role}
+        environment = {"KVPOOL_WATCH": str(watch or ""), "KVPOOL_SIDE": role}
         environment["KVPOOL_NOISE"] = "1" if noise else ""
         environment |= environ or {}
         super().__init__(role, logs)
-        command = [python, "-m", "tests.engines.vllm.engine"]
-        with self.log.open("wb") as out, self.theirs as theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), json.dumps(given)],
-                pass_fds=[theirs.fileno()],
-                stdout=out,
-                stderr=out,
-                env=environment,
-                start_new_session=True,
-            )
+        with self.theirs:
+            forks = launcher("tests.engines.vllm.engine", python)
+            self.process = forks.fork(self.theirs, environment, self.log, given)
 
     def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
         """All at once; `params`, if given, is a list."""
@@ -108,25 +99,12 @@ class Engine(Process):
                 )
             time.sleep(0.02)
 
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self.process.poll() is None
-
-    def kill(self) -> None:
-        """SIGKILL, to it and to its workers."""
-        if self.alive():
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
     def close(self) -> None:
         """Ends it in good order."""
-        if self.alive():
-            try:
-                self.send(do="close")
-                self.process.wait(30)
-            except (OSError, subprocess.TimeoutExpired):
-                self.kill()
-        self._line.close()
+        with suppress(OSError):
+            self.send(do="close")
+            self.ended(30)
+        super().close()
 
 
 def asked_at_once(

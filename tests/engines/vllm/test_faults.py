@@ -51,9 +51,9 @@ class World:
 
     def revive(self) -> None:
         """Starts who was killed."""
-        if self.prefill.process.poll() is not None:
+        if not self.prefill.alive():
             self.prefill = self.start("prefill")
-        if self.decode.process.poll() is not None:
+        if not self.decode.alive():
             self.decode = self.start("decode")
         self.prefill.ready(), self.decode.ready()
 
@@ -132,5 +132,5 @@ def run(world: World, fault: str, source: random.Random, wanted: Tokens) -> None
         if name not in victims:
             assert decode.finished(name)["tokens"] == [tokens], name
     decode.idle()
-    if prefill.process.poll() is None:
+    if prefill.alive():
         prefill.idle(LEASE + 10)
