@@ -17,15 +17,18 @@ class BuildOrWarn(build_ext):
         except Exception as error:  # what a missing or broken compiler raises differs
             self.warn(
                 f"{ext.name} was NOT compiled ({error}). kvpool works without it; transfers are "
-                "slow while the program's main thread is busy. `kvpool doctor` shows it."
+                "slow while the program's main thread is busy, and so are quantised rows on the "
+                "CPU. `kvpool doctor` shows it."
             )
 
 
 # no Python inside, so that one file serves every release from 3.10 on
 RUNS = Extension(
     "kvpool._native.runs",
-    ["kvpool/_native/runs.c"],
-    extra_compile_args=["-O2", "-std=gnu11", "-pthread"],
+    ["kvpool/_native/runs.c", "kvpool/_native/rows.c"],
+    depends=["kvpool/_native/blocks.h", "kvpool/_native/stream.h"],
+    # every result of float32 is rounded, as torch does; no loop needs its exceptions
+    extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-ffp-contract=off", "-fno-trapping-math"],
     extra_link_args=["-pthread"],
     py_limited_api=True,
     optional=True,

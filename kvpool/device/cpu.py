@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from kvpool.device import DeviceUnavailable, Event, torch_ops
+from kvpool.device import DeviceUnavailable, Event, host_rows, torch_ops
 from kvpool.device.host_copy import copy_runs
 
 MADV_POPULATE_WRITE = 23
@@ -68,8 +68,8 @@ class CPUDevice:
             os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    store_rows = staticmethod(torch_ops.store_rows)
-    load_rows = staticmethod(torch_ops.load_rows)
+    store_rows = staticmethod(host_rows.store_rows)
+    load_rows = staticmethod(host_rows.load_rows)
     copy_runs = staticmethod(copy_runs)
 
     def copy_items(
