@@ -83,10 +83,10 @@ class CPUDevice:
         if not disjoint:
             torch_ops.copy_items(views, src, dst)
             return
-        for view in views:
-            base, stride, nbytes = view.data_ptr(), view.stride(0), view.shape[1]
-            start, to = (base + ids.numpy() * stride for ids in (src, dst))
-            copy_runs(start, to, np.full(start.size, nbytes, dtype=np.int64))
+        runs = [(view.data_ptr(), view.stride(0), view.shape[1]) for view in views]
+        base, stride, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
+        start, to = (base + stride * ids.numpy() for ids in (src, dst))
+        copy_runs(start.ravel(), to.ravel(), np.broadcast_to(nbytes, start.shape).ravel())
 
     def record(self) -> Event:
         """An event that has ended."""
