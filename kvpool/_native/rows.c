@@ -14,7 +14,7 @@
 #include "blocks.h"
 #include "stream.h"
 
-enum { MOST_THREADS = 64, THREAD_BYTES = 1 << 20, CHUNK_BYTES = 2 << 10 };
+enum { MOST_THREADS = 64, THREAD_BYTES = 4 << 20, CHUNK_BYTES = 2 << 10 };
 
 /* Offsets in bytes from the start of a row. */
 typedef struct {

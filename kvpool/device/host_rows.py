@@ -1,4 +1,5 @@
-"""Stores and loads of rows in host memory: one compiled call for all roles (`kvpool._native.rows`).
+"""Stores and loads of rows in host memory: one compiled call for all roles (`kvpool._native.rows`),
+in as many threads as torch uses.
 
 A row is a list of cells: bytes that are contiguous on both sides, or a block with its scale. What
 cannot be said so is done in plain torch (`torch_ops`), as everything is where nothing was compiled;
