@@ -55,6 +55,8 @@ class _Library:
     def __init__(self, path: str) -> None:
         self.slow, self.quick = ctypes.CDLL(path), ctypes.PyDLL(path)
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        # whether all was done; roles and how many, locations and how many, to store, threads
+        rows = i32, pointer, i64, pointer, i64, i32, i32
         for library, name, result, *arguments in (
             (self.quick, "kvpool_abi", ctypes.c_int64),
             (self.quick, "kvpool_job_bytes", ctypes.c_int64),
@@ -64,11 +66,8 @@ class _Library:
             (self.quick, "kvpool_state", ctypes.c_int32, pointer),
             (self.quick, "kvpool_cancel", None, pointer),
             (self.slow, "kvpool_close", None, pointer),
-            *(
-                # roles and how many, locations and how many, whether to store, threads
-                (library, "kvpool_rows", i32, pointer, i64, pointer, i64, i32, i32)
-                for library in (self.slow, self.quick)
-            ),
+            (self.slow, "kvpool_rows", *rows),
+            (self.quick, "kvpool_rows", *rows),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
