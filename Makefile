@@ -26,11 +26,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPU_FILES := $(abspath $(VENV)/torch-npu)
 SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n auto
+# compiled on installation
+NATIVE := setup.py $(wildcard kvpool/_native/*.[ch]) disagg/plan/native/bind.c
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
-C_SOURCES := kvpool/_native/runs.c disagg/plan/native/bind.c
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
 .PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
@@ -40,7 +41,7 @@ help:  ## list what can be made
 
 venv: $(STAMP)  ## make the environment at .venv
 
-$(STAMP): pyproject.toml setup.py $(C_SOURCES)
+$(STAMP): pyproject.toml $(NATIVE)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there. Try: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "the demo's transformers need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
@@ -100,7 +101,7 @@ test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that 
 .venv-sglang: $(SGLANG_STAMP)
 
 # without what vLLM and xgrammar name and text does not need (Triton, CUDA builds of torchvision and others)
-$(VLLM_STAMP): pyproject.toml setup.py $(C_SOURCES) tests/engines/vllm/requirements.txt
+$(VLLM_STAMP): pyproject.toml $(NATIVE) tests/engines/vllm/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "vLLM's tests need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
 	@test -f $(VLLM_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(VLLM_VENV) || \
@@ -115,7 +116,7 @@ $(VLLM_STAMP): pyproject.toml setup.py $(C_SOURCES) tests/engines/vllm/requireme
 		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
 	@touch $@
 
-$(SGLANG_STAMP): pyproject.toml setup.py $(C_SOURCES) tests/engines/sglang/requirements.txt
+$(SGLANG_STAMP): pyproject.toml $(NATIVE) tests/engines/sglang/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "SGLang's tests need Python 3.11 or newer, this is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.11"; exit 1; }
 	@test -f $(SGLANG_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(SGLANG_VENV) || \

@@ -17,27 +17,39 @@ class BuildOrWarn(build_ext):
         except Exception as error:  # what a missing or broken compiler raises differs
             self.warn(
                 f"{ext.name} was NOT compiled ({error}). kvpool works without it; transfers are "
-                "slow while the program's main thread is busy. `kvpool doctor` shows it."
+                "slow while the program's main thread is busy, and so are quantised rows on the "
+                "CPU. `kvpool doctor` shows it."
             )
 
 
-SOURCES = ["kvpool/_native/runs.c", "disagg/plan/native/bind.c"]
-
-
-def compiled(source):
+def compiled(name, sources, depends=()):
     """An extension with no Python inside, so that one file serves every release from 3.10 on."""
     return Extension(
-        source.removesuffix(".c").replace("/", "."),
-        [source],
-        extra_compile_args=["-O2", "-std=gnu11", "-pthread"],
+        name,
+        sources,
+        depends=list(depends),
+        # every result of float32 is rounded, as torch does; no loop needs its exceptions
+        extra_compile_args=[
+            *("-O3", "-std=gnu11", "-pthread", "-ffp-contract=off", "-fno-trapping-math")
+        ],
         extra_link_args=["-pthread"],
         py_limited_api=True,
         optional=True,
     )
 
 
+COMPILED = [
+    compiled(
+        "kvpool._native.runs",
+        ["kvpool/_native/runs.c", "kvpool/_native/rows.c"],
+        ["kvpool/_native/blocks.h", "kvpool/_native/stream.h"],
+    ),
+    compiled("disagg.plan.native.bind", ["disagg/plan/native/bind.c"]),
+]
+
+
 setup(
-    ext_modules=[compiled(each) for each in SOURCES] if sys.platform == "linux" else [],
+    ext_modules=COMPILED if sys.platform == "linux" else [],
     cmdclass={"build_ext": BuildOrWarn},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

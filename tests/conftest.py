@@ -18,7 +18,7 @@ settings.load_profile("kvpool")
 
 @pytest.fixture(params=["outside Python", "in Python"])
 def copies(request, monkeypatch):
-    """Runs are copied by the compiled thread, and as they are where there was no compiler."""
+    """Runs and rows are copied by compiled code, and as they are where there was no compiler."""
     if request.param == "in Python":
         monkeypatch.setenv("KVPOOL_NATIVE", "0")
     else:

@@ -16,7 +16,10 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define ABI 2
+#include "stream.h"
+
+#define ABI 3
+#define PIECE_BYTES 512        /* asked for and copied in turns */
 #define BATCH_RUNS 1024        /* IOV_MAX of Linux */
 #define BATCH_BYTES (8 << 20)  /* between two looks at `cancelled` */
 
@@ -58,24 +61,52 @@ static int stopped(job_t *job) {
     return job != NULL && atomic_load_explicit(&job->cancelled, memory_order_acquire);
 }
 
+static int64_t total(const runs_t *runs) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < runs->count; i++) sum += at(runs->nbytes, runs->nbytes_step, i);
+    return sum;
+}
+
+/* Asks for the next bytes from `run` and `within` on; returns how many. */
+static int64_t ask(const runs_t *runs, int64_t *run, int64_t *within) {
+    int64_t left = at(runs->nbytes, runs->nbytes_step, *run) - *within;
+    int64_t part = left < PIECE_BYTES ? left : PIECE_BYTES;
+    fetch((const char *)(uintptr_t)at(runs->src, runs->src_step, *run) + *within, part);
+    *within += part;
+    if (part == left) *run += 1, *within = 0;
+    return part;
+}
+
 /* Whether all was copied; else `job` was cancelled. */
 static int copy_here(const runs_t *runs, job_t *job) {
-    int64_t since = 0;
+    int streams = total(runs) >= STREAM_FROM;
+    int64_t most = streams ? PIECE_BYTES : BATCH_BYTES;
+    int64_t since = 0, copied = 0, asked = 0, asked_run = 0, asked_within = 0;
     for (int64_t i = 0; i < runs->count; i++) {
         const char *src = (const char *)(uintptr_t)at(runs->src, runs->src_step, i);
         char *dst = (char *)(uintptr_t)at(runs->dst, runs->dst_step, i);
         int64_t left = at(runs->nbytes, runs->nbytes_step, i);
         while (left > 0) {
             if (since >= BATCH_BYTES) {
-                if (stopped(job)) return 0;
+                if (stopped(job)) {
+                    stream_end();
+                    return 0;
+                }
                 since = 0;
             }
-            int64_t part = left < BATCH_BYTES ? left : BATCH_BYTES;
-            memcpy(dst, src, (size_t)part);
-            src += part, dst += part, left -= part, since += part;
+            int64_t part = left < most ? left : most;
+            if (streams) {
+                while (asked < copied + AHEAD && asked_run < runs->count)
+                    asked += ask(runs, &asked_run, &asked_within);
+                stream(dst, src, part);
+            } else {
+                memcpy(dst, src, (size_t)part);
+            }
+            src += part, dst += part, left -= part, since += part, copied += part;
         }
         since += 64; /* many tiny runs take time too */
     }
+    stream_end();
     return 1;
 }
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from kvpool.device import DeviceUnavailable, Event, torch_ops
+from kvpool.device import DeviceUnavailable, Event, host_rows, torch_ops
 from kvpool.device.host_copy import copy_runs
 
 MADV_POPULATE_WRITE = 23
@@ -68,8 +68,8 @@ class CPUDevice:
             os.close(handle)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    store_rows = staticmethod(torch_ops.store_rows)
-    load_rows = staticmethod(torch_ops.load_rows)
+    store_rows = staticmethod(host_rows.store_rows)
+    load_rows = staticmethod(host_rows.load_rows)
     copy_runs = staticmethod(copy_runs)
 
     def copy_items(
@@ -83,10 +83,10 @@ class CPUDevice:
         if not disjoint:
             torch_ops.copy_items(views, src, dst)
             return
-        for view in views:
-            base, stride, nbytes = view.data_ptr(), view.stride(0), view.shape[1]
-            start, to = (base + ids.numpy() * stride for ids in (src, dst))
-            copy_runs(start, to, np.full(start.size, nbytes, dtype=np.int64))
+        runs = [(view.data_ptr(), view.stride(0), view.shape[1]) for view in views]
+        base, stride, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
+        start, to = (base + stride * ids.numpy() for ids in (src, dst))
+        copy_runs(start.ravel(), to.ravel(), np.broadcast_to(nbytes, start.shape).ravel())
 
     def record(self) -> Event:
         """An event that has ended."""

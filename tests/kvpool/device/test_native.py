@@ -57,11 +57,12 @@ def case(widths, count, seed=0):
     return source, dest, (source.ctypes.data + src, dest.ctypes.data + dst, lengths), expected
 
 
-WIDTHS = [[0, 1, 3, 8, 1000], [4096], [0, 9_000_001]]
+WIDTHS = [[0, 1, 3, 8, 1000], [4096], [0, 9_000_001], [0, 1, 63, 64, 127, 511, 513, 9000]]
+"""The last two are more than what is read from the caches, and go past them."""
 
 
 @pytest.mark.parametrize("way", ["call", "thread", "kernel"])
-@pytest.mark.parametrize(("widths", "count"), [(WIDTHS[0], MANY), (WIDTHS[1], 64), (WIDTHS[2], 5)])
+@pytest.mark.parametrize(("widths", "count"), [*zip(WIDTHS, [MANY, 64, 5, MANY])])
 def test_runs_arrive_and_nothing_else_changes(worker, link, way, widths, count):
     source, dest, runs, expected = case(widths, count)
     if way == "call":

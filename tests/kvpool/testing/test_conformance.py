@@ -45,14 +45,14 @@ CODE = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.S | re.M)
 @pytest.mark.parametrize(
     "pool", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in POOLS]
 )
-def test_every_pool_conforms_on_the_cpu(pool):
+def test_every_pool_conforms_on_the_cpu(pool, copies):
     assert check_pool(POOLS[pool], "cpu", others=POOLS[pool].others) == []
 
 
 @pytest.mark.parametrize(
     "check", device_checks(get_device("cpu")), ids=lambda check: check.__name__
 )
-def test_the_cpu_conforms(check):
+def test_the_cpu_conforms(check, copies):
     run(check, get_device("cpu"), "cpu", "")
 
 

@@ -1,0 +1,166 @@
+"""Stores and loads of rows in host memory: one compiled call for all roles (`kvpool._native.rows`),
+in as many threads as torch uses.
+
+A row is a list of cells: bytes that are contiguous on both sides, or a block with its scale. What
+cannot be said so is done in plain torch (`torch_ops`), as everything is where nothing was compiled;
+locations that lie outside too, so that torch refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool import _native
+from kvpool._native import rows as native
+from kvpool.device import torch_ops
+from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.layout.grid import Ints
+
+FLOATS = {
+    torch.bfloat16: native.BFLOAT16,
+    torch.float16: native.FLOAT16,
+    torch.float32: native.FLOAT32,
+    torch.float64: native.FLOAT64,
+}
+CODES = {torch.float8_e4m3fn: native.E4M3, torch.int8: native.INT8}
+SCALES = {
+    torch.float32: native.SCALE_FLOAT32,
+    torch.float16: native.SCALE_FLOAT16,
+    torch.float8_e8m0fnu: native.SCALE_E8M0,
+}
+MOST_CELLS = 1024
+"""Of a row; torch copies smaller ones faster."""
+
+
+def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
+    """See Device.store_rows."""
+    if not _move(rows, locations, store=True):
+        torch_ops.store_rows(rows, locations)
+
+
+def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
+    """See Device.load_rows."""
+    found = []
+    for view, scales, dtype in rows:
+        shape = locations.numel(), *view.shape[2:]
+        values = view.new_empty(shape, dtype=view.dtype if scales is None else dtype)
+        found.append(WriteRow(view, values, scales))
+    if _move(found, locations, store=False):
+        return [row.values for row in found]
+    return torch_ops.load_rows(rows, locations)
+
+
+def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> bool:
+    """Writes values to views, or views to values. Whether all was done outside Python; else nothing
+    was.
+    """
+    count = locations.numel()
+    known = locations.dtype is torch.int64 and _on_host(locations)
+    if not count or not known or _native.availability() is not None:
+        return False
+    locations, roles, keep = locations.contiguous(), [], []
+    for row in rows:
+        if not _fits(row, count):
+            return False
+        values = row.values if row.values.stride(-1) == 1 else row.values.contiguous()
+        scales = None if row.scales is None else _strided(row.scales)
+        shape = _shape(_strided(row.view), values.stride(), values.dtype, scales)
+        if shape is None:
+            return False
+        role = native.Role.from_buffer_copy(shape.role)
+        role.held, role.given = row.view.data_ptr(), values.data_ptr()
+        role.scales = None if row.scales is None else row.scales.data_ptr()
+        roles.append(role)
+        keep.append((shape, values))
+    pointer, threads = locations.data_ptr(), torch.get_num_threads()
+    return native.move(roles, pointer, count, store=store, threads=threads)
+
+
+def _on_host(*tensors: torch.Tensor | None) -> bool:
+    """Whether their bytes are at their pointers."""
+    return all(
+        tensor is None
+        or (tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not tensor.is_neg())
+        for tensor in tensors
+    )
+
+
+def _fits(row: WriteRow, count: int) -> bool:
+    """Whether values have the view's shape and memory of their own: those in the view's memory must
+    be read before anything is written.
+    """
+    if not _on_host(*row) or row.values.shape != (count, *row.view.shape[2:]):
+        return False
+    apart = row.values.untyped_storage().data_ptr() != row.view.untyped_storage().data_ptr()
+    return apart and row.values.numel() > 0
+
+
+Sizes = tuple[int, ...]
+Strided = tuple[Sizes, Sizes, torch.dtype]
+
+
+def _strided(tensor: torch.Tensor) -> Strided:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+class _Shape(NamedTuple):
+    """A role without the pointers of its tensors; and its cells, `[count, 3]`."""
+
+    role: native.Role
+    cells: Ints
+
+
+@lru_cache(maxsize=4096)
+def _shape(
+    view: Strided, given: Sizes, floats: torch.dtype, scales: Strided | None
+) -> _Shape | None:
+    """A role by its view, the strides and dtype of its values, and its scales; None if the library
+    has no such role.
+    """
+    sizes, held, kind = view
+    if len(sizes) < 3 or held[-1] != 1:
+        return None
+    each, step = kind.itemsize, floats.itemsize
+    role = native.Role(
+        items=sizes[0],
+        entries=sizes[1],
+        held_item=each * held[0],
+        held_entry=each * held[1],
+        given_row=step * given[0],
+        row_bytes=(each + step) * prod(sizes[2:]),
+    )
+    inner = slice(2, -1)
+    # steps of each axis in bytes: in an entry, in a row of values, in an entry of scales
+    if scales is None:
+        if kind is not floats:
+            return None
+        role.given_size, role.width = 1, each * sizes[-1]
+        by = zip(held[inner], given[1:-1])
+        axes = [(size, each * a, step * b, 0) for size, (a, b) in zip(sizes[inner], by)]
+        while axes and axes[-1][1] == axes[-1][2] == role.width:  # contiguous on both sides
+            role.width *= axes.pop()[0]
+    else:
+        counts, strides, scale = scales
+        blocks, size = counts[-1], scale.itemsize
+        alike = counts[:-1] == sizes[:-1] and blocks and sizes[-1] % blocks == 0
+        if not alike or floats not in FLOATS or kind not in CODES or scale not in SCALES:
+            return None
+        role.given_size, role.width = step, sizes[-1] // blocks
+        role.floats, role.codes, role.scale = FLOATS[floats], CODES[kind], SCALES[scale]
+        role.scale_item, role.scale_entry = size * strides[0], size * strides[1]
+        steps = zip(sizes[inner], held[inner], given[1:-1], strides[inner])
+        axes = [(count, a, step * b, size * c) for count, a, b, c in steps]
+        axes.append((blocks, role.width, step * role.width, size * strides[-1]))
+    if prod(axis[0] for axis in axes) > MOST_CELLS:
+        return None
+    cells = np.zeros((1, 3), dtype=np.int64)
+    for count, *step_bytes in axes:
+        cells = (cells[:, None] + np.arange(count)[:, None] * np.array(step_bytes)).reshape(-1, 3)
+    role.cells, role.count = cells.ctypes.data, len(cells)
+    return _Shape(role, cells)
