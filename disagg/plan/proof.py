@@ -41,7 +41,7 @@ def prove(
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
     there = {layout.fingerprint(): _Records(layout, by_layer) for layout in one_each(sources)}
     here = _Records(dest, by_layer)
-    proved: dict[object, set[bytes]] = {}  # with the padding that it takes, if it takes any
+    proved: dict[object, set[object]] = {}  # with what lies in the item, where padding is moved
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
         steps = [boxes[route.source, key] for key in route.keys]
@@ -53,9 +53,9 @@ def prove(
                 moved = records.moved(first, route.keys[some], steps[some])
                 about = key, *moved
                 right = proved.get(about)
-                if right is None or (right and records.padding_bytes(first) not in right):
-                    padding = _Side(end, records, first, route.keys[some], moved).check()
-                    proved.setdefault(about, set()).update(padding)
+                if right is None or (right and records.content(first) not in right):
+                    padded = _Side(end, records, first, route.keys[some], moved).check()
+                    proved.setdefault(about, set()).update([records.content(first)] * padded)
 
 
 class _Records:
@@ -101,9 +101,16 @@ class _Records:
         low, high = np.concatenate(starts), np.concatenate(ends)
         return low[low < high], high[low < high]
 
-    def padding_bytes(self, first: str) -> bytes:
-        """The same, to compare."""
-        return b"".join(edges.tobytes() for edges in self.padding(first))
+    def content(self, first: str) -> object:
+        """What the padding depends on."""
+        group = self._groups[first]
+        return tuple(
+            (
+                (buffer.base - group[0].base, buffer.item_bytes, buffer.padding),
+                tuple([(r.offset, r.width, r.axes) for r in self._regions.get(buffer.name, ())]),
+            )
+            for buffer in group
+        )
 
 
 class _End(NamedTuple):
@@ -174,10 +181,10 @@ class _Side(NamedTuple):
     keys: Sequence[Key]
     moved: Sequence[_Moved]
 
-    def check(self) -> set[bytes]:
-        """Checks runs of entries and of items; returns the padding that lies in them, if any."""
+    def check(self) -> bool:
+        """Checks runs of entries and of items; returns whether padding lies in them."""
         self._check_entry()
-        return {self.records.padding_bytes(self.first)} if self._check_item() else set()
+        return self._check_item()
 
     def _check_entry(self) -> None:
         """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
