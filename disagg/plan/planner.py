@@ -186,7 +186,7 @@ def plan(
     prove(*both, parts, routes)
     if any((each.layers < 0).any() for each in routes):
         layer_routes = routes_of(*both, parts, by_layer=True)
-        prove(*both, parts, layer_routes, by_layer=True)
+        prove(*both, parts, layer_routes)
     unsent = tuple(key for key in paired.offered if key not in dest.region_by_key)
     skipped = unsent, tuple(key for key in dest.region_by_key if key in missing)
     return TransferPlan(*both, routes, *skipped, parts, layer_routes)

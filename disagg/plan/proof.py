@@ -9,16 +9,15 @@ compares what each byte means.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from disagg.plan.match import Part
 from disagg.plan.pairing import one_each
-from disagg.plan.routes import grouped
+from disagg.plan.routes import Records
 from disagg.plan.runs import Box, Route
-from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
+from kvpool.layout import Axis, Buffer, Key, PoolLayout
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -31,16 +30,14 @@ def prove(
     dest: PoolLayout,
     parts: Iterable[Part],
     routes: Iterable[Route],
-    by_layer: bool = False,
 ) -> None:
-    """Checks every record pair of every route; pairs of which the same is to be checked, once. With
-    `by_layer`, buffers are records of their own.
+    """Checks every record pair of every route; pairs of which the same is to be checked, once.
 
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
     """
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
-    there = {layout.fingerprint(): _Records(layout, by_layer) for layout in one_each(sources)}
-    here = _Records(dest, by_layer)
+    there = {layout.fingerprint(): Records(layout) for layout in one_each(sources)}
+    here = Records(dest)
     proved: dict[object, set[object]] = {}  # with what lies in the item, where padding is moved
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
@@ -50,67 +47,12 @@ def prove(
             key = end.key
             for number, first in enumerate(end.buffers):
                 some = slice(number * size, (number + 1) * size)
-                moved = records.moved(first, route.keys[some], steps[some])
-                about = key, *moved
+                side = _side(end, records, first, route.keys[some], steps[some])
+                about = key, *side.moved
                 right = proved.get(about)
-                if right is None or (right and records.content(first) not in right):
-                    padded = _Side(end, records, first, route.keys[some], moved).check()
-                    proved.setdefault(about, set()).update([records.content(first)] * padded)
-
-
-class _Records:
-    """The records of a layout. Regions and padding are looked up when first asked for."""
-
-    def __init__(self, layout: PoolLayout, by_layer: bool) -> None:
-        self.layout, self._by_layer = layout, by_layer
-
-    @cached_property
-    def _groups(self) -> dict[str, list[Buffer]]:
-        return {group[0].name: group for group in grouped(self.layout, self._by_layer)}
-
-    @cached_property
-    def _regions(self) -> dict[str, list[Region]]:
-        found: dict[str, list[Region]] = {}
-        for region in self.layout.regions:
-            found.setdefault(region.buffer, []).append(region)
-        return found
-
-    def moved(self, first: str, keys: Sequence[Key], steps: Sequence[Box]) -> list[_Moved]:
-        """Which bytes of an item of the record whose first buffer is `first` are to be moved."""
-        regions, buffers = self.layout.region_by_key, self.layout.buffer_by_name
-        base, found = buffers[first].base, []
-        for key, box in zip(keys, steps):
-            region = regions[key]
-            at = buffers[region.buffer].base - base + region.offset
-            found.append((at, region.width, region.axes, box))
-        return found
-
-    def padding(self, first: str) -> tuple[Ints, Ints]:
-        """Starts and ends of the declared padding in the items of the record whose first buffer is
-        `first`, sorted.
-        """
-        group = self._groups[first]
-        starts, ends = [_NONE], [_NONE]
-        for buffer in group:
-            if buffer.padding:  # its regions do not overlap: gaps lie between an end and a start
-                at = buffer.base - group[0].base
-                runs = [region_runs(region) for region in self._regions.get(buffer.name, ())]
-                starts.append(np.sort(np.concatenate([[at], *(o + at + w for o, w in runs)])))
-                end = at + buffer.item_bytes
-                ends.append(np.sort(np.concatenate([*(o + at for o, _ in runs), [end]])))
-        low, high = np.concatenate(starts), np.concatenate(ends)
-        return low[low < high], high[low < high]
-
-    def content(self, first: str) -> object:
-        """What the padding depends on."""
-        group = self._groups[first]
-        return tuple(
-            (
-                (buffer.base - group[0].base, buffer.item_bytes, buffer.padding),
-                tuple([(r.offset, r.width, r.axes) for r in self._regions.get(buffer.name, ())]),
-            )
-            for buffer in group
-        )
+                if right is None or (right and side.content not in right):
+                    padded = side.check()
+                    proved.setdefault(about, set()).update([side.content] * padded)
 
 
 class _End(NamedTuple):
@@ -173,13 +115,21 @@ class _Cells(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One side of a record pair, and what is to be moved of it."""
+    """One side of a record pair, whose items begin where those of buffer `first` do, and what is to
+    be moved of it.
+    """
 
     end: _End
-    records: _Records
+    records: Records
     first: str
+    record: Sequence[Buffer]
     keys: Sequence[Key]
     moved: Sequence[_Moved]
+
+    @property
+    def content(self) -> object:
+        """What the padding depends on."""
+        return self.records.content(self.record), self.record[0].name == self.first
 
     def check(self) -> bool:
         """Checks runs of entries and of items; returns whether padding lies in them."""
@@ -239,7 +189,7 @@ class _Side(NamedTuple):
         rest: Ints = nbytes - own
         if not rest.any():
             return False
-        low, high = self.records.padding(self.first)
+        low, high = self._padding()
         rest -= bytes_below(low, high, starts + nbytes) - bytes_below(low, high, starts)
         for run in np.flatnonzero(rest)[:1].tolist():
             first, end = int(starts[run]), int(starts[run] + nbytes[run])
@@ -247,12 +197,39 @@ class _Side(NamedTuple):
             self._refuse(first, end, what)
         return True
 
+    def _padding(self) -> tuple[Ints, Ints]:
+        """Starts and ends of the declared padding in the record's items, sorted."""
+        starts, ends = [_NONE], [_NONE]
+        base = self.records.layout.buffer_by_name[self.first].base
+        for buffer in self.record:
+            if buffer.padding:  # its regions do not overlap: gaps lie between an end and a start
+                at = buffer.base - base
+                runs = [region_runs(region) for region in self.records.inside(buffer)]
+                starts.append(np.sort(np.concatenate([[at], *(o + at + w for o, w in runs)])))
+                end = at + buffer.item_bytes
+                ends.append(np.sort(np.concatenate([*(o + at for o, _ in runs), [end]])))
+        low, high = np.concatenate(starts), np.concatenate(ends)
+        return low[low < high], high[low < high]
+
     def _refuse(self, first: int, end: int, what: str) -> NoReturn:
         names = ", ".join(f"{owner} layer {layer} {role}" for owner, layer, role in self.keys)
         raise RuntimeError(
             f"{names}: on the {self.end.who}, bytes {first} to {end} of an item (from buffer "
             f"{self.first} on) {what}. The plan is wrong and was not used."
         )
+
+
+def _side(
+    end: _End, records: Records, first: str, keys: Sequence[Key], steps: Sequence[Box]
+) -> _Side:
+    regions, buffers = records.layout.region_by_key, records.layout.buffer_by_name
+    base, moved = buffers[first].base, []
+    for key, box in zip(keys, steps):
+        region = regions[key]
+        at = buffers[region.buffer].base - base + region.offset
+        moved.append((at, region.width, region.axes, box))
+    record = records.record([regions[key].buffer for key in keys])
+    return _Side(end, records, first, record, keys, moved)
 
 
 def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:

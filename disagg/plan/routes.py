@@ -5,7 +5,8 @@ alike have the same runs, whatever their layers and ranks, and these are found o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +20,10 @@ from kvpool.layout.grid import Ints, merge_intervals, region_runs
 _NONE = np.empty(0, dtype=np.int64)
 
 
-class Place(NamedTuple):
-    """Where a buffer's items lie: from byte `at` of the items of the record whose first buffer is
-    `first`.
-    """
+class _End(NamedTuple):
+    """One side of a record pair: its first buffer, its space and its items."""
 
     first: str
-    at: int
     space: Space
     item: Item
 
@@ -37,10 +35,19 @@ class _Pair(NamedTuple):
 
     source: int
     packed: bool
-    src: Place
-    dst: Place
+    src: _End
+    dst: _End
+    keys: Sequence[Key]
+    runs: Sequence[tuple[EntryRuns, int, int]]
+
+
+class _Moved(NamedTuple):
+    """Of a record pair the keys, and of each its runs and its buffers."""
+
     keys: list[Key]
-    runs: list[tuple[EntryRuns, int, int]]
+    runs: list[EntryRuns]
+    src: list[str]
+    dst: list[str]
 
 
 def routes_of(
@@ -62,37 +69,98 @@ def routes_of(
     return tuple(_route(sources, dest, pairs, runs) for runs, pairs in shapes.values())
 
 
+class Records:
+    """The records of a layout, and of all of its fingerprint."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.layout = layout
+
+    @cached_property
+    def beside(self) -> dict[str, list[Buffer]]:
+        """For each buffer those whose items lie side by side, itself among them."""
+        groups = self.layout.adjacent_buffers
+        return {buffer.name: group for group in groups for buffer in group}
+
+    @cached_property
+    def _inside(self) -> dict[str, list[Region]]:
+        found: dict[str, list[Region]] = {}
+        for region in self.layout.regions:
+            found.setdefault(region.buffer, []).append(region)
+        return found
+
+    def inside(self, buffer: Buffer) -> Sequence[Region]:
+        """The regions of a buffer."""
+        return self._inside.get(buffer.name, ())
+
+    def record(self, buffers: Sequence[str]) -> Sequence[Buffer]:
+        """The record that runs between these buffers may join: of one buffer, itself."""
+        if len(set(buffers)) == 1:
+            return [self.layout.buffer_by_name[buffers[0]]]
+        return self.beside[buffers[0]]
+
+    def content(self, record: Sequence[Buffer]) -> object:
+        """What the bytes of an item of a record are, to compare records of one space."""
+        base = record[0].base
+        return record[0].item_stride, tuple(
+            [
+                (
+                    (buffer.base - base, buffer.item_bytes, buffer.padding),
+                    tuple([(r.offset, r.width, r.axes) for r in self.inside(buffer)]),
+                )
+                for buffer in record
+            ]
+        )
+
+    def end(self, buffers: Sequence[str], items: dict[object, Item]) -> tuple[_End, list[int]]:
+        """The record of these buffers, and where their items begin in its. Equal ones of `items`
+        are one.
+        """
+        record = self.record(buffers)
+        first, space = record[0], self.layout.space_by_name[record[0].space]
+        about = space.kind, space.steps, self.content(record)
+        if about not in items:
+            starts, ends = _padding(self, record)
+            item = Item(space.kind, space.steps, first.item_stride, starts, ends)
+            like = *about[:2], item.stride, starts.tobytes(), ends.tobytes()
+            items[about] = items.setdefault(like, item)
+        held = self.layout.buffer_by_name
+        at = [held[name].base - first.base for name in buffers]
+        return _End(first.name, space, items[about]), at
+
+
 def _pairs(
     sources: Sequence[PoolLayout], dest: PoolLayout, parts: Sequence[Part], by_layer: bool
-) -> Iterable[_Pair]:
+) -> Iterator[_Pair]:
     """All record pairs between which something moves."""
-    alike = one_each(sources)  # of which the places are the same
-    items: dict[object, Item] = {}
-    here = _places(dest, by_layer, items)
-    there: dict[str, dict[str, Place]] = {}
-    known: dict[object, EntryRuns] = {}
-    found: dict[object, _Pair] = {}
+    alike = one_each(sources)
+    there = {layout.fingerprint(): Records(layout) for layout in alike}
+    here = Records(dest)
+    grids: dict[object, EntryRuns] = {}
+    found: dict[tuple[int, bool, object], _Moved] = {}
     for part in parts:
-        source = alike[part.source]
-        offers = there.get(source.fingerprint())
-        if offers is None:
-            offers = there[source.fingerprint()] = _places(source, by_layer, items)
-        regions = source.region_by_key
-        one, two = regions[part.keys[0]], dest.region_by_key[part.keys[0]]
-        grids = one.offset, one.axes, two.offset, two.axes, two.width, part.box
-        if grids not in known:
-            known[grids] = entry_runs(one, two, part.box)
-        packed, runs = bool(two.packing), known[grids]
+        source = there[alike[part.source].fingerprint()]
+        offers, wants = source.layout.region_by_key, dest.region_by_key
+        one, two = offers[part.keys[0]], wants[part.keys[0]]
+        grid = one.offset, one.axes, two.offset, two.axes, two.width, part.box
+        if grid not in grids:
+            grids[grid] = entry_runs(one, two, part.box)
+        packed, runs = bool(two.packing), grids[grid]
         for key in part.keys:
-            src, dst = offers[regions[key].buffer], here[dest.region_by_key[key].buffer]
-            layer = key[:2] if by_layer else None
-            about = part.source, packed, src.first, dst.first, layer
-            pair = found.get(about)
-            if pair is None:
-                pair = found[about] = _Pair(part.source, packed, src, dst, [], [])
-            pair.keys.append(key)
-            pair.runs.append((runs, src.at, dst.at))
-    return found.values()
+            src, dst = offers[key].buffer, wants[key].buffer
+            ends: object = source.beside[src][0].name, here.beside[dst][0].name
+            about = part.source, packed, (src, dst, key[:2]) if by_layer else ends
+            moved = found.get(about)
+            if moved is None:
+                moved = found[about] = _Moved([], [], [], [])
+            moved.keys.append(key)
+            moved.runs.append(runs)
+            moved.src.append(src)
+            moved.dst.append(dst)
+    items: dict[object, Item] = {}
+    for (number, packed, _), moved in found.items():
+        src, src_at = there[alike[number].fingerprint()].end(moved.src, items)
+        dst, dst_at = here.end(moved.dst, items)
+        yield _Pair(number, packed, src, dst, moved.keys, [*zip(moved.runs, src_at, dst_at)])
 
 
 def _route(
@@ -132,50 +200,16 @@ def _layer(keys: Sequence[Key]) -> int:
     return keys[0][1] if len(found) == 1 else -1
 
 
-def grouped(layout: PoolLayout, by_layer: bool) -> list[list[Buffer]]:
-    """Groups of buffers that are one record each: neighbours, or with `by_layer` each alone."""
-    return [[buffer] for buffer in layout.buffers] if by_layer else layout.adjacent_buffers
-
-
-def _places(layout: PoolLayout, by_layer: bool, items: dict[object, Item]) -> dict[str, Place]:
-    """The place of each buffer, by name. `items` are those known so far: equal ones are one."""
-    regions: dict[str, list[Region]] = {}
-    for region in layout.regions:
-        regions.setdefault(region.buffer, []).append(region)
-    found: dict[str, Place] = {}
-    known: dict[object, Item] = {}
-    for group in grouped(layout, by_layer):
-        first, base = group[0], group[0].base
-        inside = tuple(
-            (
-                buffer.base - base,
-                buffer.item_bytes,
-                buffer.padding,
-                tuple([(r.offset, r.width, r.axes) for r in regions.get(buffer.name, ())]),
-            )
-            for buffer in group
-        )
-        space, shape = layout.space_by_name[first.space], (first.space, first.item_stride, inside)
-        if shape not in known:
-            starts, ends = _padding(group, regions)
-            item = Item(space.kind, space.steps, first.item_stride, starts, ends)
-            like = space.kind, space.steps, item.stride, starts.tobytes(), ends.tobytes()
-            known[shape] = items.setdefault(like, item)
-        item = known[shape]
-        found.update((b.name, Place(first.name, b.base - base, space, item)) for b in group)
-    return found
-
-
-def _padding(group: Sequence[Buffer], regions: Mapping[str, Sequence[Region]]) -> tuple[Ints, Ints]:
+def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
     """Bytes of a record's item that are in no region, in the items of buffers that declare them
     padding. Without that declaration they are somebody else's.
     """
     gaps: list[tuple[Ints, Ints]] = []
-    for buffer in group:
-        inside = regions.get(buffer.name, ())
+    for buffer in record:
+        inside = records.inside(buffer)
         if not buffer.padding or sum(region.nbytes for region in inside) == buffer.item_bytes:
             continue
-        at = buffer.base - group[0].base
+        at = buffer.base - record[0].base
         edge = np.array([at], dtype=np.int64), np.array([at + buffer.item_bytes], dtype=np.int64)
         runs = [region_runs(region) for region in inside]
         starts = np.concatenate([edge[0][:0], *(offsets + at for offsets, _ in runs)])

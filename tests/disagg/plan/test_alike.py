@@ -11,6 +11,7 @@ from disagg.plan import plan
 from disagg.plan.proof import prove
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from tests.oracle import assert_holds, blank, built, fill, move, place
+from tests.pools import mla
 
 HEADS = 4
 FORMS = ("rows", "v first", "k before v", "heads outermost", "behind a gap", "padded")
@@ -68,6 +69,14 @@ def test_whatever_is_alike_the_bytes_are_exact(layers, tokens, count, data):
     blank(dest)
     move(sources, dest, there, here)
     assert_holds(dest, here)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("page", "layer"), ("layer", "page")])
+def test_layers_side_by_side_on_one_side_only_are_one_route(prefill, decode):
+    made = plan([mla(placement=prefill, device="meta").layout], mla(placement=decode).layout)
+    (route,) = made.routes
+    assert route.layers.tolist() == [0, 1, 2, 3] and made.layer_routes is made.routes
+    made.verify()
 
 
 def three_layers(**odd):
