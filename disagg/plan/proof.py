@@ -23,6 +23,8 @@ from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_s
 _NONE = np.empty(0, dtype=np.int64)
 _Moved = tuple[int, int, tuple[Axis, ...], Box]
 """Where a region begins in an item, its width and axes, and the steps that are moved."""
+_ANY = object()
+"""In place of what lies in an item: no padding is moved."""
 
 
 def prove(
@@ -38,21 +40,21 @@ def prove(
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
     there = {layout.fingerprint(): Records(layout) for layout in one_each(sources)}
     here = Records(dest)
-    proved: dict[object, set[object]] = {}  # with what lies in the item, where padding is moved
+    # by runs, and by what they are to move: for which items
+    proved: dict[object, dict[object, set[object]]] = {}
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
         steps = [boxes[route.source, key] for key in route.keys]
         source, into = _ends(route)
         for records, end in ((there[sources[route.source].fingerprint()], source), (here, into)):
-            key = end.key
+            known = proved.setdefault(end.key, {})
             for number, first in enumerate(end.buffers):
                 some = slice(number * size, (number + 1) * size)
-                side = _side(end, records, first, route.keys[some], steps[some])
-                about = key, *side.moved
-                right = proved.get(about)
-                if right is None or (right and side.content not in right):
-                    padded = side.check()
-                    proved.setdefault(about, set()).update([side.content] * padded)
+                moved = _moved(records.layout, first, route.keys[some], steps[some])
+                right = known.setdefault(tuple(moved), set())
+                side = _Side(end, records, first, route.keys[some], moved)
+                if not right or (_ANY not in right and side.content not in right):
+                    right.add(side.content if side.check() else _ANY)
 
 
 class _End(NamedTuple):
@@ -122,9 +124,14 @@ class _Side(NamedTuple):
     end: _End
     records: Records
     first: str
-    record: Sequence[Buffer]
     keys: Sequence[Key]
     moved: Sequence[_Moved]
+
+    @property
+    def record(self) -> Sequence[Buffer]:
+        """The record's buffers."""
+        regions = self.records.layout.region_by_key
+        return self.records.record([regions[key].buffer for key in self.keys])
 
     @property
     def content(self) -> object:
@@ -219,17 +226,16 @@ class _Side(NamedTuple):
         )
 
 
-def _side(
-    end: _End, records: Records, first: str, keys: Sequence[Key], steps: Sequence[Box]
-) -> _Side:
-    regions, buffers = records.layout.region_by_key, records.layout.buffer_by_name
-    base, moved = buffers[first].base, []
+def _moved(
+    layout: PoolLayout, first: str, keys: Sequence[Key], steps: Sequence[Box]
+) -> list[_Moved]:
+    regions, buffers = layout.region_by_key, layout.buffer_by_name
+    base, found = buffers[first].base, []
     for key, box in zip(keys, steps):
         region = regions[key]
         at = buffers[region.buffer].base - base + region.offset
-        moved.append((at, region.width, region.axes, box))
-    record = records.record([regions[key].buffer for key in keys])
-    return _Side(end, records, first, record, keys, moved)
+        found.append((at, region.width, region.axes, box))
+    return found
 
 
 def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:

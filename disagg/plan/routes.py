@@ -60,12 +60,13 @@ def routes_of(
     shapes: dict[object, tuple[ItemRuns, list[_Pair]]] = {}
     for pair in _pairs(sources, dest, parts, by_layer):
         source, packed, src, dst, *_ = pair
-        runs = packed, src.item, dst.item, *pair.runs
-        if runs not in known:
-            known[runs] = item_runs(src.item, dst.item, join(pair.runs), packed)
+        about = packed, src.item, dst.item, *pair.runs
+        runs = known.get(about)
+        if runs is None:
+            runs = known[about] = item_runs(src.item, dst.item, join(pair.runs), packed)
         roles = [(owner, role) for owner, _, role in pair.keys]
-        shape = source, src.space.name, dst.space.name, *roles, *runs
-        shapes.setdefault(shape, (known[runs], []))[1].append(pair)
+        shape = source, src.space.name, dst.space.name, *roles, *about
+        shapes.setdefault(shape, (runs, []))[1].append(pair)
     return tuple(_route(sources, dest, pairs, runs) for runs, pairs in shapes.values())
 
 
@@ -118,14 +119,14 @@ class Records:
         record = self.record(buffers)
         first, space = record[0], self.layout.space_by_name[record[0].space]
         about = space.kind, space.steps, self.content(record)
-        if about not in items:
+        item = items.get(about)
+        if item is None:
             starts, ends = _padding(self, record)
             item = Item(space.kind, space.steps, first.item_stride, starts, ends)
-            like = *about[:2], item.stride, starts.tobytes(), ends.tobytes()
-            items[about] = items.setdefault(like, item)
+            like = space.kind, space.steps, item.stride, starts.tobytes(), ends.tobytes()
+            item = items[about] = items.setdefault(like, item)
         held = self.layout.buffer_by_name
-        at = [held[name].base - first.base for name in buffers]
-        return _End(first.name, space, items[about]), at
+        return _End(first.name, space, item), [held[name].base - first.base for name in buffers]
 
 
 def _pairs(
@@ -142,9 +143,10 @@ def _pairs(
         offers, wants = source.layout.region_by_key, dest.region_by_key
         one, two = offers[part.keys[0]], wants[part.keys[0]]
         grid = one.offset, one.axes, two.offset, two.axes, two.width, part.box
-        if grid not in grids:
-            grids[grid] = entry_runs(one, two, part.box)
-        packed, runs = bool(two.packing), grids[grid]
+        runs = grids.get(grid)
+        if runs is None:
+            runs = grids[grid] = entry_runs(one, two, part.box)
+        packed = bool(two.packing)
         for key in part.keys:
             src, dst = offers[key].buffer, wants[key].buffer
             ends: object = source.beside[src][0].name, here.beside[dst][0].name
