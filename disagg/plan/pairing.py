@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from kvpool.layout import Axis, Key, PoolLayout, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.types import MAX_AXES
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ def one_each(layouts: Iterable[PoolLayout]) -> list[PoolLayout]:
     return [first.setdefault(layout.fingerprint(), layout) for layout in layouts]
 
 
+def encoded(*parts: object) -> bytes:
+    """What a peer may choose, as a key: hashes of tuples of numbers can be made to collide."""
+    return _encode(parts)
+
+
 def cut(region: Region, name: str) -> Region:
     """The same bytes, with the elements of a cell as the steps of axis `name`."""
     size = ITEMSIZE[region.dtype]
@@ -88,7 +97,7 @@ def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
     for number, layout in enumerate(sources):
         ranks.setdefault(layout.fingerprint(), []).append(number)
     equal = {numbers[0]: tuple(numbers) for numbers in ranks.values()}
-    forms: dict[object, int] = {}
+    forms: dict[bytes, int] = {}
     offered: dict[Key, list[tuple[int, int]]] = {}
     for rank in equal:
         for key, form in _forms(sources[rank], forms):
@@ -106,13 +115,13 @@ def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
     return Pairing(tuple(alike), tuple(offered))
 
 
-def _forms(layout: PoolLayout, known: dict[object, int]) -> Iterator[tuple[Key, int]]:
+def _forms(layout: PoolLayout, known: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
     """For each key a number, which is that of all regions that differ in nothing but owner, role,
     layer and buffer.
     """
     spaces = {buffer.name: buffer.space for buffer in layout.buffers}
     for key, r in layout.region_by_key.items():
-        form = r.offset, r.dtype, r.axes, r.width, r.packing, spaces[r.buffer]
+        form = encoded(r.offset, r.dtype, r.axes, r.width, r.packing, spaces[r.buffer])
         yield key, known.setdefault(form, len(known))
 
 

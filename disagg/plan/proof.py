@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from disagg.plan.match import Part
-from disagg.plan.pairing import one_each
+from disagg.plan.pairing import encoded, one_each
 from disagg.plan.routes import Records
 from disagg.plan.runs import Box, Route
 from kvpool.layout import Axis, Buffer, Key, PoolLayout
@@ -41,7 +41,7 @@ def prove(
     there = {layout.fingerprint(): Records(layout) for layout in one_each(sources)}
     here = Records(dest)
     # by runs, and by what they are to move: for which items
-    proved: dict[object, dict[object, set[object]]] = {}
+    proved: dict[object, dict[bytes, set[object]]] = {}
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
         steps = [boxes[route.source, key] for key in route.keys]
@@ -51,7 +51,7 @@ def prove(
             for number, first in enumerate(end.buffers):
                 some = slice(number * size, (number + 1) * size)
                 moved = _moved(records.layout, first, route.keys[some], steps[some])
-                right = known.setdefault(tuple(moved), set())
+                right = known.setdefault(encoded(moved), set())
                 side = _Side(end, records, first, route.keys[some], moved)
                 if not right or (_ANY not in right and side.content not in right):
                     right.add(side.content if side.check() else _ANY)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.plan.match import Part
-from disagg.plan.pairing import one_each
+from disagg.plan.pairing import encoded, one_each
 from disagg.plan.runs import EntryRuns, Item, ItemRuns, Route, entry_runs, item_runs, join
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
@@ -99,18 +99,13 @@ class Records:
             return [self.layout.buffer_by_name[buffers[0]]]
         return self.beside[buffers[0]]
 
-    def content(self, record: Sequence[Buffer]) -> object:
-        """What the bytes of an item of a record are, to compare records of one space."""
-        base = record[0].base
-        return record[0].item_stride, tuple(
-            [
-                (
-                    (buffer.base - base, buffer.item_bytes, buffer.padding),
-                    tuple([(r.offset, r.width, r.axes) for r in self.inside(buffer)]),
-                )
-                for buffer in record
-            ]
-        )
+    def content(self, record: Sequence[Buffer]) -> bytes:
+        """What the bytes of an item of a record are, to compare."""
+        base, parts = record[0].base, []
+        for buffer in record:
+            grids = [(r.offset, r.width, r.axes) for r in self.inside(buffer)]
+            parts.append((buffer.base - base, buffer.item_bytes, buffer.padding, grids))
+        return encoded(record[0].item_stride, parts)
 
     def end(self, buffers: Sequence[str], items: dict[object, Item]) -> tuple[_End, list[int]]:
         """The record of these buffers, and where their items begin in its. Equal ones of `items`
@@ -136,13 +131,13 @@ def _pairs(
     alike = one_each(sources)
     there = {layout.fingerprint(): Records(layout) for layout in alike}
     here = Records(dest)
-    grids: dict[object, EntryRuns] = {}
+    grids: dict[bytes, EntryRuns] = {}
     found: dict[tuple[int, bool, object], _Moved] = {}
     for part in parts:
         source = there[alike[part.source].fingerprint()]
         offers, wants = source.layout.region_by_key, dest.region_by_key
         one, two = offers[part.keys[0]], wants[part.keys[0]]
-        grid = one.offset, one.axes, two.offset, two.axes, two.width, part.box
+        grid = encoded(one.offset, one.axes, two.offset, two.axes, two.width, part.box)
         runs = grids.get(grid)
         if runs is None:
             runs = grids[grid] = entry_runs(one, two, part.box)
