@@ -62,7 +62,7 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
     `total` tokens.
     """
     moved: dict[tuple[str, Interleave, bool], Piece | None] = {}
-    found = []
+    found: list[Piece] = []
     for part in plan.parts:
         if part.source == source:
             region = plan.dest.region_by_key[part.keys[0]]

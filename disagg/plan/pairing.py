@@ -13,13 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from kvpool.layout import Axis, Key, PoolLayout, Region, Space
+from kvpool.layout.codec import encode
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.types import MAX_AXES
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ def one_each(layouts: Iterable[PoolLayout]) -> list[PoolLayout]:
 
 def encoded(*parts: object) -> bytes:
     """What a peer may choose, as a key: hashes of tuples of numbers can be made to collide."""
-    return _encode(parts)
+    return encode(parts)
 
 
 def cut(region: Region, name: str) -> Region:

@@ -155,9 +155,10 @@ def _pairs(
             moved.dst.append(dst)
     items: dict[object, Item] = {}
     for (number, packed, _), moved in found.items():
-        src, src_at = there[alike[number].fingerprint()].end(moved.src, items)
-        dst, dst_at = here.end(moved.dst, items)
-        yield _Pair(number, packed, src, dst, moved.keys, [*zip(moved.runs, src_at, dst_at)])
+        there_end, src_at = there[alike[number].fingerprint()].end(moved.src, items)
+        here_end, dst_at = here.end(moved.dst, items)
+        runs_at = [*zip(moved.runs, src_at, dst_at)]
+        yield _Pair(number, packed, there_end, here_end, moved.keys, runs_at)
 
 
 def _route(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from operator import attrgetter
+from operator import attrgetter, index
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -29,6 +29,7 @@ from kvpool.layout.types import (
 )
 
 MAX_BYTES = 8 << 20
+encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's integers too
 
 
 def _strict(kind: type, **lists: Any) -> Any:
@@ -61,12 +62,12 @@ class _Versioned(msgspec.Struct):
 
 def to_msgpack(layout: PoolLayout) -> bytes:
     """Encodes a layout; raises LayoutError above `MAX_BYTES`, which decoders refuse."""
-    return _bounded(msgspec.msgpack.encode(layout))
+    return _bounded(encode(layout))
 
 
 def to_json(layout: PoolLayout) -> str:
     """Encodes a layout as JSON."""
-    return _bounded(msgspec.json.encode(layout)).decode()
+    return _bounded(msgspec.json.encode(layout, enc_hook=index)).decode()
 
 
 def from_msgpack(data: bytes) -> PoolLayout:
@@ -100,7 +101,7 @@ def fingerprint(layout: PoolLayout) -> str:
         layout.total_kv_layers,
         layout.model,
     )
-    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
+    return hashlib.sha256(encode(parts)).hexdigest()
 
 
 def read_file(path: str | Path) -> PoolLayout | None:

@@ -68,18 +68,20 @@ def plan_cases(sizes: Sizes) -> Iterator[BenchCase]:
     ranks = sizes.plan_ranks
     few, many = (partial(deepseek_sides, count) for count in (8, ranks))
     name = "DeepSeek-V3.2 and draft"
-    for case, sides in {
+    fresh: dict[str, Sides] = {
         f"{name}, 8 ranks": few,
         f"{name}, {ranks} ranks": many,
         f"K and V, {ranks} ranks, no two alike": partial(head_sides, ranks),
-    }.items():
-        yield BenchCase("plan", case, 0, partial(open_new, sides), PLAIN)
-    for case, sides in {
+    }
+    known: dict[str, Sides] = {
         "DSv4": v4_sides,
         "MLA from TP8 x PP2": sharded_sides,
         f"{name}, 8 ranks": few,
         f"{name}, {ranks} ranks": many,
-    }.items():
+    }
+    for case, sides in fresh.items():
+        yield BenchCase("plan", case, 0, partial(open_new, sides), PLAIN)
+    for case, sides in known.items():
         opened = partial(open_known, sides)
         yield BenchCase("plan", f"{case}, known shape", 0, opened, "a new plan")
 
