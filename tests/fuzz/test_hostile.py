@@ -173,9 +173,9 @@ def test_item_shapes_with_colliding_hashes_take_no_longer_than_others():
 
 
 def test_planning_with_colliding_hashes_takes_no_longer_than_with_others():
-    seconds = []
+    pairs, seconds = colliding(5000), []
     for more in (0, 1):
-        regions = [(n, low, [], high - more * n) for n, (low, high) in enumerate(colliding(3000))]
+        regions = [(n, low, [], high - more * n) for n, (low, high) in enumerate(pairs)]
         peer = PoolLayout.from_msgpack(layout([1 << 62] * len(regions), regions))
         began = time.thread_time()
         plan([peer], peer)
