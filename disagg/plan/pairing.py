@@ -10,7 +10,7 @@ token and head. The cell is then cut, so that both sides have the same axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.layout import Axis, Key, PoolLayout, Region, Space
@@ -69,12 +69,6 @@ def pair(
         return sources, dest, pairing
     sources, dest = list(map(_with_cuts, sources, cuts)), _with_cuts(dest, cuts[-1])
     return sources, dest, _pair(sources, dest)
-
-
-def one_each(layouts: Iterable[PoolLayout]) -> list[PoolLayout]:
-    """For each layout the first of its fingerprint."""
-    first: dict[str, PoolLayout] = {}
-    return [first.setdefault(layout.fingerprint(), layout) for layout in layouts]
 
 
 def encoded(*parts: object) -> bytes:

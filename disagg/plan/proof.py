@@ -14,8 +14,8 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from disagg.plan.match import Part
-from disagg.plan.pairing import encoded, one_each
-from disagg.plan.routes import Records
+from disagg.plan.pairing import encoded
+from disagg.plan.routes import Records, records_of
 from disagg.plan.runs import Box, Route
 from kvpool.layout import Axis, Buffer, Key, PoolLayout
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
@@ -38,15 +38,14 @@ def prove(
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
     """
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
-    there = {layout.fingerprint(): Records(layout) for layout in one_each(sources)}
-    here = Records(dest)
+    there, here = records_of(sources), Records(dest)
     # by runs, and by what they are to move: for which items
     proved: dict[object, dict[bytes, set[object]]] = {}
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
         steps = [boxes[route.source, key] for key in route.keys]
         source, into = _ends(route)
-        for records, end in ((there[sources[route.source].fingerprint()], source), (here, into)):
+        for records, end in ((there[route.source], source), (here, into)):
             known = proved.setdefault(end.key, {})
             for number, first in enumerate(end.buffers):
                 some = slice(number * size, (number + 1) * size)

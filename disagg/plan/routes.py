@@ -5,14 +5,14 @@ alike have the same runs, whatever their layers and ranks, and these are found o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from disagg.plan.match import Part
-from disagg.plan.pairing import encoded, one_each
+from disagg.plan.pairing import encoded
 from disagg.plan.runs import EntryRuns, Item, ItemRuns, Route, entry_runs, item_runs, join
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
@@ -70,11 +70,18 @@ def routes_of(
     return tuple(_route(sources, dest, pairs, runs) for runs, pairs in shapes.values())
 
 
+def records_of(layouts: Iterable[PoolLayout]) -> list[Records]:
+    """The records of each layout: those of one fingerprint have the same."""
+    found: dict[str, Records] = {}
+    return [found.setdefault(each.fingerprint(), Records(each)) for each in layouts]
+
+
 class Records:
     """The records of a layout, and of all of its fingerprint."""
 
     def __init__(self, layout: PoolLayout) -> None:
         self.layout = layout
+        self._ends: dict[tuple[str, int], _End] = {}
 
     @cached_property
     def beside(self) -> dict[str, list[Buffer]]:
@@ -111,30 +118,35 @@ class Records:
         """The record of these buffers, and where their items begin in its. Equal ones of `items`
         are one.
         """
-        record = self.record(buffers)
-        first, space = record[0], self.layout.space_by_name[record[0].space]
+        record, held = self.record(buffers), self.layout.buffer_by_name
+        first = record[0]
+        end = self._ends.get((first.name, len(record)))
+        if end is None:
+            space = self.layout.space_by_name[first.space]
+            end = _End(first.name, space, self._item(record, space, items))
+            self._ends[first.name, len(record)] = end
+        return end, [held[name].base - first.base for name in buffers]
+
+    def _item(self, record: Sequence[Buffer], space: Space, items: dict[object, Item]) -> Item:
         about = space.kind, space.steps, self.content(record)
         item = items.get(about)
         if item is None:
             starts, ends = _padding(self, record)
-            item = Item(space.kind, space.steps, first.item_stride, starts, ends)
+            item = Item(space.kind, space.steps, record[0].item_stride, starts, ends)
             like = space.kind, space.steps, item.stride, starts.tobytes(), ends.tobytes()
             item = items[about] = items.setdefault(like, item)
-        held = self.layout.buffer_by_name
-        return _End(first.name, space, item), [held[name].base - first.base for name in buffers]
+        return item
 
 
 def _pairs(
     sources: Sequence[PoolLayout], dest: PoolLayout, parts: Sequence[Part], by_layer: bool
 ) -> Iterator[_Pair]:
     """All record pairs between which something moves."""
-    alike = one_each(sources)
-    there = {layout.fingerprint(): Records(layout) for layout in alike}
-    here = Records(dest)
+    there, here = records_of(sources), Records(dest)
     grids: dict[bytes, EntryRuns] = {}
     found: dict[tuple[int, bool, object], _Moved] = {}
     for part in parts:
-        source = there[alike[part.source].fingerprint()]
+        source = there[part.source]
         offers, wants = source.layout.region_by_key, dest.region_by_key
         one, two = offers[part.keys[0]], wants[part.keys[0]]
         grid = encoded(one.offset, one.axes, two.offset, two.axes, two.width, part.box)
@@ -155,10 +167,10 @@ def _pairs(
             moved.dst.append(dst)
     items: dict[object, Item] = {}
     for (number, packed, _), moved in found.items():
-        there_end, src_at = there[alike[number].fingerprint()].end(moved.src, items)
-        here_end, dst_at = here.end(moved.dst, items)
+        one_end, src_at = there[number].end(moved.src, items)
+        two_end, dst_at = here.end(moved.dst, items)
         runs_at = [*zip(moved.runs, src_at, dst_at)]
-        yield _Pair(number, packed, there_end, here_end, moved.keys, runs_at)
+        yield _Pair(number, packed, one_end, two_end, moved.keys, runs_at)
 
 
 def _route(
