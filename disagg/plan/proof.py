@@ -39,7 +39,7 @@ def prove(
     """
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
     there, here = records_of(sources), Records(dest)
-    # by runs, and by what they are to move: for which items
+    # the contents of items for which the runs of a side, by the bytes to move, were found right
     proved: dict[object, dict[bytes, set[object]]] = {}
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
