@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
-from disagg.plan.cells import cut
+from disagg.plan.pairing import cut
 from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
@@ -62,18 +62,19 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
     `total` tokens.
     """
     moved: dict[tuple[str, Interleave, bool], Piece | None] = {}
-    found = []
-    for overlap, elected in plan.elected:
-        if elected == source:
-            space, packed = plan.dest.space_of(overlap.dest), bool(overlap.dest.packing)
-            about = space.name, overlap.held, packed
+    found: list[Piece] = []
+    for part in plan.parts:
+        if part.source == source:
+            region = plan.dest.region_by_key[part.keys[0]]
+            space, packed = plan.dest.space_of(region), bool(region.packing)
+            about = space.name, part.held, packed
             if about not in moved:
                 entries = (needed_items if packed else needed_entries)(space, tokens, total)
-                held = tuple({h: None for h in (overlap.held, space.held) if h != EVERY})
-                piece = Piece(overlap.dest.key, overlap.box, entries, held)
+                held = tuple({h: None for h in (part.held, space.held) if h != EVERY})
+                piece = Piece(region.key, part.box, entries, held)
                 moved[about] = piece if piece.numbers().size else None
             if alike := moved[about]:
-                found.append(alike._replace(key=overlap.dest.key, box=overlap.box))
+                found.extend(alike._replace(key=key, box=part.box) for key in part.keys)
     return found
 
 

@@ -4,20 +4,17 @@ pointers only.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from disagg.plan.cells import with_equal_cells
+from disagg.plan.pairing import pair
 from disagg.plan.planner import TransferPlan, plan
-from disagg.plan.records import adjacent_buffers
+from disagg.plan.routes import bases
 from disagg.plan.runs import Route
 from kvpool.layout import PoolLayout
-
-Shape = tuple[str, frozenset[tuple[tuple[str, int], ...]]]
 
 
 class PlanCache:
@@ -29,8 +26,8 @@ class PlanCache:
         self.misses = 0
         self.seconds = 0.0
         """Spent in all, refusals included."""
-        self._plans: OrderedDict[tuple[Shape, ...], TransferPlan] = OrderedDict()
-        self._dest: tuple[PoolLayout, Shape] | None = None
+        self._plans: OrderedDict[tuple[str, ...], tuple[TransferPlan, bool]] = OrderedDict()
+        """By fingerprints, with whether it is of the layouts as they were given."""
 
     def plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """As `disagg.plan.plan`. A refusal is computed and raised each time."""
@@ -41,24 +38,26 @@ class PlanCache:
             self.seconds += time.perf_counter() - began
 
     def _plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
-        if self._dest is None or self._dest[0] is not dest:
-            self._dest = dest, _shape(dest)
-        key = (*map(_shape, sources), self._dest[1])
+        key = tuple([layout.fingerprint() for layout in (*sources, dest)])
         known = self._plans.get(key)
         if known is None:
             self.misses += 1
-            self._plans[key] = made = plan(sources, dest, allow_missing=self.allow_missing)
+            made = plan(sources, dest, allow_missing=self.allow_missing)
+            given = all(map(operator.is_, (*made.sources, made.dest), (*sources, dest)))
+            self._plans[key] = made, given
             if len(self._plans) > self.capacity:
                 self._plans.popitem(last=False)
             return made
         self.hits += 1
         self._plans.move_to_end(key)
-        sources, dest = with_equal_cells(sources, dest)
-        routes = layer_routes = _rebased(known.routes, sources, dest)
-        if known.layer_routes is not known.routes:
-            layer_routes = _rebased(known.layer_routes, sources, dest)
-        skipped = known.unsent, known.missing
-        return TransferPlan(tuple(sources), dest, routes, *skipped, known.elected, layer_routes)
+        made, given = known
+        if not given:
+            sources, dest, _ = pair(sources, dest)
+        routes = layer_routes = _rebased(made.routes, sources, dest)
+        if made.layer_routes is not made.routes:
+            layer_routes = _rebased(made.layer_routes, sources, dest)
+        skipped = made.unsent, made.missing
+        return TransferPlan(tuple(sources), dest, routes, *skipped, made.parts, layer_routes)
 
 
 def _rebased(
@@ -67,22 +66,7 @@ def _rebased(
     """The routes with the base pointers of other layouts."""
     found = []
     for route in routes:
-        src, dst = (
-            np.array([layout.buffer_by_name[name].base for name in names], dtype=np.int64)
-            for layout, names in (
-                (sources[route.source], route.src_buffers),
-                (dest, route.dst_buffers),
-            )
-        )
+        src = bases(sources[route.source], route.src_buffers)
+        dst = bases(dest, route.dst_buffers)
         found.append(replace(route, src_base=src, dst_base=dst))
     return tuple(found)
-
-
-def _shape(layout: PoolLayout) -> Shape:
-    """All that a plan depends on except pointers: the layout's fingerprint, and which buffers have
-    items side by side.
-    """
-    groups = (group for group in adjacent_buffers(layout) if len(group) > 1)
-    return layout.fingerprint(), frozenset(
-        tuple((buffer.name, buffer.base - group[0].base) for buffer in group) for group in groups
-    )

@@ -6,54 +6,60 @@ hold the same part are replicas, of which one is elected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
 
+from disagg.plan.pairing import Alike, Holder
 from disagg.plan.runs import Box
-from kvpool.layout import Interleave, PoolLayout, Region, Space
+from kvpool.layout import Interleave, Key, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The part `box` of a destination region that the replicas `holders` all hold, for the entries
-    `held` of a request.
+    """The steps `box` of destination regions that are alike, which the replicas `holders` all hold,
+    for the entries `held` of a request.
     """
 
-    dest: Region
+    keys: tuple[Key, ...]
     box: Box
     held: Interleave
     holders: tuple[int, ...]
 
 
-def mismatches(
-    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> list[str]:
-    """Reasons why the sources' bytes cannot fill this region."""
-    if not holders:
-        held = sorted(
-            {
-                other.layer
-                for layout in sources
-                for other in layout.regions
-                if (other.owner, other.role) == (region.owner, region.role)
-            }
-        )
-        where = f"it holds layers {ranges(held)}" if held else "it holds none"
-        return [
-            f"prefill offers no such region ({where}). Give prefill that region too"
-            + ("." if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}.")
-        ]
-    here = dest.space_of(region)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What source rank `source` is to send: the steps `box` of destination regions that are alike,
+    for the entries `held` of a request.
+    """
+
+    keys: tuple[Key, ...]
+    box: Box
+    held: Interleave
+    source: int
+
+
+def absent(region: Region, offered: Collection[Key]) -> str:
+    """The reason that no source offers a region, with what they offer of its owner and role."""
+    held = sorted(
+        {layer for owner, layer, role in offered if (owner, role) == (region.owner, region.role)}
+    )
+    where = f"it holds layers {ranges(held)}" if held else "it holds none"
+    cure = "" if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}"
+    return f"prefill offers no such region ({where}). Give prefill that region too{cure}."
+
+
+def mismatches(alike: Alike) -> list[str]:
+    """Reasons why the holders' bytes cannot fill these regions."""
+    region, here = alike.region, alike.space
     axes = {axis.name: axis.total for axis in region.inner_axes}
     found: dict[str, None] = {}
-    for holder in holders:
-        other = sources[holder].region_by_key[region.key]
-        there = sources[holder].space_of(other)
+    for holder in alike.holders:
+        other, there = holder.region, holder.space
         if other.packing != region.packing:
             found[_other_packing(other, region)] = None
             continue
@@ -118,19 +124,17 @@ def _other_packing(theirs: Region, ours: Region) -> str:
     )
 
 
-def tile(
-    region: Region, dest: PoolLayout, sources: Sequence[PoolLayout], holders: Sequence[int]
-) -> tuple[list[Overlap], list[str]]:
-    """Overlaps that cover the region's positions and shard exactly once, or the reasons why there
+def tile(alike: Alike) -> tuple[list[Overlap], list[str]]:
+    """Overlaps that cover the regions' positions and shard exactly once, or the reasons why there
     are none.
 
     Ranks whose stretches are equally many and long hold every position once; of these all that meet
     the destination's positions are needed, each for the whole shard.
     """
-    here = dest.space_of(region).held
-    families: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for holder in holders:
-        held = sources[holder].space_of(sources[holder].region_by_key[region.key]).held
+    here = alike.space.held
+    families: dict[tuple[int, int], dict[int, list[Holder]]] = {}
+    for holder in alike.holders:
+        held = holder.space.held
         families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
@@ -142,13 +146,11 @@ def tile(
                 missing.append(rank)
                 continue
             part = Interleave(size, rank, ranks)
-            overlaps, problem = _tile_shard(region, part, sources, by_rank[rank])
+            overlaps, problem = _tile_shard(alike, part, by_rank[rank])
             found += overlaps
             problems += problem
         if missing:
-            known = sources[next(iter(by_rank.values()))[0]]
-            space = known.space_of(known.region_by_key[region.key])
-            problems.insert(0, _say_missing(space, missing))
+            problems.insert(0, _say_missing(next(iter(by_rank.values()))[0].space, missing))
         if not problems:
             return found, []
         reasons += problems
@@ -178,19 +180,18 @@ def _ranks_needed(size: int, ranks: int, here: Interleave) -> list[int]:
 
 
 def _tile_shard(
-    region: Region, held: Interleave, sources: Sequence[PoolLayout], holders: Sequence[int]
+    alike: Alike, held: Interleave, holders: Sequence[Holder]
 ) -> tuple[list[Overlap], list[str]]:
-    """Overlaps that cover the region's shard exactly once, or the reason why there are none."""
-    axes = region.inner_axes
+    """Overlaps that cover the regions' shard exactly once, or the reason why there are none."""
+    axes = alike.region.inner_axes
     replicas: dict[Box, list[int]] = {}
     for holder in holders:
-        other = sources[holder].region_by_key[region.key]
         box: list[tuple[str, int, int]] = []
         for axis in axes:
-            theirs = other.axis(axis.name) or axis
+            theirs = holder.region.axis(axis.name) or axis
             box.append((axis.name, max(axis.start, theirs.start), min(axis.stop, theirs.stop)))
         if all(low < high for _, low, high in box):
-            replicas.setdefault(tuple(box), []).append(holder)
+            replicas.setdefault(tuple(box), []).extend(holder.sources)
     taken: list[Box] = []
     for candidate in sorted(replicas, key=lambda box: (-_volume(box), box)):
         if all(_apart(candidate, other) for other in taken):
@@ -203,22 +204,28 @@ def _tile_shard(
             f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
             "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Overlap(region, box, held, tuple(replicas[box])) for box in taken], []
+    return [Overlap(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
 
 
-def elect(overlaps: Sequence[Overlap]) -> list[tuple[Overlap, int]]:
-    """One holder for each overlap. Replicas share the layers in contiguous blocks, so that all of
-    them send.
+def elect(overlaps: Sequence[Overlap]) -> Iterator[Part]:
+    """One holder for each region of each overlap. Replicas share the layers in contiguous blocks,
+    so that all of them send.
     """
-    layers: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    layers: dict[tuple[int, ...], set[tuple[str, int]]] = {}
     for each in overlaps:
-        layers.setdefault(each.holders, []).append((each.dest.owner, each.dest.layer))
-    turn: dict[tuple[tuple[int, ...], tuple[str, int]], int] = {}
+        layers.setdefault(each.holders, set()).update(key[:2] for key in each.keys)
+    turns: dict[tuple[int, ...], dict[tuple[str, int], int]] = {}
     for holders, held in layers.items():
-        ordered = sorted(set(held))
-        for number, layer in enumerate(ordered):
-            turn[holders, layer] = holders[number * len(holders) // len(ordered)]
-    return [(o, turn[o.holders, (o.dest.owner, o.dest.layer)]) for o in overlaps]
+        turns[holders] = {
+            layer: holders[number * len(holders) // len(held)]
+            for number, layer in enumerate(sorted(held))
+        }
+    for each in overlaps:
+        turn, shares = turns[each.holders], dict[int, list[Key]]()
+        for key in each.keys:
+            shares.setdefault(turn[key[:2]], []).append(key)
+        for source, keys in shares.items():
+            yield Part(tuple(keys), each.box, each.held, source)
 
 
 def _volume(box: Box) -> int:

@@ -11,21 +11,16 @@ from dataclasses import dataclass, field
 
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
-from disagg.plan.cells import with_equal_cells
 from disagg.plan.columns import Columns
 from disagg.plan.explain import Explanation, explain_routes
-from disagg.plan.match import Overlap, elect, mismatches, tile
+from disagg.plan.match import Overlap, Part, absent, elect, mismatches, tile
+from disagg.plan.pairing import pair
 from disagg.plan.proof import prove
-from disagg.plan.records import Record, records
-from disagg.plan.runs import EntryRuns, Route, entry_runs, join, route
+from disagg.plan.routes import routes_of
+from disagg.plan.runs import Route
 from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers
-
-_Pair = tuple[int, bool, int, int, tuple[str, int] | None]
-"""A source rank, whether its regions are packed, the records on both sides, and the layer if there
-is one.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,8 @@ class TransferPlan:
     routes: tuple[Route, ...]
     unsent: tuple[Key, ...]
     missing: tuple[Key, ...]
-    elected: tuple[tuple[Overlap, int], ...] = field(repr=False, compare=False)
-    """Each part of a destination region, and the source rank that it is read from."""
+    parts: tuple[Part, ...] = field(repr=False, compare=False)
+    """Of which source rank each part of a destination region is read."""
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
@@ -169,82 +164,37 @@ def plan(
     layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
     if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
         raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
-    sources, dest = with_equal_cells(sources, dest)
-    offered: dict[Key, list[int]] = {}
-    for number, layout in enumerate(sources):
-        for region in layout.regions:
-            offered.setdefault(region.key, []).append(number)
+    sources, dest, paired = pair(sources, dest)
     # an owner or role that one source has is not missing: a forgotten stage stays refused
-    owners = {owner for owner, _, _ in offered}
-    pairs = {(owner, role) for owner, _, role in offered}
-    reasons: list[Reason] = []
-    missing: list[Key] = []
+    owners = {owner for owner, _, _ in paired.offered}
+    pairs = {(owner, role) for owner, _, role in paired.offered}
+    problems: dict[Key, list[str]] = {}
+    missing: set[Key] = set()
     overlaps: list[Overlap] = []
-    for region in dest.regions:
-        holders = offered.pop(region.key, [])
+    for alike in paired.alike:
+        region = alike.region
         without_owner = region.owner in allow_missing and region.owner not in owners
         without_role = region.role in allow_missing and (region.owner, region.role) not in pairs
         if without_owner or without_role:
-            missing.append(region.key)
+            missing.update(alike.keys)
             continue
-        problems = mismatches(region, dest, sources, holders)
-        if not problems:
-            found, problems = tile(region, dest, sources, holders)
+        reasons = mismatches(alike) if alike.holders else [absent(region, paired.offered)]
+        if not reasons:
+            found, reasons = tile(alike)
             overlaps.extend(found)
-        reasons.extend(Reason(*region.key, problem) for problem in problems)
-    if reasons:
-        raise IncompatibleLayouts(reasons)
-    elected = tuple(elect(overlaps))
-    routes = _routes(sources, dest, elected)
-    layer_routes = routes
-    if any((each.layers < 0).any() for each in routes):
-        layer_routes = _routes(sources, dest, elected, by_layer=True)
-    both = tuple(sources), dest
-    return TransferPlan(*both, routes, tuple(offered), tuple(missing), elected, layer_routes)
-
-
-def _routes(
-    sources: Sequence[PoolLayout],
-    dest: PoolLayout,
-    elected: Collection[tuple[Overlap, int]],
-    by_layer: bool = False,
-) -> tuple[Route, ...]:
-    """Joins the runs of every record pair, and groups pairs of equal shape into routes, which are
-    proved. With `by_layer`, runs of two layers are not joined.
-    """
-    here = records(dest, by_layer)
-    there = [records(layout, by_layer) for layout in sources]
-    parts: dict[_Pair, list[EntryRuns]] = {}
-    keys: dict[_Pair, list[Key]] = {}
-    ends: dict[_Pair, tuple[Record, Record]] = {}
-    for overlap, source in elected:
-        dst, dst_at = here[overlap.dest.buffer]
-        other = sources[source].region_by_key[overlap.dest.key]
-        src, src_at = there[source][other.buffer]
-        layer = overlap.dest.key[:2] if by_layer else None
-        pair = source, bool(overlap.dest.packing), id(src), id(dst), layer
-        ends[pair] = src, dst
-        keys.setdefault(pair, []).append(overlap.dest.key)
-        runs = entry_runs(other, src_at, overlap.dest, dst_at, overlap.box)
-        parts.setdefault(pair, []).append(runs)
-    shapes: dict[object, list[_Pair]] = {}
-    joined = {pair: join(runs) for pair, runs in parts.items()}
-    for pair, entry in joined.items():
-        shape = (
-            pair[:2],
-            tuple((owner, role) for owner, _, role in keys[pair]),
-            *(
-                (r.space.name, r.stride, r.pad_starts.tobytes(), r.pad_ends.tobytes())
-                for r in ends[pair]
-            ),
-            *(column.tobytes() for column in entry.columns()),
+        if reasons:
+            problems.update(dict.fromkeys(alike.keys, reasons))
+    if problems:
+        raise IncompatibleLayouts(
+            [Reason(*key, each) for key in dest.region_by_key for each in problems.get(key, ())]
         )
-        shapes.setdefault(shape, []).append(pair)
-    routes = []
-    for pairs in shapes.values():
-        source, packed, *_ = pairs[0]
-        moved = tuple(key for pair in pairs for key in keys[pair])
-        alike = [ends[pair] for pair in pairs]
-        routes.append(route(source, alike, joined[pairs[0]], moved, packed))
-    prove(sources, dest, elected, routes, by_layer)
-    return tuple(routes)
+    parts = tuple(elect(overlaps))
+    both = tuple(sources), dest
+    routes = layer_routes = routes_of(*both, parts)
+    prove(*both, parts, routes)
+    if any((each.layers < 0).any() for each in routes):
+        layer_routes = routes_of(*both, parts, by_layer=True)
+        prove(*both, parts, layer_routes)
+    unsent = tuple(key for key in paired.offered if key not in dest.region_by_key)
+    skipped = unsent, tuple(key for key in dest.region_by_key if key in missing)
+    return TransferPlan(*both, routes, *skipped, parts, layer_routes)

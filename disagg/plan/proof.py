@@ -13,66 +13,98 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from disagg.plan.match import Overlap
-from disagg.plan.records import grouped
-from disagg.plan.runs import Route
-from kvpool.layout import Buffer, PoolLayout, Region
+from disagg.plan.match import Part
+from disagg.plan.pairing import encoded
+from disagg.plan.routes import Records, records_of
+from disagg.plan.runs import Box, Route
+from kvpool.layout import Axis, Buffer, Key, PoolLayout
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
 
 _NONE = np.empty(0, dtype=np.int64)
+_Moved = tuple[int, int, tuple[Axis, ...], Box]
+"""Where a region begins in an item, its width and axes, and the steps that are moved."""
+_ANY = object()
+"""In place of what lies in an item: no padding is moved."""
 
 
 def prove(
     sources: Sequence[PoolLayout],
     dest: PoolLayout,
-    elected: Iterable[tuple[Overlap, int]],
+    parts: Iterable[Part],
     routes: Iterable[Route],
-    by_layer: bool = False,
 ) -> None:
-    """Checks one record pair of each route: all pairs of a route have the same runs. With
-    `by_layer`, buffers are records of their own.
+    """Checks every record pair of every route; pairs of which the same is to be checked, once.
 
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
     """
-    parts = {(source, overlap.dest.key): overlap for overlap, source in elected}
-    there = [_Records(layout, by_layer) for layout in sources]
-    here = _Records(dest, by_layer)
+    boxes = {(part.source, key): part.box for part in parts for key in part.keys}
+    there, here = records_of(sources), Records(dest)
+    # the contents of items for which the runs of a side, by the bytes to move, were found right
+    proved: dict[object, dict[bytes, set[object]]] = {}
     for route in routes:
-        keys = route.keys[: len(route.keys) // len(route.dst_buffers)]
-        moved = [parts[route.source, key] for key in keys]
-        for side in _sides(route, there[route.source], here, moved):
-            side.check_entry()
-            side.check_item()
+        size = len(route.keys) // len(route.dst_buffers)
+        steps = [boxes[route.source, key] for key in route.keys]
+        source, into = _ends(route)
+        for records, end in ((there[route.source], source), (here, into)):
+            known = proved.setdefault(end.key, {})
+            for number, first in enumerate(end.buffers):
+                some = slice(number * size, (number + 1) * size)
+                moved = _moved(records.layout, first, route.keys[some], steps[some])
+                right = known.setdefault(encoded(moved), set())
+                side = _Side(end, records, first, route.keys[some], moved)
+                if not right or (_ANY not in right and side.content not in right):
+                    right.add(side.content if side.check() else _ANY)
 
 
-class _Records:
-    """The records of a layout, grouped when first asked for."""
+class _End(NamedTuple):
+    """A route on one side. `chains` and `singles` are starts, lengths and bytes to the next entry,
+    `whole` are starts and lengths, as the route has them.
+    """
 
-    def __init__(self, layout: PoolLayout, by_layer: bool) -> None:
-        self.layout, self._by_layer = layout, by_layer
-        self._groups: dict[str, list[Buffer]] = {}
-        self._regions: dict[str, list[Region]] = {}
+    who: str
+    buffers: tuple[str, ...]
+    stride: int
+    entries: int
+    chains: tuple[Ints, Ints, Ints]
+    singles: tuple[Ints, Ints, Ints]
+    whole: tuple[Ints, Ints] | None
+    linear: bool
+    dense: bool
 
-    def padding(self, first: str) -> tuple[Ints, Ints]:
-        """Starts and ends of the declared padding in the items of the record whose first buffer is
-        `first`, sorted.
-        """
-        if not self._groups:
-            groups = grouped(self.layout, self._by_layer)
-            self._groups = {group[0].name: group for group in groups}
-            for region in self.layout.regions:
-                self._regions.setdefault(region.buffer, []).append(region)
-        group = self._groups[first]
-        starts, ends = [_NONE], [_NONE]
-        for buffer in group:
-            if buffer.padding:  # its regions do not overlap: gaps lie between an end and a start
-                at = buffer.base - group[0].base
-                runs = [region_runs(region) for region in self._regions.get(buffer.name, ())]
-                starts.append(np.sort(np.concatenate([[at], *(o + at + w for o, w in runs)])))
-                end = at + buffer.item_bytes
-                ends.append(np.sort(np.concatenate([*(o + at for o, _ in runs), [end]])))
-        low, high = np.concatenate(starts), np.concatenate(ends)
-        return low[low < high], high[low < high]
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for ends of which the same is to be checked."""
+        columns = *self.chains, *self.singles, *(self.whole or ())
+        about = self.who, self.stride, self.entries, self.linear, self.dense, bool(self.whole)
+        return *about, *[column.tobytes() for column in columns]
+
+
+def _ends(route: Route) -> tuple[_End, _End]:
+    chains, singles, whole = route.chains, route.singles, route.whole
+    return (
+        _End(
+            "source",
+            route.src_buffers,
+            route.src_stride,
+            route.src_entries,
+            (chains.src, chains.nbytes, chains.src_step),
+            (singles.src, singles.nbytes, singles.src_step),
+            None if whole is None else (whole.src, whole.nbytes),
+            route.linear,
+            route.dense,
+        ),
+        _End(
+            "destination",
+            route.dst_buffers,
+            route.dst_stride,
+            route.dst_entries,
+            (chains.dst, chains.nbytes, chains.dst_step),
+            (singles.dst, singles.nbytes, singles.dst_step),
+            None if whole is None else (whole.dst, whole.nbytes),
+            route.linear,
+            route.dense,
+        ),
+    )
 
 
 class _Cells(NamedTuple):
@@ -84,29 +116,37 @@ class _Cells(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """The first record of a route on one side, and the parts that the route is to move.
-
-    `chains` and `singles` are starts, lengths and bytes to the next entry, `whole` are starts and
-    lengths, as the route has them. `first` is the record's first buffer.
+    """One side of a record pair, whose items begin where those of buffer `first` do, and what is to
+    be moved of it.
     """
 
-    who: str
-    records: _Records
-    moved: Sequence[Overlap]
+    end: _End
+    records: Records
     first: str
-    stride: int
-    entries: int
-    chains: tuple[Ints, Ints, Ints]
-    singles: tuple[Ints, Ints, Ints]
-    whole: tuple[Ints, Ints] | None
-    linear: bool
-    dense: bool
+    keys: Sequence[Key]
+    moved: Sequence[_Moved]
 
-    def check_entry(self) -> None:
+    @property
+    def record(self) -> Sequence[Buffer]:
+        """The record's buffers."""
+        regions = self.records.layout.region_by_key
+        return self.records.record([regions[key].buffer for key in self.keys])
+
+    @property
+    def content(self) -> object:
+        """What the padding depends on."""
+        return self.records.content(self.record), self.record[0].name == self.first
+
+    def check(self) -> bool:
+        """Checks runs of entries and of items; returns whether padding lies in them."""
+        self._check_entry()
+        return self._check_item()
+
+    def _check_entry(self) -> None:
         """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
-        starts, nbytes, steps = map(np.concatenate, zip(self.chains, self.singles))
+        starts, nbytes, steps = map(np.concatenate, zip(self.end.chains, self.end.singles))
         ends: Ints = starts + nbytes
-        cells = [self._cells(part) for part in self.moved]
+        cells = [_cells(*each) for each in self.moved]
         for step in {cell.step for cell in cells}.union(steps.tolist()):
             mine, some = [cell for cell in cells if cell.step == step], steps == step
             low = np.concatenate([_NONE, *(cell.starts for cell in mine)])
@@ -119,21 +159,21 @@ class _Side(NamedTuple):
         if nbytes.sum() != sum(cell.starts.size * cell.width for cell in cells):
             self._refuse(int(starts.min()), int(ends.max()), "are moved twice")
 
-    def check_item(self) -> None:
-        """Nothing but padding joins entries, runs and items."""
-        starts, nbytes, steps = self.chains
-        own, spans = self.entries * nbytes, (self.entries - 1) * steps + nbytes
-        self._check_filled(starts, spans, own)
-        if self.linear and (self.singles[0].size or int(own.sum()) != self.stride):
-            self._refuse(0, self.stride, "travel as one run, but are not all of its regions")
-        if self.whole is None:
-            return
-        number = np.arange(self.entries, dtype=np.int64)[:, None]
-        if self.singles[0].size:
-            starts = np.append(starts, self.singles[0] + number * self.singles[2])
-            short = np.tile(self.singles[1], self.entries)
+    def _check_item(self) -> bool:
+        """Nothing but padding joins entries, runs and items; returns whether some does."""
+        end, (starts, nbytes, steps) = self.end, self.end.chains
+        own, spans = end.entries * nbytes, (end.entries - 1) * steps + nbytes
+        padded = self._check_filled(starts, spans, own)
+        if end.linear and (end.singles[0].size or int(own.sum()) != end.stride):
+            self._refuse(0, end.stride, "travel as one run, but are not all of its regions")
+        if end.whole is None:
+            return padded
+        number = np.arange(end.entries, dtype=np.int64)[:, None]
+        if end.singles[0].size:
+            starts = np.append(starts, end.singles[0] + number * end.singles[2])
+            short = np.tile(end.singles[1], end.entries)
             own, spans = np.append(own, short), np.append(spans, short)
-        whole, lengths = self.whole
+        whole, lengths = end.whole
         if (whole[1:] < whole[:-1]).any():
             order = np.argsort(whole, kind="stable")
             whole, lengths = whole[order], lengths[order]
@@ -144,76 +184,68 @@ class _Side(NamedTuple):
             self._refuse(first, first + int(spans[outside[0]]), "are missing in whole items")
         held = np.zeros_like(whole)
         np.add.at(held, at, own)
-        self._check_filled(whole, lengths, held)
-        if self.dense:
+        padded |= self._check_filled(whole, lengths, held)
+        if end.dense:
             zero = np.zeros(1, dtype=np.int64)
-            self._check_filled(zero, zero + self.stride, zero + held.sum())
+            padded |= self._check_filled(zero, zero + end.stride, zero + held.sum())
+        return padded
 
-    def _check_filled(self, starts: Ints, nbytes: Ints, own: Ints) -> None:
-        """All bytes of runs but their `own` ones are declared padding."""
+    def _check_filled(self, starts: Ints, nbytes: Ints, own: Ints) -> bool:
+        """All bytes of runs but their `own` ones are declared padding; returns whether some are."""
         rest: Ints = nbytes - own
         if not rest.any():
-            return
-        low, high = self.records.padding(self.first)
+            return False
+        low, high = self._padding()
         rest -= bytes_below(low, high, starts + nbytes) - bytes_below(low, high, starts)
         for run in np.flatnonzero(rest)[:1].tolist():
             first, end = int(starts[run]), int(starts[run] + nbytes[run])
             what = f"are one run, of which {rest[run]} are neither of its regions nor padding"
             self._refuse(first, end, what)
+        return True
 
-    def _cells(self, part: Overlap) -> _Cells:
-        layout, box = self.records.layout, {name: (low, high) for name, low, high in part.box}
-        region = layout.region_by_key[part.dest.key]
-        record = layout.buffer_by_name[self.first]
-        start, step = layout.buffer_of(region).base - record.base + region.offset, 0
-        axes: list[tuple[int, int]] = []
-        for axis in region.axes:
-            if axis.name == "entry":
-                step = axis.stride
-            else:
-                low, high = box[axis.name]
-                start += (low - axis.start) * axis.stride
-                axes.append((high - low, axis.stride))
-        width, axes = fuse(region.width, axes)
-        return _Cells(outer_sum(start, axes), width, step)
+    def _padding(self) -> tuple[Ints, Ints]:
+        """Starts and ends of the declared padding in the record's items, sorted."""
+        starts, ends = [_NONE], [_NONE]
+        base = self.records.layout.buffer_by_name[self.first].base
+        for buffer in self.record:
+            if buffer.padding:  # its regions do not overlap: gaps lie between an end and a start
+                at = buffer.base - base
+                runs = [region_runs(region) for region in self.records.inside(buffer)]
+                starts.append(np.sort(np.concatenate([[at], *(o + at + w for o, w in runs)])))
+                end = at + buffer.item_bytes
+                ends.append(np.sort(np.concatenate([*(o + at for o, _ in runs), [end]])))
+        low, high = np.concatenate(starts), np.concatenate(ends)
+        return low[low < high], high[low < high]
 
     def _refuse(self, first: int, end: int, what: str) -> NoReturn:
-        names = ", ".join(str(part.dest) for part in self.moved)
+        names = ", ".join(f"{owner} layer {layer} {role}" for owner, layer, role in self.keys)
         raise RuntimeError(
-            f"{names}: on the {self.who}, bytes {first} to {end} of an item (from buffer "
+            f"{names}: on the {self.end.who}, bytes {first} to {end} of an item (from buffer "
             f"{self.first} on) {what}. The plan is wrong and was not used."
         )
 
 
-def _sides(
-    route: Route, source: _Records, dest: _Records, moved: Sequence[Overlap]
-) -> tuple[_Side, _Side]:
-    chains, singles, whole = route.chains, route.singles, route.whole
-    return (
-        _Side(
-            "source",
-            source,
-            moved,
-            route.src_buffers[0],
-            route.src_stride,
-            route.src_entries,
-            (chains.src, chains.nbytes, chains.src_step),
-            (singles.src, singles.nbytes, singles.src_step),
-            None if whole is None else (whole.src, whole.nbytes),
-            route.linear,
-            route.dense,
-        ),
-        _Side(
-            "destination",
-            dest,
-            moved,
-            route.dst_buffers[0],
-            route.dst_stride,
-            route.dst_entries,
-            (chains.dst, chains.nbytes, chains.dst_step),
-            (singles.dst, singles.nbytes, singles.dst_step),
-            None if whole is None else (whole.dst, whole.nbytes),
-            route.linear,
-            route.dense,
-        ),
-    )
+def _moved(
+    layout: PoolLayout, first: str, keys: Sequence[Key], steps: Sequence[Box]
+) -> list[_Moved]:
+    regions, buffers = layout.region_by_key, layout.buffer_by_name
+    base, found = buffers[first].base, []
+    for key, box in zip(keys, steps):
+        region = regions[key]
+        at = buffers[region.buffer].base - base + region.offset
+        found.append((at, region.width, region.axes, box))
+    return found
+
+
+def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:
+    steps, step = {name: (low, high) for name, low, high in box}, 0
+    inner: list[tuple[int, int]] = []
+    for axis in axes:
+        if axis.name == "entry":
+            step = axis.stride
+        else:
+            low, high = steps[axis.name]
+            start += (low - axis.start) * axis.stride
+            inner.append((high - low, axis.stride))
+    width, inner = fuse(width, inner)
+    return _Cells(outer_sum(start, inner), width, step)

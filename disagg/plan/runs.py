@@ -7,19 +7,40 @@ base pointers differ, and `bind` broadcasts over them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from disagg.plan.records import Record
 from kvpool.layout import Key, Region, Space
 from kvpool.layout.grid import Ints
+from kvpool.layout.types import SpaceKind
 
 GAPS_AT_ONCE = 1 << 20
 """Bounds the memory for checking gaps between entries."""
 
 Box = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """An item of a record: the kind of its space, for how many entries it has room, and bytes to
+    the next. `pad_starts` and `pad_ends` are its declared padding.
+    """
+
+    kind: SpaceKind
+    entries: int
+    stride: int
+    pad_starts: Ints
+    pad_ends: Ints
+
+    def is_padding(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+        """Whether the bytes `starts` to `ends` of an item are declared padding (or none)."""
+        if not self.pad_starts.size:
+            return starts >= ends
+        at = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
+        return (starts >= ends) | ((starts >= self.pad_starts[at]) & (ends <= self.pad_ends[at]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,9 +141,9 @@ class Route:
         return (self.layers >= layers.start) & (self.layers < layers.stop)
 
 
-def entry_runs(source: Region, src_at: int, dest: Region, dst_at: int, box: Box) -> EntryRuns:
+def entry_runs(source: Region, dest: Region, box: Box) -> EntryRuns:
     """The runs of one entry of two regions of the same key, over the axis steps of `box`."""
-    src, dst, width = src_at + source.offset, dst_at + dest.offset, dest.width
+    src, dst, width = source.offset, dest.offset, dest.width
     left: list[tuple[int, int, int]] = []
     strides: list[tuple[int, int, int]] = []
     for name, low, high in box:
@@ -153,12 +174,16 @@ def entry_runs(source: Region, src_at: int, dest: Region, dst_at: int, box: Box)
     )
 
 
-def join(parts: Sequence[EntryRuns]) -> EntryRuns:
+def join(parts: Sequence[tuple[EntryRuns, int, int]]) -> EntryRuns:
     """All runs of a record pair by destination, joined where adjacent on both sides: latent and
-    rope become one row.
+    rope become one row. With each part go the bytes from the records' items to its buffers'.
     """
-    columns = (np.concatenate(column) for column in zip(*(part.columns() for part in parts)))
+    columns = (np.concatenate(column) for column in zip(*(part.columns() for part, _, _ in parts)))
     runs = EntryRuns(*columns)
+    ats = np.array([at for _, *at in parts], dtype=np.int64)
+    sizes = [part.size for part, _, _ in parts]
+    src_at, dst_at = np.repeat(ats, sizes, axis=0).T
+    runs = replace(runs, src=runs.src + src_at, dst=runs.dst + dst_at)
     runs = runs.pick(np.argsort(runs.dst, kind="stable"))
     continues = (
         (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
@@ -173,60 +198,34 @@ def join(parts: Sequence[EntryRuns]) -> EntryRuns:
     )
 
 
-def route(
-    source: int,
-    pairs: Sequence[tuple[Record, Record]],
-    runs: EntryRuns,
-    keys: tuple[Key, ...],
-    packed: bool,
-) -> Route:
-    """The route of record pairs of one shape, with their joined `runs` classified."""
-    src, dst = pairs[0]
-    src_entries, dst_entries = src.space.steps, dst.space.steps
-    if packed:
-        src_entries = dst_entries = 1
+class ItemRuns(NamedTuple):
+    """What a route's runs are: see Route."""
+
+    chains: EntryRuns
+    singles: EntryRuns
+    whole: Runs | None
+    linear: bool
+    dense: bool
+
+
+def item_runs(src: Item, dst: Item, runs: EntryRuns, packed: bool) -> ItemRuns:
+    """The joined `runs` of a record pair, classified. Packed items are one entry."""
+    src_entries, dst_entries = (1, 1) if packed else (src.entries, dst.entries)
     chained = _chained(src, dst, runs)
     chains, singles = runs.pick(chained), runs.pick(~chained)
     linear = (
         singles.size == 0
-        and src.space.kind == "paged"
+        and src.kind == "paged"
         and bool((chains.nbytes == chains.src_step).all())
         and bool((chains.src_step * src_entries == src.stride).all())
         and bool((chains.dst_step * dst_entries == dst.stride).all())
     )
     same = src_entries == dst_entries
     whole = _whole(src, dst, chains, singles, src_entries) if same else None
-    return Route(
-        source,
-        keys,
-        ", ".join(dict.fromkeys(role for _, _, role in keys)),
-        packed,
-        src.space,
-        dst.space,
-        tuple(pair[0].first for pair in pairs),
-        tuple(pair[1].first for pair in pairs),
-        np.array([pair[0].base for pair in pairs], dtype=np.int64),
-        np.array([pair[1].base for pair in pairs], dtype=np.int64),
-        _layers(keys, len(pairs)),
-        src.stride,
-        dst.stride,
-        chains,
-        singles,
-        whole,
-        linear,
-        dense=whole is not None and _dense(src, dst, whole),
-    )
+    return ItemRuns(chains, singles, whole, linear, whole is not None and _dense(src, dst, whole))
 
 
-def _layers(keys: Sequence[Key], pairs: int) -> Ints:
-    """The layer of each of some pairs, that have equally many `keys` each."""
-    size = len(keys) // pairs
-    moved = [{key[:2] for key in keys[at : at + size]} for at in range(0, len(keys), size)]
-    found = [next(iter(each))[1] if len(each) == 1 else -1 for each in moved]
-    return np.array(found, dtype=np.int64)
-
-
-def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+def _chained(src: Item, dst: Item, runs: EntryRuns) -> npt.NDArray[np.bool_]:
     """Which runs continue at the next entry, with at most equal padding in between."""
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
     gap = same & (runs.nbytes < runs.src_step)
@@ -234,26 +233,26 @@ def _chained(src: Record, dst: Record, runs: EntryRuns) -> npt.NDArray[np.bool_]
         some = runs.pick(gap)
         clear = _apart_by_padding(src, some.src, some) & _apart_by_padding(dst, some.dst, some)
         same[gap] = clear
-    if src.space.kind == "slot":
+    if src.kind == "slot":
         same[:] = False
     return np.asarray(same, dtype=np.bool_)
 
 
-def _apart_by_padding(record: Record, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
-    """For each run, whether all gaps between its entries are padding of the record."""
-    gaps = record.space.steps - 1
-    if gaps > record.pad_starts.size:  # each gap needs a padding interval of its own
+def _apart_by_padding(item: Item, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+    """For each run, whether all gaps between its entries are padding of the item."""
+    gaps = item.entries - 1
+    if gaps > item.pad_starts.size:  # each gap needs a padding interval of its own
         return np.zeros(runs.size, dtype=bool)
     entries = np.arange(gaps, dtype=np.int64)
     found = []
     for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // GAPS_AT_ONCE):
         first = starts[part, None] + entries * runs.src_step[part, None]
         low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
-        found.append(record.is_padding(low, high).all(axis=1))
+        found.append(item.is_padding(low, high).all(axis=1))
     return np.concatenate(found)
 
 
-def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns, entries: int) -> Runs:
+def _whole(src: Item, dst: Item, chains: EntryRuns, singles: EntryRuns, entries: int) -> Runs:
     """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
     steps = np.arange(entries, dtype=np.int64)[:, None]
     srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
@@ -274,13 +273,13 @@ def _whole(src: Record, dst: Record, chains: EntryRuns, singles: EntryRuns, entr
     return Runs(srcs[first], dsts[first], (dsts + nbytes)[last] - dsts[first])
 
 
-def _dense(src: Record, dst: Record, whole: Runs) -> bool:
+def _dense(src: Item, dst: Item, whole: Runs) -> bool:
     """Whether adjacent items are one run: only equal padding lies between them."""
-    if whole.size != 1 or src.stride != dst.stride or src.space.kind != "paged":
+    if whole.size != 1 or src.stride != dst.stride or src.kind != "paged":
         return False
-    for record, start in ((src, whole.src), (dst, whole.dst)):
-        tail = start + whole.nbytes, np.full(1, record.stride)
+    for item, start in ((src, whole.src), (dst, whole.dst)):
+        tail = start + whole.nbytes, np.full(1, item.stride)
         head = np.zeros(1, dtype=np.int64), start
-        if not (record.is_padding(*tail).all() and record.is_padding(*head).all()):
+        if not (item.is_padding(*tail).all() and item.is_padding(*head).all()):
             return False
     return bool(whole.src[0] == whole.dst[0])

@@ -83,7 +83,8 @@ def batches(
     """What `plan.bind` moves of `tokens`, layer by layer and chunk by chunk. Each is valid until
     the next.
     """
-    layers = sorted({o.dest.key[:2] for o, elected in plan.elected if elected == source})
+    mine = (part.keys for part in plan.parts if part.source == source)
+    layers = sorted({key[:2] for keys in mine for key in keys})
     starts = range(tokens.start, tokens.stop, CHUNK_TOKENS) or [tokens.start]
     for owner, layer in layers:
         for start in starts:

@@ -79,7 +79,7 @@ def load(
         for number, file in enumerate(files):
             for _ in moved(number):  # refuses what cannot be bound
                 pass
-            file.check({o.dest.key for o, elected in made.elected if elected == number})
+            file.check({key for part in made.parts if part.source == number for key in part.keys})
         for number, file in enumerate(files):
             for batch in moved(number):
                 for at, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, MAX_GAP):

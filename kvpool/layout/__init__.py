@@ -111,6 +111,25 @@ class PoolLayout:
         return {pool: tuple(lists) for pool, lists in found.items()}
 
     @cached_property
+    def adjacent_buffers(self) -> list[list[Buffer]]:
+        """Groups of buffers whose items lie side by side within one stride, in memory order."""
+        groups: list[list[Buffer]] = []
+        for buffer in sorted(self.buffers, key=lambda b: (b.space, b.memory, b.base)):
+            first = groups[-1][0] if groups else None
+            if (
+                first is not None
+                and (first.space, first.memory) == (buffer.space, buffer.memory)
+                and (first.item_stride, first.items) == (buffer.item_stride, buffer.items)
+                and buffer.base + buffer.item_bytes <= first.base + first.item_stride
+                # pools on the meta device all begin at 0: merged, they lie over one another
+                and buffer.base >= groups[-1][-1].base + groups[-1][-1].item_bytes
+            ):
+                groups[-1].append(buffer)
+            else:
+                groups.append([buffer])
+        return groups
+
+    @cached_property
     def foreign_bytes(self) -> ForeignBytes:
         """Where the bytes are that no region claims and nobody has declared padding."""
         return ForeignBytes(self)
@@ -167,7 +186,14 @@ class PoolLayout:
         return slabs
 
     def fingerprint(self) -> str:
-        """Hex digest of everything but pointers: equal for equal pools of two processes."""
+        """Hex digest of everything but pointers, with which buffers lie side by side: equal for
+        equal pools of two processes. Plans between layouts of equal fingerprints differ in pointers
+        only. Computed once.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         from kvpool.layout.codec import fingerprint
 
         return fingerprint(self)

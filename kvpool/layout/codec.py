@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from operator import attrgetter, index
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -28,6 +29,7 @@ from kvpool.layout.types import (
 )
 
 MAX_BYTES = 8 << 20
+encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's integers too
 
 
 def _strict(kind: type, **lists: Any) -> Any:
@@ -60,12 +62,12 @@ class _Versioned(msgspec.Struct):
 
 def to_msgpack(layout: PoolLayout) -> bytes:
     """Encodes a layout; raises LayoutError above `MAX_BYTES`, which decoders refuse."""
-    return _bounded(msgspec.msgpack.encode(layout))
+    return _bounded(encode(layout))
 
 
 def to_json(layout: PoolLayout) -> str:
     """Encodes a layout as JSON."""
-    return _bounded(msgspec.json.encode(layout)).decode()
+    return _bounded(msgspec.json.encode(layout, enc_hook=index)).decode()
 
 
 def from_msgpack(data: bytes) -> PoolLayout:
@@ -83,16 +85,23 @@ def from_json(text: str | bytes) -> PoolLayout:
 
 
 def fingerprint(layout: PoolLayout) -> str:
-    """SHA-256 of a layout without bases, device numbers, generation and the order of its parts."""
+    """SHA-256 of a layout without device numbers, generation and the order of its parts. Of bases
+    only the distance to the first of the buffers that lie side by side counts.
+    """
+    buffers = [
+        (_shape(buffer), group[0].name, buffer.base - group[0].base)
+        for group in layout.adjacent_buffers
+        for buffer in group
+    ]
     parts = (
         layout.version,
-        sorted(map(_shape, layout.buffers)),
-        sorted(layout.regions, key=lambda region: region.key),
-        sorted(layout.spaces, key=lambda space: space.name),
+        sorted(buffers),
+        sorted(layout.regions, key=attrgetter("owner", "layer", "role")),
+        sorted(layout.spaces, key=attrgetter("name")),
         layout.total_kv_layers,
         layout.model,
     )
-    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
+    return hashlib.sha256(encode(parts)).hexdigest()
 
 
 def read_file(path: str | Path) -> PoolLayout | None:
@@ -133,9 +142,11 @@ def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
                 f"layout version {version}: this kvpool reads version {VERSION}. "
                 "Run the same kvpool on both sides."
             )
-        return msgspec.convert(decode(data, type=WireLayout), PoolLayout, from_attributes=True)
+        layout = msgspec.convert(decode(data, type=WireLayout), PoolLayout, from_attributes=True)
     except LayoutError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # the reason may quote megabytes
         raise LayoutError(f"malformed layout: {str(error)[:MAX_REASON]}") from None
+    layout.fingerprint()  # a plan with many ranks needs theirs at once
+    return layout

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
+from disagg.plan import plan
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
@@ -167,6 +168,17 @@ def test_item_shapes_with_colliding_hashes_take_no_longer_than_others():
         data = layout([1 << 62] * len(pairs), regions)
         began = time.thread_time()
         PoolLayout.from_msgpack(data)
+        seconds.append(time.thread_time() - began)
+    assert seconds[0] < 4 * seconds[1]
+
+
+def test_planning_with_colliding_hashes_takes_no_longer_than_with_others():
+    pairs, seconds = colliding(5000), []
+    for more in (0, 1):
+        regions = [(n, low, [], high - more * n) for n, (low, high) in enumerate(pairs)]
+        peer = PoolLayout.from_msgpack(layout([1 << 62] * len(regions), regions))
+        began = time.thread_time()
+        plan([peer], peer)
         seconds.append(time.thread_time() - began)
     assert seconds[0] < 4 * seconds[1]
 

@@ -54,6 +54,8 @@ class Sizes:
     transfer_bytes: int
     bound_pages: int
     """Pages to bind, of 64 tokens in 61 layers."""
+    plan_ranks: int
+    """Ranks of prefill to plan with, a multiple of 64."""
     least_rounds: int = 5
     rounds: int = 20
     seconds: float = 1.5
@@ -61,9 +63,9 @@ class Sizes:
 
 
 MIB = 1 << 20
-QUICK = Sizes(MIB // 4, 2, MIB, 2 * MIB, 64, least_rounds=3, seconds=0.0, batch_seconds=0.0)
-HOST_SIZES = Sizes(32 * MIB, 8, 32 * MIB, 32 * MIB, 2048)
-ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048)
+QUICK = Sizes(MIB // 4, 2, MIB, 2 * MIB, 64, 64, least_rounds=3, seconds=0.0, batch_seconds=0.0)
+HOST_SIZES = Sizes(32 * MIB, 8, 32 * MIB, 32 * MIB, 2048, 512)
+ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048, 512)
 
 
 def sizes_for(device: Device, quick: bool) -> Sizes:

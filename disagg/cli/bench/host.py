@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
-from disagg.cli.bench.plain import Lists, Run, tuples
+from disagg.cli.bench.plain import Lists, Run, regions, tuples
 from disagg.cli.bench.work import LAYERS, PAGE, Work, WrongBytes
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
 from disagg.plan.cache import PlanCache
-from kvpool import Allocator, DSv4Pool, MLAPool, RequestAddress, Span
+from kvpool import Allocator, DSv4Pool, MHAPool, MLAPool, RequestAddress, Span
 from kvpool.layout import PoolLayout
+from kvpool.models import declare, declare_draft
 from kvpool.pools.placement import Shard
 
 V4_PAGE = 256
@@ -24,6 +26,7 @@ RATIOS = [128, 128, *[4, 128] * 29, 4]
 REQUESTS, BEFORE = 256, 131  # requests, and tokens that they have
 SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}
 PLAIN = "plain Python"
+Sides = Callable[[], tuple[list[PoolLayout], PoolLayout]]
 
 
 def allocator_cases(sizes: Sizes) -> Iterator[BenchCase]:
@@ -57,13 +60,30 @@ def open_extend(context: BenchContext) -> Work:
 
 
 def plan_cases(sizes: Sizes) -> Iterator[BenchCase]:
-    """New plans, and plans known from a peer of the same shape."""
+    """New plans, and plans known from a peer of the same shape. Those of many ranks are for one of
+    four ranks of decode.
+    """
     made = "one request of plain Python"
     yield BenchCase("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
-    shapes = {"DSv4": v4_sides, "MLA from TP8 x PP2": sharded_sides}
-    for name, sides in shapes.items():
+    ranks = sizes.plan_ranks
+    few, many = (partial(deepseek_sides, count) for count in (8, ranks))
+    name = "DeepSeek-V3.2 and draft"
+    fresh: dict[str, Sides] = {
+        f"{name}, 8 ranks": few,
+        f"{name}, {ranks} ranks": many,
+        f"K and V, {ranks} ranks, no two alike": partial(head_sides, ranks),
+    }
+    known: dict[str, Sides] = {
+        "DSv4": v4_sides,
+        "MLA from TP8 x PP2": sharded_sides,
+        f"{name}, 8 ranks": few,
+        f"{name}, {ranks} ranks": many,
+    }
+    for case, sides in fresh.items():
+        yield BenchCase("plan", case, 0, partial(open_new, sides), PLAIN)
+    for case, sides in known.items():
         opened = partial(open_known, sides)
-        yield BenchCase("plan", f"{name}, known shape", 0, opened, "a new plan")
+        yield BenchCase("plan", f"{case}, known shape", 0, opened, "a new plan")
 
 
 def open_plan(pages: int, context: BenchContext) -> Work:
@@ -84,23 +104,42 @@ def open_plan(pages: int, context: BenchContext) -> Work:
     return Work(ours, partial(tuples, source, dest, ids), check)
 
 
-def open_known(sides: Any, context: BenchContext) -> Work:
+def open_new(sides: Sides, context: BenchContext) -> Work:
+    """A plan of layouts that have just been read; the reference finds the regions of all ranks in
+    plain Python.
+    """
+    layouts = sides()
+    tokens = 4 * PAGE
+    found: list[TransferPlan] = []
+
+    def ours() -> None:
+        found[:] = [plan(*_as_read(*layouts))]
+
+    def check() -> None:
+        moved, needed = found[0].explain(tokens).nbytes, layouts[1].live_bytes(tokens)
+        if moved != needed:
+            raise WrongBytes(f"the plan moves {moved} bytes, not {needed}.")
+
+    return Work(ours, partial(regions, *layouts), check)
+
+
+def open_known(sides: Sides, context: BenchContext) -> Work:
     """A plan for layouts whose shapes are known, at other pointers."""
     sources, dest = sides()
     cache = PlanCache()
     cache.plan(sources, dest)
-    others = [replace(layout, generation="another life") for layout in sources]
+    others = [_read(replace(layout, generation="another life")) for layout in sources], _read(dest)
     found: list[TransferPlan] = []
 
     def ours() -> None:
-        found[:] = [cache.plan(others, dest)]
+        found[:] = [cache.plan(*others)]
 
     def check() -> None:
-        anew = plan(others, dest)
+        anew = plan(*others)
         if not cache.hits or found[0].explain().rows != anew.explain().rows:
             raise WrongBytes("the known plan differs from a new one.")
 
-    return Work(ours, lambda: plan(others, dest), check)
+    return Work(ours, lambda: plan(*_as_read(*others)), check)
 
 
 def bind_cases(sizes: Sizes) -> Iterator[BenchCase]:
@@ -178,6 +217,22 @@ def mla_sides() -> list[PoolLayout]:
     return [_mla(range(LAYERS)) for _ in range(2)]
 
 
+def deepseek_sides(ranks: int) -> tuple[list[PoolLayout], PoolLayout]:
+    """DeepSeek-V3.2 with its draft: ranks of prefill that are replicas, and one of decode."""
+    declared = declare("deepseek_v32"), declare_draft("deepseek_v32")
+    pools = (each.build(num_pages=8192, packing="fp8", device="meta") for each in declared if each)
+    read = _read(PoolLayout.merge(*(pool.layout for pool in pools)))
+    return [copy(read) for _ in range(ranks)], copy(read)
+
+
+def head_sides(ranks: int) -> tuple[list[PoolLayout], PoolLayout]:
+    """Stages of ten layers, of 64 ranks with a head each, and one of four ranks of decode."""
+    layers = range(ranks // 64 * 10)
+    stages = [layers[first : first + 10] for first in layers[::10]]
+    sources = [_mha(stage, len(layers), Shard(rank, 64)) for stage in stages for rank in range(64)]
+    return [_read(each) for each in sources], _read(_mha(layers, len(layers), Shard(0, 4)))
+
+
 def v4_sides() -> tuple[list[PoolLayout], PoolLayout]:
     """DeepSeek-V4 on both sides."""
     return [dsv4().layout], dsv4().layout
@@ -214,6 +269,32 @@ def _mla(layers: range, shard: Shard = Shard()) -> PoolLayout:
         device="meta",
         shard=shard,
     ).layout
+
+
+def _mha(layers: range, total: int, shard: Shard) -> PoolLayout:
+    return MHAPool(
+        layers=layers,
+        total_kv_layers=total,
+        num_kv_heads=64,
+        head_dim=128,
+        num_pages=8192,
+        page_size=PAGE,
+        dtype="bf16",
+        device="meta",
+        shard=shard,
+    ).layout
+
+
+def _read(layout: PoolLayout) -> PoolLayout:
+    """A layout as a peer reads it."""
+    return PoolLayout.from_msgpack(layout.to_msgpack())
+
+
+def _as_read(
+    sources: Sequence[PoolLayout], dest: PoolLayout
+) -> tuple[list[PoolLayout], PoolLayout]:
+    """Layouts in which nothing has been looked up since they were read."""
+    return list(map(copy, sources)), copy(dest)
 
 
 def _ids(pages: int) -> list[Any]:

@@ -60,3 +60,19 @@ def tuples(source: PoolLayout, dest: PoolLayout, ids: Sequence[dict[str, list[in
             at = there.base + src * there.item_bytes, here.base + dst * here.item_bytes
             found.append((*at, here.item_bytes))
     return found
+
+
+def regions(sources: Sequence[PoolLayout], dest: PoolLayout) -> list[tuple[int, Run]]:
+    """A tuple (rank, (source, destination, length)) for each region of each rank that `dest` has
+    too: the same names, one by one. Shards are not looked at, and nothing is joined or checked.
+    """
+    wanted = {region.key: region for region in dest.regions}
+    found = []
+    for rank, layout in enumerate(sources):
+        for region in layout.regions:
+            other = wanted.get(region.key)
+            if other is not None:
+                src = layout.buffer_by_name[region.buffer].base + region.offset
+                dst = dest.buffer_by_name[other.buffer].base + other.offset
+                found.append((rank, (src, dst, other.nbytes)))
+    return found

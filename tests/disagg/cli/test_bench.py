@@ -122,7 +122,17 @@ COUNTED = {
     ("allocator", "256 requests, DSv4"): 256 * 5 * 8,
     **{
         ("plan", name): 0
-        for name in ("MLA", "DSv4, known shape", "MLA from TP8 x PP2, known shape")
+        for name in (
+            "MLA",
+            "K and V, 64 ranks, no two alike",
+            "DSv4, known shape",
+            "MLA from TP8 x PP2, known shape",
+            *(
+                f"DeepSeek-V3.2 and draft, {ranks} ranks{known}"
+                for ranks in (8, 64)
+                for known in ("", ", known shape")
+            ),
+        )
     },
     **{("bind", f"MLA, 61 x 64 pages{cold}"): 61 * BOUND * 3 * 8 for cold in ("", ", cold")},
     # 16 pages of 30 layers' latents and keys (ratio 4) and of 31 layers' latents (ratio 128), a
@@ -172,7 +182,9 @@ def twice_as_far(allocator, requests, tokens, extend=Allocator.extend_batch):
 
 def half_of_the_layers(sources, dest):
     """A plan for fewer layers than the destination has."""
-    regions = tuple(region for region in dest.regions if region.layer < 30)
+    layers = sorted({region.layer for region in dest.regions})
+    half = layers[: len(layers) // 2]
+    regions = tuple(region for region in dest.regions if region.layer in half)
     return plan(sources, replace(dest, regions=regions))
 
 

@@ -239,7 +239,7 @@ def test_a_run_over_what_only_another_space_claims_is_refused_by_the_proof():
     ]
     for source, dest, who in ((bare[0], both[1], "source"), (both[0], bare[1], "destination")):
         with pytest.raises(RuntimeError, match=rf"layer 0 k: on the {who}.* one run, of which 8"):
-            prove([source], dest, made.elected, made.routes)
+            prove([source], dest, made.parts, made.routes)
 
 
 @pytest.mark.parametrize("who", ["source", "destination"])

@@ -111,12 +111,11 @@ def moved(layout: PoolLayout, bases: dict[str, int]) -> PoolLayout:
 
 
 def test_buffers_that_are_no_longer_side_by_side_are_a_miss():
-    """Their fingerprints are equal: these leave out pointers."""
     source, dest = (mla(placement="page", device="meta").layout for _ in range(2))
     first, second, *_ = dest.buffers
     apart = moved(dest, {b.name: n << 30 for n, b in enumerate(dest.buffers)})
     crossed = moved(dest, {first.name: second.base, second.name: first.base})
-    assert {dest.fingerprint()} == {apart.fingerprint(), crossed.fingerprint()}
+    assert len({each.fingerprint() for each in (dest, apart, crossed)}) == 3
     cache = PlanCache()
     for number, layout in enumerate((dest, apart, crossed), 1):
         for where in (0, 1 << 40):

@@ -88,7 +88,7 @@ def test_runs_over_bytes_of_somebody_else_are_refused_by_both_checks(name, decla
     with pytest.raises(
         RuntimeError, match=rf"target layer 0 \w+: on the {who}.* one run, of which"
     ):
-        prove(made.sources, made.dest, made.elected, made.routes)
+        prove(made.sources, made.dest, made.parts, made.routes)
     with pytest.raises(RuntimeError, match=rf"item \d of buffer .* {who}.*nor declared padding"):
         made.verify()
 
@@ -96,7 +96,7 @@ def test_runs_over_bytes_of_somebody_else_are_refused_by_both_checks(name, decla
 @pytest.mark.parametrize("name", SLICES)
 def test_where_both_declare_it_padding_both_checks_agree(name):
     made, _memory = swapped(name, (True, True))
-    prove(made.sources, made.dest, made.elected, made.routes)
+    prove(made.sources, made.dest, made.parts, made.routes)
     made.verify()
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_route_is_refused(order, placement, held):
             count += 1
             routes = [*made.routes[:number], wrong, *made.routes[number + 1 :]]
             with pytest.raises(RuntimeError, match=r"target layer \d [kv].* was not used"):
-                prove(made.sources, made.dest, made.elected, routes)
+                prove(made.sources, made.dest, made.parts, routes)
     assert count > 9
 
 

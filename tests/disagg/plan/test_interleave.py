@@ -221,7 +221,7 @@ def test_replicas_are_ranks_of_equal_stretches():
     assert made.contributors() == [0, 1, 2, 3]
     for layer in range(LAYERS):
         key = "target", layer, "latent"
-        chosen = [number for overlap, number in made.elected if overlap.dest.key == key]
+        chosen = [part.source for part in made.parts if key in part.keys]
         assert sorted(n % 2 for n in chosen) == [0, 1]
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -162,6 +163,16 @@ def test_the_largest_integers_survive(write, read, encode):
         top,
     )
     assert read(write(held)) == held
+
+
+@both
+def test_integers_of_numpy_are_written_as_integers(write, read, encode):
+    held = sample()
+    layers = np.arange(len(held.regions))
+    regions = [replace(region, layer=n) for region, n in zip(held.regions, layers)]
+    plain = [replace(region, layer=int(n)) for region, n in zip(held.regions, layers)]
+    given, meant = replace(held, regions=tuple(regions)), replace(held, regions=tuple(plain))
+    assert write(given) == write(meant) and given.fingerprint() == meant.fingerprint()
 
 
 def test_json_is_read_as_text_and_as_bytes():

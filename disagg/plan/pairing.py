@@ -1,0 +1,151 @@
+"""Which regions of sources and destination pair, with the same axes on both sides.
+
+Layers of one model are alike, and so are ranks: each kind of region is looked at once, however many
+layers and ranks have it.
+
+A cell of n elements is an axis of n steps, one element apart. Where a layout reorders it, it
+declares that axis: vLLM's CPU attention has keys of `[head, dim, token]`, others cells of `dim` per
+token and head. The cell is then cut, so that both sides have the same axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvpool.layout import Axis, Key, PoolLayout, Region, Space
+from kvpool.layout.codec import encode
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.types import MAX_AXES
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Source ranks of one fingerprint, and a region that they hold."""
+
+    sources: tuple[int, ...]
+    region: Region
+    space: Space
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Regions of the destination of one owner and role, by their `keys`. They differ from `region`
+    in layer and buffer only, and so do those of each holder from its own.
+    """
+
+    keys: tuple[Key, ...]
+    region: Region
+    space: Space
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """All regions of the destination, and the keys of all that sources hold."""
+
+    alike: tuple[Alike, ...]
+    offered: tuple[Key, ...]
+
+
+def pair(
+    sources: Sequence[PoolLayout], dest: PoolLayout
+) -> tuple[Sequence[PoolLayout], PoolLayout, Pairing]:
+    """The layouts, cells cut where another of them has an axis in their place, and what pairs.
+
+    It is one axis that a region lacks, with as many steps as its cell has elements, and after the
+    cut all cells are of one element: else which axis a cell holds is not known, and the regions
+    are left as they are.
+    """
+    pairing = _pair(sources, dest)
+    cuts: list[dict[Key, str]] = [{} for _ in (*sources, dest)]
+    for each in pairing.alike:
+        numbers = [holder.sources for holder in each.holders]
+        regions = [holder.region for holder in each.holders]
+        for where, name in zip([*numbers, (-1,)], _lacking([*regions, each.region])):
+            for number in where if name else ():
+                cuts[number].update(dict.fromkeys(each.keys, name))
+    if not any(cuts):
+        return sources, dest, pairing
+    sources, dest = list(map(_with_cuts, sources, cuts)), _with_cuts(dest, cuts[-1])
+    return sources, dest, _pair(sources, dest)
+
+
+def encoded(*parts: object) -> bytes:
+    """What a peer may choose, as a key: hashes of tuples of numbers can be made to collide."""
+    return encode(parts)
+
+
+def cut(region: Region, name: str) -> Region:
+    """The same bytes, with the elements of a cell as the steps of axis `name`."""
+    size = ITEMSIZE[region.dtype]
+    axis = Axis(name, region.width // size, size)
+    return replace(region, axes=(*region.axes, axis), width=size)
+
+
+def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
+    ranks: dict[str, list[int]] = {}
+    for number, layout in enumerate(sources):
+        ranks.setdefault(layout.fingerprint(), []).append(number)
+    equal = {numbers[0]: tuple(numbers) for numbers in ranks.values()}
+    forms: dict[bytes, int] = {}
+    offered: dict[Key, list[tuple[int, int]]] = {}
+    for rank in equal:
+        for key, form in _forms(sources[rank], forms):
+            offered.setdefault(key, []).append((rank, form))
+    kinds: dict[object, list[Key]] = {}
+    for key, form in _forms(dest, forms):
+        owner, _, role = key
+        kinds.setdefault((owner, role, form, *offered.get(key, ())), []).append(key)
+    alike = []
+    for first, *others in kinds.values():
+        holders = [
+            Holder(equal[rank], *_held(sources[rank], first)) for rank, _ in offered.get(first, ())
+        ]
+        alike.append(Alike((first, *others), *_held(dest, first), tuple(holders)))
+    return Pairing(tuple(alike), tuple(offered))
+
+
+def _forms(layout: PoolLayout, known: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
+    """For each key a number, which is that of all regions that differ in nothing but owner, role,
+    layer and buffer.
+    """
+    spaces = {buffer.name: buffer.space for buffer in layout.buffers}
+    for key, r in layout.region_by_key.items():
+        form = encoded(r.offset, r.dtype, r.axes, r.width, r.packing, spaces[r.buffer])
+        yield key, known.setdefault(form, len(known))
+
+
+def _held(layout: PoolLayout, key: Key) -> tuple[Region, Space]:
+    region = layout.region_by_key[key]
+    return region, layout.space_of(region)
+
+
+def _with_cuts(layout: PoolLayout, names: Mapping[Key, str]) -> PoolLayout:
+    """The layout with the cells of some regions cut."""
+    if not names:
+        return layout
+    regions = (cut(r, names[r.key]) if r.key in names else r for r in layout.regions)
+    return replace(layout, regions=tuple(regions))
+
+
+def _lacking(regions: Sequence[Region]) -> list[str]:
+    """For each of the regions of one key the axis that its cells are, so that all have the axes of
+    all; empty names where nothing is cut, and no names if they cannot have them.
+    """
+    first = [axis.name for axis in regions[0].inner_axes]
+    if all([axis.name for axis in region.inner_axes] == first for region in regions):
+        return []
+    totals = {axis.name: axis.total for region in regions for axis in region.inner_axes}
+    found = []
+    for region in regions:
+        lacking = sorted(totals.keys() - {axis.name for axis in region.inner_axes})
+        name = ""
+        if lacking and not region.packing and len(region.axes) < MAX_AXES:
+            name = lacking[0]
+            region = cut(region, name)
+        names = {axis.name: axis.total for axis in region.inner_axes}
+        if names != totals or region.width != ITEMSIZE[region.dtype]:
+            return []
+        found.append(name)
+    return found
