@@ -26,16 +26,15 @@ def test_case(case, context, benchmark, pytestconfig):
         if benchmark.disabled:
             benchmark.pedantic(work.ours)
             return
-        made, theirs = effort(case, work, context.device, sizes_of(pytestconfig)), []
+        made, mine, theirs = effort(case, work, context.device, sizes_of(pytestconfig)), [], []
 
         def before():
-            theirs.append(batch(work.reference, made.reference_calls, context.device))
+            theirs.append(batch(work.reference, made.reference_calls, context.device, work.clock))
 
         def ours():
-            batch(work.ours, made.calls, context.device)
+            mine.append(batch(work.ours, made.calls, context.device, work.clock))
 
         benchmark.pedantic(ours, setup=before, rounds=made.rounds)
-    mine = [seconds / made.calls for seconds in benchmark.stats.stats.data]
     row = measurement_of(case, list(zip(mine, theirs)))
     benchmark.extra_info.update(bytes=case.nbytes, calls=made.calls, ratio=row.ratio)
     ROWS.append(row)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.cli.bench.handoff.decode import DecodeSide
 from disagg.cli.bench.peer import PeerReader
 from disagg.cli.bench.work import Work
 from kvpool.device import Device
@@ -20,6 +21,8 @@ class BenchContext(NamedTuple):
     device: Device
     reader: Callable[[str], PeerReader]
     """The reader of an engine by name; closes the previous one. Raises CannotRun."""
+    handoffs: Callable[[str, str], DecodeSide]
+    """Endpoints of an engine and a family; closes the previous ones. Raises CannotRun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,9 @@ class Sizes:
     """Pages to bind, of 64 tokens in 61 layers."""
     plan_ranks: int
     """Ranks of prefill to plan with, a multiple of 64."""
+    handoff_tokens: tuple[int, ...] = (1, 128, 8192)
+    handoff_chunk: int = 2048
+    """Tokens of requests, and of their chunks where they come in several."""
     least_rounds: int = 5
     rounds: int = 20
     seconds: float = 1.5
@@ -63,7 +69,12 @@ class Sizes:
 
 
 MIB = 1 << 20
-QUICK = Sizes(MIB // 4, 2, MIB, 2 * MIB, 64, 64, least_rounds=3, seconds=0.0, batch_seconds=0.0)
+QUICK = Sizes(
+    *(MIB // 4, 2, MIB, 2 * MIB, 64, 64, (1, 512), 256),
+    least_rounds=3,
+    seconds=0.0,
+    batch_seconds=0.0,
+)
 HOST_SIZES = Sizes(32 * MIB, 8, 32 * MIB, 32 * MIB, 2048, 512)
 ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048, 512)
 

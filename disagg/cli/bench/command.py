@@ -22,7 +22,7 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Engine for transfers; repeatable. Default: all."),
+        typer.Option(help="Of transfers (default: all), hand-offs (default: local); repeatable."),
     ] = None,
     quick: Annotated[
         bool,
@@ -35,25 +35,29 @@ def bench(
         Path | None, typer.Option(help="Draw the ratios to a .svg, .html or .png file.")
     ] = None,
 ) -> None:
-    """Time stores, loads, moves, gathers, scatters, allocation, plans, binding and transfers on a
-    device, each in turn with a plain copy of as many bytes.
+    """Time stores, loads, moves, gathers, scatters, allocation, plans, binding, transfers and
+    hand-offs on a device, each in turn with a plain copy of as many bytes, or another reference.
 
     Each case is checked once before it is timed. Machines are noisy: compare ratios only. Cases
     that cannot run are listed with the reason.
 
-    Groups: store, load, move, gather, scatter, allocator, plan, bind, transfer.
+    Groups: store, load, move, gather, scatter, allocator, plan, bind, transfer, handoff.
+
+    A hand-off is timed from prefill's offer of the last chunk to Success on decode, in another
+    process. Its reference is the bare engine, which reads the same runs; "beyond" is what the
+    hand-off takes longer.
 
     Exit status 1 if a case failed or computed a wrong result, 2 if the device or engine is missing.
 
     JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes of a copy of as
-    much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second,
-    ratio of the two, round by round, rounds, reason, failed). A case that did not run has a reason
-    and no figures; a plan moves no bytes and has no rates.
+    much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second;
+    ratio of the two and beyond_seconds, their difference, round by round; rounds, reason, failed).
+    A case that did not run has a reason and no figures; a plan moves no bytes and has no rates.
     """
     from rich.console import Console
 
     from disagg.cli.bench.case import QUICK, sizes_for
-    from disagg.cli.bench.cases import GROUPS, all_cases, measurable
+    from disagg.cli.bench.cases import GROUPS, HANDOFF_ENGINES, all_cases, measurable
     from disagg.cli.bench.chart import chart_problem, write_chart
     from disagg.cli.bench.machine import machine, now, packages
     from disagg.cli.bench.report import Report
@@ -64,9 +68,10 @@ def bench(
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]}: one of {', '.join(GROUPS)}.")
-    if engine and "transfer" not in groups:
+    if engine and not {"transfer", "handoff"} & {*groups}:
         raise typer.BadParameter(
-            "--engine selects transfers: add --only transfer, or omit --engine."
+            "--engine selects transfers and hand-offs: add --only transfer or --only handoff, or "
+            "omit --engine."
         )
     for name in engine or ():
         _need_engine(name)
@@ -81,7 +86,8 @@ def bench(
     except DeviceUnavailable as error:
         raise typer.BadParameter(str(error)) from None
     sizes = sizes_for(found, quick)
-    cases = [case for case in all_cases(sizes, engine or engine_names()) if case.group in groups]
+    known = all_cases(sizes, engine or engine_names(), engine or HANDOFF_ENGINES)
+    cases = [case for case in known if case.group in groups]
     where, console = machine(found), Console(soft_wrap=True)
     rows = _run(cases, found, sizes, Console(stderr=True))
     report = Report(where, packages(), now(), sizes is QUICK, rows)

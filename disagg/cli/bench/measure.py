@@ -22,15 +22,16 @@ UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Median seconds of a call of a case and of its reference, and the median of the rounds'
-    ratios (reference over case: 1 is as fast as the bound); or the reason why it did not run, or
-    `failed`.
+    """Median seconds of a call of a case and of its reference, and medians of the rounds' ratios
+    (reference over case: 1 is as fast as the bound) and differences (`beyond` the reference, in
+    seconds); or the reason why it did not run, or `failed`.
     """
 
     case: BenchCase
     seconds: float | None = None
     reference_seconds: float | None = None
     ratio: float | None = None
+    beyond: float | None = None
     rounds: int = 0
     reason: str | None = None
     failed: bool = False
@@ -88,13 +89,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def batch(call: Callable[[], object], calls: int, device: Device) -> float:
+def batch(
+    call: Callable[[], object],
+    calls: int,
+    device: Device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds per call of `calls` in a row, until the device has finished."""
-    began = time.perf_counter()
+    began = clock()
     for _ in range(calls):
         call()
     device.record().synchronize()
-    return (time.perf_counter() - began) / calls
+    return (clock() - began) / calls
 
 
 class Effort(NamedTuple):
@@ -111,8 +117,8 @@ def effort(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Effort:
     """
     calls, spent = [], 0.0
     for call in (work.ours, work.reference):
-        batch(call, 1, device)
-        taken, wanted = batch(call, 1, device), max(sizes.batch_seconds, spent / 10)
+        batch(call, 1, device, work.clock)
+        taken, wanted = batch(call, 1, device, work.clock), max(sizes.batch_seconds, spent / 10)
         calls.append(case.calls or min(max(1, round(wanted / taken)), MOST_CALLS))
         spent += calls[-1] * taken
     rounds = min(max(sizes.least_rounds, round(sizes.seconds / spent)), sizes.rounds)
@@ -123,7 +129,8 @@ def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Mea
     """Medians over rounds of (case, reference), in seconds per call."""
     ours, theirs = (median(times) for times in zip(*taken))
     ratio = median(reference / mine for mine, reference in taken)
-    return Measurement(case, ours, theirs, ratio, len(taken))
+    beyond = median(mine - reference for mine, reference in taken)
+    return Measurement(case, ours, theirs, ratio, beyond, len(taken))
 
 
 def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
@@ -131,6 +138,6 @@ def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measure
     taken = []
     for _ in range(made.rounds):
         # the reference first: it evicts the case's data from the caches
-        theirs = batch(work.reference, made.reference_calls, device)
-        taken.append((batch(work.ours, made.calls, device), theirs))
+        theirs = batch(work.reference, made.reference_calls, device, work.clock)
+        taken.append((batch(work.ours, made.calls, device, work.clock), theirs))
     return measurement_of(case, taken)

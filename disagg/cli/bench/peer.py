@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -93,23 +94,24 @@ class PeerReaders:
         self._last = None
 
 
-class PeerProcess:
-    """The peer process, its memory at `base`, and as much `memory` of this process."""
+class OtherProcess:
+    """A process that runs `serve(pipe, *arguments)`, which answers calls."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.memory = device.allocate(nbytes)
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(there, device.name, nbytes), daemon=True)
+        self.process = spawn.Process(target=serve, args=(there, *arguments), daemon=True)
         self.process.start()
         there.close()
-        self.base: int = self._answer()
 
-    def metadata(self, engine: str) -> bytes:
-        """Metadata of the peer's engine of that name, which replaces its previous one."""
-        self._pipe.send(engine)
-        said: bytes = self._answer()
-        return said
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The answer to a call. Raises TransferError."""
+        self.post(name, *arguments)
+        return self.answer()
+
+    def post(self, name: str, *arguments: Any) -> None:
+        """Makes a call, of which `answer` is to be taken."""
+        self._pipe.send((name, arguments))
 
     def close(self) -> None:
         """Ends the process."""
@@ -117,7 +119,7 @@ class PeerProcess:
         self.process.join()
         self._pipe.close()
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         """The process's next answer. Raises TransferError with its error, if it sends one."""
         try:
             if not self._pipe.poll(READER_TIMEOUT):
@@ -131,6 +133,20 @@ class PeerProcess:
             ) from None
         if isinstance(said, str):
             raise TransferError(f"in the other process: {said}")
+        return said
+
+
+class PeerProcess(OtherProcess):
+    """The peer process, its memory at `base`, and as much `memory` of this process."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.memory = device.allocate(nbytes)
+        super().__init__(serve, device.name, nbytes)
+        self.base: int = self.answer()
+
+    def metadata(self, engine: str) -> bytes:
+        """Metadata of the peer's engine of that name, which replaces its previous one."""
+        said: bytes = self.call("metadata", engine)
         return said
 
 
@@ -155,7 +171,7 @@ def serve(pipe: Connection, device: str, nbytes: int) -> None:
             if engine is not None and not pipe.poll(engine.progress_seconds):
                 engine.progress()
                 continue
-            name = pipe.recv()
+            _, (name,) = pipe.recv()
             if engine is not None:
                 engine.close()
                 engine = None

@@ -53,7 +53,7 @@ class Report:
         table.title_justify = table.caption_justify = "left"
         table.add_column("", no_wrap=True)
         table.add_column("case", overflow="fold")
-        for name in ("bytes", "time", "GiB/s", "bound", "ratio"):
+        for name in ("bytes", "time", "GiB/s", "bound", "ratio", "beyond"):
             table.add_column(name, justify="right", no_wrap=True)
         group = ""
         for row in self.rows:
@@ -67,10 +67,12 @@ class Report:
             bound = row.reference_rate if row.moves else None
             rates = (_number(row.rate), _number(bound) if bound else time_of(row.reference_seconds))
             cells = moved, time_of(row.seconds), *rates, _number(row.ratio)
-            table.add_row(first, row.case.name, *cells)
+            beyond = time_of(row.beyond) if row.beyond and row.beyond > 0 else "-"
+            table.add_row(first, row.case.name, *cells, beyond)
         table.caption = (
             "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; "
-            "ratio: the bound's time over ours, round by round"
+            "ratio: the bound's time over ours, round by round; beyond: our time less the bound's, "
+            "where that is more"
         )
         return table
 
@@ -105,6 +107,7 @@ def _as_dict(row: Measurement) -> dict[str, Any]:
         "gib_per_second": row.rate,
         "reference_gib_per_second": row.reference_rate,
         "ratio": row.ratio,
+        "beyond_seconds": row.beyond,
         "rounds": row.rounds,
         "reason": row.reason,
         "failed": row.failed,

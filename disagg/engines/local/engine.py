@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
 from disagg.engines.local.copies import HostCopies, finished
-from disagg.engines.local.device import Attached, DeviceSegment, attach, share
+from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
-from disagg.engines.local.offer import Connection, Incoming, Offer, dial
+from disagg.engines.local.offer import Incoming, Offer, dial
+from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer
 from disagg.engines.local.server import OfferServer
 from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch
@@ -34,16 +35,10 @@ if TYPE_CHECKING:
     from kvpool._native import Job
     from kvpool.device import Event
 
-BY_MAPPING, BY_KERNEL, BY_DEVICE = range(3)
-"""How a segment is read."""
 NATIVE_BYTES, NATIVE_RUNS = 256 << 20, 1 << 20
 """Most of a part that is copied outside Python."""
 CONNECT_SECONDS = 0.1
 """How long `connect` waits for an offer. If it takes longer, reads wait, and other peers do not."""
-
-
-def _none() -> Ints:
-    return np.empty(0, dtype=np.int64)
 
 
 class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,23 +46,6 @@ class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str
     socket: bytes
-
-
-@dataclass(eq=False)
-class LocalPeer:
-    """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
-    none while its offer is `incoming`. `jobs` are copies of which a byte may still land.
-    """
-
-    connection: Connection
-    incoming: Incoming | None
-    bases: Ints = field(default_factory=_none)
-    ends: Ints = field(default_factory=_none)
-    shifts: Ints = field(default_factory=_none)
-    ways: Ints = field(default_factory=_none)
-    mappings: list[object] = field(default_factory=list)
-    attached: Attached | None = None
-    jobs: list[Job] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -169,33 +147,22 @@ class LocalEngine(Engine):
 
     def _copy(self, transfer: LocalTransfer, batch: CopyBatch) -> None:
         peer = transfer.peer
-        if not peer.bases.size:
-            raise TransferError("the peer has registered no memory.")
-        at = np.maximum(np.searchsorted(peer.bases, batch.src, side="right") - 1, 0)
-        inside = (batch.src >= peer.bases[at]) & (batch.src + batch.nbytes <= peer.ends[at])
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
-            raise TransferError(
-                f"{int(batch.nbytes[first])} bytes at {int(batch.src[first]):#x} do not lie in "
-                "memory that the peer has registered."
-            )
-        runs = batch.src + peer.shifts[at], batch.dst, batch.nbytes
-        ways = peer.ways[at]
-        if self._shared and ((ways == BY_DEVICE) != self._on_device(batch.dst)).any():
-            raise TransferError(
-                f"a run between host memory and {self._memory}: engine local copies "
-                "from host to host and from device to device only. Use engine nixl."
-            )
+        groups = peer.by_way(batch)
+        for way, (_, dst, _) in groups if self._shared else ():
+            if (self._on_device(dst) != (way == BY_DEVICE)).any():
+                raise TransferError(
+                    f"a run between host memory and {self._memory}: engine local copies "
+                    "from host to host and from device to device only. Use engine nixl."
+                )
         peer.jobs = [job for job in peer.jobs if not job.ended]
-        for way in np.flatnonzero(np.bincount(ways)).tolist():
-            some = runs if (ways == way).all() else tuple(column[ways == way] for column in runs)
+        for way, runs in groups:
             job = None
             if way == BY_MAPPING:
-                job = self._copies.mapped(tuple(peer.mappings), *some)
+                job = self._copies.mapped(tuple(peer.mappings), *runs)
             elif way == BY_KERNEL:
-                job = self._copies.of_process(peer.connection, *some)
+                job = self._copies.of_process(peer.connection, *runs)
             elif peer.attached is not None:
-                transfer.event = peer.attached.copy(*some)
+                transfer.event = peer.attached.copy(*runs)
             if job is not None:
                 transfer.jobs.append(job)
                 peer.jobs.append(job)
@@ -220,11 +187,11 @@ class LocalEngine(Engine):
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
         for job in peer.jobs:
             job.cancel()
-        while not _quiet(peer):
+        while not peer.quiet():
             if stop is not None and time.monotonic() >= stop:
                 return False
             time.sleep(FENCE_POLL_SECONDS)
-        _hang_up(peer)
+        peer.hang_up()
         if peer.attached is not None:
             peer.attached.close()
         peer.mappings.clear()
@@ -252,7 +219,7 @@ class LocalEngine(Engine):
             self._server.abandon()
         self._files.close()
         for peer in self._peers:
-            _hang_up(peer)
+            peer.hang_up()
 
     def _is_here(self, peer: LocalPeer, wait: float = 0.0) -> bool:
         """Whether the peer's offer has come; then its memory is mapped. Waits `wait` seconds."""
@@ -297,16 +264,3 @@ class LocalEngine(Engine):
         for shared in self._shared:
             found |= (pointers >= shared.base) & (pointers < shared.base + shared.nbytes)
         return found
-
-
-def _quiet(peer: LocalPeer) -> bool:
-    """Whether nothing of a peer's memory is being copied."""
-    jobs_ended = all(job.ended for job in peer.jobs)
-    return jobs_ended and (peer.attached is None or peer.attached.quiet())
-
-
-def _hang_up(peer: LocalPeer) -> None:
-    if peer.incoming is not None:
-        peer.incoming.close()
-        peer.incoming = None
-    peer.connection.close()

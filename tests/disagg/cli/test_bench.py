@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -20,11 +21,12 @@ import typer
 from typer.testing import CliRunner
 
 from disagg.cli.bench import chart, host
-from disagg.cli.bench.case import QUICK
+from disagg.cli.bench.case import QUICK, BenchCase
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import measurement_of
+from disagg.cli.bench.measure import measured, measurement_of
 from disagg.cli.bench.peer import PeerProcess
+from disagg.cli.bench.work import Work
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
@@ -32,13 +34,15 @@ from disagg.engines.local.engine import LocalTransfer
 from disagg.plan import TransferPlan, plan
 from kvpool import Allocator
 from kvpool.device.cpu import CPUDevice
+from tests.disagg.cli.bench_bytes import COUNTED
 from tests.disagg.engines.peers import ENGINES
 
 ROOT = Path(__file__).parents[3]
 KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": list}
 ROW_KEYS = {
     *("group", "case", "engine", "bytes", "bound", "seconds", "reference_seconds"),
-    *("gib_per_second", "reference_gib_per_second", "ratio", "rounds", "reason", "failed"),
+    *("gib_per_second", "reference_gib_per_second", "ratio", "beyond_seconds"),
+    *("rounds", "reason", "failed"),
 }
 app = typer.Typer()
 app.command()(bench)
@@ -83,6 +87,16 @@ def test_the_json_is_one_object_of_machine_versions_date_and_rows(everything):
     assert datetime.fromisoformat(found["date"]).utcoffset().total_seconds() == 0
 
 
+def test_a_hand_off_is_told_beside_its_bytes(everything):
+    printed, found = everything
+    rows = [row for row in found["rows"] if row["group"] == "handoff"]
+    assert len(rows) == 6 * 3 and {row["engine"] for row in rows} == {"local"}
+    for row in rows:
+        assert row["reason"] is None and row["bound"] == "the bare engine"
+        assert math.isfinite(row["beyond_seconds"]), row
+    assert "beyond: our time less the bound's" in printed
+
+
 def test_every_engine_is_listed_with_figures_or_a_reason(everything):
     printed, found = everything
     rows = [row for row in found["rows"] if row["group"] == "transfer"]
@@ -92,61 +106,6 @@ def test_every_engine_is_listed_with_figures_or_a_reason(everything):
         if row["reason"] is not None:
             assert row["ratio"] is row["seconds"] is None and row["bytes"] > 0
             assert " ".join(row["reason"].split()) in printed
-
-
-PAGES, RUNS, READ, BOUND = 2, 1 << 20, 2 << 20, 64  # of the quick sizes
-COUNTED = {
-    # a token's values in bf16 and its bytes in the pool, halved: what a copy as heavy moves
-    **{
-        (group, name): tokens * (given + stored) // 2
-        for group in ("store", "load")
-        for name, tokens, given, stored in (
-            ("K and V 8 x 128, NHD", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
-            ("K and V 8 x 128, HND", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
-            ("MLA bf16, 1152 B", 128, 2 * (512 + 64), 1152),
-            ("MLA fp8, 656 B", 256, 2 * (512 + 64), 512 + 4 * 4 + 2 * 64),
-            ("index keys fp8, 132 B", 1280, 2 * 128, 128 + 4),
-            ("DSv4 fp8, 584 B", 256, 2 * 512, 448 + 2 * 64 + 7),
-        )
-    },
-    **{
-        ("move", f"MLA by {placement}, {ids} ids"): PAGES * 61 * 73_728
-        for placement in ("layer", "page")
-        for ids in ("device", "host")
-    },
-    **{
-        (group, name): RUNS // width * width
-        for group in ("gather", "scatter")
-        for name, width in (("512 B", 512), ("4 KiB", 4096), ("36 KiB", 36_864))
-    },
-    ("allocator", "256 requests, DSv4"): 256 * 5 * 8,
-    **{
-        ("plan", name): 0
-        for name in (
-            "MLA",
-            "K and V, 64 ranks, no two alike",
-            "DSv4, known shape",
-            "MLA from TP8 x PP2, known shape",
-            *(
-                f"DeepSeek-V3.2 and draft, {ranks} ranks{known}"
-                for ranks in (8, 64)
-                for known in ("", ", known shape")
-            ),
-        )
-    },
-    **{("bind", f"MLA, 61 x 64 pages{cold}"): 61 * BOUND * 3 * 8 for cold in ("", ", cold")},
-    # 16 pages of 30 layers' latents and keys (ratio 4) and of 31 layers' latents (ratio 128), a
-    # window page of every layer, two rings of the 30
-    ("bind", "DSv4, 4,096 tokens"): (16 * (2 * 30 + 31) + 61 + 2 * 30) * 3 * 8,
-    **{
-        ("transfer", f"{engine}, {name}"): READ // width * width
-        for engine in engine_names()
-        for name, width in (
-            *(("1 KiB", 1024), ("4 KiB", 4096), ("36 KiB", 36_864), ("1 MiB", 1 << 20)),
-            ("one run", READ),
-        )
-    },
-}
 
 
 def test_bytes_are_those_of_the_formats(everything):
@@ -163,7 +122,19 @@ def test_a_ratio_is_that_of_times_taken_in_the_same_round():
         case, [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)]
     )
     assert (row.ratio, row.rounds) == (0.5, 4)
-    assert (row.seconds, row.reference_seconds) == (5.5, 0.5)
+    assert (row.seconds, row.reference_seconds, row.beyond) == (5.5, 0.5, 5.125)
+
+
+def test_work_with_a_clock_of_its_own_is_timed_by_it():
+    spent = [0.0]
+
+    def call(seconds):
+        spent[0] += seconds
+
+    work = Work(partial(call, 3.0), partial(call, 1.0), nothing, lambda: spent[0])
+    case = BenchCase("handoff", "slow", 0, lambda _: work, "another", calls=1)
+    row = measured(case, mock.Mock(), QUICK)
+    assert (row.seconds, row.reference_seconds, row.beyond) == (3.0, 1.0, 2.0)
 
 
 def nothing(*_, **__):
@@ -218,11 +189,12 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
         ("bind", TransferPlan, "bind", one_page),
         ("bind", TransferPlan, "bind", another_page),
         ("transfer", LocalEngine, "read", no_read),
+        ("handoff", LocalEngine, "read", no_read),
     ],
 )
 def test_a_case_with_a_wrong_result_fails(monkeypatch, tmp_path, group, owner, name, instead):
     monkeypatch.setattr(owner, name, instead)
-    chosen = ("--engine", "local") if group == "transfer" else ()
+    chosen = ("--engine", "local") if group in ("transfer", "handoff") else ()
     done = run("--only", group, *chosen, "--json", tmp_path / "rows.json")
     assert done.exit_code == 1 and f"failed: {group}" in done.output
     for row in json.loads((tmp_path / "rows.json").read_text())["rows"]:
@@ -245,7 +217,7 @@ def test_a_case_that_cannot_run_or_raises_is_listed(monkeypatch, error, code, li
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):
     monkeypatch.setattr(
-        PeerProcess, "metadata", lambda other, _: (other.process.kill(), other._answer())
+        PeerProcess, "metadata", lambda other, _: (other.process.kill(), other.answer())
     )
     done = run("--only", "transfer", "--engine", "local")
     assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
@@ -259,7 +231,7 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
         (["--only", "stores"], "--only stores: one of store, load"),
         (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
-        (["--engine", "local", "--only", "store"], "--engine selects transfers"),
+        (["--engine", "local", "--only", "store"], "--engine selects transfers and hand-offs"),
         (["--json", "nowhere/x.json"], "there is no directory nowhere"),
         (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
         (["--chart", "x.gif"], "x.gif: the name must end in .svg, .html, .png."),

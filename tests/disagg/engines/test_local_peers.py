@@ -9,18 +9,19 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import msgspec
 import numpy as np
 import pytest
 
 from disagg.engines.base import TransferError
-from disagg.engines.local import offer as offers, server as servers
+from disagg.engines.local import LocalEngine, offer as offers, server as servers
 from disagg.engines.local.host import Segment, read_process
 from disagg.engines.local.offer import Offer
 from disagg.engines.local.server import OfferServer
 from kvpool.device.cpu import CPUDevice
+from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,
     FakePeer,
@@ -148,6 +149,28 @@ def test_shared_memory_of_a_process_that_has_ended_stays_readable():
         other.close()
         read(engine, peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
     assert np.array_equal(memory, pattern(SIZE))
+
+
+def test_one_read_takes_runs_of_several_segments_in_any_order():
+    shared = [CPUDevice().allocate(SIZE).numpy() for _ in range(2)]
+    sources, memory, expected = [*shared, blank()], blank(), blank()
+    for number, source in enumerate(sources):
+        source[:] = np.roll(pattern(SIZE), number)
+    random = np.random.default_rng(0)
+    runs = []
+    for at in random.permutation(SIZE // 64)[: SIZE // 128].tolist():
+        source, start = sources[int(random.integers(3))], int(random.integers(SIZE - 64))
+        expected[64 * at : 64 * at + 64] = source[start : start + 64]
+        runs.append((source.ctypes.data + start, memory.ctypes.data + 64 * at, 64))
+    with closing(LocalEngine()) as other, reading(memory) as engine:
+        other.register([Slab(source.ctypes.data, SIZE) for source in sources])
+        peer = engine.connect(other.metadata())
+        beyond = sources[1].ctypes.data + SIZE - 8, memory.ctypes.data, 9
+        with pytest.raises(TransferError, match=f"9 bytes at {beyond[0]:#x} do not lie in"):
+            engine.read(peer, batch_of(*runs, beyond))
+        assert not memory.any()
+        read(engine, peer, batch_of(*runs))
+    assert np.array_equal(memory, expected)
 
 
 def test_a_reader_that_does_not_read_delays_no_other_and_is_given_up(monkeypatch):
