@@ -69,8 +69,8 @@ class MoriIO:
         self._tokens[0] = np.frombuffer(os.urandom(TOKEN_BYTES), dtype=np.uint8)
         self._io: Any = None
         self._alive: weakref.ref[Any] | None = None
-        self._ended = False
-        self._met: dict[str, bytes] = {}
+        self._started = self._ended = False
+        self._met: dict[str, Any] = {}
         self._spent: deque[Any] = deque(maxlen=SPENT)
         self._lock = threading.Lock()
 
@@ -89,18 +89,19 @@ class MoriIO:
         with self._lock:
             if self._ended:
                 raise TransferError("the peer was given up.")
-            if self._io is None:
+            if not self._started:
                 self._io = self._made()
                 self._alive = weakref.ref(self._io)
                 tokens = Slab(self.token_base, self._tokens.nbytes)
                 for slab in (tokens, *self._slabs):
                     self._register(slab)
+                self._started = True
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers more memory."""
         with self._lock:
             self._slabs.extend(slabs)
-            for slab in slabs if self._io is not None else ():
+            for slab in slabs if self._started else ():
                 self._register(slab)
 
     def description(self) -> Any:
@@ -112,10 +113,11 @@ class MoriIO:
         until it succeeds or the `IOEngine` is destroyed: MoRI writes to it. `engine` is the peer's
         `EngineDesc`, `memory` its `MemoryDesc` by base. If this raises, nothing was posted.
         """
-        packed = bytes(engine.pack())
-        if self._met.setdefault(engine.key, packed) != packed:
+        if engine.key not in self._met:
+            self._call("peer", "register_remote_engine", engine)
+            self._met[engine.key] = engine
+        if self._met[engine.key] != engine:
             raise TransferError(f"two peers have MoRI's key {engine.key[:100]!r}. Restart one.")
-        self._call("peer", "register_remote_engine", engine)
         here, there = self.memory[runs.dst_base], memory[runs.src_base]
         number = self._call("number", "allocate_transfer_uid")
         rows = [here], [runs.dst], [there], [runs.src], [runs.nbytes], [number]

@@ -209,7 +209,7 @@ def test_each_call_and_argument_of_a_read(network):
         assert [name for name, _ in of_one[4:]] == (
             ["get_engine_desc"]
             if key == serving_key
-            else ["register_remote_engine", "batch_read"] * 3
+            else ["register_remote_engine", *["batch_read"] * 3]
         )
     assert {desc.key for (desc,) in called("register_remote_engine")} == {serving_key}
     first, proof, second = called("batch_read")
