@@ -86,6 +86,7 @@ class MoriEngine(Engine):
         self._slots = count()
         self._waker = Waker()
         self._engines_ended = 0
+        self._exposed = False
 
     @classmethod
     def availability(cls) -> str | None:
@@ -127,17 +128,8 @@ class MoriEngine(Engine):
         if self._serving is None:
             self._serving = MoriIO(self._settings, self._slabs)
         io = self._serving
-        io.start()
+        self._start(io)
         engine = io.description()
-        if not is_loopback(self._settings.hostname):
-            log.warning(
-                "engine %s at %s: any process that reaches its port %d can read and overwrite the "
-                "registered memory, also where endpoints have keys. Let a firewall admit only this "
-                "deployment's hosts (docs/security.md).",
-                self.name,
-                self._settings.hostname,
-                engine.port,
-            )
         token_memory, *memory = (
             bytes(io.memory[base].pack())
             for base in (io.token_base, *(slab.base for slab in self._slabs))
@@ -148,7 +140,7 @@ class MoriEngine(Engine):
     def connect(self, metadata: bytes) -> MoriPeer:
         """Starts this side. The first read fails if the peer cannot be reached."""
         peer = peer_of(metadata, next(self._slots), self.parts_in_flight)
-        self._current().start()
+        self._start(self._current())
         self._peers.append(peer)
         return peer
 
@@ -207,6 +199,21 @@ class MoriEngine(Engine):
             raise TransferError("MoRI's IOEngine cannot be destroyed: an object refers to it.")
         self._waker.close()
 
+    def _start(self, io: MoriIO) -> None:
+        """Starts it, and says once that registered memory can be reached from other hosts."""
+        io.start()
+        if self._exposed or is_loopback(self._settings.hostname):
+            return
+        self._exposed = True
+        log.warning(
+            "engine %s at %s: any process that reaches its port (now %d) can read and overwrite "
+            "the registered memory, also where endpoints have keys. Let a firewall admit only this "
+            "deployment's hosts (docs/security.md).",
+            self.name,
+            self._settings.hostname,
+            io.description().port,
+        )
+
     def _current(self) -> MoriIO:
         """What reads; a new one if the last was retired."""
         if self._reading is None:
@@ -228,7 +235,8 @@ class MoriEngine(Engine):
         """
         peer.open = [transfer for transfer in peer.open if transfer.landing]
         waited = time.monotonic() - (peer.given_up or 0.0)
-        if peer.open and (waited >= self._patience or any(each.ended for each in peer.open)):
+        failed = any(each.ended and each.landing for each in peer.open)
+        if peer.open and (failed or waited >= self._patience):
             for transfer in peer.open:
                 self._retire(transfer.io)
             self._end_retiring()

@@ -231,6 +231,25 @@ def test_each_call_and_argument_of_a_read(network):
     assert network.alive() == 0
 
 
+def test_one_engine_has_memory_of_the_host_and_of_gpus(network):
+    source, dest = bytes_of(300), np.zeros(300, np.uint8)
+    places = ("cuda:0", "cpu", "cuda:3")
+    serving, reading = MoriEngine(), MoriEngine()
+    for engine, memory in ((serving, source), (reading, dest)):
+        engine.register(
+            [Slab(memory.ctypes.data + 100 * n, 100, where) for n, where in enumerate(places)]
+        )
+    peer = reading.connect(serving.metadata())
+    rows = (source.ctypes.data, dest.ctypes.data + 50, 200)
+    finish(reading, reading.read(peer, batch_of(rows)))
+    assert np.array_equal(dest[50:250], source[:200]) and not dest[:50].any()
+    held = [given[2:] for given in called("register_memory") if given[1] == 100]
+    gpu, cpu = recorder.MemoryLocationType.GPU, recorder.MemoryLocationType.CPU
+    assert held == 2 * [(0, gpu), (-1, cpu), (3, gpu)]
+    reading.close()
+    serving.close()
+
+
 @st.composite
 def geometry(draw):
     """Slabs of two sides as cuts of one array, some of them dropped, and runs within blocks."""
@@ -554,16 +573,18 @@ def test_close_ends_what_is_in_flight(network):
     eventually(lambda: threading.active_count() == threads)
 
 
-def test_an_address_beyond_loopback_is_warned_of(network, monkeypatch, caplog):
+@pytest.mark.parametrize(("host", "warnings"), [("127.0.0.1", 0), ("10.0.0.1", 2)])
+def test_each_side_warns_once_of_an_address_beyond_loopback(
+    network, monkeypatch, caplog, host, warnings
+):
     monkeypatch.setattr("disagg.engines.mori.engine._check_host", lambda hostname: None)
-    memory = np.zeros(8, np.uint8)
-    for host, warns in (("127.0.0.1", False), ("10.0.0.1", True)):
-        caplog.clear()
-        engine = engine_of(memory, hostname=host)
-        engine.metadata()
-        said = [each for each in caplog.messages if "can read and overwrite" in each]
-        assert bool(said) == warns and all(f"mori at {host}" in each for each in said)
-        engine.close()
+    serving, reading = (engine_of(np.zeros(8, np.uint8), hostname=host) for _ in range(2))
+    for _ in range(2):
+        reading.connect(serving.metadata())
+    said = [each for each in caplog.messages if "can read and overwrite" in each]
+    assert len(said) == warnings and all(f"engine mori at {host}: " in each for each in said)
+    reading.close()
+    serving.close()
 
 
 def test_a_room_of_endpoints(network):
