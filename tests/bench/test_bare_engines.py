@@ -2,8 +2,8 @@
 all of them, polled without a pause. In the same rounds, what of it is the engine's part: `Engine`
 with parts of a room, without an endpoint.
 
-Both sides of the reference are bare: while it is timed, the process that is read makes progress
-without a pause too.
+Both sides of the reference are bare. Over a transport whose rate depends on it, the process that is
+read makes progress without a pause too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
+from disagg.engines.nixl.agent import NEED_PROGRESS
 from disagg.plan.bind import CopyBatch
 from kvpool import PoolLayout, RequestAddress, Space, Span
 from kvpool.describe import describe
@@ -32,7 +33,8 @@ SIZES = {4 << 10: 64 << 20, 36 << 10: 252 << 20, 1 << 20: 256 << 20, None: 256 <
 PAGE = 1 << 20
 """Bytes of a page where all is one run."""
 ROUNDS = 9
-ENDS = 1 << 20
+PAUSE = 0.0002
+"""Seconds between two calls on the side that is read, where the rate does not depend on them."""
 WAYS = {
     "nixl": ("nixl", {}),
     "nixl-tcp": ("nixl", {"transports": "tcp"}),
@@ -44,6 +46,12 @@ OURS = [way for way, (engine, _) in WAYS.items() if engine in ENGINES]
 def bare_of(way, memory):
     name, options = WAYS[way]
     return BareNixl(memory, **options) if name == "nixl" else BareMooncake(memory)
+
+
+@cache
+def truth(size):
+    """A pattern that repeats, at no multiple of a page."""
+    return np.resize(pattern(1_000_003), size)
 
 
 def memory_of(size):
@@ -68,10 +76,10 @@ def room_of(memory, width, size, seed):
 
 
 def serve(pipe, way, size):
-    """Obeys: sends rooms of an endpoint, serves an engine without one, spins the bare engine."""
+    """Obeys: sends rooms of an endpoint, serves an engine without one, or the bare engine."""
     name, options = WAYS[way]
     memory = memory_of(size)
-    memory[:] = pattern(memory.size)
+    memory[:] = truth(memory.size)
     bare = bare_of(way, memory)
     pipe.send((bare.metadata(), memory.ctypes.data))
     endpoint = engine = None
@@ -89,9 +97,9 @@ def serve(pipe, way, size):
                 engine = create_engine(name, **options)
                 engine.register([Slab(memory.ctypes.data, memory.nbytes)])
                 pipe.send(engine.metadata())
-            case "spin":
+            case "progress":
                 pipe.send(None)
-                while not pipe.poll():
+                while not pipe.poll(0 if options.get("transports") in NEED_PROGRESS else PAUSE):
                     bare.progress()
             case "close":
                 for each in filter(None, (endpoint, engine)):
@@ -106,7 +114,7 @@ class Other:
     """The process that is read, and this side's bare engine and memory."""
 
     def __init__(self, way, size):
-        self.way, self.size = way, size
+        self.way = way
         self.pipe, away = FORKS.Pipe()
         self.process = FORKS.Process(target=serve, args=(away, way, size), daemon=True)
         self.process.start()
@@ -116,7 +124,7 @@ class Other:
         self.bare.connect(metadata)
 
     def answer(self):
-        assert self.pipe.poll(60)
+        assert self.pipe.poll(120)
         return self.pipe.recv()
 
     def ask(self, order):
@@ -124,8 +132,8 @@ class Other:
         return self.answer()
 
     def read_bare(self, columns):
-        """The reference, while the other side makes progress."""
-        self.ask("spin")
+        """The reference."""
+        self.ask("progress")
         self.bare.read(*columns)
         self.pipe.send("stop")
 
@@ -141,11 +149,6 @@ def other(request, pytestconfig):
     made = Other(request.param, max(SIZES.values()) if timed else 2 << 20)
     yield made
     made.close()
-
-
-@cache
-def truth(size):
-    return pattern(size)
 
 
 @pytest.fixture(params=SIZES, ids=["4 KiB", "36 KiB", "1 MiB", "one run"])

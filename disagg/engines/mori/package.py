@@ -77,7 +77,7 @@ class MoriIO:
     @property
     def token(self) -> bytes:
         """What a peer reads at `token_base` to know that this process answers."""
-        return self._tokens[0].tobytes()
+        return bytes(self._tokens[0])
 
     @property
     def token_base(self) -> int:
@@ -131,7 +131,7 @@ class MoriIO:
 
     def token_of(self, slot: int) -> bytes:
         """The token that was read from peer number `slot`."""
-        return self._tokens[1 + slot % PEERS].tobytes()
+        return bytes(self._tokens[1 + slot % PEERS])
 
     def spend(self, statuses: Sequence[Any]) -> None:
         """Takes statuses of reads that have succeeded."""
