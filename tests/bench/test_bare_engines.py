@@ -8,6 +8,7 @@ read makes progress without a pause too.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from functools import cache
 
@@ -179,7 +180,7 @@ def test_room(paired, other, runs):
     engine, posted = create_engine(name, **options), []
     url = other.ask(("endpoint", width, size, ROUNDS + 3))
     rooms = iter(range(ROUNDS + 3))
-    with DecodeEndpoint(layout, engine) as decode:
+    with DecodeEndpoint(layout, engine, staging=0) as decode:  # the same runs
         decode.connect([url], timeout=60)
 
         def ours():
@@ -200,25 +201,36 @@ def test_room(paired, other, runs):
 
 
 def test_engine(paired, other, runs):
-    """The parts of such a room, as many in flight as an endpoint has, polled without a pause."""
+    """The parts of such a room, as many in flight as an endpoint has; polled without a pause, or
+    when the engine tells.
+    """
     *_, columns = runs
     name, options = WAYS[other.way]
     engine = create_engine(name, **options)
     engine.register([Slab(other.memory.ctypes.data, other.memory.nbytes)])
     peer = engine.connect(other.ask("engine"))
+    told, tells = os.pipe()
+    os.set_blocking(tells, False)
+    engine.notify(tells)
+    in_flight = deque()
+
+    def take():
+        if engine.poll(in_flight[0]):
+            in_flight.popleft()
+        elif engine.background:
+            os.read(told, 4096)
 
     def ours():
-        in_flight = deque()
         for part in CopyBatch(*columns).split(engine.max_bytes, engine.max_runs):
             while len(in_flight) >= engine.parts_in_flight:
-                if engine.poll(in_flight[0]):
-                    in_flight.popleft()
+                take()
             in_flight.append(engine.read(peer, part))
         while in_flight:
-            if engine.poll(in_flight[0]):
-                in_flight.popleft()
+            take()
 
     paired(ours, lambda: other.read_bare(columns), rounds=ROUNDS)
     engine.fence(peer)
     engine.close()
+    os.close(told)
+    os.close(tells)
     other.ask("close")
