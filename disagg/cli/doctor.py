@@ -23,6 +23,7 @@ PACKAGES = (
     "nixl-cu12",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
+    "amd-mori",
     "transformers",
 )
 

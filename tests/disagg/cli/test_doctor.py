@@ -45,8 +45,9 @@ def test_installed_devices_and_engines_work():
     works = {(each["kind"], each["name"]) for each in said["found"] if each["problem"] is None}
     assert works >= {("device", "cpu"), ("device", "meta"), *(("engine", name) for name in ENGINES)}
     assert ("helper", "native copies") in works
-    ascend = next(each for each in said["found"] if each["name"] == "ascend")
-    assert ascend["problem"] is None or ascend["problem"].startswith("missing: ")
+    for name in ("ascend", "mori"):
+        [found] = [each for each in said["found"] if each["name"] == name]
+        assert found["problem"] is None or found["problem"].startswith("missing: ")
     assert said["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     table = subprocess.run([KVPOOL, "doctor"], capture_output=True, text=True, timeout=60).stdout
     assert all(name in table for _, name in works)

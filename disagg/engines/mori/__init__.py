@@ -1,0 +1,5 @@
+"""Engine `mori`."""
+
+from disagg.engines.mori.engine import MoriEngine
+
+__all__ = ["MoriEngine"]

@@ -1,0 +1,251 @@
+"""`mori.io` as MoRI's sources describe it, over memory of this process. Every call is recorded.
+
+An `IOEngine` listens at a host and a port. What an initiator asks there first is kept: connections
+by engine, registrations by engine and number. A read copies at once, or, with `hold`, when it is
+released; if its `IOEngine` was destroyed in between, it copies nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import msgspec
+
+CALLS: list[tuple] = []
+"""(key of the IOEngine, method, arguments) in order, over all of them."""
+
+
+class BackendType(enum.Enum):
+    RDMA = 2
+
+
+class PollCqMode(enum.Enum):
+    POLLING = 0
+    EVENT = 1
+
+
+class MemoryLocationType(enum.Enum):
+    CPU = 1
+    GPU = 2
+
+
+@dataclass(frozen=True)
+class IOEngineConfig:
+    host: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class RdmaBackendConfig:
+    qp_per_transfer: int
+    post_batch_size: int
+    num_worker_threads: int
+    poll_cq_mode: PollCqMode
+    enable_notification: bool
+
+
+class Packed:
+    def pack(self):
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpack(cls, packed):
+        try:
+            return msgspec.msgpack.decode(packed, type=cls)
+        except msgspec.MsgspecError as error:
+            raise RuntimeError(f"std::bad_cast: {error}") from None
+
+
+class EngineDesc(msgspec.Struct, Packed, frozen=True, array_like=True):
+    key: str
+    host: str
+    port: int
+
+
+class MemoryDesc(msgspec.Struct, Packed, frozen=True, array_like=True):
+    engine_key: str
+    id: int
+    device_id: int
+    data: int
+    size: int
+    loc: MemoryLocationType
+
+
+class TransferStatus:
+    def __init__(self):
+        self._code, self._message, self._changed = "IN_PROGRESS", "", threading.Condition()
+
+    def update(self, code, message=""):
+        with self._changed:
+            if self._code != "FAILED":
+                self._code, self._message = code, message
+            self._changed.notify_all()
+
+    def InProgress(self):
+        return self._code == "IN_PROGRESS"
+
+    def Succeeded(self):
+        return self._code == "SUCCESS"
+
+    def Failed(self):
+        return self._code == "FAILED"
+
+    def Message(self):
+        return self._message
+
+    def WaitFor(self, timeout_ms=-1):
+        assert isinstance(timeout_ms, int)
+        with self._changed:
+            self._changed.wait_for(lambda: not self.InProgress(), timeout_ms / 1000)
+
+
+@dataclass
+class Posted:
+    """A read whose bytes have not been copied; `rows` are (destination, source, length)."""
+
+    io: weakref.ref
+    status: TransferStatus
+    rows: list[tuple[int, int, int]]
+
+    def land(self, rows=None):
+        """Copies the bytes of some rows, or of all and then succeeds; whether anything landed."""
+        if self.io() is None:
+            return False
+        for dst, src, nbytes in self.rows if rows is None else self.rows[rows]:
+            ctypes.memmove(dst, src, nbytes)
+        if rows is None:
+            self.status.update("SUCCESS")
+        return True
+
+
+class Network:
+    """Who listens where, and what happens to reads. `hold` and `refuse` are asked with the number
+    of a read and the key of the peer; `block` is an event that calls wait for.
+    """
+
+    def __init__(self):
+        CALLS.clear()
+        self.listening, self.ports = weakref.WeakValueDictionary(), iter(range(40000, 50000))
+        self.held: list[Posted] = []
+        self.hold = self.refuse = lambda number, key: None
+        self.block = threading.Event()
+        self.block.set()
+        self.no_device = False
+        self.made: list[weakref.ref] = []
+
+    def module(self):
+        """What `import mori.io` gives."""
+        return SimpleNamespace(
+            BackendType=BackendType,
+            PollCqMode=PollCqMode,
+            MemoryLocationType=MemoryLocationType,
+            IOEngineConfig=IOEngineConfig,
+            RdmaBackendConfig=RdmaBackendConfig,
+            EngineDesc=EngineDesc,
+            MemoryDesc=MemoryDesc,
+            IOEngine=partial(IOEngine, self),
+        )
+
+    def alive(self):
+        """How many `IOEngine`s have not been destroyed."""
+        return sum(each() is not None for each in self.made)
+
+    def release(self):
+        """Lands everything that was held; whether any byte did."""
+        held, self.held = self.held, []
+        return sum(each.land() for each in held) > 0
+
+
+class IOEngine:
+    def __init__(self, network, key, config):
+        CALLS.append((key, "IOEngine", (config,)))
+        self.network, self.key, self.config = network, key, config
+        self.memory, self.engines, self.connected, self.regions = {}, {}, {}, {}
+        self.uids = 0
+        self.desc = None
+        network.made.append(weakref.ref(self))
+
+    def _record(self, method, *arguments):
+        CALLS.append((self.key, method, arguments))
+
+    def create_backend(self, kind, config=None):
+        self._record("create_backend", kind, config)
+        assert isinstance(config, RdmaBackendConfig)
+        if self.network.no_device:
+            raise RuntimeError("no active RDMA device on this host")
+        self.desc = EngineDesc(self.key, self.config.host, next(self.network.ports))
+        self.network.listening[self.desc.host, self.desc.port] = self
+
+    def get_engine_desc(self):
+        self._record("get_engine_desc")
+        return self.desc
+
+    def register_remote_engine(self, desc):
+        self._record("register_remote_engine", desc)
+        self.engines[desc.key] = desc
+
+    def register_memory(self, ptr, size, device_id, mem_loc):
+        self._record("register_memory", ptr, size, device_id, mem_loc)
+        assert size > 0
+        desc = MemoryDesc(self.key, len(self.memory), device_id, ptr, size, mem_loc)
+        self.memory[desc.id] = desc
+        return desc
+
+    def allocate_transfer_uid(self):
+        self.uids += 1
+        return self.uids - 1
+
+    def batch_read(self, dsts, dst_offsets, srcs, src_offsets, sizes, uids):
+        self._record("batch_read", dsts, dst_offsets, srcs, src_offsets, sizes, uids)
+        assert self.network.block.wait(20)
+        lists = dsts, dst_offsets, srcs, src_offsets, sizes, uids
+        assert {len(each) for each in lists} == {1}, "one status could be lost with an exception"
+        [dst], [src] = dsts, srcs
+        assert self.memory[dst.id] == dst
+        there, base = self._connection(src)
+        status = TransferStatus()
+        columns = dst_offsets[0], src_offsets[0], sizes[0]
+        assert len({len(column) for column in columns}) == 1 and len(columns[0]) > 0
+        assert all(type(value) is int for column in columns for value in column)
+        rows = list(zip(*columns))
+        if any(n > 0xFFFFFFFF or d + n > dst.size or s + n > src.size for d, s, n in rows):
+            status.update("FAILED", "length out of range")
+            return [status]
+        posted = Posted(
+            weakref.ref(self), status, [(dst.data + d, base + s, n) for d, s, n in rows]
+        )
+        if there() is None:
+            status.update("FAILED", "transport retry counter exceeded")
+        elif reason := self.network.refuse(uids[0], src.engine_key):
+            status.update("FAILED", reason)
+            self.network.held.append(posted)  # other parts of it may be in flight
+        elif self.network.hold(uids[0], src.engine_key):
+            self.network.held.append(posted)
+        else:
+            posted.land()
+        return [status]
+
+    def _connection(self, src):
+        """Who is read, and where its memory begins: whoever listened when that was first asked."""
+        desc = self.engines[src.engine_key]
+        place, region = (desc.key, src.device_id, src.loc), (desc.key, src.id)
+        if place not in self.connected:
+            self.connected[place] = weakref.ref(self._listener(desc))
+        if region not in self.regions:
+            found = self._listener(desc).memory[src.id]
+            if found.size != src.size:
+                raise RuntimeError("remote MR size mismatch")
+            self.regions[region] = found.data
+        return self.connected[place], self.regions[region]
+
+    def _listener(self, desc):
+        found = self.network.listening.get((desc.host, desc.port))
+        if found is None:
+            raise RuntimeError(f"connect({desc.host}:{desc.port}): Connection refused")
+        return found
