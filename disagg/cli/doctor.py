@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.plan import native
 from kvpool import _native
 
 PACKAGES = (
@@ -39,11 +40,12 @@ class Availability:
 
 
 def availabilities() -> list[Availability]:
-    """Every installed device and engine, and what copies outside Python."""
+    """Every installed device and engine, and what is done outside Python."""
     return [
         *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
         *_check("engine", "disagg.engines", lambda found, _: found.availability()),
         Availability("helper", "native copies", "kvpool", _native.availability()),
+        Availability("helper", "native binding", "kvpool", native.availability()),
     ]
 
 

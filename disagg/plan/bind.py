@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
-from disagg.plan.native import Program, available
+from disagg.plan.native import Program, availability
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
@@ -137,7 +137,7 @@ class Binder:
         self._routes, self._source, self._dest = tuple(routes), source, dest
         self._program: Program | None = None
         alike = all(each.src_space.held == each.dst_space.held for each in routes)
-        if routes and alike and available():
+        if routes and alike and availability() is None:
             self._program = Program(self._routes, source, dest)
 
     def bind(

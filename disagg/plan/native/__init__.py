@@ -7,7 +7,6 @@ A page is bound in microseconds, where arrays of a few elements cost numpy as mu
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 
 from disagg.plan.columns import Columns
 from disagg.plan.runs import EntryRuns, Route, Runs
+from kvpool import _native
 from kvpool.layout import PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints
 
@@ -185,9 +185,11 @@ def _space(space: Space, layout: PoolLayout, lists: dict[str, int]) -> _Space:
     )
 
 
-def available() -> bool:
-    """Whether plans that are made now are bound outside Python."""
-    return os.environ.get("KVPOOL_NATIVE") != "0" and _load() is not None
+def availability() -> str | None:
+    """None if plans that are made now are bound outside Python, else the reason why not."""
+    if (problem := _native.availability()) is not None:
+        return problem
+    return None if _load() else "was not compiled, or is of another release. Install kvpool again."
 
 
 @lru_cache(maxsize=1)
