@@ -302,9 +302,7 @@ class Endpoint(Generic[M]):
         one, `room` is the room that `ended()` is about, if it holds once that has ended.
         """
         if self._thread is not None:
-            self._waiters.wait(lambda: self._closing or ended(), timeout, room)
-            with self._lock:
-                return ended()
+            return self._waiters.wait(lambda: self._closing or ended(), timeout, room) and ended()
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
             self._step(min(self._pause(), left))
@@ -322,8 +320,7 @@ class Endpoint(Generic[M]):
                         f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
                         f"for {self.machine.waits_for(name)}."
                     )
-        with self._lock:
-            return self.machine.poll(name)
+        return self.machine.poll(name)
 
     def _pause(self) -> float:
         """Seconds that the next turn may wait: until a message comes, or a call."""

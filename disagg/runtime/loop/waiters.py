@@ -14,8 +14,14 @@ from disagg.protocol.messages import Room
 @dataclass(eq=False, slots=True)
 class _Waiter:
     holds: Callable[[], bool]
-    room: Room | None
     gate: threading.Lock = field(default_factory=threading.Lock)
+
+    def wakes(self) -> bool:
+        """Whether it need not wait any more; what it asked for may be gone, which it will see."""
+        try:
+            return self.holds()
+        except Exception:
+            return True
 
 
 class Waiters:
@@ -35,44 +41,35 @@ class Waiters:
         with self._lock:
             if holds():
                 return True
-            waiter = _Waiter(holds, room)
+            waiter = _Waiter(holds)
             waiter.gate.acquire()
             mine = self._others if room is None else self._of_rooms.setdefault(room, [])
             mine.append(waiter)
-        try:
-            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-        finally:
-            with self._lock:
-                self._drop(waiter)
+        if waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            return True
         with self._lock:
+            if waiter in mine:
+                mine.remove(waiter)
+            if room is not None and not mine and self._of_rooms.get(room) is mine:
+                del self._of_rooms[room]
             return holds()
 
     def ended(self, room: Room) -> None:
         """Wakes those that wait for a room, which has ended."""
-        for waiter in self._of_rooms.get(room, ()):
-            _open(waiter)
+        for waiter in self._of_rooms.pop(room, ()):
+            waiter.gate.release()
 
     def turned(self) -> None:
         """Wakes those that wait for anything else, if it is so."""
-        for waiter in self._others:
-            if waiter.holds():
-                _open(waiter)
+        woken = [each for each in self._others if each.wakes()]
+        if woken:
+            self._others = [each for each in self._others if each not in woken]
+        for waiter in woken:
+            waiter.gate.release()
 
     def all(self) -> None:
         """Wakes everybody."""
-        for waiter in (*self._others, *(each for some in self._of_rooms.values() for each in some)):
-            _open(waiter)
-
-    def _drop(self, waiter: _Waiter) -> None:
-        if waiter.room is None:
-            self._others.remove(waiter)
-            return
-        left = self._of_rooms[waiter.room]
-        left.remove(waiter)
-        if not left:
-            del self._of_rooms[waiter.room]
-
-
-def _open(waiter: _Waiter) -> None:
-    if waiter.gate.locked():
-        waiter.gate.release()
+        rooms, self._of_rooms = self._of_rooms, {}
+        others, self._others = self._others, []
+        for waiter in (*others, *(each for some in rooms.values() for each in some)):
+            waiter.gate.release()

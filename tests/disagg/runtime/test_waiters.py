@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from disagg import Ended, EndpointClosed, KVPoll, UsageError
+from disagg import Ended, EndpointClosed, KVPoll, UnknownRoom, UsageError
+from disagg.protocol.events import AbortRoom
 from kvpool import RequestAddress, Span
 from tests import oracle
 from tests.disagg.runtime.sides import decode_side, prefill_side
@@ -98,6 +99,42 @@ def test_without_a_thread_wait_any_turns_the_loop_and_there_is_no_file():
         assert [each.room for each in made.decode.wait_any(5)] == ["r"]
         assert made.decode.wait_any(0) == []
         made.prefill.send("s", given)
+
+
+def test_a_room_that_is_forgotten_wakes_who_waits_for_a_layer():
+    with prefill_side() as (prefill, _), decode_side() as (decode, _, address):
+        decode.connect([prefill.address], timeout=20)
+        for waits in range(2):  # the loop goes on after the first
+            decode.receive("r", address)
+            raised = []
+
+            def wait(raised=raised):
+                try:
+                    decode.wait_layer("r", 0, 20)
+                except UnknownRoom as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            deadline = time.monotonic() + 20
+            while not decode._waiters._others:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            with decode._lock:
+                decode.machine.handle(AbortRoom("r", "enough."), time.monotonic())
+                decode.forget("r")
+            thread.join(20)
+            assert not thread.is_alive() and len(raised) == 1, waits
+
+
+def test_a_wait_that_was_too_short_leaves_nothing_behind():
+    with decode_side() as (decode, _, address), prefill_side() as (prefill, _):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        for wait in (decode.wait, lambda room, seconds: decode.wait_layer(room, 0, seconds)):
+            with pytest.raises(TimeoutError, match="it waits for"):
+                wait("r", 0.01)
+        assert not decode._waiters._of_rooms and not decode._waiters._others
 
 
 def test_one_of_many_threads_wakes_for_its_room_alone():
