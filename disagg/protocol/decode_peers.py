@@ -77,7 +77,7 @@ class DecodePeers:
 
     def check(self, link: Link) -> None:
         """Raises RoomError for a link that is not one of these."""
-        if link not in self.links:
+        if self._at.get(link.first, (None, 0))[0] is not link:
             raise RoomError("the link is another endpoint's, or it was disconnected.")
 
     def disconnect(self, link: Link) -> None:
@@ -217,7 +217,8 @@ class DecodePeers:
         if problems := messages.handshake_problems(self.hello, hello):
             return self._refuse(link, problems, "decode")
         link.hellos[source] = hello
-        self._shortest, self._next_check = min(self._shortest, hello.timeout), 0.0
+        if hello.timeout < self._shortest:
+            self._shortest, self._next_check = hello.timeout, 0.0
         hellos = [each for each in link.hellos if each is not None]
         if len(hellos) < len(link.hellos):
             return None

@@ -135,6 +135,8 @@ class DecodeRoom:
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     released: set[int] = field(default_factory=set)
+    closed: list[int] = field(default_factory=list)
+    """Source ranks whose last chunk is ready."""
     aux: Aux = field(default_factory=dict)
     failure: Failure | None = None
     touched: float = 0.0
@@ -145,9 +147,9 @@ class DecodeRoom:
         self.offered = [Offered() for _ in self.link.addresses]
 
     @property
-    def closed(self) -> list[bool]:
-        """By source rank, whether its last chunk is ready."""
-        return [each.closed for each in self.offered]
+    def whole(self) -> bool:
+        """Whether the last chunk of every source rank is ready."""
+        return len(self.closed) == len(self.offered)
 
     @property
     def reading(self) -> bool:
@@ -267,6 +269,8 @@ class DecodeRoom:
             raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
         self.seen.add(chunk)
         offered.take(tokens, some, last)
+        if last:
+            self.closed.append(source)
         if last and (self.at_most or self.declined):
             self.address = replace(self.address, num_tokens=ready.stop)
         self.aux.update(aux)
@@ -282,10 +286,9 @@ class DecodeRoom:
                 if wrong
                 else None
             )
-        said = [n for n, each in enumerate(self.offered) if each.closed]
-        if said and wrong:
+        if self.closed and wrong:
             return (
-                f"prefill computed {computed} tokens, {self.link.name(said[0])} says {total}. Send "
+                f"prefill computed {computed} tokens, {self.link.name(self.closed[0])} says {total}. Send "
                 "the same tokens of a request from all ranks."
             )
         if computed > total:

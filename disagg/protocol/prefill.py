@@ -218,12 +218,14 @@ class PrefillMachine:
             self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
         room = self._rooms.at(request.room, self._now)
-        room.requests[peer] = request
-        room.generations.append(decode.generation)
+        room.ask(peer, request, decode.generation)
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
+        if room.chunks:
+            room.ends_at = self._lease_end()
+        else:
+            room.ends_at = None if room.patience is None else self._now + room.patience
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
 
@@ -270,7 +272,9 @@ class PrefillMachine:
             return
         for name in list(lost.rooms):
             room = self._rooms.by_name.get(name)
-            if room and name in self._rooms.open and lost.peer in room.requests.keys() - room.done:
+            if room is None or name not in self._rooms.open or lost.peer in room.done:
+                continue
+            if lost.peer in room.requests:
                 self._fail(name, room, lost.failure, except_peer=lost.peer)
 
     def _fail(
