@@ -66,19 +66,30 @@ class TransferPlan:
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
+    _by_source: dict[bool, dict[int, list[Route]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """`routes`, and `layer_routes`, by their source, once they were asked for."""
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
+        ranks = range(len(self.sources))
+        return [source for source in ranks if self.contributes(source, layers, owner)]
+
+    def contributes(
+        self, source: int, layers: range | None = None, owner: str = "target"
+    ) -> bool:
+        """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
         if layers is None:
-            return sorted({each.source for each in self.routes})
-        mine = (each for each in self.layer_routes if each.owner == owner)
-        return sorted({each.source for each in mine if each.within(layers).any()})
+            return bool(self._routes_of(source))
+        mine = (each for each in self._routes_of(source, by_layer=True) if each.owner == owner)
+        return any(each.within(layers).any() for each in mine)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(each.packed or not each.grows for each in self.routes if each.source == source)
+        return any(each.packed or not each.grows for each in self._routes_of(source))
 
     def bind(
         self,
@@ -147,6 +158,15 @@ class TransferPlan:
         """
         found = explain_routes(self.sources, self.dest, self.routes, tokens)
         return found.with_skipped(self.missing, self.unsent)
+
+    def _routes_of(self, source: int, by_layer: bool = False) -> list[Route]:
+        """The routes from one source rank: a room of many ranks asks for each."""
+        found = self._by_source.get(by_layer)
+        if found is None:
+            found = self._by_source[by_layer] = {}
+            for each in self.layer_routes if by_layer else self.routes:
+                found.setdefault(each.source, []).append(each)
+        return found.get(source, [])
 
 
 def plan(

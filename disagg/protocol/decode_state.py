@@ -14,7 +14,7 @@ from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import Failure, Phase
-from kvpool.layout import RequestAddress
+from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 
 
@@ -31,6 +31,8 @@ class Link:
     first: int = -1
     """Number of its rank 0 among all ranks that this decode has ever talked to."""
     hellos: list[Hello | None] = field(default_factory=list)
+    """By rank; without the layout's bytes once it was read."""
+    layouts: list[PoolLayout | None] = field(default_factory=list)
     pinged: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     """Seconds before each rank is dialled again that refuses this decode for now."""
@@ -48,6 +50,7 @@ class Link:
 
     def __post_init__(self) -> None:
         self.hellos = [None] * len(self.addresses)
+        self.layouts = [None] * len(self.addresses)
         self.pinged = [0.0] * len(self.addresses)
         self.pauses = [0.0] * len(self.addresses)
         self.redials = [None] * len(self.addresses)
@@ -230,7 +233,7 @@ class DecodeRoom:
         ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
         meant = (some.layers, some.owner) if some else ()
         wanted: list[tuple[range, LayerRange | None, Count]] = []
-        if source in plan.contributors(*meant):
+        if plan.contributes(source, *meant):
             if self.at_most and tokens:
                 wanted.append((tokens, some, Count.UNKNOWN))
             elif not self.at_most and (tokens or (ends and self.start == ready.stop)):

@@ -32,6 +32,12 @@ def simulate(
     loss: Annotated[float, typer.Option(help="Part of the messages that get lost.")] = 0.0,
     deaths: Annotated[int, typer.Option(help="Ranks that die and restart.")] = 0,
     peer_timeout: Annotated[float, typer.Option(help="Seconds of silence of a dead peer.")] = 10.0,
+    unused: Annotated[
+        float, typer.Option(help="Seconds without a room after which decode disconnects.")
+    ] = 120.0,
+    model: Annotated[
+        str, typer.Option(help="Layouts of this model (a config): pages only. Default: 4 layers.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="All that is random follows from it.")] = 0,
     grow: Annotated[
         list[str] | None,
@@ -90,8 +96,12 @@ def simulate(
         spec = Spec(
             *(prefill, decode, prefill_tp, decode_tp, rooms, in_flight, tokens, chunks, compute),
             *(latency, rate, turn, loss, deaths, peer_timeout),
+            unused=unused,
+            model=model,
             seed=seed,
         )
+        for side in ("prefill", "decode"):
+            spec.layout(side, 0)
         series = {what: list(spec.growing(what, ranks)) for what in dict.fromkeys(grow or ())}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -94,10 +94,11 @@ class TimedEngine(Engine):
 
 
 def pages_of(layout: PoolLayout, starts: Ints, nbytes: Ints) -> Ints:
-    """The pages that runs touch, of a layout whose buffers have pages of equal size."""
-    bases = np.array(sorted(buffer.base for buffer in layout.buffers), dtype=np.int64)
-    size = layout.buffers[0].item_stride
-    offsets = starts - bases[np.searchsorted(bases, starts, side="right") - 1]
+    """The pages that runs touch, each in one buffer."""
+    buffers = sorted((buffer.base, buffer.item_stride) for buffer in layout.buffers)
+    bases, sizes = np.array(buffers, dtype=np.int64).T
+    which = np.searchsorted(bases, starts, side="right") - 1
+    offsets, size = starts - bases[which], sizes[which]
     first, last = offsets // size, (offsets + nbytes - 1) // size
     if (first == last).all():
         return first

@@ -133,6 +133,9 @@ class Rank(Generic[E]):
         """A room has ended here, and its pages are free."""
         raise NotImplementedError
 
+    def look(self) -> None:
+        """Is called often: time has passed."""
+
     def stray(self, number: int) -> None:
         """A room has ended that has no pages here."""
         self.fleet.check(False, f"room {number} has ended twice on {self.name}")
@@ -182,8 +185,8 @@ class Rank(Generic[E]):
         self.observe()
 
     def _look(self) -> None:
-        """Time-outs are looked at."""
         if self.alive:
+            self.look()
             self.fleet.timeline.at(self.fleet.timeline.now + self._pause, self._look)
             self.wake()
 
@@ -240,6 +243,7 @@ class DecodeRank(Rank[DecodeEndpoint]):
     def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
         super().__init__(fleet, "decode", engine, index, life)
         self.links: dict[int, Link] = {}
+        self._used: dict[int, float] = {}
         self.endpoint = DecodeEndpoint(
             self.layout,
             TimedEngine(self),
@@ -255,11 +259,13 @@ class DecodeRank(Rank[DecodeEndpoint]):
         if engine not in self.links:
             ranks = range(self.fleet.spec.prefill_tp)
             self.links[engine] = self.endpoint.connect([f"prefill {engine}.{n}" for n in ranks])
+        self._used[engine] = self.fleet.timeline.now
         self.endpoint.receive(number, part.address, link=self.links[engine], aux=("token",))
         self.wake()
 
     def over(self, part: Part, state: KVPoll) -> None:
         """See Rank."""
+        self._used[part.room.prefill] = self.fleet.timeline.now
         if state is KVPoll.Success:
             self.fleet.check(not part.torn, f"room {part.room.number}: a wrong Success")
             exact = part.nbytes == self.layout.live_bytes(part.room.tokens)
@@ -267,3 +273,11 @@ class DecodeRank(Rank[DecodeEndpoint]):
         else:
             part.room.failed = True
         self.fleet.part_over(part.room)
+
+    def look(self) -> None:
+        """Disconnects from engines that were not used for long."""
+        before = self.fleet.timeline.now - self.fleet.spec.unused
+        used = {part.room.prefill for part in self.parts.values()}
+        for engine in [e for e, at in self._used.items() if at < before and e not in used]:
+            self.endpoint.disconnect(self.links.pop(engine))
+            del self._used[engine]

@@ -51,6 +51,10 @@ class Spec:
     peer_timeout: float = 10.0
     lease: float = 60.0
     offer_timeout: float = 60.0
+    unused: float = 120.0
+    """After this time without a room, decode disconnects from a prefill engine."""
+    model: str = ""
+    """Whose layouts the ranks have: a shipped config or a config.json."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,21 +93,24 @@ class Spec:
         return 1 + max(longest, math.ceil(SPARE * rooms * -(-self.tokens // PAGE)))
 
     def layout(self, side: str, rank: int) -> PoolLayout:
-        """The layout of one rank of an engine: K and V, of which it has a share of the heads."""
+        """The layout of one rank of an engine: of the model, or of a few layers of K and V, of
+        which it has a share of the heads. Raises ValueError.
+        """
         from kvpool import MHAPool, Shard
+        from kvpool.models import declare
 
         tp = self.prefill_tp if side == "prefill" else self.decode_tp
-        return MHAPool(
-            layers=range(LAYERS),
-            num_kv_heads=math.lcm(HEADS, self.prefill_tp, self.decode_tp),
-            head_dim=HEAD_DIM,
-            order="hnd",
-            num_pages=self.pages(side),
-            page_size=PAGE,
-            dtype="bf16",
-            device="meta",
-            shard=Shard(rank, tp),
-        ).layout
+        sizes = {"num_pages": self.pages(side), "page_size": PAGE}
+        where = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
+        if not self.model:
+            heads = math.lcm(HEADS, self.prefill_tp, self.decode_tp)
+            kv = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
+            return MHAPool(layers=range(LAYERS), **kv, **sizes, **where).layout
+        layout = declare(self.model).build(requests=1, **sizes, **where).layout
+        if [space.name for space in layout.spaces] != ["kv"]:
+            names = ", ".join(space.name for space in layout.spaces)
+            raise ValueError(f"model {self.model}: pages alone are simulated, it has {names}.")
+        return layout
 
     def growing(self, what: str, ranks: int) -> Iterator[Spec]:
         """Fleets of 8 ranks to `ranks`, twice as many each time. `fleet`: more engines, half of
