@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from disagg.cli.simulate.figures import Figures
 
@@ -12,22 +12,24 @@ if TYPE_CHECKING:
 
 COLOURS = {"fleet": "#1f78b4", "prefill": "#d95f02", "decode": "#33a02c"}
 LABELS = {
-    "fleet": "more engines of 2 ranks",
+    "fleet": "more engines",
     "prefill": "4 decode ranks, more prefill ranks a room",
     "decode": "4 prefill ranks, more decode ranks a room",
 }
+MIN_HEIGHT = 0.01
+"""What is less is drawn there: a logarithmic axis has no zero."""
 Line = tuple[Callable[[Figures], float], str]
 PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
     ("rooms a second, virtual", ((lambda run: run.rooms_per_second, "-"),)),
     ("messages a room", ((lambda run: run.room_messages, "-"),)),
-    ("messages that waited for a rank, at most", ((lambda run: run.largest("inbox"), "-"),)),
-    ("rooms open on a rank, at most", ((lambda run: run.largest("open"), "-"),)),
+    ("hellos, pings and answers a room", ((lambda run: run.link_messages, "-"),)),
+    ("messages waiting on a rank, at most", ((lambda run: run.largest("inbox"), "-"),)),
     (
-        "bytes a peer: on decode, dashed on prefill",
+        "bytes a peer: decode, dashed prefill",
         ((lambda run: run.memory.decode_peer, "-"), (lambda run: run.memory.prefill_peer, "--")),
     ),
     (
-        "bytes a room: on a decode rank, dashed on prefill",
+        "bytes a room: decode, dashed prefill",
         ((lambda run: run.memory.decode_room, "-"), (lambda run: run.memory.prefill_room, "--")),
     ),
 )
@@ -40,34 +42,37 @@ def write_chart(runs: Mapping[str, Sequence[Figures]], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "kvpool", "font.size": 8}):
+    with rc_context({"svg.hashsalt": "kvpool", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axis, (title, lines) in zip(figure.subplots(2, 3).flat, PANELS):
-            for what, series in runs.items():
-                ranks = [run.ranks for run in series]
-                for value, style in lines:
-                    label = LABELS[what] if style == "-" else None
-                    heights = [value(run) for run in series]
-                    axis.plot(ranks, heights, style, color=COLOURS[what], marker=".", label=label)
-            low, high = axis.get_ylim()
-            first = min(run.ranks for series in runs.values() for run in series)
-            last = max(run.ranks for series in runs.values() for run in series)
-            start = max(low, 1e-3)
-            axis.plot([first, last], [start, start * last / first], color="#bbb", linewidth=1)
-            axis.set(title=title, xscale="log", yscale="log", xlabel="ranks")
-            axis.set_ylim(start / 1.5, max(high, 2 * start) * 2)
-            axis.set_xticks([run.ranks for run in next(iter(runs.values()))])
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.xaxis.set_minor_locator(_none())
-            axis.grid(color="#eee")
-            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_title(title, fontsize=9)
+            _draw(axis, runs, lines)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         known = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, metadata=known, dpi=150)
 
 
-def _none() -> object:
+def _draw(axis: Any, runs: Mapping[str, Sequence[Figures]], lines: Sequence[Line]) -> None:
+    """One panel, and what would be linear, in grey."""
     from matplotlib.ticker import NullLocator
 
-    return NullLocator()
+    xs: list[int] = []
+    ys: list[float] = []
+    axis.set(xscale="log", yscale="log", xlabel="ranks")
+    for what, series in runs.items():
+        ranks = [run.ranks for run in series]
+        for value, style in lines:
+            heights = [max(value(run), MIN_HEIGHT) for run in series]
+            label = LABELS[what] if style == "-" else None
+            axis.plot(ranks, heights, style, color=COLOURS[what], marker=".", label=label)
+            xs, ys = sorted({*xs, *ranks}), sorted([*ys, *heights])
+    axis.plot([xs[0], xs[-1]], [ys[0], ys[0] * xs[-1] / xs[0]], color="#bbb", linewidth=1, zorder=0)
+    axis.set_ylim(ys[0] / 2, max(2 * ys[-1], 100 * ys[0]))
+    axis.set_xticks(xs)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:,g}")
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_minor_locator(NullLocator())
+    axis.grid(color="#eee")
+    axis.spines[["top", "right"]].set_visible(False)
