@@ -67,7 +67,7 @@ def simulate(
     Exit status 1 if a check failed. Seconds and bytes of this machine vary a little between
     versions of Python; all else does not.
 
-    JSON: a list of runs (spec; seconds and busy_seconds, virtual; wall_seconds; parts, rooms of
+    JSON: a list of runs (spec; seconds and busy_seconds, virtual; cpu_seconds; parts, rooms of
     ranks by end; failures by side and kind; room_seconds, median and 99 of 100; sent and nbytes of
     messages by type; lost; links; peaks by side; memory in bytes; plans known and made;
     plan_seconds; trace; broken, what a check found; room_messages, room_bytes and link_messages a

@@ -16,15 +16,15 @@ from disagg.cli.simulate.spec import Spec
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One run. `seconds` are of virtual time, of which new rooms began in the first `busy_seconds`;
-    `wall_seconds` of this machine's; `parts` count rooms
-    of ranks by side and end, `failures` those that failed by side and kind; `sent` and `nbytes` are
-    messages by type; `links` counts the pairs of a decode rank and a prefill rank that it dialled.
+    `cpu_seconds` of this machine's processor. `parts` count rooms of ranks by side and end,
+    `failures` those that failed by side and kind; `sent` and `nbytes` are messages by type; `links`
+    counts the pairs of a decode rank and a prefill rank that are connected in the end.
     """
 
     spec: Spec
     seconds: float
     busy_seconds: float
-    wall_seconds: float
+    cpu_seconds: float
     failed: int
     died: int
     parts: Mapping[str, int]
@@ -40,7 +40,7 @@ class Figures:
     plans: tuple[int, int]
     """Those that were known, and those that were made."""
     plan_seconds: float
-    """Of this machine's time."""
+    """Of this machine."""
     trace: str
     broken: tuple[str, ...]
 

@@ -44,7 +44,7 @@ class Fleet:
         """By name: the generations that live."""
         self.broken: list[str] = []
         self.peaks = {"prefill": Peaks(), "decode": Peaks()}
-        self.open_prefill = self.open_decode = 0
+        self.open_prefill = 0
         self._started = self._ended = self._failed = self._died = 0
         self._parts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -69,10 +69,10 @@ class Fleet:
         """Begins all rooms and waits until they have ended on both sides; raises RuntimeError if
         that takes longer than any time-out allows.
         """
-        began = time.perf_counter()
+        began = time.process_time()
         with _errors(partial(self.check, False)):
             seconds = self._run()
-        return self._figures(seconds, time.perf_counter() - began)
+        return self._figures(seconds, time.process_time() - began)
 
     def _run(self) -> float:
         """Virtual seconds until all rooms have ended."""
@@ -110,7 +110,6 @@ class Fleet:
 
     def part_over(self, room: FleetRoom) -> None:
         """A decode rank has nothing more to do with a room. After the last, the next begins."""
-        self.open_decode -= 1
         room.parts -= 1
         if room.parts:
             return
@@ -159,7 +158,6 @@ class Fleet:
         )
         self._started += 1
         self._last_began = now
-        self.open_decode += spec.decode_tp
         self.open_prefill += spec.prefill_tp
         for prefill in self.prefills[room.prefill]:
             prefill.admit(room)
@@ -185,6 +183,8 @@ class Fleet:
 
     def _kill(self) -> None:
         """Some rank dies, and is back after a while."""
+        if not self.alive:
+            return
         rank = self._faults.choice(list(self.alive.values()))
         self._died += 1
         rank.alive = False
@@ -242,14 +242,14 @@ class Fleet:
         for name in Peaks.__slots__:
             setattr(most, name, max(getattr(most, name), getattr(seen, name)))
 
-    def _figures(self, seconds: float, wall_seconds: float) -> Figures:
+    def _figures(self, seconds: float, cpu_seconds: float) -> Figures:
         decodes = [rank for rank in self.alive.values() if isinstance(rank, DecodeRank)]
         plans = [rank.endpoint.machine.peers.plans for rank in decodes]
         return Figures(
             spec=self.spec,
             seconds=seconds,
             busy_seconds=self._last_began - FIRST_SECOND,
-            wall_seconds=wall_seconds,
+            cpu_seconds=cpu_seconds,
             failed=self._failed,
             died=self._died,
             parts=dict(sorted(self._parts.items())),
