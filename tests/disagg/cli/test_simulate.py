@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -20,7 +21,9 @@ from disagg.cli.simulate.memory import footprint
 from disagg.cli.simulate.spec import Spec
 from disagg.protocol import messages
 from disagg.protocol.rooms.ended import EndedRooms
+from disagg.runtime.reads.lane import Lane
 
+ROOT = Path(__file__).parents[3]
 SMALL = Spec(prefill=4, decode=8, rooms=120, in_flight=4)
 FAULTY = replace(SMALL, loss=2e-3, deaths=4, chunks=2, peer_timeout=2.0)
 app = typer.Typer()
@@ -67,6 +70,7 @@ def test_one_seed_is_one_trace_in_every_process():
     for salt in "12":
         done = subprocess.run(
             [sys.executable, "-c", code],
+            cwd=ROOT,
             env=os.environ | {"PYTHONHASHSEED": salt},
             capture_output=True,
             text=True,
@@ -120,6 +124,22 @@ def test_a_fleet_twice_as_large_costs_a_room_no_more():
     first, *_, last = runs
     for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
         assert getattr(last.memory, name) <= 1.25 * getattr(first.memory, name), name
+
+
+def test_a_turn_looks_at_ranks_of_which_something_is_read(monkeypatch):
+    step, steps = Lane.step, [0]
+
+    def counted(self):
+        steps[0] += 1
+        return step(self)
+
+    monkeypatch.setattr(Lane, "step", counted)
+    found = []
+    for spec in replace(SMALL, rooms=256).growing("fleet", 32):
+        before = steps[0]
+        Fleet(spec).run()
+        found.append((steps[0] - before) / spec.rooms)
+    assert found[-1] < 1.5 * found[0]
 
 
 def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monkeypatch):
