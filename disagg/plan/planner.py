@@ -76,9 +76,7 @@ class TransferPlan:
         ranks = range(len(self.sources))
         return [source for source in ranks if self.contributes(source, layers, owner)]
 
-    def contributes(
-        self, source: int, layers: range | None = None, owner: str = "target"
-    ) -> bool:
+    def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
         if layers is None:
             return bool(self._routes_of(source))

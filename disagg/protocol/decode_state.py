@@ -291,8 +291,8 @@ class DecodeRoom:
             )
         if self.closed and wrong:
             return (
-                f"prefill computed {computed} tokens, {self.link.name(self.closed[0])} says {total}. Send "
-                "the same tokens of a request from all ranks."
+                f"prefill computed {computed} tokens, {self.link.name(self.closed[0])} says "
+                f"{total}. Send the same tokens of a request from all ranks."
             )
         if computed > total:
             return (

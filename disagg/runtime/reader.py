@@ -71,9 +71,9 @@ class Reader:
             self._dropped.append(lane)
 
     def step(self, waits: bool = True) -> list[ReadEvent]:
-        """One step of every rank that has work; returns the reads that have failed or ended. With `waits=False`
-        what may take time is left to the next step: to connect, to give up a peer, and all reads of
-        an engine that copies in its calls.
+        """One step of every rank that has work; returns the reads that have failed or ended. With
+        `waits=False` what may take time is left to the next step: to connect, to give up a peer,
+        and all reads of an engine that copies in its calls.
         """
         self._excuse(self._context.clock())
         background, lanes = self._context.engine.background, list(self._active)

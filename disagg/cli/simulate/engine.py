@@ -101,6 +101,6 @@ def pages_of(layout: PoolLayout, starts: Ints, nbytes: Ints) -> Ints:
     offsets, size = starts - bases[which], sizes[which]
     first, last = offsets // size, (offsets + nbytes - 1) // size
     if (first == last).all():
-        return first
+        return np.asarray(first)
     run, step = ragged(last - first + 1)
-    return first[run] + step
+    return np.asarray(first[run] + step)

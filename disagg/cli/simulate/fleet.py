@@ -18,7 +18,7 @@ from functools import partial
 from disagg.cli.simulate.figures import Figures, quantile
 from disagg.cli.simulate.memory import MemoryProbe
 from disagg.cli.simulate.network import FIRST_SECOND, FleetNetwork, Line, Timeline, Trace
-from disagg.cli.simulate.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank
+from disagg.cli.simulate.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank, Rank
 from disagg.cli.simulate.spec import MOST_TOKENS, PAGE, RESTART, Spec
 from disagg.protocol.status import Failure, KVPoll
 
@@ -40,7 +40,7 @@ class Fleet:
             side: [spec.layout(side, rank) for rank in range(tp)]
             for side, tp in (("prefill", spec.prefill_tp), ("decode", spec.decode_tp))
         }
-        self.alive: dict[str, PrefillRank | DecodeRank] = {}
+        self.alive: dict[str, Rank] = {}
         """By name: the generations that live."""
         self.broken: list[str] = []
         self.peaks = {"prefill": Peaks(), "decode": Peaks()}
@@ -97,9 +97,7 @@ class Fleet:
         if not holds and len(self.broken) < MOST_BROKEN:
             self.broken.append(otherwise)
 
-    def note_end(
-        self, rank: PrefillRank | DecodeRank, part: Part, state: KVPoll, failure: Failure | None
-    ) -> None:
+    def note_end(self, rank: Rank, part: Part, state: KVPoll, failure: Failure | None) -> None:
         """A room has ended on one rank."""
         self.trace.note(self.timeline.now, rank.name, part.room.number, state.name)
         self._parts[f"{rank.side} {state.name}"] += 1
@@ -172,7 +170,7 @@ class Fleet:
         else:
             self._dies_with(rank, room)
 
-    def _dies_with(self, rank: PrefillRank | DecodeRank, room: FleetRoom) -> None:
+    def _dies_with(self, rank: Rank, room: FleetRoom) -> None:
         """A room's part is gone with its rank."""
         self._parts[f"{rank.side} died"] += 1
         if isinstance(rank, PrefillRank):
@@ -205,7 +203,7 @@ class Fleet:
         away = self._faults.uniform(*RESTART) * self.spec.peer_timeout
         self.timeline.at(self.timeline.now + away, partial(self._restart, rank))
 
-    def _restart(self, dead: PrefillRank | DecodeRank) -> None:
+    def _restart(self, dead: Rank) -> None:
         where = dead.engine, dead.index, dead.life + 1
         if isinstance(dead, PrefillRank):
             self.prefills[dead.engine][dead.index] = self._prefill(*where)
@@ -237,7 +235,7 @@ class Fleet:
             what = f"{side}: {ended} rooms of ranks ended, {ranks * self._started} began"
             self.check(ended == ranks * self._started, what)
 
-    def _note_peaks(self, rank: PrefillRank | DecodeRank) -> None:
+    def _note_peaks(self, rank: Rank) -> None:
         most, seen = self.peaks[rank.side], rank.peaks
         for name in Peaks.__slots__:
             setattr(most, name, max(getattr(most, name), getattr(seen, name)))

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from disagg.protocol.decode_state import DecodeRoom
+from disagg.protocol.prefill_peers import PrefillPeers
 
 if TYPE_CHECKING:
     from disagg.cli.simulate.ranks import Rank
@@ -38,12 +39,12 @@ class MemoryProbe:
         self._alone: dict[str, int] = {}
         self._rooms: dict[str, int] = {}
 
-    def begin(self, *ranks: Rank[Any]) -> None:
+    def begin(self, *ranks: Rank) -> None:
         """Notes what ranks take up that have no peers."""
         for rank in ranks:
             self._alone[rank.side] = footprint(rank.endpoint.machine.peers)
 
-    def sample(self, rank: Rank[Any], number: int, due: bool) -> None:
+    def sample(self, rank: Rank, number: int, due: bool) -> None:
         """Measures a room that has just ended, the first of its side that is due."""
         if not due or rank.side in self._rooms:
             return
@@ -53,7 +54,7 @@ class MemoryProbe:
             footprint(room.link, shared)
         self._rooms[rank.side] = footprint(room, shared)
 
-    def measured(self, ranks: Sequence[Rank[Any]]) -> Memory:
+    def measured(self, ranks: Sequence[Rank]) -> Memory:
         """The figures, of the ranks that have the most peers now."""
         found: dict[str, int] = {}
         for side in ("prefill", "decode"):
@@ -65,10 +66,10 @@ class MemoryProbe:
         return Memory(**found)
 
 
-def _peers(rank: Rank[Any]) -> int:
+def _peers(rank: Rank) -> int:
     """With how many ranks it is connected."""
     peers = rank.endpoint.machine.peers
-    return len(peers.alive if rank.side == "prefill" else peers.ranks())
+    return len(peers.alive if isinstance(peers, PrefillPeers) else peers.ranks())
 
 
 def footprint(root: object, seen: set[int] | None = None) -> int:

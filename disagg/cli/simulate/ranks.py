@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from kvpool.layout.grid import Ints
 if TYPE_CHECKING:
     from disagg.cli.simulate.fleet import Fleet
 
-E = TypeVar("E", PrefillEndpoint, DecodeEndpoint)
 NOBODY = -1
 
 
@@ -74,10 +74,10 @@ class Peaks:
     backlog: int = 0
 
 
-class Rank(Generic[E]):
+class Rank:
     """One generation of a rank. `engine` and `index` say which, `life` how often it died before."""
 
-    endpoint: E
+    endpoint: PrefillEndpoint | DecodeEndpoint
 
     def __init__(self, fleet: Fleet, side: str, engine: int, index: int, life: int) -> None:
         self.fleet, self.side, self.engine, self.index = fleet, side, engine, index
@@ -191,8 +191,10 @@ class Rank(Generic[E]):
             self.wake()
 
 
-class PrefillRank(Rank[PrefillEndpoint]):
+class PrefillRank(Rank):
     """Computes requests and offers them."""
+
+    endpoint: PrefillEndpoint
 
     def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
         super().__init__(fleet, "prefill", engine, index, life)
@@ -209,7 +211,7 @@ class PrefillRank(Rank[PrefillEndpoint]):
         chunks = min(self.fleet.spec.chunks, part.room.pages)
         edges = [part.room.pages * n // chunks * PAGE for n in range(chunks)]
         edges.append(part.room.tokens)
-        for number, (start, stop) in enumerate(zip(edges, edges[1:])):
+        for number, (start, stop) in enumerate(pairwise(edges)):
             at = self.fleet.timeline.now + part.room.compute * (number + 1) / chunks
             offer = partial(self._offer, part, range(start, stop))
             self.fleet.timeline.at(at, offer)
@@ -237,8 +239,10 @@ class PrefillRank(Rank[PrefillEndpoint]):
             self.observe()
 
 
-class DecodeRank(Rank[DecodeEndpoint]):
+class DecodeRank(Rank):
     """Asks for rooms. It connects to a prefill engine with the first room from there."""
+
+    endpoint: DecodeEndpoint
 
     def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
         super().__init__(fleet, "decode", engine, index, life)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvpool.layout import PoolLayout
 
@@ -100,11 +101,11 @@ class Spec:
         from kvpool.models import declare
 
         tp = self.prefill_tp if side == "prefill" else self.decode_tp
-        sizes = {"num_pages": self.pages(side), "page_size": PAGE}
-        where = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
+        where: dict[str, Any] = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
+        sizes: dict[str, Any] = {"num_pages": self.pages(side), "page_size": PAGE}
         if not self.model:
             heads = math.lcm(HEADS, self.prefill_tp, self.decode_tp)
-            kv = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
+            kv: dict[str, Any] = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
             return MHAPool(layers=range(LAYERS), **kv, **sizes, **where).layout
         layout = declare(self.model).build(requests=1, **sizes, **where).layout
         if [space.name for space in layout.spaces] != ["kv"]:
@@ -124,8 +125,7 @@ class Spec:
                 yield replace(self, prefill=size // 2, decode=size // 2, rooms=rooms)
             else:
                 wide, rooms = size - 4, max(self.in_flight, 4 * self.rooms // size)
-                many = {what: wide, f"{what}_tp": wide}
-                other = "decode" if what == "prefill" else "prefill"
-                few = {other: 4, f"{other}_tp": 4}
-                yield replace(self, rooms=rooms, **many, **few)
+                prefill, decode = (wide, 4) if what == "prefill" else (4, wide)
+                tp = replace(self, prefill=prefill, prefill_tp=prefill, rooms=rooms)
+                yield replace(tp, decode=decode, decode_tp=decode)
             size *= 2

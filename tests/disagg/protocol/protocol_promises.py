@@ -195,7 +195,9 @@ def left_behind(node: Node) -> list[str]:
             "reads": reader._reads(),
             "fences": [lane for lane in (*reader._active, *reader._dropped) if lane.fences],
             "lanes at work": list(reader._active),
-            "lanes of nobody": {(*rank, life) for rank, lanes in reader._lanes.items() for life in lanes}
+            "lanes of nobody": {
+                (*rank, life) for rank, lanes in reader._lanes.items() for life in lanes
+            }
             - _lives(peers.links),
             "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
         }
