@@ -37,8 +37,8 @@ class Reader:
         stage: StagingBuffers | None = None,
     ) -> None:
         self._context = ReadContext(engine, stage or StagingBuffers(), timeout, clock)
-        self._lanes: dict[tuple[int, int], dict[str, Lane]] = {}
-        self._active: dict[Lane, None] = {}
+        self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
         self._moved, self._looked = 0.0, clock()
         self.busy = False
@@ -65,7 +65,8 @@ class Reader:
 
     def drop_peer(self, link: Link, source: int) -> None:
         """Gives a rank up, in all its generations: its rooms have failed."""
-        for lane in self._lanes.pop((id(link), source), {}).values():
+        for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
+            lane = self._lanes.pop(key)
             self._active.pop(lane, None)
             lane.drop()
             self._dropped.append(lane)
@@ -107,10 +108,10 @@ class Reader:
 
     def _lane(self, link: Link, source: int, hello: Hello) -> Lane:
         """The lane of one generation of a rank."""
-        lanes = self._lanes.setdefault((id(link), source), {})
-        if hello.generation not in lanes:
-            lanes[hello.generation] = Lane(self._context)
-        return lanes[hello.generation]
+        key = id(link), source, hello.generation
+        if key not in self._lanes:
+            self._lanes[key] = Lane(self._context)
+        return self._lanes[key]
 
     def _reads(self) -> list[Read]:
         """All reads that have not ended, but those in quarantine."""

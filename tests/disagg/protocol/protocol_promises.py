@@ -193,12 +193,9 @@ def left_behind(node: Node) -> list[str]:
             "connections": peers.ranks() ^ node.transport.connections.keys(),
             "silent peers": waited - peers.ranks(),
             "reads": reader._reads(),
-            "fences": [lane for lane in (*reader._active, *reader._dropped) if lane.fences],
+            "fences": [lane for lane in (*reader._lanes.values(), *reader._dropped) if lane.fences],
             "lanes at work": list(reader._active),
-            "lanes of nobody": {
-                (*rank, life) for rank, lanes in reader._lanes.items() for life in lanes
-            }
-            - _lives(peers.links),
+            "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
             "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
         }
     return [f"{what}: {value}" for what, value in kept.items() if value]
