@@ -116,7 +116,7 @@ class Spec:
     def growing(self, what: str, ranks: int) -> Iterator[Spec]:
         """Fleets of 8 ranks to `ranks`, twice as many each time. `fleet`: more engines, half of
         them prefill, and rooms in proportion; `prefill`, `decode`: one engine of 4 ranks on the
-        other side and one that gets larger, and fewer rooms, of more ranks each.
+        other side and one that gets larger, and fewer rooms: each is of all ranks.
         """
         size = 8
         while size <= ranks:
@@ -124,7 +124,7 @@ class Spec:
                 rooms = max(1, self.rooms * size // ranks)
                 yield replace(self, prefill=size // 2, decode=size // 2, rooms=rooms)
             else:
-                wide, rooms = size - 4, max(self.in_flight, 4 * self.rooms // size)
+                wide, rooms = size - 4, max(4, self.rooms // (4 * size))
                 prefill, decode = (wide, 4) if what == "prefill" else (4, wide)
                 tp = replace(self, prefill=prefill, prefill_tp=prefill, rooms=rooms)
                 yield replace(tp, decode=decode, decode_tp=decode)

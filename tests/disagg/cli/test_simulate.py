@@ -109,7 +109,7 @@ def test_messages_of_connections_follow_time_and_not_rooms():
 
 @pytest.mark.parametrize("wide", ["prefill", "decode"])
 def test_a_room_costs_no_more_than_its_ranks(wide):
-    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=16).growing(wide, 64)]
+    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=256).growing(wide, 64)]
     assert [each.ranks for each in runs] == [8, 16, 32, 64]
     for each in runs:
         assert each.room_messages == 4 * each.spec.prefill * each.spec.decode
