@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 COLOURS = {"fleet": "#1f78b4", "prefill": "#d95f02", "decode": "#33a02c"}
 LABELS = {
     "fleet": "more engines",
-    "prefill": "4 decode ranks, more prefill ranks a room",
-    "decode": "4 prefill ranks, more decode ranks a room",
+    "prefill": "more prefill ranks a room, beside 4 of decode",
+    "decode": "more decode ranks a room, beside 4 of prefill",
 }
 MIN_HEIGHT = 0.01
 """What is less is drawn there: a logarithmic axis has no zero."""
@@ -61,7 +61,7 @@ def _draw(axis: Any, runs: Mapping[str, Sequence[Figures]], lines: Sequence[Line
     ys: list[float] = []
     axis.set(xscale="log", yscale="log", xlabel="ranks")
     for what, series in runs.items():
-        ranks = [run.ranks for run in series]
+        ranks = [run.grown(what) for run in series]
         for value, style in lines:
             heights = [max(value(run), MIN_HEIGHT) for run in series]
             label = LABELS[what] if style == "-" else None
@@ -69,7 +69,7 @@ def _draw(axis: Any, runs: Mapping[str, Sequence[Figures]], lines: Sequence[Line
             xs, ys = sorted({*xs, *ranks}), sorted([*ys, *heights])
     axis.plot([xs[0], xs[-1]], [ys[0], ys[0] * xs[-1] / xs[0]], color="#bbb", linewidth=1, zorder=0)
     axis.set_ylim(ys[0] / 2, max(2 * ys[-1], 100 * ys[0]))
-    axis.set_xticks(xs)
+    axis.set_xticks([rank for rank in xs if rank & (rank - 1) == 0])
     axis.xaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_major_formatter("{x:,g}")
     for each in (axis.xaxis, axis.yaxis):

@@ -49,6 +49,10 @@ class Figures:
         """Ranks of the fleet."""
         return self.spec.prefill + self.spec.decode
 
+    def grown(self, what: str) -> int:
+        """The ranks of what grows, see Spec.growing."""
+        return self.ranks if what == "fleet" else int(getattr(self.spec, what))
+
     @property
     def rooms_per_second(self) -> float:
         """In virtual time, while new rooms began: what ended then makes room for those."""

@@ -11,6 +11,11 @@ from kvpool.render.text import human
 if TYPE_CHECKING:
     from rich.table import Table
 
+WHAT = {
+    "fleet": "ranks of the fleet",
+    "prefill": "prefill ranks of each room, beside 4 of decode",
+    "decode": "decode ranks of each room, beside 4 of prefill",
+}
 Column = tuple[str, Callable[[Figures], float], str]
 COLUMNS: tuple[Column, ...] = (
     ("rooms/s", lambda run: run.rooms_per_second, "{:,.0f}"),
@@ -66,19 +71,19 @@ def one_table(run: Figures) -> Table:
     return table
 
 
-def growth_table(title: str, runs: Sequence[Figures]) -> Table:
-    """A row for each run, and how each figure grows with ranks."""
+def growth_table(what: str, runs: Sequence[Figures]) -> Table:
+    """A row for each run, and how each figure grows with the ranks of what grows."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table = Table(title=WHAT[what], box=SIMPLE, pad_edge=False, collapse_padding=True)
     table.title_justify = "left"
     for name in ("ranks", "rooms", *(name for name, _, _ in COLUMNS)):
         table.add_column(name, justify="right")
     for run in runs:
         figures = (form.format(value(run)) for _, value, form in COLUMNS)
-        table.add_row(f"{run.ranks:,}", f"{run.spec.rooms:,}", *figures)
-    ranks = [run.ranks for run in runs]
+        table.add_row(f"{run.grown(what):,}", f"{run.spec.rooms:,}", *figures)
+    ranks = [run.grown(what) for run in runs]
     slopes = (growth(ranks, [value(run) for run in runs]) for _, value, _ in COLUMNS)
     table.add_row("ranks^", "", *(f"{slope:.2f}" for slope in slopes))
     return table
