@@ -222,10 +222,7 @@ class PrefillMachine:
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        if room.chunks:
-            room.ends_at = self._lease_end()
-        else:
-            room.ends_at = None if room.patience is None else self._now + room.patience
+        room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
 
@@ -272,9 +269,8 @@ class PrefillMachine:
             return
         for name in list(lost.rooms):
             room = self._rooms.by_name.get(name)
-            if room is None or name not in self._rooms.open or lost.peer in room.done:
-                continue
-            if lost.peer in room.requests:
+            reads = room and lost.peer in room.requests and lost.peer not in room.done
+            if room and reads and name in self._rooms.open:
                 self._fail(name, room, lost.failure, except_peer=lost.peer)
 
     def _fail(

@@ -111,6 +111,10 @@ class PrefillRoom:
         """What did not happen while its lease lasted."""
         return "not every reader was done" if self.requests else "no decode asked for it"
 
+    def asked_until(self, now: float) -> float | None:
+        """Until when the decodes that have asked, one of them now, wait for a chunk."""
+        return None if self.patience is None else now + self.patience
+
     def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
         """Notes a request that has no reason against it."""
         self.requests[peer] = request

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
@@ -119,18 +119,17 @@ class FleetNetwork(MemoryNetwork):
 
     def carry(self, connection: Connection, way: Way, data: bytes) -> None:
         """See MemoryNetwork."""
-        assert isinstance(connection, Line)
+        line = cast(Line, connection)
         tag = _tag.decode(data).type
         self.sent[tag] += 1
         self.nbytes[tag] += len(data)
-        if connection.gone or self._random.random() < self._spec.loss:
+        if line.gone or self._random.random() < self._spec.loss:
             self.lost += 1
             return
-        sender = connection.dialler if way == "up" else self.listeners[connection.address]
-        assert isinstance(sender, RankTransport)
-        left = max(self._timeline.now, sender.rank.busy_until)
-        at = connection.last[way] = max(connection.last[way], left + self.delay())
-        arrive = partial(self._arrive, connection, way, connection.broken, tag, data)
+        sender = line.dialler if way == "up" else self.listeners[line.address]
+        left = max(self._timeline.now, cast(RankTransport, sender).rank.busy_until)
+        at = line.last[way] = max(line.last[way], left + self.delay())
+        arrive = partial(self._arrive, line, way, line.broken, tag, data)
         self._timeline.at(at, arrive)
 
     def break_all(self, lines: Iterable[Line], *, gone: bool) -> None:
@@ -150,7 +149,7 @@ class FleetNetwork(MemoryNetwork):
         if broken != line.broken or receiver is None:
             self.lost += 1
             return
-        assert isinstance(receiver, RankTransport)
-        self._trace.note(self._timeline.now, tag, len(data), receiver.rank.name)
+        rank = cast(RankTransport, receiver).rank
+        self._trace.note(self._timeline.now, tag, len(data), rank.name)
         self.deliver(line, way, data)
-        receiver.rank.wake()
+        rank.wake()

@@ -5,6 +5,7 @@ ended.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,7 +75,7 @@ class Peaks:
     backlog: int = 0
 
 
-class Rank:
+class Rank(ABC):
     """One generation of a rank. `engine` and `index` say which, `life` how often it died before."""
 
     endpoint: PrefillEndpoint | DecodeEndpoint
@@ -125,13 +126,13 @@ class Rank:
         self.peaks.backlog = max(self.peaks.backlog, len(self.backlog) - 1)
         self._begin_some()
 
+    @abstractmethod
     def begin(self, part: Part) -> None:
         """A room has pages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def over(self, part: Part, state: KVPoll) -> None:
         """A room has ended here, and its pages are free."""
-        raise NotImplementedError
 
     def look(self) -> None:
         """Is called often: time has passed."""
