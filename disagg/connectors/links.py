@@ -13,8 +13,10 @@ DEAD_SECONDS = 10.0
 """How long an unused link is kept whose prefill is gone or was refused: a request that comes later
 begins with a new hello.
 """
-UNUSED_SECONDS = 600.0
-"""How long an unused link is kept whose prefill is there."""
+UNUSED_SECONDS = 120.0
+"""How long an unused link is kept whose prefill is there: its pings have then cost about as much
+time as the hello with which it is made again (docs/scale.md).
+"""
 
 
 @dataclass(slots=True)

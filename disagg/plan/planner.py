@@ -65,19 +65,28 @@ class TransferPlan:
     _binders: dict[tuple[int, str | None], Binder] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _by_source: dict[bool, dict[int, list[Route]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """`routes`, and `layer_routes`, by their source, once they were asked for."""
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
+        ranks = range(len(self.sources))
+        return [source for source in ranks if self.contributes(source, layers, owner)]
+
+    def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
+        """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
         if layers is None:
-            return sorted({each.source for each in self.routes})
-        mine = (each for each in self.layer_routes if each.owner == owner)
-        return sorted({each.source for each in mine if each.within(layers).any()})
+            return bool(self._routes_of(source))
+        mine = (each for each in self._routes_of(source, by_layer=True) if each.owner == owner)
+        return any(each.within(layers).any() for each in mine)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(each.packed or not each.grows for each in self.routes if each.source == source)
+        return any(each.packed or not each.grows for each in self._routes_of(source))
 
     def bind(
         self,
@@ -116,8 +125,8 @@ class TransferPlan:
         """Of all routes from a source rank, or of those of one owner by layer."""
         found = self._binders.get((source, owner))
         if found is None:
-            routes = self.routes if owner is None else self.layer_routes
-            mine = [r for r in routes if r.source == source and owner in (None, r.owner)]
+            routes = self._routes_of(source, by_layer=owner is not None)
+            mine = [each for each in routes if owner in (None, each.owner)]
             found = self._binders[source, owner] = Binder(mine, self.sources[source], self.dest)
         return found
 
@@ -150,6 +159,15 @@ class TransferPlan:
         """
         found = explain_routes(self.sources, self.dest, self.routes, tokens)
         return found.with_skipped(self.missing, self.unsent)
+
+    def _routes_of(self, source: int, by_layer: bool = False) -> list[Route]:
+        """The routes from one source rank: a room of many ranks asks for each."""
+        found = self._by_source.get(by_layer)
+        if found is None:
+            found = self._by_source[by_layer] = {}
+            for each in self.layer_routes if by_layer else self.routes:
+                found.setdefault(each.source, []).append(each)
+        return found.get(source, [])
 
 
 def plan(

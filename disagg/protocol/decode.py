@@ -258,7 +258,7 @@ class DecodeMachine:
 
     def _advance(self, name: Room, room: DecodeRoom) -> None:
         """Verifies or releases once every rank has closed the room and every read has ended."""
-        if room.reading or room.phase is not Phase.TRANSFERRING or not all(room.closed):
+        if room.reading or room.phase is not Phase.TRANSFERRING or not room.whole:
             return
         if missing := room.missing_aux():
             self._fail(name, Failure("decode", missing, "aux"))

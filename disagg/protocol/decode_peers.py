@@ -5,8 +5,11 @@ Part of `DecodeMachine`.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from disagg.errors import RoomError
 from disagg.plan import IncompatibleLayouts
@@ -18,12 +21,16 @@ from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, Hang
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
 from disagg.protocol.messages import Hello, Message, reason_text
 from disagg.protocol.status import Failure, Side
-from kvpool.layout import PoolLayout
+from kvpool.layout import PoolLayout, Region, Space
 
 log = logging.getLogger("disagg")
 
 FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
+KEPT_SHAPES = 64
+"""Layouts whose regions others share: those of the latest."""
+
+_Inside = tuple[tuple[Region, ...], tuple[Space, ...]]
 
 
 class LinkReady(NamedTuple):
@@ -64,6 +71,7 @@ class DecodePeers:
         self._effects = effects
         self._at: dict[int, tuple[Link, int]] = {}
         self._ranks = 0
+        self._alike: OrderedDict[_Inside, PoolLayout] = OrderedDict()
         self._shortest, self._next_check = hello.timeout, 0.0
 
     def connect(self, link: Link, now: float) -> None:
@@ -77,7 +85,7 @@ class DecodePeers:
 
     def check(self, link: Link) -> None:
         """Raises RoomError for a link that is not one of these."""
-        if link not in self.links:
+        if self._at.get(link.first, (None, 0))[0] is not link:
             raise RoomError("the link is another endpoint's, or it was disconnected.")
 
     def disconnect(self, link: Link) -> None:
@@ -205,7 +213,7 @@ class DecodePeers:
 
     def _lose(self, link: Link, source: int, reason: str, level: int = logging.WARNING) -> str:
         known = link.lost is not None
-        link.plan, link.hellos[source] = None, None
+        link.plan, link.hellos[source], link.layouts[source] = None, None, None
         link.lost = lost = f"{link.name(source)} is lost: {reason}"
         log.log(logging.DEBUG if known else level, "%s", lost)
         self._effects.append(DropPeer(link, source))
@@ -217,7 +225,8 @@ class DecodePeers:
         if problems := messages.handshake_problems(self.hello, hello):
             return self._refuse(link, problems, "decode")
         link.hellos[source] = hello
-        self._shortest, self._next_check = min(self._shortest, hello.timeout), 0.0
+        if hello.timeout < self._shortest:
+            self._shortest, self._next_check = hello.timeout, 0.0
         hellos = [each for each in link.hellos if each is not None]
         if len(hellos) < len(link.hellos):
             return None
@@ -225,7 +234,7 @@ class DecodePeers:
         found = [each for rank in hellos for each in messages.differences(rank.conventions, own)]
         problems = [*dict.fromkeys(found)]
         try:
-            layouts = [PoolLayout.from_msgpack(each.layout) for each in hellos]
+            layouts = [self._layout(link, rank, each) for rank, each in enumerate(hellos)]
             made = self.plans.plan(layouts, self.layout)
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             if isinstance(error, IncompatibleLayouts) and not problems:
@@ -247,6 +256,21 @@ class DecodePeers:
         for rank in link.unconnected:
             self._effects.append(ConnectEngine(link, rank, hellos[rank]))
         return LinkReady(link)
+
+    def _layout(self, link: Link, source: int, hello: Hello) -> PoolLayout:
+        """A rank's layout, read once. Ranks of many prefills are alike: what is equal is kept once.
+        Raises LayoutError.
+        """
+        known = link.layouts[source]
+        if known is None:
+            known = link.layouts[source] = PoolLayout.from_msgpack(hello.layout)
+            inside = known.regions, known.spaces
+            known.share(self._alike.setdefault(inside, known))
+            self._alike.move_to_end(inside)
+            if len(self._alike) > KEPT_SHAPES:
+                self._alike.popitem(last=False)
+            link.hellos[source] = replace(hello, layout=b"")
+        return known
 
     def _refuse(
         self, link: Link, reasons: Sequence[str], side: Side, except_rank: int | None = None

@@ -15,7 +15,7 @@ from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import Failure, Phase
-from kvpool.layout import RequestAddress
+from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 
 
@@ -32,6 +32,8 @@ class Link:
     first: int = -1
     """Number of its rank 0 among all ranks that this decode has ever talked to."""
     hellos: list[Hello | None] = field(default_factory=list)
+    """By rank; without the layout's bytes once it was read."""
+    layouts: list[PoolLayout | None] = field(default_factory=list)
     pinged: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     """Seconds before each rank is dialled again that refuses this decode for now."""
@@ -49,6 +51,7 @@ class Link:
 
     def __post_init__(self) -> None:
         self.hellos = [None] * len(self.addresses)
+        self.layouts = [None] * len(self.addresses)
         self.pinged = [0.0] * len(self.addresses)
         self.pauses = [0.0] * len(self.addresses)
         self.redials = [None] * len(self.addresses)
@@ -136,6 +139,8 @@ class DecodeRoom:
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     released: set[int] = field(default_factory=set)
+    closed: list[int] = field(default_factory=list)
+    """Source ranks whose last chunk is ready."""
     aux: Aux = field(default_factory=dict)
     failure: Failure | None = None
     touched: float = 0.0
@@ -146,9 +151,9 @@ class DecodeRoom:
         self.offered = [Offered() for _ in self.link.addresses]
 
     @property
-    def closed(self) -> list[bool]:
-        """By source rank, whether its last chunk is ready."""
-        return [each.closed for each in self.offered]
+    def whole(self) -> bool:
+        """Whether the last chunk of every source rank is ready."""
+        return len(self.closed) == len(self.offered)
 
     @property
     def reading(self) -> bool:
@@ -229,7 +234,7 @@ class DecodeRoom:
         ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
         meant = (some.layers, some.owner) if some else ()
         wanted: list[tuple[range, LayerRange | None, Count]] = []
-        if source in plan.contributors(*meant):
+        if plan.contributes(source, *meant):
             if self.at_most and tokens:
                 wanted.append((tokens, some, Count.UNKNOWN))
             elif not self.at_most and (tokens or (ends and self.start == ready.stop)):
@@ -268,6 +273,8 @@ class DecodeRoom:
             raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
         self.seen.add(chunk)
         offered.take(tokens, some, last)
+        if last:
+            self.closed.append(source)
         if last and (self.at_most or self.declined):
             self.address = replace(self.address, num_tokens=ready.stop)
         self.aux.update(aux)
@@ -283,11 +290,10 @@ class DecodeRoom:
                 if wrong
                 else None
             )
-        said = [n for n, each in enumerate(self.offered) if each.closed]
-        if said and wrong:
+        if self.closed and wrong:
             return (
-                f"prefill computed {computed} tokens, {self.link.name(said[0])} says {total}. Send "
-                "the same tokens of a request from all ranks."
+                f"prefill computed {computed} tokens, {self.link.name(self.closed[0])} says "
+                f"{total}. Send the same tokens of a request from all ranks."
             )
         if computed > total:
             return (

@@ -228,8 +228,7 @@ class PrefillMachine:
             self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
             return
         room = self._rooms.at(request.room, self._now)
-        room.requests[peer] = request
-        room.generations.append(decode.generation)
+        room.ask(peer, request, decode.generation)
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
@@ -281,7 +280,8 @@ class PrefillMachine:
             return
         for name in list(lost.rooms):
             room = self._rooms.by_name.get(name)
-            if room and name in self._rooms.open and lost.peer in room.requests.keys() - room.done:
+            reads = room and lost.peer in room.requests and lost.peer not in room.done
+            if room and reads and name in self._rooms.open:
                 self._fail(name, room, lost.failure, except_peer=lost.peer)
 
     def _fail(

@@ -47,6 +47,8 @@ class PrefillRoom:
     """
     requests: dict[bytes, ReadRequest] = field(default_factory=dict)
     """By the peer that has asked."""
+    patience: float | None = 0.0
+    """The longest time-out of these."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
     told: frozenset[str] = frozenset()
@@ -111,9 +113,14 @@ class PrefillRoom:
 
     def asked_until(self, now: float) -> float | None:
         """Until when the decodes that have asked, one of them now, wait for a chunk."""
-        timeouts = [request.timeout for request in self.requests.values()]
-        known = [timeout for timeout in timeouts if timeout is not None]
-        return now + max(known) if len(known) == len(timeouts) else None
+        return None if self.patience is None else now + self.patience
+
+    def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
+        """Notes a request that has no reason against it."""
+        self.requests[peer] = request
+        self.generations.append(generation)
+        known = None not in (self.patience, request.timeout)
+        self.patience = max(self.patience or 0.0, request.timeout or 0.0) if known else None
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""
@@ -142,9 +149,8 @@ class PrefillRoom:
         """Why this peer cannot read it, while it is open."""
         if peer in self.requests:
             return "this reader has asked for it already."
-        known = {each.readers for each in self.requests.values()} - {request.readers}
-        if known:
-            return f"one reader says that {request.readers} read it, another {min(known)}."
+        if self.readers not in (0, request.readers):
+            return f"one reader says that {request.readers} read it, another {self.readers}."
         if len(self.requests) == request.readers:
             return f"all {request.readers} readers have asked for it already."
         return None

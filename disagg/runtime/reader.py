@@ -38,6 +38,7 @@ class Reader:
     ) -> None:
         self._context = ReadContext(engine, stage or StagingBuffers(), timeout, clock)
         self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
         self._moved, self._looked = 0.0, clock()
         self.busy = False
@@ -46,19 +47,21 @@ class Reader:
     @property
     def waits(self) -> bool:
         """Whether there is something to ask an engine for, again and again."""
-        return bool(self._dropped) or any(
-            lane.has_work or lane.fences for lane in self._lanes.values()
-        )
+        return bool(self._dropped or self._active)
 
     def add(self, read: Read) -> None:
         """Takes a read over."""
-        self._lane(read.link, read.source, read.hello).queue.append(read)
+        lane = self._lane(read.link, read.source, read.hello)
+        lane.queue.append(read)
+        self._active[lane] = None
 
     def connect(self, link: Link, source: int, hello: Hello) -> None:
         """Connects the engine to a rank in the next step, so that its first read need not. What
         goes wrong then is for that read to find.
         """
-        self._lane(link, source, hello).early = link, source, hello
+        lane = self._lane(link, source, hello)
+        lane.early = link, source, hello
+        self._active[lane] = None
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
@@ -69,22 +72,26 @@ class Reader:
         """Gives a rank up, in all its generations: its rooms have failed."""
         for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
             lane = self._lanes.pop(key)
+            self._active.pop(lane, None)
             lane.drop()
             self._dropped.append(lane)
 
     def step(self, waits: bool = True) -> list[ReadEvent]:
-        """One step of every rank; returns the reads that have failed or ended. With `waits=False`
-        what may take time is left to the next step: to connect, to give up a peer, and all reads of
-        an engine that copies in its calls.
+        """One step of every rank that has work; returns the reads that have failed or ended. With
+        `waits=False` what may take time is left to the next step: to connect, to give up a peer,
+        and all reads of an engine that copies in its calls.
         """
         self._excuse(self._context.clock())
-        background, lanes = self._context.engine.background, list(self._lanes.values())
+        background, lanes = self._context.engine.background, list(self._active)
         steps = [waits or (background and lane.connected) for lane in lanes]
         moved = [lane.step() for lane, step in zip(lanes, steps) if step]
         if waits:
             for lane in (*lanes, *self._dropped):
                 lane.step_fences()
             self._dropped = [lane for lane in self._dropped if lane.fences]
+        for lane in lanes:
+            if not (lane.has_work or lane.fences):
+                del self._active[lane]
         now = self._context.clock()
         if any(moved):
             self._moved = now
@@ -100,6 +107,7 @@ class Reader:
             self._context.end(read, "the endpoint was closed.")
         self._context.quarantined.clear()
         self._lanes.clear()
+        self._active.clear()
         self._dropped.clear()
         return self._context.take_events()
 
@@ -112,13 +120,13 @@ class Reader:
 
     def _reads(self) -> list[Read]:
         """All reads that have not ended, but those in quarantine."""
-        return [read for lane in (*self._lanes.values(), *self._dropped) for read in lane.reads()]
+        return [read for lane in (*self._active, *self._dropped) for read in lane.reads()]
 
     def _excuse(self, now: float) -> None:
         """Time in which nobody looked counts as no read's: its engine could not go on."""
         pause = now - self._looked - self._context.timeout / LOOKS_PER_TIMEOUT
         self._looked = now
-        for lane in self._lanes.values() if pause > 0 else ():
+        for lane in self._active if pause > 0 else ():
             for part in lane.in_flight():
                 part.posted = min(part.posted + pause, now)
                 part.since = min(part.since + pause, now)

@@ -134,6 +134,16 @@ class PoolLayout:
         """Where the bytes are that no region claims and nobody has declared padding."""
         return ForeignBytes(self)
 
+    def share(self, other: PoolLayout) -> None:
+        """Keeps the regions and spaces of another layout in place of its own, which are equal: of
+        many layouts that differ in pointers they then take memory once. Raises ValueError.
+        """
+        if self.regions != other.regions or self.spaces != other.spaces:
+            raise ValueError("layouts share regions and spaces that are equal.")
+        object.__setattr__(self, "regions", other.regions)
+        object.__setattr__(self, "spaces", other.spaces)
+        self.__dict__["region_by_key"] = other.region_by_key
+
     def buffer_of(self, region: Region) -> Buffer:
         """The buffer in which a region lies."""
         return self.buffer_by_name[region.buffer]

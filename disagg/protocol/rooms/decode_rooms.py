@@ -28,6 +28,7 @@ class DecodeRooms:
     def __init__(self, layout: PoolLayout, offer_timeout: float | None) -> None:
         self.by_name: dict[Room, DecodeRoom] = {}
         self.open: set[Room] = set()
+        self._of_link: dict[Link, dict[Room, None]] = {}
         self.ended = EndedRooms()
         self._written = WrittenItems(layout)
         self._layout, self._columns = layout, Columns()
@@ -49,6 +50,7 @@ class DecodeRooms:
         self._written.claim(name, room.address, room.start, room.at_most)
         self.by_name[name] = room
         self.open.add(name)
+        self._of_link.setdefault(room.link, {})[name] = None
 
     def has_declined(self, name: Room, link: Link) -> bool:
         """Whether a link's room of that name is declined already."""
@@ -71,8 +73,8 @@ class DecodeRooms:
         return room if room and name in self.open and room.attempt == attempt else None
 
     def of_link(self, link: Link) -> list[Room]:
-        """Open rooms of a link."""
-        return [name for name in self.open if self.by_name[name].link is link]
+        """Open rooms of a link, in the order in which they were asked for."""
+        return list(self._of_link.get(link, ()))
 
     def stuck(self, now: float) -> list[tuple[Room, str]]:
         """Open rooms in which nothing has happened for too long and nothing is done here, each with
@@ -91,6 +93,10 @@ class DecodeRooms:
         """A room has ended; its items are free unless a read may still write them."""
         room = self.by_name[name]
         self.open.discard(name)
+        of_link = self._of_link[room.link]
+        del of_link[name]
+        if not of_link:
+            del self._of_link[room.link]
         self._free(name, room)
         if room.declined:  # of no more use to its caller
             self._declined.append((name, room))

@@ -22,7 +22,7 @@ from tests.pools import mha, mla
 def same(one, other) -> bool:
     """Whether all fields are equal, arrays included."""
     if is_dataclass(one) and type(one) is type(other):
-        compared = (f.name for f in fields(one) if f.name != "_columns")
+        compared = (f.name for f in fields(one) if not f.name.startswith("_"))
         return all(same(getattr(one, name), getattr(other, name)) for name in compared)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same, one, other))

@@ -141,7 +141,7 @@ def may_wait(node: Node, name) -> bool:
         conns = [node.transport.connections.get(peer) for peer in room.requests.keys() - room.done]
         return all(conn is not None and not conn.lost and conn.decode.alive for conn in conns)
     ranks = [node.world.prefills[address] for address in room.link.addresses]
-    return all(rank.alive for rank in ranks) and not all(room.closed)
+    return all(rank.alive for rank in ranks) and not room.whole
 
 
 def waited_for(node: Prefill, name) -> bool:
@@ -194,6 +194,7 @@ def left_behind(node: Node) -> list[str]:
             "silent peers": waited - peers.ranks(),
             "reads": reader._reads(),
             "fences": [lane for lane in (*reader._lanes.values(), *reader._dropped) if lane.fences],
+            "lanes at work": list(reader._active),
             "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
             "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
         }

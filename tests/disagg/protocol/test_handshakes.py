@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from disagg import KVPoll
+from disagg import KVPoll, RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
@@ -288,3 +288,61 @@ def test_what_a_decode_is_told_of_a_block_pool_keeps_it():
     whole = oracle.overlaid(parts, spaces, 6).layout
     assert shared_part(whole, {("target", "k"), ("target", "latent")}) == whole
     assert shared_part(whole, {("target", "latent")}).block_pools == {"blocks": ("swa",)}
+
+
+# many ranks
+
+
+def linked(decode, *layouts):
+    """A link whose ranks have these layouts, and have answered."""
+    decode.handle(ConnectLink(link := Link(tuple("xyz"[: len(layouts)]))), 0.0)
+    for rank, each in enumerate(layouts):
+        decode.handle(Received(link.first + rank, hello(f"p{link.first + rank}", each)), 0.0)
+    return link
+
+
+def moved(layout, by):
+    """The layout of a rank that is alike and has its memory elsewhere."""
+    buffers = (replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
+    return replace(layout, buffers=tuple(buffers))
+
+
+def test_of_prefills_alike_decode_keeps_regions_once_and_each_ones_pointers():
+    here = pool().layout
+    decode = DecodeMachine(hello("d"), here, 1, now=0.0)
+    links = [linked(decode, moved(here, 4096 * n)) for n in range(3)]
+    plans = [link.plan.sources[0] for link in links]
+    assert [plan.buffers[0].base - here.buffers[0].base for plan in plans] == [0, 4096, 8192]
+    assert all(plan.regions is plans[0].regions for plan in plans)
+    assert [link.hellos[0].layout for link in links] == [b""] * 3
+    assert [link.hellos[0].generation for link in links] == ["p0", "p1", "p2"]
+
+
+def test_prefills_of_equal_regions_and_other_spaces_are_told_apart():
+    here = pool().layout
+    fewer = replace(here, spaces=tuple(replace(space, reserved=2) for space in here.spaces))
+    decode = DecodeMachine(hello("d"), here, 1, now=0.0)
+    sources = [linked(decode, each).plan.sources[0] for each in (here, fewer)]
+    assert [source.spaces[0].reserved for source in sources] == [1, 2]
+
+
+def test_a_rank_that_is_back_has_the_layout_of_its_new_life():
+    here = pool(layers=(0, 1)).layout
+    stages = [pool(layers=[n], total_kv_layers=2).layout for n in range(2)]
+    decode = DecodeMachine(hello("d", here), here, 1, now=0.0)
+    link = linked(decode, *stages)
+    assert link.plan is not None
+    decode.handle(Received(1, messages.UnknownPeer("p1")), 1.0)
+    assert link.plan is None and link.layouts[1] is None
+    decode.handle(Received(1, hello("again", moved(stages[1], 1 << 20))), 2.0)
+    bases = [source.buffers[0].base for source in link.plan.sources]
+    assert bases == [stages[0].buffers[0].base, stages[1].buffers[0].base + (1 << 20)]
+
+
+def test_a_link_of_another_endpoint_is_none_of_this_one():
+    here = pool().layout
+    one, other = (DecodeMachine(hello(name), here, 1, now=0.0) for name in "de")
+    link, theirs = linked(one, here), linked(other, here)
+    assert link.first == theirs.first
+    with pytest.raises(RoomError, match="the link is another endpoint's"):
+        one.handle(DisconnectLink(theirs), 0.0)

@@ -952,3 +952,23 @@ def test_a_request_may_hold_nothing():
 def test_a_request_of_an_impossible_length_is_refused(tokens):
     with pytest.raises(ValueError, match=rf"num_tokens: 0 to \d+, got {tokens}"):
         RequestAddress(tokens, {})
+
+
+# layouts that differ in pointers
+
+
+def test_layouts_that_differ_in_pointers_keep_their_regions_once():
+    one, other = (layout(region(), buffers=[buffer(base=base)]) for base in (0, 4096))
+    before = replace(other)
+    other.share(one)
+    assert other == before and other.region_by_key == before.region_by_key
+    assert other.regions is one.regions and other.spaces is one.spaces
+    assert other.region_by_key is one.region_by_key
+    assert other.buffers[0].base == 4096
+
+
+def test_layouts_that_differ_in_more_share_nothing():
+    one = layout(region())
+    for other in (layout(region(role="v")), layout(region(), spaces=[Space("kv", reserved=2)])):
+        with pytest.raises(ValueError, match="share regions and spaces that are equal"):
+            other.share(one)

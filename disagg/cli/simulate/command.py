@@ -1,0 +1,145 @@
+"""`kvpool simulate`: a fleet of endpoints in one process, in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from disagg.cli.simulate.figures import Figures
+    from disagg.cli.simulate.spec import Spec
+
+WHAT_GROWS = ("fleet", "prefill", "decode")
+
+
+def simulate(
+    prefill: Annotated[int, typer.Option(help="Prefill ranks.")] = 16,
+    decode: Annotated[int, typer.Option(help="Decode ranks.")] = 32,
+    prefill_tp: Annotated[int, typer.Option(help="Ranks of one prefill engine.")] = 2,
+    decode_tp: Annotated[int, typer.Option(help="Ranks of one decode engine.")] = 2,
+    rooms: Annotated[int, typer.Option(help="Rooms in all.")] = 10_000,
+    in_flight: Annotated[int, typer.Option(help="Rooms of a decode engine at a time.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Mean length of a request.")] = 1024,
+    chunks: Annotated[int, typer.Option(help="Chunks of a request.")] = 1,
+    compute: Annotated[float, typer.Option(help="Mean seconds of a prefill.")] = 0.1,
+    latency: Annotated[float, typer.Option(help="Mean seconds of a message.")] = 200e-6,
+    rate: Annotated[float, typer.Option(help="Bytes a second of a rank's port.")] = 50e9,
+    turn: Annotated[float, typer.Option(help="Seconds of a rank's thread for a message.")] = 20e-6,
+    loss: Annotated[float, typer.Option(help="Part of the messages that get lost.")] = 0.0,
+    deaths: Annotated[int, typer.Option(help="Ranks that die and restart.")] = 0,
+    peer_timeout: Annotated[float, typer.Option(help="Seconds of silence of a dead peer.")] = 10.0,
+    unused: Annotated[
+        float, typer.Option(help="Seconds without a room after which decode disconnects.")
+    ] = 120.0,
+    model: Annotated[
+        str, typer.Option(help="Layouts of this model (a config): pages only. Default: 4 layers.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="All that is random follows from it.")] = 0,
+    grow: Annotated[
+        list[str] | None,
+        typer.Option(help="What to let grow instead: fleet, prefill, decode; repeatable."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="With --grow: up to so many ranks, from 8.")] = 1024,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="With --grow: draw the curves to a .svg or .png file.")
+    ] = None,
+) -> None:
+    """Simulate a fleet: real endpoints and plans, virtual time, memory that is not there.
+
+    A room is one request, from one prefill engine to one decode engine. When one ends, its decode
+    engine begins the next, from a prefill engine at random. Messages and reads take time, messages
+    get lost, ranks die and restart. The same options give the same run, and the same trace.
+
+    Every run checks itself: each room ends once on every rank, no page stays leased, nothing is
+    read from pages that are no longer the room's and counted as a success, without faults nothing
+    fails.
+
+    With --grow, runs of 8 ranks, 16 and so on: `fleet` has more engines, `prefill` and `decode` one
+    engine that gets larger beside one of 4 ranks.
+
+    Exit status 1 if a check failed. Seconds and bytes of this machine vary a little between
+    versions of Python; all else does not.
+
+    JSON: a list of runs (spec; seconds and busy_seconds, virtual; cpu_seconds; parts, rooms of
+    ranks by end; failures by side and kind; room_seconds, median and 99 of 100; sent and nbytes of
+    messages by type; lost; links; peaks by side; memory in bytes; plans known and made;
+    plan_seconds; trace; broken, what a check found; room_messages, room_bytes and link_messages a
+    room).
+    """
+    from rich.console import Console
+
+    from disagg.cli.bench.chart import chart_problem
+    from disagg.cli.simulate.chart import write_chart
+    from disagg.cli.simulate.figures import to_json
+    from disagg.cli.simulate.report import growth_table, one_table
+    from disagg.cli.simulate.spec import Spec
+
+    for what in grow or ():
+        if what not in WHAT_GROWS:
+            raise typer.BadParameter(f"--grow {what}: one of {', '.join(WHAT_GROWS)}.")
+    if chart is not None:
+        if not grow:
+            raise typer.BadParameter("--chart draws what --grow measures: add --grow fleet.")
+        if problem := chart_problem(chart):
+            raise typer.BadParameter(f"--chart: {problem}")
+    for path in (as_json, chart):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no directory {path.parent}.")
+    try:
+        spec = Spec(
+            *(prefill, decode, prefill_tp, decode_tp, rooms, in_flight, tokens, chunks, compute),
+            *(latency, rate, turn, loss, deaths, peer_timeout),
+            unused=unused,
+            model=model,
+            seed=seed,
+        )
+        for side in ("prefill", "decode"):
+            spec.layout(side, 0)
+        series = {what: list(spec.growing(what, ranks)) for what in dict.fromkeys(grow or ())}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if grow and ranks < 8:
+        raise typer.BadParameter(f"--ranks {ranks}: 8 or more.")
+    console, progress = Console(soft_wrap=True), Console(stderr=True)
+    if series:
+        runs = {what: _run(specs, progress) for what, specs in series.items()}
+        for what, found in runs.items():
+            console.print(growth_table(what, found))
+        if chart is not None:
+            write_chart(runs, chart)
+            typer.echo(f"wrote {chart}", err=True)
+    else:
+        runs = {"": _run([spec], progress)}
+        console.print(one_table(runs[""][0]))
+    every = [run for found in runs.values() for run in found]
+    if as_json is not None:
+        as_json.write_text(to_json(every), encoding="utf-8")
+    broken = [f"{run.ranks} ranks: {line}" for run in every for line in run.broken]
+    for line in broken:
+        typer.echo(f"broken: {line}", err=True)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _run(specs: list[Spec], console: Console) -> list[Figures]:
+    """Runs fleets one after another, with a bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from disagg.cli.simulate.fleet import Fleet
+
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("rooms of {task.description}")
+    hidden, found = not console.is_terminal, []
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        for spec in specs:
+            words = f"{spec.prefill:,} x {spec.decode:,} ranks"
+            task = progress.add_task(words, total=spec.rooms)
+            found.append(Fleet(spec, lambda n: progress.update(task, completed=n)).run())  # noqa: B023
+            progress.remove_task(task)
+    return found

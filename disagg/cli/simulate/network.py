@@ -1,0 +1,155 @@
+"""Virtual time, and a network in it: messages take time, and some are lost."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+import msgspec
+
+from disagg.protocol import messages
+from disagg.runtime.transport import Connection, MemoryNetwork, MemoryTransport
+
+if TYPE_CHECKING:
+    from disagg.cli.simulate.ranks import Rank
+    from disagg.cli.simulate.spec import Spec
+
+Way = Literal["up", "down"]
+ABOUT_ROOMS = frozenset(
+    str(kind.__struct_config__.tag)
+    for kind in {*get_args(messages.ToPrefill), *get_args(messages.ToDecode)}
+    if "room" in kind.__struct_fields__
+)
+"""Types of messages that name a room; the others are of a connection."""
+FIRST_SECOND = 1000.0
+
+
+class Timeline:
+    """What happens when; nothing happens between. What is due at the same time happens in the order
+    in which it was planned.
+    """
+
+    def __init__(self) -> None:
+        self.now = FIRST_SECOND
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Plans a call."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
+
+    def step(self) -> None:
+        """The next call."""
+        self.now, _, call = heapq.heappop(self._due)
+        call()
+
+
+class Trace:
+    """A digest of everything that happened, in order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def note(self, *what: object) -> None:
+        """Something happened."""
+        self._hash.update(repr(what).encode())
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+class _Tagged(msgspec.Struct):
+    """A message, of which only the type is read."""
+
+    type: str
+
+
+_tag = msgspec.msgpack.Decoder(_Tagged)
+
+
+@dataclass(eq=False, slots=True)
+class Line(Connection):
+    """A connection. Its messages keep their order; `broken` counts how often all that was under way
+    was lost.
+    """
+
+    last: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
+    broken: int = 0
+    gone: bool = False
+    """Who dialled died."""
+
+
+class RankTransport(MemoryTransport):
+    """The transport of a rank."""
+
+    def __init__(self, network: FleetNetwork, rank: Rank) -> None:
+        super().__init__(network)
+        self.rank = rank
+
+
+class FleetNetwork(MemoryNetwork):
+    """Counts messages by type (`sent`, and their bytes `nbytes`) and those that it lost."""
+
+    def __init__(self, spec: Spec, timeline: Timeline, trace: Trace) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
+        self.lost = 0
+        self._spec, self._timeline, self._trace = spec, timeline, trace
+        self._random = random.Random(f"network {spec.seed}")
+
+    def dial(self, dialler: MemoryTransport, peer: int, address: str) -> Line:
+        """See MemoryNetwork."""
+        return Line(dialler, peer, address, self.identity())
+
+    def delay(self) -> float:
+        """How long one message is under way: half the mean or more."""
+        return self._spec.latency / 2 * (1 + self._random.expovariate(1))
+
+    def carry(self, connection: Connection, way: Way, data: bytes) -> None:
+        """See MemoryNetwork."""
+        line = cast(Line, connection)
+        tag = _tag.decode(data).type
+        self.sent[tag] += 1
+        self.nbytes[tag] += len(data)
+        if line.gone or self._random.random() < self._spec.loss:
+            self.lost += 1
+            return
+        sender = line.dialler if way == "up" else self.listeners[line.address]
+        left = max(self._timeline.now, cast(RankTransport, sender).rank.busy_until)
+        at = line.last[way] = max(line.last[way], left + self.delay())
+        arrive = partial(self._arrive, line, way, line.broken, tag, data)
+        self._timeline.at(at, arrive)
+
+    def break_all(self, lines: Iterable[Line], *, gone: bool) -> None:
+        """An end of these connections died: what is under way is lost, and so is what follows, if
+        it is the end that dialled; to another listener at the address they are new.
+        """
+        for line in lines:
+            line.broken += 1
+            line.gone = line.gone or gone
+            line.identity = self.identity()
+
+    def _arrive(self, line: Line, way: Way, broken: int, tag: str, data: bytes) -> None:
+        if way == "up":
+            receiver = self.listeners.get(line.address)
+        else:
+            receiver = None if line.closed else line.dialler
+        if broken != line.broken or receiver is None:
+            self.lost += 1
+            return
+        rank = cast(RankTransport, receiver).rank
+        self._trace.note(self._timeline.now, tag, len(data), rank.name)
+        self.deliver(line, way, data)
+        rank.wake()

@@ -1,0 +1,288 @@
+"""The ranks of a fleet: real endpoints without threads, turned when something is due. A rank has
+pages, and its rooms have them from their begin to the time when their endpoint says that they have
+ended.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from disagg.cli.simulate.engine import TimedEngine
+from disagg.cli.simulate.network import RankTransport
+from disagg.cli.simulate.spec import PAGE
+from disagg.protocol.decode_state import Link
+from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.status import KVPoll
+from disagg.runtime.decode_endpoint import DecodeEndpoint
+from disagg.runtime.options import Options
+from disagg.runtime.prefill_endpoint import PrefillEndpoint
+from kvpool.layout import RequestAddress, Span
+from kvpool.layout.grid import Ints
+
+if TYPE_CHECKING:
+    from disagg.cli.simulate.fleet import Fleet
+
+NOBODY = -1
+
+
+@dataclass(eq=False, slots=True)
+class FleetRoom:
+    """One request: between which engines, and how many ranks of decode have a part to end."""
+
+    number: int
+    prefill: int
+    decode: int
+    tokens: int
+    compute: float
+    began: float
+    parts: int
+    failed: bool = False
+
+    @property
+    def pages(self) -> int:
+        """Pages that it needs on every rank."""
+        return -(-self.tokens // PAGE)
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A room on one rank. On decode, `nbytes` have landed; `torn`: some from pages that were no
+    longer the room's.
+    """
+
+    room: FleetRoom
+    address: RequestAddress
+    ids: Ints
+    nbytes: int = 0
+    torn: bool = False
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The largest numbers that a rank has seen: messages that waited for its turn, rooms that were
+    open, rooms that waited for pages.
+    """
+
+    inbox: int = 0
+    open: int = 0
+    backlog: int = 0
+
+
+class Rank(ABC):
+    """One generation of a rank. `engine` and `index` say which, `life` how often it died before."""
+
+    endpoint: PrefillEndpoint | DecodeEndpoint
+
+    def __init__(self, fleet: Fleet, side: str, engine: int, index: int, life: int) -> None:
+        self.fleet, self.side, self.engine, self.index = fleet, side, engine, index
+        self.life, self.alive = life, True
+        self.address = f"{side} {engine}.{index}"
+        self.name = f"{self.address} life {life}"
+        self.layout = replace(fleet.layouts[side][index], generation=self.name)
+        pages = fleet.spec.pages(side)
+        self.free = deque(range(1, pages))
+        self.owners: Ints = np.full(pages, NOBODY, dtype=np.int64)
+        self.parts: dict[int, Part] = {}
+        self.ended: set[int] = set()
+        self.backlog: deque[FleetRoom] = deque()
+        self.peaks = Peaks()
+        self.busy_until = self.port_free = 0.0
+        self.transport = RankTransport(fleet.network, self)
+        self._due: float | None = None
+        # ranks look at their time-outs at different times
+        fleet.timeline.at(fleet.timeline.now + fleet.routes.random() * self._pause, self._look)
+
+    @property
+    def _pause(self) -> float:
+        return self.fleet.spec.peer_timeout / CHECKS_PER_TIMEOUT
+
+    def options(self) -> Options:
+        """What every endpoint here is made with."""
+        return Options(
+            transport=self.transport,
+            clock=self.fleet.timeline.clock,
+            threaded=False,
+            prefault=False,
+            peer_timeout=self.fleet.spec.peer_timeout,
+        )
+
+    def wake(self) -> None:
+        """Something is to be done: there is a turn as soon as the thread has time."""
+        at = max(self.fleet.timeline.now, self.busy_until)
+        if self.alive and (self._due is None or at < self._due):
+            self._due = at
+            self.fleet.timeline.at(at, partial(self._turn, at))
+
+    def admit(self, room: FleetRoom) -> None:
+        """Begins a room here, once there are pages for it."""
+        self.backlog.append(room)
+        self.peaks.backlog = max(self.peaks.backlog, len(self.backlog) - 1)
+        self._begin_some()
+
+    @abstractmethod
+    def begin(self, part: Part) -> None:
+        """A room has pages."""
+
+    @abstractmethod
+    def over(self, part: Part, state: KVPoll) -> None:
+        """A room has ended here, and its pages are free."""
+
+    def look(self) -> None:
+        """Is called often: time has passed."""
+
+    def stray(self, number: int) -> None:
+        """A room has ended that has no pages here."""
+        self.fleet.check(False, f"room {number} has ended twice on {self.name}")
+
+    def landed(self, room: int, nbytes: int, held: bool) -> None:
+        """Bytes of a room have arrived; `held` says whether they were the room's there."""
+        part = self.parts[room]
+        part.nbytes += nbytes
+        part.torn = part.torn or not held
+
+    def observe(self) -> None:
+        """Takes the rooms that have ended."""
+        for name, state, failure in self.endpoint.ended():
+            number = int(name)
+            part = self.parts.pop(number, None)
+            if part is None:
+                self.stray(number)
+                continue
+            self.ended.add(number)
+            self.fleet.note_end(self, part, state, failure)
+            self.endpoint.forget(number)
+            self.owners[part.ids] = NOBODY
+            self.free.extend(part.ids.tolist())
+            self.over(part, state)
+        self._begin_some()
+
+    def _begin_some(self) -> None:
+        while self.alive and self.backlog and self.backlog[0].pages <= len(self.free):
+            room = self.backlog.popleft()
+            ids = np.array([self.free.popleft() for _ in range(room.pages)], dtype=np.int64)
+            self.fleet.check((self.owners[ids] == NOBODY).all(), "a page is given out twice")
+            self.owners[ids] = room.number
+            address = RequestAddress(room.tokens, {"kv": Span(ids)})
+            part = self.parts[room.number] = Part(room, address, ids)
+            self.peaks.open = max(self.peaks.open, len(self.parts))
+            self.begin(part)
+
+    def _turn(self, at: float) -> None:
+        if at != self._due or not self.alive:
+            return  # there was an earlier one
+        self._due = None
+        waiting = len(self.transport.inbox)
+        self.peaks.inbox = max(self.peaks.inbox, waiting)
+        self.busy_until = at + max(1, waiting) * self.fleet.spec.turn
+        if self.endpoint.step():
+            self.wake()
+        self.observe()
+
+    def _look(self) -> None:
+        if self.alive:
+            self.look()
+            self.fleet.timeline.at(self.fleet.timeline.now + self._pause, self._look)
+            self.wake()
+
+
+class PrefillRank(Rank):
+    """Computes requests and offers them."""
+
+    endpoint: PrefillEndpoint
+
+    def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
+        super().__init__(fleet, "prefill", engine, index, life)
+        self.endpoint = PrefillEndpoint(
+            self.layout,
+            TimedEngine(self),
+            self.address,
+            lease=fleet.spec.lease,
+            **self.options(),
+        )
+
+    def begin(self, part: Part) -> None:
+        """Computes it, and offers each chunk when that is computed."""
+        chunks = min(self.fleet.spec.chunks, part.room.pages)
+        edges = [part.room.pages * n // chunks * PAGE for n in range(chunks)]
+        edges.append(part.room.tokens)
+        for number, (start, stop) in enumerate(pairwise(edges)):
+            at = self.fleet.timeline.now + part.room.compute * (number + 1) / chunks
+            offer = partial(self._offer, part, range(start, stop))
+            self.fleet.timeline.at(at, offer)
+
+    def over(self, part: Part, state: KVPoll) -> None:
+        """See Rank."""
+        self.fleet.open_prefill -= 1
+
+    def stray(self, number: int) -> None:
+        """Decode gave up what is not offered yet, and is told once more when it is; or it gave up
+        what has ended here before.
+        """
+        room = self.endpoint.machine.rooms().get(number)
+        known = room is not None and not room.chunks
+        self.fleet.check(known, f"room {number} has ended twice on {self.name}")
+        if number in self.ended and known:
+            self.endpoint.forget(number)
+
+    def _offer(self, part: Part, tokens: range) -> None:
+        number, last = part.room.number, tokens.stop == part.room.tokens
+        if self.alive and number in self.parts:
+            aux = {"token": number} if last else {}
+            self.endpoint.send(number, part.address, tokens=tokens, last=last, aux=aux)
+            self.wake()
+            self.observe()
+
+
+class DecodeRank(Rank):
+    """Asks for rooms. It connects to a prefill engine with the first room from there."""
+
+    endpoint: DecodeEndpoint
+
+    def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
+        super().__init__(fleet, "decode", engine, index, life)
+        self.links: dict[int, Link] = {}
+        self._used: dict[int, float] = {}
+        self.endpoint = DecodeEndpoint(
+            self.layout,
+            TimedEngine(self),
+            ranks=fleet.spec.decode_tp,
+            offer_timeout=fleet.spec.offer_timeout,
+            staging=0,
+            **self.options(),
+        )
+
+    def begin(self, part: Part) -> None:
+        """See Rank."""
+        engine, number = part.room.prefill, part.room.number
+        if engine not in self.links:
+            ranks = range(self.fleet.spec.prefill_tp)
+            self.links[engine] = self.endpoint.connect([f"prefill {engine}.{n}" for n in ranks])
+        self._used[engine] = self.fleet.timeline.now
+        self.endpoint.receive(number, part.address, link=self.links[engine], aux=("token",))
+        self.wake()
+
+    def over(self, part: Part, state: KVPoll) -> None:
+        """See Rank."""
+        self._used[part.room.prefill] = self.fleet.timeline.now
+        if state is KVPoll.Success:
+            self.fleet.check(not part.torn, f"room {part.room.number}: a wrong Success")
+            exact = part.nbytes == self.layout.live_bytes(part.room.tokens)
+            self.fleet.check(exact, f"room {part.room.number}: {part.nbytes} bytes were read")
+        else:
+            part.room.failed = True
+        self.fleet.part_over(part.room)
+
+    def look(self) -> None:
+        """Disconnects from engines that were not used for long."""
+        before = self.fleet.timeline.now - self.fleet.spec.unused
+        used = {part.room.prefill for part in self.parts.values()}
+        for engine in [e for e, at in self._used.items() if at < before and e not in used]:
+            self.endpoint.disconnect(self.links.pop(engine))
+            del self._used[engine]

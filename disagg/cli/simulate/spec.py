@@ -1,0 +1,131 @@
+"""What a fleet consists of, what is asked of it, and what goes wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvpool.layout import PoolLayout
+
+PAGE = 64
+"""Tokens of a page."""
+LAYERS, HEADS, HEAD_DIM = 4, 8, 128
+SPARE = 4
+"""Pages of a rank, as a multiple of what its rooms hold on average."""
+RESTART = 0.1, 3.0
+"""How long a rank that died is away, in peer time-outs: shorter and longer than its peers wait."""
+MOST_TOKENS = 8
+"""The longest request, as a multiple of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A fleet: `prefill` and `decode` ranks, of which each `prefill_tp` and `decode_tp` are one
+    engine; a room touches all ranks of one engine on each side. Times are in seconds.
+    """
+
+    prefill: int = 16
+    decode: int = 32
+    prefill_tp: int = 2
+    decode_tp: int = 2
+    rooms: int = 10_000
+    in_flight: int = 16
+    """Rooms of a decode engine at a time: when one ends, the next begins."""
+    tokens: int = 1024
+    """Mean length of a request; lengths are exponential, whole pages."""
+    chunks: int = 1
+    """In which prefill offers a request, at most."""
+    compute: float = 0.1
+    """Mean time of a prefill; times are exponential."""
+    latency: float = 200e-6
+    """Mean time of a message, and of a read beside its bytes."""
+    rate: float = 50e9
+    """Bytes a second of a rank's port, into it and out of it."""
+    turn: float = 20e-6
+    """What a rank's thread needs for a message."""
+    loss: float = 0.0
+    """Part of the messages that get lost."""
+    deaths: int = 0
+    """Ranks that die without a word, one after another, and restart."""
+    peer_timeout: float = 10.0
+    lease: float = 60.0
+    offer_timeout: float = 60.0
+    unused: float = 120.0
+    """After this time without a room, decode disconnects from a prefill engine."""
+    model: str = ""
+    """Whose layouts the ranks have: a shipped config or a config.json."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for side in ("prefill", "decode"):
+            ranks, tp = getattr(self, side), getattr(self, f"{side}_tp")
+            if tp < 1 or ranks < tp or ranks % tp:
+                raise ValueError(
+                    f"{ranks} {side} ranks in engines of {tp}: give a multiple of {tp}."
+                )
+        for name in ("rooms", "in_flight", "tokens", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: 1 or more.")
+        for name in ("compute", "latency", "turn", "deaths"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: 0 or more.")
+        if not self.rate > 0:
+            raise ValueError(f"rate={self.rate}: more than 0 bytes a second.")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"loss={self.loss}: from 0 to less than 1.")
+
+    @property
+    def engines(self) -> tuple[int, int]:
+        """How many engines prefill and decode."""
+        return self.prefill // self.prefill_tp, self.decode // self.decode_tp
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything goes wrong."""
+        return bool(self.loss or self.deaths)
+
+    def pages(self, side: str) -> int:
+        """Pages of a rank, with the one that is reserved."""
+        prefill, decode = self.engines
+        rooms = self.in_flight * (decode / prefill if side == "prefill" else 1)
+        longest = -(-self.tokens // PAGE) * MOST_TOKENS
+        return 1 + max(longest, math.ceil(SPARE * rooms * -(-self.tokens // PAGE)))
+
+    def layout(self, side: str, rank: int) -> PoolLayout:
+        """The layout of one rank of an engine: of the model, or of a few layers of K and V, of
+        which it has a share of the heads. Raises ValueError.
+        """
+        from kvpool import MHAPool, Shard
+        from kvpool.models import declare
+
+        tp = self.prefill_tp if side == "prefill" else self.decode_tp
+        where: dict[str, Any] = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
+        sizes: dict[str, Any] = {"num_pages": self.pages(side), "page_size": PAGE}
+        if not self.model:
+            heads = math.lcm(HEADS, self.prefill_tp, self.decode_tp)
+            kv: dict[str, Any] = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
+            return MHAPool(layers=range(LAYERS), **kv, **sizes, **where).layout
+        layout = declare(self.model).build(requests=1, **sizes, **where).layout
+        if [space.name for space in layout.spaces] != ["kv"]:
+            names = ", ".join(space.name for space in layout.spaces)
+            raise ValueError(f"model {self.model}: pages alone are simulated, it has {names}.")
+        return layout
+
+    def growing(self, what: str, ranks: int) -> Iterator[Spec]:
+        """Fleets of 8 ranks to `ranks`, twice as many each time. `fleet`: more engines, half of
+        them prefill, and rooms in proportion; `prefill`, `decode`: one engine of 4 ranks on the
+        other side and one that gets larger, and fewer rooms: each is of all ranks.
+        """
+        size = 8
+        while size <= ranks:
+            if what == "fleet":
+                rooms = max(1, self.rooms * size // ranks)
+                yield replace(self, prefill=size // 2, decode=size // 2, rooms=rooms)
+            else:
+                wide, rooms = size - 4, max(4, self.rooms // (4 * size))
+                prefill, decode = (wide, 4) if what == "prefill" else (4, wide)
+                tp = replace(self, prefill=prefill, prefill_tp=prefill, rooms=rooms)
+                yield replace(tp, decode=decode, decode_tp=decode)
+            size *= 2

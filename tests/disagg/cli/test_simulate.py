@@ -1,0 +1,235 @@
+"""`kvpool simulate`: what a fleet does follows from its options, and what must not be is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from msgspec import structs
+from typer.testing import CliRunner
+
+from disagg.cli.simulate.command import simulate
+from disagg.cli.simulate.figures import growth
+from disagg.cli.simulate.fleet import Fleet
+from disagg.cli.simulate.memory import footprint
+from disagg.cli.simulate.spec import Spec
+from disagg.protocol import messages
+from disagg.protocol.rooms.ended import EndedRooms
+from disagg.runtime.reads.lane import Lane
+
+ROOT = Path(__file__).parents[3]
+SMALL = Spec(prefill=4, decode=8, rooms=120, in_flight=4)
+FAULTY = replace(SMALL, loss=2e-3, deaths=4, chunks=2, peer_timeout=2.0)
+app = typer.Typer()
+app.command()(simulate)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def test_without_faults_every_room_succeeds_on_every_rank():
+    figures = Fleet(SMALL).run()
+    assert figures.parts == {"decode Success": 240, "prefill Success": 240}
+    assert (figures.failed, figures.lost, figures.failures, figures.broken) == (0, 0, {}, ())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_room_takes_four_messages_and_one_for_each_further_chunk_between_two_ranks(chunks):
+    spec = replace(SMALL, prefill_tp=4, decode_tp=2, chunks=chunks, tokens=1 << 16, rooms=24)
+    sent = Fleet(spec).run().sent
+    pairs = 24 * 4 * 2
+    assert [sent[kind] for kind in ("read_request", "read_done", "release_ack")] == [pairs] * 3
+    assert sent["chunk_ready"] == chunks * pairs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_faults_every_room_ends_once_on_every_rank_and_nothing_is_left(seed):
+    figures = Fleet(replace(FAULTY, seed=seed)).run()
+    assert figures.broken == ()
+    for side in ("prefill", "decode"):
+        assert sum(n for what, n in figures.parts.items() if what.startswith(side)) == 240
+    assert figures.lost and figures.failures and 0 < figures.failed < SMALL.rooms
+    assert figures.died == 4
+
+
+def test_one_seed_is_one_trace_in_every_process():
+    code = (
+        "from dataclasses import replace\n"
+        "from disagg.cli.simulate.fleet import Fleet\n"
+        "from tests.disagg.cli.test_simulate import FAULTY\n"
+        "print(Fleet(replace(FAULTY, rooms=40)).run().trace)\n"
+    )
+    there = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here, other = (Fleet(replace(FAULTY, rooms=40, seed=seed)).run().trace for seed in (0, 1))
+    assert there.strip() == here != other
+
+
+def test_a_read_takes_the_time_of_its_bytes():
+    spec = Spec(1, 1, 1, 1, rooms=10, in_flight=1, compute=0.0, latency=0.0, turn=0.0, rate=1e8)
+    fleet = Fleet(spec)
+    seconds = fleet.run().seconds
+    moved = fleet.decodes[0][0].endpoint.snapshot().totals.bytes_moved
+    assert moved >= 10 * fleet.layouts["decode"][0].live_bytes(64)
+    assert seconds == pytest.approx(moved / 1e8, rel=1e-3)
+
+
+def test_a_rank_is_busy_for_each_message():
+    def room(turn):
+        return Fleet(replace(SMALL, compute=0.0, turn=turn)).run().room_seconds[0]
+
+    assert room(0.01) > 5 * room(0.0)
+
+
+def test_messages_of_connections_follow_time_and_not_rooms():
+    """Four pings and pongs in a time-out on each connection, whatever the rooms are."""
+    figures = Fleet(replace(SMALL, rooms=200, compute=1.0, peer_timeout=4.0)).run()
+    assert figures.sent["hello"] == 2 * figures.links
+    pings = figures.links * figures.seconds
+    assert 0.5 * pings < figures.sent["ping"] <= pings + figures.links
+    assert figures.sent["pong"] <= figures.sent["ping"]
+
+
+@pytest.mark.parametrize("wide", ["prefill", "decode"])
+def test_a_room_costs_no_more_than_its_ranks(wide):
+    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=256).growing(wide, 64)]
+    assert [each.ranks for each in runs] == [8, 16, 32, 64]
+    for each in runs:
+        assert each.room_messages == 4 * each.spec.prefill * each.spec.decode
+    ranks = [each.ranks for each in runs]
+    for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
+        assert growth(ranks, [getattr(each.memory, name) for each in runs]) < 1.05, name
+
+
+def test_a_fleet_twice_as_large_costs_a_room_no_more():
+    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=256).growing("fleet", 32)]
+    assert {each.room_messages for each in runs} == {16.0}
+    first, *_, last = runs
+    for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
+        assert getattr(last.memory, name) <= 1.25 * getattr(first.memory, name), name
+
+
+def test_a_turn_looks_at_ranks_of_which_something_is_read(monkeypatch):
+    step, steps = Lane.step, [0]
+
+    def counted(self):
+        steps[0] += 1
+        return step(self)
+
+    monkeypatch.setattr(Lane, "step", counted)
+    found = []
+    for spec in replace(SMALL, rooms=256).growing("fleet", 32):
+        before = steps[0]
+        Fleet(spec).run()
+        found.append((steps[0] - before) / spec.rooms)
+    assert found[-1] < 1.5 * found[0]
+
+
+def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monkeypatch):
+    late = replace(SMALL, lease=0.05, offer_timeout=1.0, rate=1e8, loss=1e-12)
+    figures = Fleet(late).run()
+    assert figures.failures["prefill lease"] and figures.broken == ()
+
+    def lie(message):
+        """Prefill says nothing of its leases' ends, and that all were kept."""
+        if isinstance(message, messages.Abort):
+            message = messages.Pong(message.generation)
+        elif isinstance(message, messages.ReleaseAck):
+            message = structs.replace(message, leased=True)
+        return messages.encode(message)
+
+    monkeypatch.setattr("disagg.protocol.effects.encode", lie)
+    assert any("a wrong Success" in line for line in Fleet(late).run().broken)
+
+
+def test_a_room_that_ends_twice_is_found(monkeypatch):
+    once = EndedRooms.take
+
+    def twice(self):
+        return once(self) * 2
+
+    monkeypatch.setattr(EndedRooms, "take", twice)
+    assert any("has ended twice" in line for line in Fleet(SMALL).run().broken)
+
+
+def test_a_room_that_never_ends_is_found(monkeypatch):
+    known = EndedRooms.add
+
+    def all_but_one(self, name, failure):
+        if name != 5:
+            known(self, name, failure)
+
+    monkeypatch.setattr(EndedRooms, "add", all_but_one)
+    with pytest.raises(RuntimeError, match="no room has ended"):
+        Fleet(SMALL).run()
+
+
+def test_a_footprint_counts_each_object_once():
+    inner = bytes(1000)
+    assert footprint([inner]) - footprint([]) == sys.getsizeof(inner) + 8
+    assert footprint([inner, inner]) - footprint([inner]) == 8
+    seen = set()
+    footprint(inner, seen)
+    assert footprint([inner], seen) == sys.getsizeof([inner])
+
+
+def test_the_command_prints_and_writes_the_figures(tmp_path):
+    options = ["--prefill", 4, "--decode", 8, "--rooms", 60, "--deaths", 1, "--seed", 3]
+    path = tmp_path / "run.json"
+    done = run(*options, "--json", path)
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(path.read_text())
+    for word in (found["trace"], "rooms a second", "memory of a peer", "12 ranks"):
+        assert word in " ".join(done.output.split())
+    assert (found["ranks"], found["died"], found["broken"]) == (12, 1, [])
+
+
+def test_the_command_draws_how_figures_grow(tmp_path):
+    path = tmp_path / "growth.svg"
+    options = ["--rooms", 40, "--in-flight", 2, "--ranks", 16]
+    done = run(*options, "--grow", "fleet", "--grow", "decode", "--chart", path)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("ranks^") == 2
+    assert path.read_text().startswith("<?xml")
+
+
+def test_the_command_says_what_is_broken(monkeypatch):
+    once = EndedRooms.take
+    monkeypatch.setattr(EndedRooms, "take", lambda self: once(self) * 2)
+    done = run("--prefill", 2, "--decode", 2, "--rooms", 5)
+    assert done.exit_code == 1
+    assert "has ended twice" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--prefill", 3], "3 prefill ranks in engines of 2: give a multiple of 2."),
+        (["--rooms", 0], "rooms=0: 1 or more."),
+        (["--loss", 1], "loss=1.0: from 0 to less than 1."),
+        (["--rate", 0], "rate=0.0: more than 0 bytes a second."),
+        (["--latency", -1], "latency=-1.0: 0 or more."),
+        (["--grow", "rooms"], "--grow rooms: one of fleet, prefill, decode."),
+        (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
+        (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
+        (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg, .html, .png."),
+        (["--json", "/no/such/a.json"], "/no/such/a.json: there is no directory /no/such."),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(options, problem):
+    done = run(*options)
+    assert done.exit_code == 2
+    assert problem in " ".join(done.output.replace("│", "").split())
