@@ -299,9 +299,8 @@ FAMILIES: dict[str, Family] = {
         Family(grouped),
     ),
     **_all("cohere_compass_text", Family(grouped, ignores=ONLY_DIM)),
-    **_all("gpt_neox gpt_neox_japanese persimmon", Family(grouped, ignores=ONLY_HEADS)),
     **_all(
-        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gptj opt xglm",
+        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj opt persimmon xglm",
         Family(grouped, ignores=BOTH),
     ),
     **_all(
@@ -358,6 +357,19 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(grouped, from_max_window_layers, needs=BOTH),
     "qwen3_moe": Family(grouped, _qwen3_moe, needs=ONLY_HEADS),
     "smollm3": Family(grouped, _smollm3, needs=ONLY_HEADS),
+    # the text models of multimodal ones, which are no causal-LM types
+    **_all(
+        "glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text "
+        "qwen3_vl_moe_text",
+        Family(grouped, needs=ONLY_HEADS),
+    ),
+    **_all("cosmos3_edge_text molmo2_text qwen3_vl_text", Family(grouped, needs=BOTH)),
+    **_all(
+        "qwen2_5_vl_text qwen2_vl_text",
+        Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
+    ),
+    **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
+    "hunyuan_vl_text": Family(grouped),
     # latents
     **_all("axk1 deepseek_v2 deepseek_v3 minicpm3 youtu", Family(latent)),
     "glm4_moe_lite": Family(_glm4_moe_lite),
