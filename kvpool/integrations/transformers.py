@@ -96,6 +96,12 @@ class PoolCache(Cache):
             for name in located[0]
         }
         self.pool_layers = [PoolLayer(self, layer) for layer in range(pool.end_layer)]
+        blocks = [each.layer for each in self.pool_layers if each.selects_blocks]
+        if blocks and any(self.padding.before):
+            raise ValueError(
+                f"{pool.owner} layer {blocks[0]} index_key: padding {list(self.padding.before)}, "
+                "but the model selects blocks of columns. Make a batch of each length."
+            )
         # columns written, by layer and state
         self.written = {
             (layer.layer, name): self.columns for layer in self.pool_layers for name in layer.states

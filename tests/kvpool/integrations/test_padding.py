@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, OutOfPages  # noqa: E402
-from kvpool.integrations.transformers import PoolCache  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from tests.kvpool.integrations import test_linear, test_transformers as reference  # noqa: E402
 from tests.kvpool.integrations.test_prefix_reuse import GEMMA  # noqa: E402
 from tests.kvpool.integrations.test_transformers import (  # noqa: E402
@@ -23,6 +23,7 @@ from tests.kvpool.integrations.test_transformers import (  # noqa: E402
     prompt,
     run,
 )
+from tests.kvpool.models.tiny import tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next")
@@ -233,3 +234,12 @@ def test_windows_that_a_model_compresses_by_columns_are_not_padded():
     pool = pool_of(model_of("deepseek_v4"))
     with pytest.raises(ValueError, match=r"compresses windows of .* a batch of each length"):
         PoolCache.new(pool, Allocator(pool), 2, padding=[0, 4])
+
+
+def test_blocks_that_a_model_selects_by_columns_are_not_padded():
+    """transformers' own cache gives a row other logits there than alone."""
+    pool = pool_for(tiny("minimax_m3_vl_text").config, dtype="f32", page_size=4, num_pages=9)
+    allocator = Allocator(pool)
+    PoolCache.new(pool, allocator, 2)
+    with pytest.raises(ValueError, match=r"layer 1 index_key: padding \[0, 4\], .* of each length"):
+        PoolCache.new(pool, allocator, 2, padding=[0, 4])

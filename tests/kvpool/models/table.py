@@ -88,7 +88,6 @@ keeps, each with a window or none. The pool follows: the class made for such lay
   empty is refused by its name.
 - Falcon's new architecture: transformers repeats KV heads for every head before it caches them, and
   the pool follows; engines keep `num_kv_heads`.
-
 """
 COLUMNS = """
 | type | pool | a token | a token in windows | a request | equal to the bit |
