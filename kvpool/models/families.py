@@ -304,9 +304,10 @@ FAMILIES: dict[str, Family] = {
         Family(grouped, ignores=BOTH),
     ),
     **_all(
-        "bitnet emu3_text_model ernie4_5_moe glm4_moe stablelm",
+        "bitnet emu3_text_model ernie4_5_moe glm4_moe",
         Family(grouped, needs=ONLY_HEADS),
     ),
+    "stablelm": Family(grouped, needs=ONLY_HEADS, ignores=ONLY_DIM),
     **_all(
         "ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder minimax_m2 seed_oss solar_open",
         Family(grouped, needs=BOTH),

@@ -36,10 +36,11 @@ def test_a_head_has_its_part_of_the_hidden_size_unless_it_is_given():
         ("gpt2", "head_dim", 12),
         ("persimmon", "num_key_value_heads", 2),
         ("gpt_bigcode", "head_dim", 12),
+        ("stablelm", "head_dim", 12),
     ],
 )
 def test_heads_that_models_of_a_type_never_have_are_refused(model, field, value):
-    config = {**LLAMA, "model_type": model, "num_key_value_heads": None}
+    config = {**LLAMA, "model_type": model, "num_key_value_heads": 4}
     with pytest.raises(ValueError, match=f"{model} config: {field} must be .* do not read it"):
         declare({**config, field: value})
     with pytest.raises(ValueError, match=f"{model} config: {field} must be .* do not read it"):
