@@ -100,13 +100,19 @@ def test_what_others_write_to_reserved_items_is_not_read(family):
     assert all((pool.item_bytes_view(b)[0] == 0xFF).all() for b in pool.layout.buffers)
 
 
-@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "mamba", "lfm2", "zamba2"])
-def test_padding_does_not_enter_a_linear_state(name):
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        *((name, (28, 1, 1, 1)) for name in ("bamba", "falcon_h1", "mamba", "lfm2", "zamba2")),
+        *((name, (17, 11, 1, 1, 1)) for name in ("mamba", "mamba2", "falcon_mamba")),
+    ],
+)
+def test_padding_does_not_enter_a_linear_state(name, chunks):
     model, ids = test_linear.model_of(name, torch.float32), prompt(2)
     pool = filled_with_nan(test_linear.pool_of(name, torch.float32))
     theirs, padding = test_linear.theirs_for(model), (0, 13)
     ours = PoolCache.new(pool, Allocator(pool), 2, padding)
-    for size in (28, 1, 1, 1):
+    for size in chunks:
         since = min(max(13 - ours.get_seq_length(), 0), size)
         inputs, mine = ours.inputs(size), ids[:, :size]
         a, b = (forward(model, cache, mine, inputs) for cache in (ours, theirs))
