@@ -74,11 +74,20 @@ class SnapshotFile:
                 "damaged, or the request was written to while it was saved."
             )
 
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Around what copies this file's bytes to a pool: an error says that items were written."""
+        try:
+            yield
+        except (SnapshotRefused, OSError) as error:
+            said = f"{self.path}: {error}." if isinstance(error, OSError) else str(error)
+            raise SnapshotRefused(f"{said} {_UNUSABLE}") from error
+
     def check_unchanged(self) -> None:
         """Refuses a file that was written to since it was opened."""
         now, then = self._stat(), self._status
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
-            raise SnapshotRefused(f"{self.path}: written to while it was loaded. {_UNUSABLE}")
+            raise SnapshotRefused(f"{self.path}: written to while it was loaded.")
 
     def close(self) -> None:
         """Closes the file."""
@@ -122,7 +131,7 @@ class SnapshotFile:
         while left.nbytes:
             count = os.preadv(self._descriptor, [left], at)
             if not count:
-                raise SnapshotRefused(f"cut off while it was loaded. {_UNUSABLE}")
+                raise SnapshotRefused("cut off while it was loaded.")
             left, at = left[count:], at + count
 
     def _reader(self, buffer: Buffer) -> ReadCells:

@@ -81,13 +81,16 @@ def load(
                 pass
             file.check({key for part in made.parts if part.source == number for key in part.keys})
         for number, file in enumerate(files):
-            for batch in moved(number):
-                for at, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, MAX_GAP):
-                    size = int(at[-1] + nbytes[-1] - at[0])
-                    file.read(int(at[0]), staging.bytes[:size])
-                    staging.scatter(at - at[0], pointers, nbytes, size)
+            with file.copied():
+                for batch in moved(number):
+                    runs = batch.src, batch.dst, batch.nbytes
+                    for at, pointers, nbytes in windows(*runs, MAX_GAP):
+                        size = int(at[-1] + nbytes[-1] - at[0])
+                        file.read(int(at[0]), staging.bytes[:size])
+                        staging.scatter(at - at[0], pointers, nbytes, size)
         for file in files:
-            file.check_unchanged()
+            with file.copied():
+                file.check_unchanged()
     return len(wanted)
 
 

@@ -15,7 +15,7 @@ from kvpool.integrations.linear import LinearStates
 from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.pools.composite import ATTENTION
-from kvpool.pools.kinds import MLA, At, IndexKey, Kind, LinearState, Ring
+from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState, Ring
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache
@@ -86,6 +86,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.window = self._space(*self.attention).window if self.attention else None
         self.is_sliding = self.window is not None
         self.is_linear = bool(self.linear) and self.attention is None
+        # over grouped heads an indexer selects blocks of columns, over latents single ones
+        self.selects_blocks = bool(self.index) and isinstance((self.attention or [None])[0], MHA)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool has its memory."""

@@ -96,6 +96,12 @@ class PoolCache(Cache):
             for name in located[0]
         }
         self.pool_layers = [PoolLayer(self, layer) for layer in range(pool.end_layer)]
+        blocks = [each.layer for each in self.pool_layers if each.selects_blocks]
+        if blocks and any(self.padding.before):
+            raise ValueError(
+                f"{pool.owner} layer {blocks[0]} index_key: padding {list(self.padding.before)}, "
+                "but the model selects blocks of columns. Make a batch of each length."
+            )
         # columns written, by layer and state
         self.written = {
             (layer.layer, name): self.columns for layer in self.pool_layers for name in layer.states
@@ -120,11 +126,13 @@ class PoolCache(Cache):
     def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
         """What a model must be told of the next forward over `tokens` columns: `attention_mask`
         `[B, columns so far and these]`, 0 where a column is padding, and `position_ids` `[B, T]`.
+        Models without attention take a mask of these columns only.
         """
         columns = torch.arange(self.columns + tokens, device=self._device)
         positions = columns - torch.tensor(self.padding.before, device=self._device)[:, None]
+        seen = self.columns if all(self.is_linear) else 0
         return {
-            "attention_mask": (positions >= 0).long(),
+            "attention_mask": (positions[:, seen:] >= 0).long(),
             "position_ids": positions[:, self.columns :].clamp(min=0),
         }
 

@@ -26,6 +26,7 @@ from kvpool.models.rules import (
     all_windowed,
     every,
     from_max_window_layers,
+    given_window,
     grouped,
     head_dim,
     heads,
@@ -92,7 +93,7 @@ def _rotated(fields: Fields, count: int) -> Sequence[int]:
 
 def _exaone(fields: Fields, count: int) -> Sequence[str]:
     """Full attention on every fourth layer."""
-    if not fields.has("sliding_window"):
+    if FULL in given_window(fields, count):
         return [FULL] * count
     return every(4, "sliding_window_pattern")(fields, count)
 
@@ -236,6 +237,14 @@ def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:
     return latent(fields, name, needs)
 
 
+def _glm4_moe_lite(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Another name of the rope key's dim is head_dim."""
+    rope = fields.whole("qk_rope_head_dim")
+    if fields.has(HEAD_DIM) and fields.get(HEAD_DIM) != rope:
+        raise fields.wrong(HEAD_DIM, f"qk_rope_head_dim, {rope}")
+    return latent(fields, name, needs)
+
+
 def _indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
     of the last full layer and have no keys.
@@ -284,26 +293,32 @@ def _all(types: str, family: Family) -> dict[str, Family]:
 
 FAMILIES: dict[str, Family] = {
     **_all(  # KV heads default to heads and head_dim to hidden_size / heads
-        "apertus arcee aria_text biogpt bloom codegen cohere ctrl diffllama flex_olmo gpt-sw3 gpt2 "
-        "gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared hunyuan_v1_dense "
-        "hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe opt persimmon "
-        "phi xglm",
+        "apertus arcee aria_text cohere diffllama flex_olmo granite granitemoe granitemoeshared "
+        "hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 "
+        "olmoe phi",
         Family(grouped),
     ),
+    **_all("cohere_compass_text", Family(grouped, ignores=ONLY_DIM)),
     **_all(
-        "bitnet emu3_text_model ernie4_5_moe glm4_moe stablelm",
+        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj opt persimmon xglm",
+        Family(grouped, ignores=BOTH),
+    ),
+    **_all(
+        "bitnet emu3_text_model ernie4_5_moe glm4_moe",
         Family(grouped, needs=ONLY_HEADS),
     ),
+    "stablelm": Family(grouped, needs=ONLY_HEADS, ignores=ONLY_DIM),
     **_all(
         "ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder minimax_m2 seed_oss solar_open",
         Family(grouped, needs=BOTH),
     ),
-    **dict.fromkeys(("cohere_compass_text", "cohere2"), Family(grouped, every(4, PATTERN))),
+    "cohere2": Family(grouped, every(4, PATTERN)),
     **dict.fromkeys(("doge", "phi3"), Family(grouped, all_windowed)),
     **_all(
-        "ministral mistral mixtral phi4_multimodal phimoe starcoder2",
+        "mixtral phi4_multimodal phimoe starcoder2",
         Family(grouped, all_windowed, needs=ONLY_HEADS),
     ),
+    **_all("ministral mistral", Family(grouped, given_window, needs=ONLY_HEADS)),
     "qwen2": Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
     **dict.fromkeys(("gemma2", "vaultgemma"), Family(grouped, every(2), needs=BOTH)),
     **dict.fromkeys(("exaone4", "exaone_moe"), Family(grouped, _exaone, needs=ONLY_HEADS)),
@@ -316,33 +331,49 @@ FAMILIES: dict[str, Family] = {
     "beam": Family(grouped, _last_full(every(6)), needs=BOTH),
     "cohere2_moe": Family(grouped, listed, needs=ONLY_DIM),
     "cwm": Family(grouped, every(4, offset=0), needs=BOTH),
-    "dbrx": Family(_dbrx),
+    "dbrx": Family(_dbrx, ignores=ONLY_DIM),
     "dots1": Family(grouped, _by_window, needs=ONLY_HEADS),
-    "falcon": Family(_falcon),
+    "falcon": Family(_falcon, ignores=ONLY_DIM),
     "flint": Family(grouped, _flint, needs=BOTH),
     "gemma3_text": Family(_gemma3, every(6, PATTERN)),
     "gemma3n_text": Family(grouped, every(5), also=_unshared, needs=BOTH | {SHARED}),
-    "gpt_bigcode": Family(_gpt_bigcode),
-    "gpt_neo": Family(_gpt_neo),
+    "gpt_bigcode": Family(_gpt_bigcode, ignores=ONLY_DIM),
+    "gpt_neo": Family(_gpt_neo, ignores=BOTH),
     "gpt_oss": Family(grouped, listed, needs=BOTH),
     "granite_swa": Family(grouped, every(4, offset=0), needs=ONLY_HEADS),
     "granitemoe_swa": Family(grouped, every(4, offset=0)),
-    "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM),
+    "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM, ignores=ONLY_HEADS),
     "jetmoe": Family(_jetmoe),
     "kolibri1": Family(grouped, every(5), needs=BOTH),
     "llama4_text": Family(grouped, _llama4, names=(FULL, SLIDING, CHUNKED), needs=BOTH),
     "mimo_v2_flash": Family(_mimo_v2_flash, _mimo_v2_flash_types, needs=BOTH),
     "minimax_m3_vl_text": Family(_minimax_m3, names=(FULL, "minimax_m3_sparse"), needs=BOTH),
     "ministral3": Family(grouped, all_windowed, needs=BOTH),
-    "modernbert-decoder": Family(_modernbert, every(3, "global_attn_every_n_layers", offset=0)),
-    "mpt": Family(_mpt),
+    "modernbert-decoder": Family(
+        _modernbert, every(3, "global_attn_every_n_layers", offset=0), ignores=ONLY_HEADS
+    ),
+    "mpt": Family(_mpt, ignores=BOTH),
     "olmo3": Family(grouped, every(4)),
     "qwen2_moe": Family(grouped, _qwen2_moe, needs=ONLY_HEADS),
     "qwen3": Family(grouped, from_max_window_layers, needs=BOTH),
     "qwen3_moe": Family(grouped, _qwen3_moe, needs=ONLY_HEADS),
     "smollm3": Family(grouped, _smollm3, needs=ONLY_HEADS),
+    # the text models of multimodal ones, which are no causal-LM types
+    **_all(
+        "glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text "
+        "qwen3_vl_moe_text",
+        Family(grouped, needs=ONLY_HEADS),
+    ),
+    **_all("cosmos3_edge_text molmo2_text qwen3_vl_text", Family(grouped, needs=BOTH)),
+    **_all(
+        "qwen2_5_vl_text qwen2_vl_text",
+        Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
+    ),
+    **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
+    "hunyuan_vl_text": Family(grouped),
     # latents
-    **_all("axk1 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 youtu", Family(latent)),
+    **_all("axk1 deepseek_v2 deepseek_v3 minicpm3 youtu", Family(latent)),
+    "glm4_moe_lite": Family(_glm4_moe_lite),
     "longcat_flash": Family(latent, layers=_two_a_block),
     "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
     **dict.fromkeys(

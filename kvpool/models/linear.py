@@ -171,7 +171,10 @@ def _zamba(fields: Fields) -> LinearState:
 
 def _inkling(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     """Attention, and float32 convolutions of its keys, its values, its output and the MLP's."""
-    held = replace_names(fields, "swa_") if name == HYBRID_SLIDING else fields
+    held = fields
+    if name == HYBRID_SLIDING:
+        own = {n: fields.whole(f"swa_{n}") for n in (HEADS, HEAD_DIM)}
+        held = replace(fields, values={**fields.values, **own})
     for unread in ("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states"):
         fields.get(unread)
     kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
@@ -180,12 +183,6 @@ def _inkling(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     convs = [short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
     return attention + tuple(State(conv, dtype="f32") for conv in convs)
-
-
-def replace_names(fields: Fields, prefix: str) -> Fields:
-    """Fields with those of `prefix` in the place of those without."""
-    own = {n: fields.get(prefix + n) for n in (HEADS, HEAD_DIM) if fields.has(prefix + n)}
-    return replace(fields, values={**fields.values, **own})
 
 
 def _by_period(fields: Fields, count: int) -> Sequence[str]:
@@ -241,7 +238,8 @@ def _zamba2_attention(fields: Fields, name: str, needs: frozenset[str]) -> Layer
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
     for unread in ("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size"):
         fields.get(unread)
-    count = fields.whole_or(HEADS, fields.whole("num_attention_heads"))
+    given = HEADS in needs or fields.has(HEADS)
+    count = fields.whole(HEADS if given else "num_attention_heads")
     return (State(MHA(count, fields.whole("attention_head_dim"))),)
 
 
@@ -299,7 +297,7 @@ FAMILIES: dict[str, Family] = {
         ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         Family(GATED, _interval, (FULL, LINEAR), needs=BOTH),
     ),
-    "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID)),
+    "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID), needs=ONLY_HEADS),
     "zaya": Family(_zaya, _all(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
     "zamba2": Family(beside(ZAMBA2, _zamba2_attention), listed, (LINEAR, HYBRID)),
 }

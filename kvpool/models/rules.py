@@ -80,6 +80,15 @@ def refuse_unread(fields: Fields) -> None:
                 raise given.wrong(name, f"left out {known}")
 
 
+def refuse_ignored(fields: Fields, ignored: frozenset[str]) -> None:
+    """Raises ValueError for heads or dims, among those `ignored`, that models do not have."""
+    plain = replace(fields, values={n: v for n, v in fields.values.items() if n not in ignored})
+    for name in sorted(ignored):
+        had = head_dim(plain) if name == HEAD_DIM else heads(plain, frozenset()).num_kv_heads
+        if fields.has(name) and fields.get(name) != had:
+            raise fields.wrong(name, f"{had} (models of this type do not read it)")
+
+
 def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
     """The state of a layer of type `name`: a window counts the current token too."""
     if name == FULL:
@@ -114,14 +123,14 @@ def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MH
         count = fields.whole(HEADS)
     else:
         count = fields.whole(fields.named("num_attention_heads"))
-    dim = fields.whole(fields.named(HEAD_DIM)) if HEAD_DIM in needs else head_dim(fields)
+    dim = head_dim(fields, needs)
     return MHA(count, dim, None if v_dim == dim else v_dim)
 
 
-def head_dim(fields: Fields) -> int:
-    """The field, or hidden_size / heads."""
-    if fields.has(fields.named(HEAD_DIM)):
-        return fields.whole(fields.named(HEAD_DIM))
+def head_dim(fields: Fields, needs: frozenset[str] = frozenset()) -> int:
+    """The field, or hidden_size / heads. An alias alone is not read by transformers."""
+    if fields.has(fields.named(HEAD_DIM)) or HEAD_DIM in needs:
+        return fields.whole(HEAD_DIM)
     hidden = fields.whole(fields.named("hidden_size"))
     count = fields.whole(fields.named("num_attention_heads"))
     if hidden % count:
@@ -140,6 +149,13 @@ def all_full(fields: Fields, count: int) -> Sequence[str]:
 def all_windowed(fields: Fields, count: int) -> Sequence[str]:
     """A window on all layers if there is one."""
     return [SLIDING if fields.has(fields.named("sliding_window")) else FULL] * count
+
+
+def given_window(fields: Fields, count: int) -> Sequence[str]:
+    """As all_windowed, where a type has a window of its own if the field is left out."""
+    if not any(name in fields.values for name in WINDOW):
+        raise fields.wrong(WINDOW[0], "given, or null where there is no window")
+    return all_windowed(fields, count)
 
 
 def listed(fields: Fields, count: int) -> Sequence[str]:
@@ -173,7 +189,8 @@ class Family:
     `types`: a type for every layer, where the config has no layer_types. `layers`: how many layers
     keep state. `also`: what a rule over all layers changes. `needs`: fields for which the type has
     a default of its own, so that they must be given; others default to hidden_size / heads and to
-    as many KV heads as heads.
+    as many KV heads as heads. `ignores`: those for which the type has these defaults whatever is
+    given.
     """
 
     attention: Callable[[Fields, str, frozenset[str]], Layer]
@@ -184,6 +201,7 @@ class Family:
         layers
     )
     needs: frozenset[str] = frozenset()
+    ignores: frozenset[str] = frozenset()
 
     def __call__(self, fields: Fields) -> Need:
         """The pool of a config, as `need`."""
@@ -196,6 +214,8 @@ class Family:
         count = self.layers(fields)
         names = layer_types(fields, self, count)
         own = layer_fields(fields, count)
+        for each in (fields, *own):
+            refuse_ignored(each, self.ignores)
         found = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
         return self.also(fields, found, self.needs)
 

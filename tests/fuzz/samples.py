@@ -65,11 +65,14 @@ def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> Po
 
 
 def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
-    """A window, compressed entries that share the pages' ids, a ring, and a slot."""
+    """A window, with rings in its pages, compressed entries that share the pages' ids, a ring of
+    the request, and a slot.
+    """
     spaces = [
         Space("kv", "paged", page),
         Space("c4", "paged", page // 4, 4, ids="kv"),
         Space("swa", "paged", page // 2, window=window),
+        Space("row", "paged", page // 2, window=1, window_step=2, ids="swa", ring=page // 4),
         Space("ring", "ring", ring, window=4, reserved=0),
         Space("state", "slot"),
     ]
@@ -78,6 +81,7 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
         (0, "kv", 12, Repeat("entry", page, Cell("latent", 4, "bf16"))),
         (0, "c4", 12, Repeat("entry", page // 4, Cell("c4.latent", 4, "bf16"))),
         (1, "swa", 16, Repeat("entry", page // 2, Cell("swa.latent", 4, "bf16"))),
+        (1, "row", 16, Repeat("entry", page // 4, Cell("c4.row", 2, "f32"))),
         (0, "ring", 3, Repeat("entry", ring, Cell("c4.state", 2, "f32"))),
         (1, "state", 3, conv),
     ]

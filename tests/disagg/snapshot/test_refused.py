@@ -4,6 +4,7 @@ untouched.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -389,3 +390,49 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path, monkeypatch
     monkeypatch.setattr(os, "preadv", touched)
     with pytest.raises(SnapshotRefused, match="written to while it was loaded"):
         load(path, pool.layout, address)
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def unreadable(path):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def touched(path):
+    os.utime(path, ns=(0, 0))
+
+
+@pytest.mark.parametrize("fails", [truncated, unreadable, touched])
+def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
+    fails, tmp_path, monkeypatch
+):
+    pool, real, reads = mla(), os.preadv, []
+    address = oracle.place(pool, TOKENS)
+    oracle.fill(pool, address)
+    save(path := tmp_path / "a", pool.layout, address)
+    whole, at = path.read_bytes(), 0
+
+    def preadv(*args):
+        reads.append(args)
+        if len(reads) == at:
+            fails(path)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    load(path, pool.layout, address)
+    every, said = len(reads), set()
+    for number in range(2, every + 1):  # the first reads the length of the header
+        at = number
+        path.write_bytes(whole)
+        reads.clear()
+        oracle.blank(pool)
+        with pytest.raises((SnapshotRefused, OSError)) as caught:
+            load(path, pool.layout, address)
+        written = any((memory != oracle.DEST).any() for memory in oracle.state(pool).memory)
+        assert ("items now must not be used" in str(caught.value)) >= written
+        said.add(written)
+        if written:
+            assert caught.type is SnapshotRefused and str(caught.value).startswith(f"{path}: ")
+    assert True in said and (fails is touched or False in said)

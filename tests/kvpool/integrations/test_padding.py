@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, OutOfPages  # noqa: E402
-from kvpool.integrations.transformers import PoolCache  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from tests.kvpool.integrations import test_linear, test_transformers as reference  # noqa: E402
 from tests.kvpool.integrations.test_prefix_reuse import GEMMA  # noqa: E402
 from tests.kvpool.integrations.test_transformers import (  # noqa: E402
@@ -23,6 +23,7 @@ from tests.kvpool.integrations.test_transformers import (  # noqa: E402
     prompt,
     run,
 )
+from tests.kvpool.models.tiny import tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next")
@@ -99,13 +100,19 @@ def test_what_others_write_to_reserved_items_is_not_read(family):
     assert all((pool.item_bytes_view(b)[0] == 0xFF).all() for b in pool.layout.buffers)
 
 
-@pytest.mark.parametrize("name", ["bamba", "falcon_h1", "mamba", "lfm2", "zamba2"])
-def test_padding_does_not_enter_a_linear_state(name):
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        *((name, (28, 1, 1, 1)) for name in ("bamba", "falcon_h1", "mamba", "lfm2", "zamba2")),
+        *((name, (17, 11, 1, 1, 1)) for name in ("mamba", "mamba2", "falcon_mamba")),
+    ],
+)
+def test_padding_does_not_enter_a_linear_state(name, chunks):
     model, ids = test_linear.model_of(name, torch.float32), prompt(2)
     pool = filled_with_nan(test_linear.pool_of(name, torch.float32))
     theirs, padding = test_linear.theirs_for(model), (0, 13)
     ours = PoolCache.new(pool, Allocator(pool), 2, padding)
-    for size in (28, 1, 1, 1):
+    for size in chunks:
         since = min(max(13 - ours.get_seq_length(), 0), size)
         inputs, mine = ours.inputs(size), ids[:, :size]
         a, b = (forward(model, cache, mine, inputs) for cache in (ours, theirs))
@@ -233,3 +240,12 @@ def test_windows_that_a_model_compresses_by_columns_are_not_padded():
     pool = pool_of(model_of("deepseek_v4"))
     with pytest.raises(ValueError, match=r"compresses windows of .* a batch of each length"):
         PoolCache.new(pool, Allocator(pool), 2, padding=[0, 4])
+
+
+def test_blocks_that_a_model_selects_by_columns_are_not_padded():
+    """transformers' own cache gives a row other logits there than alone."""
+    pool = pool_for(tiny("minimax_m3_vl_text").config, dtype="f32", page_size=4, num_pages=9)
+    allocator = Allocator(pool)
+    PoolCache.new(pool, allocator, 2)
+    with pytest.raises(ValueError, match=r"layer 1 index_key: padding \[0, 4\], .* of each length"):
+        PoolCache.new(pool, allocator, 2, padding=[0, 4])

@@ -5,11 +5,13 @@ Written by `python -m tests.kvpool.models.table > docs/models.md`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import transformers
 
 from kvpool.models import declare
 from kvpool.models.drafts import DRAFTS
-from tests.kvpool.models.tiny import TYPES, changes
+from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
 CROSS = "keeps an encoder's keys beside its own"
 ENCODER = "an encoder; as a decoder it keeps an encoder's keys beside its own"
@@ -77,7 +79,8 @@ keeps, each with a window or none. The pool follows: the class made for such lay
 - `sliding_window` counts the token itself: the pool keeps one token less. `attention_chunk_size`
   alike: of a chunk no more is ever read.
 - `num_key_value_heads` left out is `num_attention_heads`, `head_dim` left out is `hidden_size /
-  num_attention_heads`. Types for which transformers has another default must give the field.
+  num_attention_heads`. Types for which transformers has another default must give the field; of
+  types whose models always have these, another number is refused.
 - `per_layer_config` changes fields of single layers. A layer that it skips parts of is refused.
 - `num_kv_shared_layers`: the last layers keep nothing, in the types that have it.
 - A field that may concern state (`*head*`, `*window*`, `*kv*`, `*conv*`, `*state*` and others:
@@ -85,22 +88,32 @@ keeps, each with a window or none. The pool follows: the class made for such lay
   empty is refused by its name.
 - Falcon's new architecture: transformers repeats KV heads for every head before it caches them, and
   the pool follows; engines keep `num_kv_heads`.
-
+"""
+COLUMNS = """
 | type | pool | a token | a token in windows | a request | equal to the bit |
 |---|---|---:|---:|---:|---|
+"""
+WITHIN = """
+## In multimodal models
+
+Types that are found only as the `text_config` of others, tried in the same way (hidden states in
+place of logits). The wrappers are declared by them.
 """
 
 
 def main() -> str:
     """The document."""
-    rows = [_row(name) for name in TYPES]
     declared = sum(name not in NOT_DECLARED for name in TYPES)
     numbers = {"total": len(TYPES), "declared": declared, "version": transformers.__version__}
     left = [f"- `{name}`: {why}." for name, why in sorted(NOT_DECLARED.items()) if name in TYPES]
     drafts = ", ".join(f"`{name}`" for name in DRAFTS)
-    end = f"\n\nDrafts (multi-token prediction layers) are declared for {drafts}.\n"
-    why = "\n\n## Why not\n\n" + "\n".join(left)
-    return HEAD.format(**numbers) + "\n".join(row for row in rows if row) + end + why[1:] + "\n"
+    end = f"\nDrafts (multi-token prediction layers) are declared for {drafts}.\n"
+    why = "\n## Why not\n\n" + "\n".join(left)
+    return HEAD.format(**numbers) + _table(TYPES) + WITHIN + _table(TEXTS) + end + why + "\n"
+
+
+def _table(names: Iterable[str]) -> str:
+    return COLUMNS + "".join(f"{_row(name)}\n" for name in names)
 
 
 def _row(name: str) -> str:

@@ -129,9 +129,11 @@ def test_a_published_config_says_the_same_as_transformers_writes_of_it(name):
     assert declare_draft(written) == declare_draft(raw)
 
 
+UNEVEN = "96 heads do not divide a hidden size of 4096"
 OWN_DEFAULTS = {  # of fields that must be given, or that contradict each other
     "emu3_text_model": "known to transformers as a part of emu3",
-    "glm4_moe": "96 heads do not divide a hidden size of 4096",
+    "glm4_moe": UNEVEN,
+    "glm4v_moe_text": UNEVEN,
     "lfm2_moe": "its layer_types must be given",
 }
 

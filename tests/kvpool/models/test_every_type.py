@@ -16,12 +16,13 @@ from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
 from kvpool.models.families import FAMILIES, WRAPPERS  # noqa: E402
 from tests.kvpool.models.table import AS_TEXT, main  # noqa: E402
-from tests.kvpool.models.tiny import TYPES, kept, own_cache, run, tiny  # noqa: E402
+from tests.kvpool.models.tiny import TEXTS, TYPES, kept, own_cache, run, tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = 21
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
-RUN = [name for name in TYPES if name in (*FAMILIES, *WRAPPERS) and name not in AS_TEXT]
+DECLARED = [name for name in TYPES if name in (*FAMILIES, *WRAPPERS)]
+RUN = [*(name for name in DECLARED if name not in AS_TEXT), *TEXTS]
 # one of each pool, kind of layers and rule; all with --long
 FEW = (
     "bailing_hybrid",
@@ -39,6 +40,7 @@ FEW = (
     "modernbert-decoder",
     "nemotron_h",
     "qwen2",
+    "qwen3_vl_text",
     "zaya",
 )
 TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in RUN]

@@ -157,7 +157,7 @@ def test_a_stage_a_shard_and_a_page_size_are_given_when_building():
 DENSE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DENSE |= {"num_hidden_layers": 4}
 WINDOWS = [
-    ("mistral", {}, ()),
+    ("mixtral", {}, ()),
     ("mistral", {"sliding_window": None}, ()),
     ("mistral", {"sliding_window": 32}, (0, 1, 2, 3)),
     ("mixtral", {"sliding_window": 32}, (0, 1, 2, 3)),

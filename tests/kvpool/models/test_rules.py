@@ -29,6 +29,73 @@ def test_a_head_has_its_part_of_the_hidden_size_unless_it_is_given():
         declare({**LLAMA, "model_type": "qwen2", "num_key_value_heads": None})
 
 
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("gpt2", "num_key_value_heads", 2),
+        ("gpt2", "head_dim", 12),
+        ("persimmon", "num_key_value_heads", 2),
+        ("gpt_bigcode", "head_dim", 12),
+        ("stablelm", "head_dim", 12),
+    ],
+)
+def test_heads_that_models_of_a_type_never_have_are_refused(model, field, value):
+    config = {**LLAMA, "model_type": model, "num_key_value_heads": 4}
+    with pytest.raises(ValueError, match=f"{model} config: {field} must be .* do not read it"):
+        declare({**config, field: value})
+    with pytest.raises(ValueError, match=f"{model} config: {field} must be .* do not read it"):
+        declare({**config, "per_layer_config": {"1": {field: value}}})
+    same = {"num_key_value_heads": 4, "head_dim": 16}[field]
+    assert declare({**config, field: same}) == declare(config)
+
+
+def test_another_name_of_a_head_s_dim_is_not_enough():
+    assert declare({**LLAMA, "attention_head_dim": 24, "head_dim": 24}).arguments["head_dim"] == 24
+    with pytest.raises(ValueError, match=r"llama config: head_dim must be .* it is missing"):
+        declare({**LLAMA, "attention_head_dim": 24})
+
+
+def test_two_names_of_a_rope_key_must_agree():
+    config = {**LLAMA, "model_type": "glm4_moe_lite", "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    assert declare({**config, "head_dim": 8}) == declare(config)
+    with pytest.raises(
+        ValueError, match="glm4_moe_lite config: head_dim must be qk_rope_head_dim, 8"
+    ):
+        declare({**config, "head_dim": 16})
+
+
+@pytest.mark.parametrize("model", ["exaone4", "exaone_moe", "ministral", "mistral"])
+def test_a_window_that_is_left_out_is_not_taken_for_none(model):
+    """transformers has 4,096 then."""
+    with pytest.raises(ValueError, match=f"{model} config: sliding_window must be given, or null"):
+        declare({**LLAMA, "model_type": model})
+    assert declare({**LLAMA, "model_type": model, "sliding_window": None}).pool is MHAPool
+
+
+@pytest.mark.parametrize("field", ["swa_num_key_value_heads", "swa_head_dim"])
+def test_heads_of_window_layers_are_not_guessed(field):
+    config = {
+        **LLAMA,
+        "model_type": "inkling_text",
+        "head_dim": 16,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 8,
+        "sliding_window_size": 9,
+        "conv_kernel_size": 4,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+    }
+    assert declare(config).arguments["states"][0][0] == State(MHA(4, 8), 8)
+    with pytest.raises(ValueError, match=f"inkling_text config: {field} must be a whole number"):
+        declare({**config, field: None})
+
+
+def test_layers_are_full_where_nothing_says_otherwise():
+    declared = declare({**LLAMA, "model_type": "cohere_compass_text"})
+    assert declared.pool is MHAPool
+    with pytest.raises(ValueError, match="cohere_compass_text config: sliding_window must be left"):
+        declare({**LLAMA, "model_type": "cohere_compass_text", "sliding_window": 9})
+
+
 def test_listed_types_of_layers_count_for_every_model():
     declared = declare({**LLAMA, "layer_types": [SWA, FULL, FULL, SWA], "sliding_window": 9})
     assert declared.pool is SWAPool
@@ -96,9 +163,9 @@ def test_fields_that_cannot_concern_state_are_let_be():
 
 def test_names_of_one_number_must_agree():
     renamed = {**LLAMA, "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64}
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "num_key_value_heads"):
         del renamed[name]
-    assert declare(renamed).arguments == {"num_kv_heads": 2, "head_dim": 16}
+    assert declare(renamed).arguments == {"num_kv_heads": 4, "head_dim": 16}
     with pytest.raises(ValueError, match="mean the same and must be equal"):
         declare({**renamed, "num_hidden_layers": 5})
 

@@ -15,6 +15,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvpool.models.families import WRAPPERS
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# text models that are found in multimodal ones only
+TEXTS = (
+    *("cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text"),
+    *("granite_docling_text", "hunyuan_vl_text", "molmo2_text"),
+    *("muse_glimmer_text", "muse_spark_text", "qwen2_5_vl_text", "qwen2_vl_text"),
+    *("qwen3_vl_moe_text", "qwen3_vl_text"),
+)
 WINDOW = 9  # with the token itself
 # what a config of this type has of these
 SIZES: dict[str, Any] = {
@@ -107,6 +114,14 @@ INKLING = {
     "rel_extent": 64,
     "mlp_layer_types": ["dense"] * 4,
 }
+
+
+def mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    """Positions of three axes."""
+    return {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [*sections], **more}}
+
+
+QWEN_VL = {**mrope(2, 3, 3), "use_sliding_window": True, "max_window_layers": 2}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), LATENT),
@@ -128,6 +143,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
     "cohere2": {"head_dim": 16},
+    "cosmos3_edge_text": mrope(4, 4, 4),
     "cpmant": {"dim_head": 16},
     "cwm": TOKENS,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}},
@@ -170,6 +186,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"num_hidden_layers": 6, "layer_types": None},
     "glm4_moe": {"head_dim": 24},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "glm4v_moe_text": mrope(2, 1, 1, partial_rotary_factor=0.5),
+    "glm4v_text": mrope(2, 3, 3),
+    "glm_image_text": {**mrope(2, 3, 3), **TOKENS},
+    "glm_ocr_text": mrope(2, 3, 3),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granitemoehybrid": {
         **MAMBA2,
@@ -178,6 +198,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "helium": {"head_dim": 16},
     "hrm_text": {"num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2},
+    "hunyuan_vl_text": mrope(4, 4, 4),
     "hy_v4": {"num_key_value_heads": 4, "head_dim": 24},
     "inkling2_text": INKLING,
     "inkling_text": INKLING,
@@ -214,10 +235,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "olmo_hybrid": {"linear_num_value_heads": 2, "num_key_value_heads": 4},
+    "qwen2_5_vl_text": QWEN_VL,
+    "qwen2_vl_text": QWEN_VL,
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 4},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True},
+    "qwen3_vl_moe_text": {"sliding_window": None},
     "smollm3": {"use_sliding_window": True},
     "zamba": {
         "mamba_d_state": 8,
@@ -261,7 +285,8 @@ def tiny(model: str) -> Any:
     """A random float32 model."""
     config = transformers.AutoConfig.for_model(model, **changes(model))
     torch.manual_seed(7)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = transformers.AutoModel if model in TEXTS else transformers.AutoModelForCausalLM
+    return kind.from_config(config, dtype=torch.float32).eval()
 
 
 def own_cache(model: Any) -> Any:
@@ -275,11 +300,12 @@ def own_cache(model: Any) -> Any:
 
 @torch.no_grad()
 def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> list[torch.Tensor]:
-    """Logits of each chunk of the ids."""
+    """Logits of each chunk of the ids; of a text model without a head, its hidden states."""
     names = inspect.signature(model.forward).parameters
     name = "cache_params" if "cache_params" in names else "past_key_values"
     parts = torch.split(ids, chunks, dim=1)
-    return [model(part, use_cache=True, **{name: cache}).logits for part in parts]
+    said = [model(input_ids=part, use_cache=True, **{name: cache}) for part in parts]
+    return [each.logits if "logits" in each else each.last_hidden_state for each in said]
 
 
 def kept(cache: Any, number: int, tokens: int, unread: int = 1) -> tuple[int, int, int, int]:
