@@ -525,7 +525,7 @@ def moved_to(key):
         {"token": lambda each: each[:15]},
         {"nobody": lambda each: 1},
     ],
-    ids=["no engine", "three memories", "one twice", "another's", "of the token", "short", "nobody"],
+    ids=["no engine", "three", "one twice", "another's", "of the token", "short", "nobody"],
 )
 def test_malformed_metadata_is_refused_before_a_call(pair, changes):
     serving, reading, *_ = pair
