@@ -46,9 +46,15 @@ def write_everything(pool) -> list[torch.Tensor]:
 
 
 def same_bytes(one, other, work) -> None:
-    """Runs `work` on both pools; its results and all bytes of both pools' items must be equal."""
+    """Runs `work` on both pools; its results (of a NaN, that it is one) and all bytes of both
+    pools' items must be equal.
+    """
     for mine, theirs in zip(work(one), work(other), strict=True):
-        assert mine.dtype == theirs.dtype and torch.equal(bits(mine), bits(theirs))
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if mine.dtype.is_floating_point and mine.element_size() > 1:  # not codes
+            assert torch.equal(mine.isnan(), theirs.isnan())
+            mine, theirs = (each.masked_fill(each.isnan(), 0) for each in (mine, theirs))
+        assert torch.equal(bits(mine), bits(theirs))
     buffers = one.layout.buffer_by_name, other.layout.buffer_by_name
     assert buffers[0].keys() == buffers[1].keys()
     for name in buffers[0]:

@@ -55,7 +55,7 @@ def test_installed_devices_and_engines_work():
 
 def test_each_failure_has_a_reason_and_the_others_are_still_checked(monkeypatch):
     offer(monkeypatch, devices=["Missing"], engines=["Absent", "Broken"])
-    missing, absent, broken, _ = doctor.availabilities()
+    missing, absent, broken, *_ = doctor.availabilities()
     assert [each.kind for each in (missing, absent, broken)] == ["device", "engine", "engine"]
     assert "AttributeError" in missing.problem and "Missing" in missing.problem
     assert absent.problem == "no such card in this machine. Put one in."
