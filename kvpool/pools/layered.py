@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
+from kvpool.layout.dtypes import dtype_name
 from kvpool.pools.access import DTypeLike
 from kvpool.pools.base import Common
 from kvpool.pools.buf_infos import StateType
@@ -42,10 +43,12 @@ class LayeredPool(UnionPool):
 
     Layers of equal windows share a space: `swa`, or `swa127` and so on where windows differ. Roles
     are those of the other pools (`k`, `swa.k`, `latent`, `index_key`, ..), so that their layouts
-    pair. A layer's second linear state has the prefix `linear1.`, and so on.
+    pair. A layer's second linear state has the prefix `linear1.`, and so on. `conv_dtype` (default:
+    that of the pool) and `temporal_dtype` (default: that of each state) are those of linear states.
     """
 
     has_index_packing = True
+    has_linear_states = True
 
     def __init__(
         self,
@@ -54,9 +57,16 @@ class LayeredPool(UnionPool):
         index_packing: str = "fp8",
         window_page_size: int = 0,
         conv_dtype: DTypeLike | None = None,
+        temporal_dtype: DTypeLike | None = None,
         **common: Unpack[Common],
     ) -> None:
+        linear = [s for held in states.values() for s in held if isinstance(s.kind, LinearState)]
+        for name, given in (("conv_dtype", conv_dtype), ("temporal_dtype", temporal_dtype)):
+            if given is not None and not linear:
+                raise ValueError(f"{name}: no layer has a linear state. Leave it out.")
         self.states, self.index_packing, self.conv_dtype = dict(states), index_packing, conv_dtype
+        if temporal_dtype is not None:
+            self.states = {layer: _stored(held, temporal_dtype) for layer, held in states.items()}
         self.window_page_size = window_page_size or common.get("page_size", 0)
         kept = [state.window for held in self.states.values() for state in held]
         windows = {window for window in kept if window is not None}
@@ -97,3 +107,14 @@ class LayeredPool(UnionPool):
                 layers, name, entries, packing=packing, prefix="swa.", state=StateType.SWA
             )
         return self.at(layers, packing=packing, state=StateType.DSA if indexed else None)
+
+
+def _stored(states: tuple[State, ...], temporal_dtype: DTypeLike) -> tuple[State, ...]:
+    """The states of a layer, with temporal states of that dtype."""
+    name = dtype_name(temporal_dtype)
+    return tuple(
+        replace(state, kind=replace(state.kind, temporal_dtype=name))
+        if isinstance(state.kind, LinearState) and state.kind.state_shape
+        else state
+        for state in states
+    )

@@ -666,3 +666,19 @@ def test_a_pool_lists_its_kinds_of_state():
         (IndexKey(16), (3,), "kv"),
         (MAMBA2, (0, 2), "state"),
     ]
+
+
+def test_the_dtypes_of_linear_states_are_options_of_layers_that_need_not_be_alike():
+    linear, rest = State(LinearState((("x", 4, 8),), 3, 4, (8, 8))), (State(MHA(4, 8)),)
+    numbers = {"layers": [0, 1], "num_pages": 2, "num_slots": 3, "page_size": 16, "dtype": "bf16"}
+
+    def dtypes(**given):
+        pool = LayeredPool(states={0: (linear,), 1: rest}, **numbers, **given)
+        return {r.role: r.dtype for r in pool.layout.regions if r.layer == 0}
+
+    assert dtypes() == {"conv.x": "bfloat16", "temporal": "float32"}
+    assert dtypes(temporal_dtype="bf16") == {"conv.x": "bfloat16", "temporal": "bfloat16"}
+    assert dtypes(conv_dtype="f32") == {"conv.x": "float32", "temporal": "float32"}
+    for name in ("conv_dtype", "temporal_dtype"):
+        with pytest.raises(ValueError, match=f"{name}: no layer has a linear state"):
+            LayeredPool(states={0: rest, 1: rest}, **numbers, **{name: "f32"})
