@@ -6,8 +6,9 @@ uses an engine.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
@@ -18,6 +19,18 @@ from kvpool.layout import Slab
 
 FENCE_POLL_SECONDS = 0.0005
 """Interval at which a waiting `fence` checks again."""
+
+
+def waited(quiet: Callable[[], bool], timeout: float | None) -> bool:
+    """Whether `quiet()` came to be within `timeout` seconds (0: now; None: however long it takes),
+    as `Engine.fence` waits.
+    """
+    stop = None if timeout is None else time.monotonic() + timeout
+    while not quiet():
+        if stop is not None and time.monotonic() >= stop:
+            return False
+        time.sleep(FENCE_POLL_SECONDS)
+    return True
 
 
 class EngineUnavailable(RuntimeError):

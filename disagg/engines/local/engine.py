@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
+from disagg.engines.base import Engine, TransferError, waited
 from disagg.engines.local.copies import HostCopies, finished
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
@@ -183,14 +182,11 @@ class LocalEngine(Engine):
         """Ends copies of host memory, waits for the device's, then unmaps the peer's memory and
         hangs up.
         """
-        stop = None if timeout is None else time.monotonic() + timeout
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
         for job in peer.jobs:
             job.cancel()
-        while not peer.quiet():
-            if stop is not None and time.monotonic() >= stop:
-                return False
-            time.sleep(FENCE_POLL_SECONDS)
+        if not waited(peer.quiet, timeout):
+            return False
         peer.hang_up()
         if peer.attached is not None:
             peer.attached.close()

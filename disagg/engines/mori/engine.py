@@ -18,7 +18,7 @@ from itertools import count
 
 import msgspec
 
-from disagg.engines.base import FENCE_POLL_SECONDS, Engine, EngineUnavailable, TransferError
+from disagg.engines.base import Engine, EngineUnavailable, TransferError, waited
 from disagg.engines.mori.package import MoriIO, MoriRuns, MoriSettings, choose, missing, mori_io
 from disagg.engines.mori.reads import (
     MoriMetadata,
@@ -176,12 +176,7 @@ class MoriEngine(Engine):
         """
         if peer.given_up is None:
             peer.given_up = time.monotonic()
-        stop = None if timeout is None else time.monotonic() + timeout
-        while not self._quiet(peer):
-            if stop is not None and time.monotonic() >= stop:
-                return False
-            time.sleep(FENCE_POLL_SECONDS)
-        return True
+        return waited(lambda: self._quiet(peer), timeout)
 
     def telemetry(self) -> Mapping[str, float]:
         """How many `IOEngine`s fences destroyed."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engines.base import FENCE_POLL_SECONDS, Engine, TransferError
+from disagg.engines.base import Engine, TransferError, waited
 from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
 from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
@@ -144,12 +144,7 @@ class NixlEngine(Engine):
         """
         if peer.given_up is None:
             peer.given_up = time.monotonic()
-        stop = None if timeout is None else time.monotonic() + timeout
-        while not self._quiet(peer):
-            if stop is not None and time.monotonic() >= stop:
-                return False
-            time.sleep(FENCE_POLL_SECONDS)
-        return True
+        return waited(lambda: self._quiet(peer), timeout)
 
     def telemetry(self) -> Mapping[str, float]:
         """NIXL's sums over complete reads (seconds count from the post), and how many agents a

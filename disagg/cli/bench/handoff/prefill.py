@@ -29,67 +29,75 @@ class Prefill(NamedTuple):
     layout: bytes
 
 
+class Served(NamedTuple):
+    """A pool, and what serves it."""
+
+    pool: KVPool
+    endpoint: PrefillEndpoint
+    bare: Engine
+
+
 class PrefillSide:
     """Answers calls of the other process. One model, engine and request at a time."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._pool: KVPool | None = None
-        self._endpoint: PrefillEndpoint | None = None
-        self._bare: Engine | None = None
+        self._open: Served | None = None
         self._table = RequestAddress(0, {})
 
     @property
     def progress_seconds(self) -> float | None:
         """How often the bare engine is to make progress."""
-        return None if self._bare is None else self._bare.progress_seconds
+        return None if self._open is None else self._open.bare.progress_seconds
 
     def progress(self) -> None:
         """Lets reads of the bare engine proceed."""
-        if self._bare is not None:
-            self._bare.progress()
+        if self._open is not None:
+            self._open.bare.progress()
 
     def open(self, engine: str, family: str, tokens: int) -> Prefill:
         """Serves a pool for requests of up to `tokens` tokens."""
         self.close()
-        self._pool = pool = pool_of(family, tokens, self._device)
-        self._endpoint = PrefillEndpoint(pool.layout, create_engine(engine))
-        self._bare = create_engine(engine)
-        self._bare.register(pool.layout.slabs())
-        return Prefill(self._endpoint.address, self._bare.metadata(), pool.layout.to_msgpack())
+        pool = pool_of(family, tokens, self._device)
+        endpoint, bare = PrefillEndpoint(pool.layout, create_engine(engine)), create_engine(engine)
+        self._open = Served(pool, endpoint, bare)
+        bare.register(pool.layout.slabs())
+        return Prefill(endpoint.address, bare.metadata(), pool.layout.to_msgpack())
 
     def fill(self, tokens: int) -> None:
         """Makes the request."""
-        assert self._pool is not None
-        self._table = block_table(self._pool.layout, tokens, SOURCE_SEED)
-        fill(self._pool, self._table)
-        self._pool.device.record().synchronize()
+        pool = self._served().pool
+        self._table = block_table(pool.layout, tokens, SOURCE_SEED)
+        fill(pool, self._table)
+        pool.device.record().synchronize()
 
     def send(self, room: int, start: int, stop: int) -> float:
         """Offers a chunk; returns the time before it was offered. The last comes after a pause."""
-        assert self._endpoint is not None
-        last = stop == self._table.num_tokens
+        endpoint, last = self._served().endpoint, stop == self._table.num_tokens
         if last:
             time.sleep(SETTLE_SECONDS)
         began = time.monotonic()
-        self._endpoint.send(room, self._table, tokens=range(start, stop), last=last)
+        endpoint.send(room, self._table, tokens=range(start, stop), last=last)
         return began
 
     def end(self, room: int) -> None:
         """Forgets a room that has succeeded. Raises TransferError if it has failed."""
-        assert self._endpoint is not None
-        if self._endpoint.wait(room, READER_TIMEOUT) is not KVPoll.Success:
-            raise TransferError(str(self._endpoint.failure(room)))
-        self._endpoint.forget(room)
+        endpoint = self._served().endpoint
+        if endpoint.wait(room, READER_TIMEOUT) is not KVPoll.Success:
+            raise TransferError(str(endpoint.failure(room)))
+        endpoint.forget(room)
 
     def close(self) -> None:
         """Serves nothing any more."""
-        if self._bare is not None:
-            self._bare.close()
-            self._bare = None
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._open is not None:
+            self._open.bare.close()
+            self._open.endpoint.close()
+            self._open = None
+
+    def _served(self) -> Served:
+        if self._open is None:
+            raise TransferError("no pool is served yet: `open` comes first.")
+        return self._open
 
 
 def serve(pipe: Connection, device: str) -> None:
