@@ -135,10 +135,13 @@ class Binder:
 
     def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
         self._routes, self._source, self._dest = tuple(routes), source, dest
+        self._bases = [
+            (_bases(source, each.src_buffers), _bases(dest, each.dst_buffers)) for each in routes
+        ]
         self._program: Program | None = None
         alike = all(each.src_space.held == each.dst_space.held for each in routes)
         if routes and alike and availability() is None:
-            self._program = Program(self._routes, source, dest)
+            self._program = Program(self._routes, self._bases, source, dest)
 
     def bind(
         self,
@@ -180,16 +183,15 @@ class Binder:
         ends = tokens.stop == dest_address.num_tokens
         pairs: dict[tuple[str, str, bool], EntryPairs] = {}
         blocks: list[Block] = []
-        for route in self._routes:
+        for route, bases in zip(self._routes, self._bases):
             moved = _moved(route, tokens, count)
             if moved is None:
                 continue
-            bases = route.src_base, route.dst_base
             if layers is not None:
                 inside = route.within(layers)
                 if not inside.any():
                     continue
-                bases = route.src_base[inside], route.dst_base[inside]
+                bases = bases[0][inside], bases[1][inside]
             pair = route.src_space.name, route.dst_space.name, route.packed
             if pair not in pairs:
                 pairs[pair] = (pair_items if route.packed else pair_entries)(
@@ -198,7 +200,8 @@ class Binder:
                     moved,
                 )
             if pairs[pair].count.size:
-                blocks.extend(_blocks(route, bases, pairs[pair], ends))
+                found = _runs(route, pairs[pair], ends)
+                blocks.extend(Block(route, *bases, *runs) for runs in found)
         lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
         out = columns.take(sum(block.runs for block in blocks))
         start = 0
@@ -244,21 +247,22 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    bases = route.src_base, route.dst_base
-    blocks = list(_blocks(route, bases, pairs, ends=True)) if pairs.count.size else []
-    return sum(block.runs for block in blocks), sum(block.total for block in blocks)
+    found = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
+    runs = sum(src.size for src, _, _ in found)
+    nbytes = sum(int(lengths.sum()) for _, _, lengths in found)
+    return len(route.src_buffers) * runs, len(route.src_buffers) * nbytes
 
 
-def _blocks(
-    route: Route, bases: tuple[Ints, Ints], pairs: EntryPairs, ends: bool
-) -> Iterator[Block]:
-    """`ends`: the last of the pairs are those of the request's last positions."""
-    for runs in _runs(route, pairs, ends):
-        yield Block(route, *bases, *runs)
+def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
+    """Pointers to the first bytes of some buffers."""
+    held = layout.buffer_by_name
+    return np.array([held[name].base for name in buffers], dtype=np.int64)
 
 
 def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Offsets of runs on both sides and their lengths, `[A, F]` each."""
+    """Offsets of runs on both sides and their lengths, `[A, F]` each. `ends`: the last of the pairs
+    are those of the request's last positions.
+    """
     src_entries, dst_entries = route.src_entries, route.dst_entries
     if route.linear:
         yield _entry_runs(route, route.chains, pairs.coalesced(src_entries, dst_entries))

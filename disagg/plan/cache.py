@@ -8,12 +8,9 @@ import operator
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from disagg.plan.pairing import pair
 from disagg.plan.planner import TransferPlan, plan
-from disagg.plan.routes import bases
-from disagg.plan.runs import Route
 from kvpool.layout import PoolLayout
 
 
@@ -53,20 +50,4 @@ class PlanCache:
         made, given = known
         if not given:
             sources, dest, _ = pair(sources, dest)
-        routes = layer_routes = _rebased(made.routes, sources, dest)
-        if made.layer_routes is not made.routes:
-            layer_routes = _rebased(made.layer_routes, sources, dest)
-        skipped = made.unsent, made.missing
-        return TransferPlan(tuple(sources), dest, routes, *skipped, made.parts, layer_routes)
-
-
-def _rebased(
-    routes: Sequence[Route], sources: Sequence[PoolLayout], dest: PoolLayout
-) -> tuple[Route, ...]:
-    """The routes with the base pointers of other layouts."""
-    found = []
-    for route in routes:
-        src = bases(sources[route.source], route.src_buffers)
-        dst = bases(dest, route.dst_buffers)
-        found.append(replace(route, src_base=src, dst_base=dst))
-    return tuple(found)
+        return made.between(sources, dest)

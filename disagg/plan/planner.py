@@ -70,6 +70,13 @@ class TransferPlan:
     )
     """`routes`, and `layer_routes`, by their source, once they were asked for."""
 
+    def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
+        """The same plan for layouts of equal fingerprints."""
+        skipped = self.unsent, self.missing
+        return TransferPlan(
+            tuple(sources), dest, self.routes, *skipped, self.parts, self.layer_routes
+        )
+
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
         ranks = range(len(self.sources))

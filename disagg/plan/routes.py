@@ -67,7 +67,7 @@ def routes_of(
         roles = [(owner, role) for owner, _, role in pair.keys]
         shape = source, src.space.name, dst.space.name, *roles, *about
         shapes.setdefault(shape, (runs, []))[1].append(pair)
-    return tuple(_route(sources, dest, pairs, runs) for runs, pairs in shapes.values())
+    return tuple(_route(pairs, runs) for runs, pairs in shapes.values())
 
 
 def records_of(layouts: Iterable[PoolLayout]) -> list[Records]:
@@ -173,9 +173,7 @@ def _pairs(
         yield _Pair(number, packed, one_end, two_end, moved.keys, runs_at)
 
 
-def _route(
-    sources: Sequence[PoolLayout], dest: PoolLayout, pairs: Sequence[_Pair], runs: ItemRuns
-) -> Route:
+def _route(pairs: Sequence[_Pair], runs: ItemRuns) -> Route:
     first = pairs[0]
     keys = tuple([key for pair in pairs for key in pair.keys])
     src_buffers = tuple([pair.src.first for pair in pairs])
@@ -189,19 +187,11 @@ def _route(
         first.dst.space,
         src_buffers,
         dst_buffers,
-        bases(sources[first.source], src_buffers),
-        bases(dest, dst_buffers),
         np.array([_layer(pair.keys) for pair in pairs], dtype=np.int64),
         first.src.item.stride,
         first.dst.item.stride,
         *runs,
     )
-
-
-def bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
-    """Pointers to the first bytes of some buffers."""
-    held = layout.buffer_by_name
-    return np.array([held[name].base for name in buffers], dtype=np.int64)
 
 
 def _layer(keys: Sequence[Key]) -> int:

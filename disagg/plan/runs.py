@@ -87,10 +87,10 @@ class EntryRuns:
 class Route:
     """Record pairs of one shape between source rank `source` and the destination.
 
-    `src_base` and `dst_base` are pointers `[B]` to the first bytes of the buffers `src_buffers` and
-    `dst_buffers`. `chains` are runs that continue from entry to entry, `singles` the other runs;
-    `whole` are the runs of a whole item pair, if items of both sides hold equally many entries.
-    `packed` regions move by the item, which is then one entry.
+    Offsets of a pair's runs are from its buffers, one of `src_buffers` and one of `dst_buffers`
+    `[B]`; their pointers are the layouts'. `chains` are runs that continue from entry to entry,
+    `singles` the other runs; `whole` are the runs of a whole item pair, if items of both sides hold
+    equally many entries. `packed` regions move by the item, which is then one entry.
     """
 
     source: int
@@ -102,8 +102,6 @@ class Route:
     dst_space: Space
     src_buffers: tuple[str, ...]
     dst_buffers: tuple[str, ...]
-    src_base: Ints
-    dst_base: Ints
     layers: Ints
     """The layer of each pair `[B]`, or -1 where its runs may join those of other layers."""
     src_stride: int

@@ -78,22 +78,30 @@ class Bound(NamedTuple):
 
 
 class Program:
-    """The routes of a plan from one source rank, as `bind.c` takes them."""
+    """The routes of a plan from one source rank, as `bind.c` takes them, and the pointers at which
+    the buffers of each begin on both sides.
+    """
 
-    def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        bases: Sequence[tuple[Ints, Ints]],
+        source: PoolLayout,
+        dest: PoolLayout,
+    ) -> None:
         self._routes, self._function = routes, _load()
         self._keep: list[Any] = []
         lists: tuple[dict[str, int], dict[str, int]] = ({}, {})
         numbers: dict[tuple[str, str, bool], int] = {}
         pairs: list[_Pair] = []
         made: list[_Route] = []
-        for route in routes:
+        for route, begins in zip(routes, bases):
             key = route.src_space.name, route.dst_space.name, route.packed
             if key not in numbers:
                 numbers[key] = len(pairs)
                 src = _space(route.src_space, source, lists[0])
                 pairs.append(_Pair(src, _space(route.dst_space, dest, lists[1]), route.packed))
-            made.append(self._route(route, numbers[key]))
+            made.append(self._route(route, begins, numbers[key]))
         self._lists = tuple(map(tuple, lists))
         self._spans = struct.Struct("Pqq" * sum(map(len, lists)))
         arrays = (_Pair * len(pairs))(*pairs), (_Route * len(made))(*made)
@@ -150,12 +158,12 @@ class Program:
         self._keep.append(kept)
         return kept.ctypes.data
 
-    def _route(self, route: Route, pair: int) -> _Route:
-        arrays = route.src_base, route.dst_base, route.layers
+    def _route(self, route: Route, bases: tuple[Ints, Ints], pair: int) -> _Route:
+        arrays = *bases, route.layers
         return _Route(
             pair,
             *map(self._pointer, arrays),
-            route.src_base.size,
+            len(route.src_buffers),
             route.src_stride,
             route.dst_stride,
             route.grows,
