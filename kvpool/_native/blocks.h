@@ -112,8 +112,10 @@ INLINE uint32_t largest_of(const char *from, int64_t count, int floats) {
     return (uint32_t)most;
 }
 
-/* What each element is divided by, NaN for a block with an infinity or a NaN; stores its scale. */
-INLINE float factor_of(uint32_t largest, int codes, int scale, char *to) {
+/* What each element of a block is divided by, NaN if one is infinite or NaN; stores its scale. */
+INLINE float factor_of(const char *given, int64_t count, int floats, int codes, int scale,
+                       char *to) {
+    uint32_t largest = largest_of(given, count, floats);
     float factor = float_of(largest) / (codes == E4M3 ? 448.0f : 127.0f);
     int finite = largest < INFINITE;
     if (!(factor >= 0x1p-126f)) factor = 0x1p-126f;
@@ -133,11 +135,9 @@ INLINE float factor_of(uint32_t largest, int codes, int scale, char *to) {
     return factor;
 }
 
-INLINE void quantise(const char *restrict given, uint8_t *restrict held, char *restrict scale_to,
-                     int64_t count, int floats, int codes, int scale) {
-    uint32_t largest = largest_of(given, count, floats);
-    float factor = factor_of(largest, codes, scale, scale_to);
-    if (largest >= INFINITE) {
+INLINE void quantise(const char *restrict given, uint8_t *restrict held, float factor,
+                     int64_t count, int floats, int codes) {
+    if (factor != factor) {
         for (int64_t i = 0; i < count; i++) {
             uint32_t bits = bits_of(number_at(given, i, floats));
             uint32_t sign = (bits & ~SIGN) > INFINITE ? (bits & SIGN) >> 24 : 0;

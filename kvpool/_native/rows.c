@@ -15,6 +15,7 @@
 #include "stream.h"
 
 enum { MOST_THREADS = 64, THREAD_BYTES = 4 << 20, CHUNK_BYTES = 2 << 10 };
+enum { MOST_CELLS = 1024 };
 
 /* Offsets in bytes from the start of a row. */
 typedef struct {
@@ -25,7 +26,8 @@ typedef struct {
 typedef struct {
     char *held, *scales, *given;
     const cell_t *cells;
-    int64_t count, width; /* of cells; of a cell, in elements if quantised, else in bytes */
+    int64_t count, width; /* of cells, at most MOST_CELLS; of a cell, in elements if quantised,
+                             else in bytes */
     int64_t items, entries;
     int64_t held_item, held_entry, scale_item, scale_entry, given_row;
     int64_t row_bytes; /* that a row reads and writes */
@@ -43,23 +45,55 @@ INLINE char *entry_at(char *base, int64_t location, int64_t entries, int64_t ite
     return base + location / entries * item + location % entries * entry;
 }
 
-/* The rows of a task's locations `first` to `end`. */
-INLINE void scaled_rows(const role_t *r, const task_t *task, int floats, int codes) {
-    for (int64_t i = task->first; i < task->end; i++) {
-        int64_t at = task->locations[i];
-        char *held = entry_at(r->held, at, r->entries, r->held_item, r->held_entry);
-        char *scales = entry_at(r->scales, at, r->entries, r->scale_item, r->scale_entry);
-        char *given = r->given + i * r->given_row;
-        for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++) {
-            uint8_t *codes_at = (uint8_t *)held + cell->held;
-            if (task->store)
-                quantise(given + cell->given, codes_at, scales + cell->scale, r->width, floats,
-                         codes, r->scale);
-            else
-                dequantise(given + cell->given, codes_at, factor_at(scales + cell->scale, r->scale),
-                           r->width, floats, codes);
+INLINE char *held_at(const role_t *r, int64_t location) {
+    return entry_at(r->held, location, r->entries, r->held_item, r->held_entry);
+}
+
+INLINE char *scales_at(const role_t *r, int64_t location) {
+    return entry_at(r->scales, location, r->entries, r->scale_item, r->scale_entry);
+}
+
+/* The rows of a task's locations `first` to `end`. A factor takes a chain of operations that wait
+ * for each other: many of them run at once, before the elements that they divide.
+ */
+INLINE void quantised_rows(const role_t *r, const task_t *task, int floats, int codes) {
+    float factors[2 * MOST_CELLS], *next;
+    int64_t most = 2 * MOST_CELLS / r->count, end;
+    for (int64_t first = task->first; first < task->end; first = end) {
+        end = first + most < task->end ? first + most : task->end;
+        next = factors;
+        for (int64_t i = first; i < end; i++) {
+            char *scales = scales_at(r, task->locations[i]), *given = r->given + i * r->given_row;
+            for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++)
+                *next++ = factor_of(given + cell->given, r->width, floats, codes, r->scale,
+                                    scales + cell->scale);
+        }
+        next = factors;
+        for (int64_t i = first; i < end; i++) {
+            char *held = held_at(r, task->locations[i]), *given = r->given + i * r->given_row;
+            for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++)
+                quantise(given + cell->given, (uint8_t *)held + cell->held, *next++, r->width,
+                         floats, codes);
         }
     }
+}
+
+INLINE void dequantised_rows(const role_t *r, const task_t *task, int floats, int codes) {
+    for (int64_t i = task->first; i < task->end; i++) {
+        char *scales = scales_at(r, task->locations[i]), *given = r->given + i * r->given_row;
+        const uint8_t *held = (const uint8_t *)held_at(r, task->locations[i]);
+        for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++) {
+            float factor = factor_at(scales + cell->scale, r->scale);
+            dequantise(given + cell->given, held + cell->held, factor, r->width, floats, codes);
+        }
+    }
+}
+
+INLINE void scaled_rows(const role_t *r, const task_t *task, int floats, int codes) {
+    if (task->store)
+        quantised_rows(r, task, floats, codes);
+    else
+        dequantised_rows(r, task, floats, codes);
 }
 
 /* Each format on its own, so that its loops have nothing to decide. */
@@ -114,8 +148,7 @@ INLINE void copy_cell(char *to, const char *from, int64_t nbytes, int streams) {
 
 static void plain_rows(const role_t *r, const task_t *task) {
     for (int64_t i = task->first; i < task->end; i++) {
-        char *held = entry_at(r->held, task->locations[i], r->entries, r->held_item, r->held_entry);
-        char *given = r->given + i * r->given_row;
+        char *held = held_at(r, task->locations[i]), *given = r->given + i * r->given_row;
         for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++) {
             if (task->store)
                 copy_cell(held + cell->held, given + cell->given, r->width, task->streams);
@@ -127,8 +160,7 @@ static void plain_rows(const role_t *r, const task_t *task) {
 
 /* Asks for what row `i` reads. */
 static void fetch_row(const role_t *r, const task_t *task, int64_t i) {
-    const char *held =
-        entry_at(r->held, task->locations[i], r->entries, r->held_item, r->held_entry);
+    const char *held = held_at(r, task->locations[i]);
     const char *given = r->given + i * r->given_row;
     for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++) {
         if (task->store)
