@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import select
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +20,7 @@ from kvpool.layout import Slab
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for the peer process or a read."""
-PAUSE_SECONDS = 0.0001
+WAIT_SECONDS = 0.1
 REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
 
 
@@ -30,6 +32,16 @@ class PeerReader:
 
     def __init__(self, engine: Engine, peer: Any, base: int, memory: torch.Tensor) -> None:
         self.engine, self.peer, self.base, self.memory = engine, peer, base, memory
+        self._told, self._tells = os.pipe()
+        os.set_blocking(self._told, False)
+        os.set_blocking(self._tells, False)
+        engine.notify(self._tells)
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()
+        os.close(self._told)
+        os.close(self._tells)
 
     def read(self, batch: CopyBatch) -> None:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
@@ -40,7 +52,12 @@ class PeerReader:
                 if time.monotonic() > ends:
                     raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
                 if self.engine.background:  # the processor is for the threads that move the bytes
-                    time.sleep(PAUSE_SECONDS)
+                    self._wait()
+
+    def _wait(self) -> None:
+        """Until the engine tells that a transfer may have ended."""
+        if select.select([self._told], [], [], WAIT_SECONDS)[0]:
+            os.read(self._told, 4096)
 
 
 class PeerReaders:
@@ -90,7 +107,7 @@ class PeerReaders:
 
     def _give_up(self) -> None:
         if self._last is not None and isinstance(self._last[1], PeerReader):
-            self._last[1].engine.close()
+            self._last[1].close()
         self._last = None
 
 
