@@ -75,7 +75,7 @@ QUICK = Sizes(
     seconds=0.0,
     batch_seconds=0.0,
 )
-HOST_SIZES = Sizes(32 * MIB, 8, 32 * MIB, 32 * MIB, 2048, 512)
+HOST_SIZES = Sizes(22 * MIB, 8, 32 * MIB, 32 * MIB, 2048, 512)
 ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048, 512)
 
 
