@@ -16,6 +16,7 @@ from .errors import (
 from .plan import (
     ExplainRow as ExplainRow,
     Explanation as Explanation,
+    Group as Group,
     IncompatibleLayouts as IncompatibleLayouts,
     Reason as Reason,
     TransferPlan as TransferPlan,

@@ -2,6 +2,7 @@
 
 from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.explain import ExplainRow, Explanation
+from disagg.plan.group import Group
 from disagg.plan.planner import IncompatibleLayouts, Reason, TransferPlan, plan
 from disagg.plan.positions import IncompleteTransfer
 
@@ -10,6 +11,7 @@ __all__ = [
     "Count",
     "ExplainRow",
     "Explanation",
+    "Group",
     "IncompatibleLayouts",
     "IncompleteTransfer",
     "Reason",

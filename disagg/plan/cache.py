@@ -9,9 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+from disagg.plan.group import Group
 from disagg.plan.pairing import pair
 from disagg.plan.planner import TransferPlan, plan
 from kvpool.layout import PoolLayout
+
+_Shapes = tuple[tuple[str, ...], tuple[int, tuple[str, ...]] | None]
 
 
 class PlanCache:
@@ -23,23 +26,28 @@ class PlanCache:
         self.misses = 0
         self.seconds = 0.0
         """Spent in all, refusals included."""
-        self._plans: OrderedDict[tuple[str, ...], tuple[TransferPlan, bool]] = OrderedDict()
+        self._plans: OrderedDict[_Shapes, tuple[TransferPlan, bool]] = OrderedDict()
         """By fingerprints, with whether it is of the layouts as they were given."""
 
-    def plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
+    def plan(
+        self, sources: Sequence[PoolLayout], dest: PoolLayout, group: Group | None = None
+    ) -> TransferPlan:
         """As `disagg.plan.plan`. A refusal is computed and raised each time."""
         began = time.perf_counter()
         try:
-            return self._plan(sources, dest)
+            return self._plan(sources, dest, group)
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _plan(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
-        key = tuple([layout.fingerprint() for layout in (*sources, dest)])
+    def _plan(
+        self, sources: Sequence[PoolLayout], dest: PoolLayout, group: Group | None
+    ) -> TransferPlan:
+        shapes = tuple([layout.fingerprint() for layout in (*sources, dest)])
+        key = shapes, group.shape if group else None
         known = self._plans.get(key)
         if known is None:
             self.misses += 1
-            made = plan(sources, dest, allow_missing=self.allow_missing)
+            made = plan(sources, dest, allow_missing=self.allow_missing, group=group)
             given = all(map(operator.is_, (*made.sources, made.dest), (*sources, dest)))
             self._plans[key] = made, given
             if len(self._plans) > self.capacity:

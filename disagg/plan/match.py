@@ -6,9 +6,11 @@ hold the same part are replicas, of which one is elected.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,10 @@ from disagg.plan.runs import Box
 from kvpool.layout import Interleave, Key, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
+
+
+Holders = tuple[int, ...]
+"""Source ranks that hold the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Overlap:
     keys: tuple[Key, ...]
     box: Box
     held: Interleave
-    holders: tuple[int, ...]
+    holders: Holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,21 @@ class Part:
     box: Box
     held: Interleave
     source: int
+
+
+class Turn(NamedTuple):
+    """Number `place` of `ranks` destinations that read from the same replicas."""
+
+    place: int
+    ranks: int
+
+    def of(self, holders: Holders) -> Holders:
+        """The replicas of which this one reads: each is read, by as few destinations as can be."""
+        low, high = (place * len(holders) // self.ranks for place in (self.place, self.place + 1))
+        return holders[low : max(high, low + 1)]
+
+
+ALONE = Turn(0, 1)
 
 
 def absent(region: Region, offered: Collection[Key]) -> str:
@@ -207,23 +228,27 @@ def _tile_shard(
     return [Overlap(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
 
 
-def elect(overlaps: Sequence[Overlap]) -> Iterator[Part]:
+def elect(
+    overlaps: Sequence[Overlap], turns: Mapping[Holders, Turn] = MappingProxyType({})
+) -> Iterator[Part]:
     """One holder for each region of each overlap. Replicas share the layers in contiguous blocks,
-    so that all of them send.
+    so that all of them send; `turns` says of which replicas others read too, and of which of them
+    this destination does.
     """
-    layers: dict[tuple[int, ...], set[tuple[str, int]]] = {}
+    layers: dict[Holders, set[tuple[str, int]]] = {}
     for each in overlaps:
         layers.setdefault(each.holders, set()).update(key[:2] for key in each.keys)
-    turns: dict[tuple[int, ...], dict[tuple[str, int], int]] = {}
+    elected: dict[Holders, dict[tuple[str, int], int]] = {}
     for holders, held in layers.items():
-        turns[holders] = {
-            layer: holders[number * len(holders) // len(held)]
+        mine = turns.get(holders, ALONE).of(holders)
+        elected[holders] = {
+            layer: mine[number * len(mine) // len(held)]
             for number, layer in enumerate(sorted(held))
         }
     for each in overlaps:
-        turn, shares = turns[each.holders], dict[int, list[Key]]()
+        source_of, shares = elected[each.holders], dict[int, list[Key]]()
         for key in each.keys:
-            shares.setdefault(turn[key[:2]], []).append(key)
+            shares.setdefault(source_of[key[:2]], []).append(key)
         for source, keys in shares.items():
             yield Part(tuple(keys), each.box, each.held, source)
 

@@ -6,13 +6,14 @@ destination exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.columns import Columns
 from disagg.plan.explain import Explanation, explain_routes
+from disagg.plan.group import Group, share_out
 from disagg.plan.match import Overlap, Part, absent, elect, mismatches, tile
 from disagg.plan.pairing import pair
 from disagg.plan.proof import prove
@@ -20,7 +21,7 @@ from disagg.plan.routes import routes_of
 from disagg.plan.runs import Route
 from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
-from kvpool.layout.sentences import by_layers
+from kvpool.layout.sentences import by_layers, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,10 @@ class IncompatibleLayouts(PeerError, ValueError):
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
-    `missing` regions that only the destination has and that `allow_missing` names."""
+    `missing` regions that only the destination has and that `allow_missing` names. `asks` are the
+    source ranks that a member of a group asks for each request, each with how many members ask
+    that rank; empty without a group.
+    """
 
     sources: tuple[PoolLayout, ...]
     dest: PoolLayout
@@ -61,6 +65,7 @@ class TransferPlan:
     """Of which source rank each part of a destination region is read."""
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
+    asks: Mapping[int, int] = field(compare=False)
     _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
     _binders: dict[tuple[int, str | None], Binder] = field(
         default_factory=dict, repr=False, compare=False
@@ -72,10 +77,8 @@ class TransferPlan:
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of equal fingerprints."""
-        skipped = self.unsent, self.missing
-        return TransferPlan(
-            tuple(sources), dest, self.routes, *skipped, self.parts, self.layer_routes
-        )
+        about = self.unsent, self.missing, self.parts, self.layer_routes, self.asks
+        return TransferPlan(tuple(sources), dest, self.routes, *about)
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
@@ -178,17 +181,58 @@ class TransferPlan:
 
 
 def plan(
-    sources: Sequence[PoolLayout], dest: PoolLayout, *, allow_missing: Collection[str] = ()
+    sources: Sequence[PoolLayout],
+    dest: PoolLayout,
+    *,
+    allow_missing: Collection[str] = (),
+    group: Group | None = None,
 ) -> TransferPlan:
     """Plans all copies that fill `dest` from `sources`, one layout per rank.
 
-    `allow_missing` names owners or roles that no source has to hold. Raises IncompatibleLayouts
-    with all reasons at once, and RuntimeError if a run would cover a byte that is neither moved
-    nor declared padding: a fault of the planner.
+    `allow_missing` names owners or roles that no source has to hold. With `group`, `dest` is its
+    member: of replicas it reads from its share, and the plan says which source ranks it asks.
+    Raises IncompatibleLayouts with all reasons at once, those of other members among them,
+    ValueError if `dest` is not that member, and RuntimeError if a run would cover a byte that is
+    neither moved nor declared padding: a fault of the planner.
     """
     layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
     if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
         raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
+    if group is None:
+        found = _matched(sources, dest, allow_missing)
+        parts, asks = tuple(elect(found.overlaps)), dict[int, int]()
+    else:
+        group.check(dest)
+        members = _members(sources, dest, allow_missing, group)
+        found = members[group.member]
+        overlaps = [each.overlaps for each in members]
+        parts, asks = share_out(overlaps, group.member, len(sources))
+    both = found.sources, found.dest
+    routes = layer_routes = routes_of(*both, parts)
+    prove(*both, parts, routes)
+    if any((each.layers < 0).any() for each in routes):
+        layer_routes = routes_of(*both, parts, by_layer=True)
+        prove(*both, parts, layer_routes)
+    unsent = tuple(key for key in found.offered if key not in dest.region_by_key)
+    skipped = unsent, tuple(key for key in dest.region_by_key if key in found.missing)
+    return TransferPlan(*both, routes, *skipped, parts, layer_routes, asks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """What of each source fits where in a destination, and both as they were paired."""
+
+    sources: tuple[PoolLayout, ...]
+    dest: PoolLayout
+    overlaps: list[Overlap]
+    offered: tuple[Key, ...]
+    missing: set[Key]
+
+
+def _matched(
+    sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str]
+) -> _Matched:
+    """Raises IncompatibleLayouts."""
     sources, dest, paired = pair(sources, dest)
     # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in paired.offered}
@@ -213,13 +257,26 @@ def plan(
         raise IncompatibleLayouts(
             [Reason(*key, each) for key in dest.region_by_key for each in problems.get(key, ())]
         )
-    parts = tuple(elect(overlaps))
-    both = tuple(sources), dest
-    routes = layer_routes = routes_of(*both, parts)
-    prove(*both, parts, routes)
-    if any((each.layers < 0).any() for each in routes):
-        layer_routes = routes_of(*both, parts, by_layer=True)
-        prove(*both, parts, layer_routes)
-    unsent = tuple(key for key in paired.offered if key not in dest.region_by_key)
-    skipped = unsent, tuple(key for key in dest.region_by_key if key in missing)
-    return TransferPlan(*both, routes, *skipped, parts, layer_routes)
+    return _Matched(tuple(sources), dest, overlaps, paired.offered, missing)
+
+
+def _members(
+    sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str], group: Group
+) -> list[_Matched]:
+    """For each member of a group, those alike at once. Raises IncompatibleLayouts."""
+    alike: dict[str, list[int]] = {}
+    for number, layout in enumerate(group.layouts):
+        alike.setdefault(layout.fingerprint(), []).append(number)
+    found: dict[int, _Matched] = {}
+    reasons: list[Reason] = []
+    for numbers in alike.values():
+        own = group.member in numbers
+        into = dest if own else group.layouts[numbers[0]]
+        try:
+            found.update(dict.fromkeys(numbers, _matched(sources, into, allow_missing)))
+        except IncompatibleLayouts as error:
+            who = "" if own else f"on decode rank {ranges(numbers)} of its group: "
+            reasons += [replace(each, sentence=who + each.sentence) for each in error.reasons]
+    if reasons:
+        raise IncompatibleLayouts(reasons)
+    return [found[number] for number in range(len(group.layouts))]

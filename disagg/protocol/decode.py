@@ -1,7 +1,7 @@
 """Decode's side of the hand-off as a state machine: events in, effects out.
 
 A room succeeds when every position that it lacks was read from every rank that contributes, and
-every rank has acked that its pages stayed leased until then.
+every rank that was asked has acked that its pages stayed leased until then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from disagg.digest.digester import Verification
 from disagg.errors import RoomError
+from disagg.plan import Group
 from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
@@ -25,7 +26,8 @@ from kvpool.layout import PoolLayout
 
 
 class DecodeMachine:
-    """All rooms of one decode endpoint. `readers` decode ranks read each room. With `verify`,
+    """All rooms of one decode endpoint. `readers` decode ranks read each room: how many, of which
+    each asks every rank of prefill, or their Group, of which each asks some. With `verify`,
     digests of what was read are compared before a room succeeds. A room in which nothing happens
     for longer than `offer_timeout` seconds fails.
     """
@@ -34,17 +36,17 @@ class DecodeMachine:
         self,
         hello: Hello,
         layout: PoolLayout,
-        readers: int,
+        readers: int | Group,
         verify: bool = False,
         allow_missing: Collection[str] = (),
         *,
         offer_timeout: float | None = None,
         now: float,
     ) -> None:
-        self.hello, self.readers, self.verify = hello, readers, verify
+        self.hello, self.verify = hello, verify
         self._now = now
         self._effects = Effects()
-        self.peers = DecodePeers(hello, layout, self._effects, now, allow_missing)
+        self.peers = DecodePeers(hello, layout, readers, self._effects, now, allow_missing)
         self._comparisons = Comparisons(layout, self._effects)
         self._rooms = DecodeRooms(layout, offer_timeout)
         self.ended = self._rooms.ended
@@ -194,7 +196,7 @@ class DecodeMachine:
         if hello is None or hello.generation != message.generation:
             return  # of an earlier generation: nothing here waits for it
         room = self._rooms.current(message.room, message.attempt)
-        if room is None or room.link is not link:
+        if room is None or room.link is not link or source not in room.offered:
             if isinstance(message, messages.ChunkReady):  # prefill still holds pages for it
                 about = message.generation, message.room, message.attempt
                 abort = messages.Abort(*about, "decode no longer asks for this room.")
@@ -235,8 +237,11 @@ class DecodeMachine:
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
         room.asked()
-        asked = room.start, room.address.num_tokens, self.readers, self._rooms.offer_timeout
-        self._tell(room, lambda g: messages.ReadRequest(g, name, room.attempt, *asked))
+        tokens, timeout = (room.start, room.address.num_tokens), self._rooms.offer_timeout
+        about, readers = (name, room.attempt, *tokens), room.link.asks
+        self._tell(
+            room, lambda source, g: messages.ReadRequest(g, *about, readers[source], timeout)
+        )
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         try:
@@ -278,7 +283,7 @@ class DecodeMachine:
 
     def _release(self, name: Room, room: DecodeRoom) -> None:
         room.phase = room.phase.to(Phase.RELEASING)
-        self._tell(room, lambda generation: messages.ReadDone(generation, name, room.attempt))
+        self._tell(room, lambda _, g: messages.ReadDone(g, name, room.attempt))
 
     def _released(
         self, name: Room, room: DecodeRoom, source: int, message: messages.ReleaseAck
@@ -298,7 +303,9 @@ class DecodeMachine:
     def _fail(
         self, name: Room, failure: Failure, except_rank: int | None = None, *, tell: bool = True
     ) -> None:
-        """Ends a room; all ranks but `except_rank` are told, asked or not: their pages wait."""
+        """Ends a room. Of the ranks that were asked, before that of all ranks, all but
+        `except_rank` are told: their pages wait.
+        """
         room = self._rooms.known(name)
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
@@ -310,7 +317,8 @@ class DecodeMachine:
         if not asked:
             self.peers.drop_room(room.link, messages.DropRoom(name, reason), except_rank)
         elif tell:
-            self._tell(room, lambda g: messages.Abort(g, name, room.attempt, reason), except_rank)
+            about = name, room.attempt, reason
+            self._tell(room, lambda _, g: messages.Abort(g, *about), except_rank)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
         self._rooms.end(name)
@@ -321,8 +329,13 @@ class DecodeMachine:
             log_failure(room.failure, room=name, **room.facts())
 
     def _tell(
-        self, room: DecodeRoom, message: Callable[[str], Message], except_rank: int | None = None
+        self,
+        room: DecodeRoom,
+        message: Callable[[int, str], Message],
+        except_rank: int | None = None,
     ) -> None:
-        for source, hello in enumerate(room.link.hellos):
+        """Sends to the ranks that the room is asked of, by source and generation."""
+        for source in room.offered:
+            hello = room.link.hellos[source]
             if hello is not None and source != except_rank:
-                self.peers.send(room.link, source, message(hello.generation))
+                self.peers.send(room.link, source, message(source, hello.generation))

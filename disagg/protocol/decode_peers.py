@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
-from disagg.plan import IncompatibleLayouts
+from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.plan.offered import layers_by_owner
 from disagg.protocol import messages
@@ -54,17 +54,22 @@ LinkChange = LinkReady | LinkFailed
 
 
 class DecodePeers:
-    """All links of one decode endpoint. Ranks are numbered over all links that ever were."""
+    """All links of one decode endpoint, of whose rooms each is read by `readers`. Ranks are
+    numbered over all links that ever were.
+    """
 
     def __init__(
         self,
         hello: Hello,
         layout: PoolLayout,
+        readers: int | Group,
         effects: Effects,
         now: float,
         allow_missing: Collection[str] = (),
     ) -> None:
         self.hello, self.layout = hello, layout
+        self._group = readers if isinstance(readers, Group) else None
+        self._readers = len(readers.layouts) if isinstance(readers, Group) else readers
         self.links: list[Link] = []
         self.plans = PlanCache(allow_missing)
         self.liveness: Liveness[int] = Liveness(hello.timeout, now)
@@ -235,7 +240,7 @@ class DecodePeers:
         problems = [*dict.fromkeys(found)]
         try:
             layouts = [self._layout(link, rank, each) for rank, each in enumerate(hellos)]
-            made = self.plans.plan(layouts, self.layout)
+            made = self.plans.plan(layouts, self.layout, self._group)
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             if isinstance(error, IncompatibleLayouts) and not problems:
                 link.error = error
@@ -246,7 +251,9 @@ class DecodePeers:
         if alone := {name for rank in hellos for name in rank.conventions.keys() ^ own.keys()}:
             names = ", ".join(sorted(alone))
             log.info("%s: not compared is what only one side says: %s", link.name(0), names)
-        link.held = [layers_by_owner(layout) for layout in layouts]
+        every = dict.fromkeys(range(len(layouts)), self._readers)
+        link.asks = every if self._group is None else made.asks
+        link.held = {source: layers_by_owner(layouts[source]) for source in link.asks}
         link.plan_seconds = self.plans.seconds - before
         if link.lost is not None:
             log.info("%s is back", link.name(source))

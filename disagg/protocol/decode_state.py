@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +41,12 @@ class Link:
     """When that will be; the rank is not connected until then."""
     plan: TransferPlan | None = None
     plan_seconds: float = 0.0
+    asks: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that are asked for each room, each with how many decode ranks ask it; with `plan`."""
     unconnected: set[int] = field(default_factory=set)
     """Ranks to which the engine has still to be connected."""
-    held: list[dict[str, Ints]] = field(default_factory=list)
-    """By rank, the layers of each owner, as far as decode knows; with `plan`."""
+    held: dict[int, dict[str, Ints]] = field(default_factory=dict)
+    """By rank that is asked, the layers of each owner, as far as decode knows; with `plan`."""
     lost: str | None = None
     refusal: str | None = None
     error: IncompatibleLayouts | None = None
@@ -130,8 +132,8 @@ class DecodeRoom:
     declined: bool = False
     at_most: bool = False
     phase: Phase = Phase.HANDSHAKE
-    offered: list[Offered] = field(default_factory=list)
-    """By source rank, which positions and layers are ready."""
+    offered: dict[int, Offered] = field(default_factory=dict)
+    """By source rank that is asked, which positions and layers are ready."""
     seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
     """Chunks by source rank, start, stop, last and layers."""
     reads: set[Read] = field(default_factory=set)
@@ -148,11 +150,10 @@ class DecodeRoom:
 
     def __post_init__(self) -> None:
         self.touched = self.opened_at
-        self.offered = [Offered() for _ in self.link.addresses]
 
     @property
     def whole(self) -> bool:
-        """Whether the last chunk of every source rank is ready."""
+        """Whether the last chunk of every source rank that is asked is ready."""
         return len(self.closed) == len(self.offered)
 
     @property
@@ -168,17 +169,17 @@ class DecodeRoom:
     @property
     def waits_for(self) -> str:
         """What must happen next, and on which ranks."""
-        link, ranks = self.link, range(len(self.link.addresses))
+        link = self.link
         if self.phase is Phase.HANDSHAKE:
-            silent = link.names(n for n in ranks if link.hellos[n] is None)
+            silent = link.names(n for n, hello in enumerate(link.hellos) if hello is None)
             return f"the hello of {silent}" + (f" ({link.lost})" if link.lost else "")
         if self.working:
             return "reads and digests of its own"
         if self.phase is Phase.VERIFYING:
             return f"digests of {link.names(sorted(self.checks))}"
         if self.phase is Phase.RELEASING:
-            return f"the ack of {link.names(n for n in ranks if n not in self.released)}"
-        open_ranks = [n for n in ranks if not self.offered[n].closed]
+            return f"the ack of {link.names(n for n in self.offered if n not in self.released)}"
+        open_ranks = [n for n, each in self.offered.items() if not each.closed]
         first = min((self.offered[n] for n in open_ranks), key=lambda each: each.stop)
         awaited = first.awaited or f"chunks from position {first.stop} on,"
         return f"{awaited} of {link.names(open_ranks)}"
@@ -196,9 +197,9 @@ class DecodeRoom:
         }
 
     def asked(self) -> None:
-        """Every rank is asked, and known."""
+        """All ranks are known, and those asked that the link says."""
         self.phase = self.phase.to(Phase.REQUESTED)
-        self.offered = [Offered(held) for held in self.link.held]
+        self.offered = {source: Offered(held) for source, held in self.link.held.items()}
         self.metrics.plan_seconds = self.link.plan_seconds
 
     def layer_ready(self, owner: str, layer: int) -> bool:
@@ -217,12 +218,14 @@ class DecodeRoom:
     def missing_aux(self) -> str | None:
         """Why the aux values that came do not do."""
         missing = sorted(self.expected - self.aux.keys())
-        sent = ", ".join(sorted(self.aux)) or "none"
-        return (
-            f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
-            if missing
-            else None
-        )
+        if not missing:
+            return None
+        sent, link = ", ".join(sorted(self.aux)) or "none", self.link
+        said = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
+        if len(self.offered) == len(link.addresses):
+            return said
+        asked = ", ".join(map(str, self.offered))
+        return f"{said} Of prefill's ranks only {asked} are asked here: send it from every rank."
 
     def begin_reads(self, source: int, ready: ChunkReady, address: RequestAddress) -> list[Read]:
         """What is to be read now that a chunk is ready, which lies at `address` on its rank."""

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
+from disagg.plan import Group
 from disagg.plan.offered import layer_names, layers_by_owner
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
@@ -39,7 +40,13 @@ NOTHING = RequestAddress(0, {})
 
 
 class DecodeEndpoint(Endpoint[DecodeMachine]):
-    """Reads what one decode rank needs; `ranks` decode ranks read each room.
+    """Reads what one decode rank needs; `ranks` decode ranks read each room: how many, or their
+    Group.
+
+    Without a group each of them asks every rank of prefill for every room, and is told by all of
+    them. With a group it asks those that it reads from, and its share of those that nobody reads
+    from: four messages for each pair of ranks that moves bytes. The values of `aux` are then those
+    of the ranks that it asks. All members must have their group, and be alike in what Group says.
 
     `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
     read that takes longer than `read_timeout` seconds has failed. A room fails in which nothing
@@ -56,7 +63,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         layout: PoolLayout,
         engine: Engine,
         *,
-        ranks: int = 1,
+        ranks: int | Group = 1,
         read_timeout: float = READ_TIMEOUT,
         offer_timeout: float | None = OFFER_TIMEOUT,
         verify: Literal["checksum"] | None = None,
@@ -65,6 +72,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         **options: Unpack[Options],
     ) -> None:
         self._layers = layers_by_owner(layout)
+        if isinstance(ranks, Group):
+            ranks.check(layout)
         if verify not in (None, "checksum"):
             raise ValueError(f"verify={verify!r}: 'checksum', or None.")
         if not read_timeout > 0:

@@ -10,11 +10,12 @@ from disagg.cli.simulate.figures import Figures
 if TYPE_CHECKING:
     from pathlib import Path
 
-COLOURS = {"fleet": "#1f78b4", "prefill": "#d95f02", "decode": "#33a02c"}
+COLOURS = {"fleet": "#1f78b4", "prefill": "#d95f02", "decode": "#33a02c", "both": "#6a3d9a"}
 LABELS = {
     "fleet": "more engines",
     "prefill": "more prefill ranks a room, beside 4 of decode",
     "decode": "more decode ranks a room, beside 4 of prefill",
+    "both": "more ranks a room on both sides",
 }
 MIN_HEIGHT = 0.01
 """What is less is drawn there: a logarithmic axis has no zero."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from disagg.cli.simulate.figures import Figures
     from disagg.cli.simulate.spec import Spec
 
-WHAT_GROWS = ("fleet", "prefill", "decode")
+WHAT_GROWS = ("fleet", "prefill", "decode", "both")
 
 
 def simulate(
@@ -38,10 +38,13 @@ def simulate(
     model: Annotated[
         str, typer.Option(help="Layouts of this model (a config): pages only. Default: 4 layers.")
     ] = "",
+    groups: Annotated[
+        bool, typer.Option(help="Decode ranks know their group, and ask only ranks that they need.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="All that is random follows from it.")] = 0,
     grow: Annotated[
         list[str] | None,
-        typer.Option(help="What to let grow instead: fleet, prefill, decode; repeatable."),
+        typer.Option(help="What to let grow instead: fleet, prefill, decode, both; repeatable."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="With --grow: up to so many ranks, from 8.")] = 1024,
     as_json: Annotated[
@@ -62,7 +65,7 @@ def simulate(
     fails.
 
     With --grow, runs of 8 ranks, 16 and so on: `fleet` has more engines, `prefill` and `decode` one
-    engine that gets larger beside one of 4 ranks.
+    engine that gets larger beside one of 4 ranks, `both` one engine on each side.
 
     Exit status 1 if a check failed. Seconds and bytes of this machine vary a little between
     versions of Python; all else does not.
@@ -99,6 +102,7 @@ def simulate(
             unused=unused,
             model=model,
             seed=seed,
+            groups=groups,
         )
         for side in ("prefill", "decode"):
             spec.layout(side, 0)

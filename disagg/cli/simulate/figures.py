@@ -51,7 +51,7 @@ class Figures:
 
     def grown(self, what: str) -> int:
         """The ranks of what grows, see Spec.growing."""
-        return self.ranks if what == "fleet" else int(getattr(self.spec, what))
+        return self.ranks if what in ("fleet", "both") else int(getattr(self.spec, what))
 
     @property
     def rooms_per_second(self) -> float:

@@ -20,6 +20,7 @@ from disagg.cli.simulate.memory import MemoryProbe
 from disagg.cli.simulate.network import FIRST_SECOND, FleetNetwork, Line, Timeline, Trace
 from disagg.cli.simulate.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank, Rank
 from disagg.cli.simulate.spec import MOST_TOKENS, PAGE, RESTART, Spec
+from disagg.plan import Group
 from disagg.protocol.status import Failure, KVPoll
 
 MOST_BROKEN = 20
@@ -40,6 +41,8 @@ class Fleet:
             side: [spec.layout(side, rank) for rank in range(tp)]
             for side, tp in (("prefill", spec.prefill_tp), ("decode", spec.decode_tp))
         }
+        ours = tuple(self.layouts["decode"])
+        self.groups = [Group(ours, member) for member in range(len(ours))]
         self.alive: dict[str, Rank] = {}
         """By name: the generations that live."""
         self.broken: list[str] = []

@@ -252,7 +252,7 @@ class DecodeRank(Rank):
         self.endpoint = DecodeEndpoint(
             self.layout,
             TimedEngine(self),
-            ranks=fleet.spec.decode_tp,
+            ranks=fleet.groups[index] if fleet.spec.groups else fleet.spec.decode_tp,
             offer_timeout=fleet.spec.offer_timeout,
             staging=0,
             **self.options(),

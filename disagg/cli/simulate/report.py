@@ -15,6 +15,7 @@ WHAT = {
     "fleet": "ranks of the fleet",
     "prefill": "prefill ranks of each room, beside 4 of decode",
     "decode": "decode ranks of each room, beside 4 of prefill",
+    "both": "ranks of each room, half of them prefill",
 }
 Column = tuple[str, Callable[[Figures], float], str]
 COLUMNS: tuple[Column, ...] = (

@@ -57,6 +57,8 @@ class Spec:
     model: str = ""
     """Whose layouts the ranks have: a shipped config or a config.json."""
     seed: int = 0
+    groups: bool = True
+    """Whether a decode rank has its Group, and asks a part of the prefill ranks."""
 
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):
@@ -116,7 +118,8 @@ class Spec:
     def growing(self, what: str, ranks: int) -> Iterator[Spec]:
         """Fleets of 8 ranks to `ranks`, twice as many each time. `fleet`: more engines, half of
         them prefill, and rooms in proportion; `prefill`, `decode`: one engine of 4 ranks on the
-        other side and one that gets larger, and fewer rooms: each is of all ranks.
+        other side and one that gets larger; `both`: one engine on each side, of as many ranks.
+        Of one engine there are fewer rooms: each is of all ranks.
         """
         size = 8
         while size <= ranks:
@@ -124,8 +127,9 @@ class Spec:
                 rooms = max(1, self.rooms * size // ranks)
                 yield replace(self, prefill=size // 2, decode=size // 2, rooms=rooms)
             else:
-                wide, rooms = size - 4, max(4, self.rooms // (4 * size))
-                prefill, decode = (wide, 4) if what == "prefill" else (4, wide)
+                rooms = max(4, self.rooms // (4 * size))
+                prefill = {"prefill": size - 4, "decode": 4, "both": size // 2}[what]
+                decode = size - prefill
                 tp = replace(self, prefill=prefill, prefill_tp=prefill, rooms=rooms)
                 yield replace(tp, decode=decode, decode_tp=decode)
             size *= 2
