@@ -40,18 +40,19 @@ def test_without_faults_every_room_succeeds_on_every_rank():
     assert (figures.failed, figures.lost, figures.failures, figures.broken) == (0, 0, {}, ())
 
 
+@pytest.mark.parametrize("groups", [True, False])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_a_room_takes_four_messages_and_one_for_each_further_chunk_between_two_ranks(chunks):
+def test_a_room_takes_four_messages_and_one_for_each_further_chunk_of_two_ranks(chunks, groups):
     spec = replace(SMALL, prefill_tp=4, decode_tp=2, chunks=chunks, tokens=1 << 16, rooms=24)
-    sent = Fleet(spec).run().sent
-    pairs = 24 * 4 * 2
+    sent = Fleet(replace(spec, groups=groups)).run().sent
+    pairs = 24 * (4 if groups else 4 * 2)
     assert [sent[kind] for kind in ("read_request", "read_done", "release_ack")] == [pairs] * 3
     assert sent["chunk_ready"] == chunks * pairs
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_with_faults_every_room_ends_once_on_every_rank_and_nothing_is_left(seed):
-    figures = Fleet(replace(FAULTY, seed=seed)).run()
+    figures = Fleet(replace(FAULTY, seed=seed, groups=seed < 4)).run()
     assert figures.broken == ()
     for side in ("prefill", "decode"):
         assert sum(n for what, n in figures.parts.items() if what.startswith(side)) == 240
@@ -103,20 +104,35 @@ def test_messages_of_connections_follow_time_and_not_rooms():
     assert figures.sent["pong"] <= figures.sent["ping"]
 
 
-@pytest.mark.parametrize("wide", ["prefill", "decode"])
-def test_a_room_costs_no_more_than_its_ranks(wide):
-    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=256).growing(wide, 64)]
-    assert [each.ranks for each in runs] == [8, 16, 32, 64]
+@pytest.mark.parametrize("wide", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("groups", [True, False])
+def test_a_room_costs_no_more_than_its_ranks(wide, groups):
+    spec = replace(SMALL, rooms=256, groups=groups)
+    runs = [Fleet(each).run() for each in spec.growing(wide, 32 if wide == "both" else 64)]
+    assert [each.ranks for each in runs] == [8, 16, 32, 64][: len(runs)]
     for each in runs:
-        assert each.room_messages == 4 * each.spec.prefill * each.spec.decode
+        prefill, decode = each.spec.prefill, each.spec.decode
+        pairs = max(prefill, decode) if groups else prefill * decode
+        assert each.room_messages == 4 * pairs
     ranks = [each.ranks for each in runs]
     for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
         assert growth(ranks, [getattr(each.memory, name) for each in runs]) < 1.05, name
 
 
-def test_a_fleet_twice_as_large_costs_a_room_no_more():
-    runs = [Fleet(spec).run() for spec in replace(SMALL, rooms=256).growing("fleet", 32)]
-    assert {each.room_messages for each in runs} == {16.0}
+def test_replicas_that_hand_over_to_replicas_send_as_many_messages_as_there_are_ranks():
+    spec = replace(SMALL, rooms=4, in_flight=2, model="deepseek_v32", tokens=64)
+    for prefill, decode in ((4, 2), (2, 3)):
+        sizes = {"prefill": prefill, "prefill_tp": prefill, "decode": decode, "decode_tp": decode}
+        run = Fleet(replace(spec, **sizes)).run()
+        assert run.room_messages == 4 * max(prefill, decode)
+        assert run.parts == {"decode Success": 4 * decode, "prefill Success": 4 * prefill}
+
+
+@pytest.mark.parametrize("groups", [True, False])
+def test_a_fleet_twice_as_large_costs_a_room_no_more(groups):
+    spec = replace(SMALL, rooms=256, groups=groups)
+    runs = [Fleet(each).run() for each in spec.growing("fleet", 32)]
+    assert {each.room_messages for each in runs} == {8.0 if groups else 16.0}
     first, *_, last = runs
     for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
         assert getattr(last.memory, name) <= 1.25 * getattr(first.memory, name), name
@@ -222,7 +238,7 @@ def test_the_command_says_what_is_broken(monkeypatch):
         (["--loss", 1], "loss=1.0: from 0 to less than 1."),
         (["--rate", 0], "rate=0.0: more than 0 bytes a second."),
         (["--latency", -1], "latency=-1.0: 0 or more."),
-        (["--grow", "rooms"], "--grow rooms: one of fleet, prefill, decode."),
+        (["--grow", "rooms"], "--grow rooms: one of fleet, prefill, decode, both."),
         (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
         (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
         (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg, .html, .png."),

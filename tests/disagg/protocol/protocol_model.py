@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from disagg import (
     DecodeEndpoint,
+    Group,
     KVPoll,
     Link,
     MemoryNetwork,
@@ -410,7 +411,7 @@ class Prefill(Node):
         address, some = held.request.address(), None if layer is None else range(layer, layer + 1)
         oracle.write(oracle.of_layers(self.pool, some or LAYERS), address, chunk, held.salt)
         last = chunk.stop == held.tokens and (layer is None or held.begun is not None)
-        aux = {"first": held.salt} if last and self.address.endswith("rank 0") else {}
+        aux = {self.address: held.salt} if last else {}
         held.begun = (chunk, layer) if held.begun is None and layer is not None else None
         self.endpoint.send(name, address, tokens=chunk, layers=some, last=last, aux=aux)
         self.observe()
@@ -438,9 +439,18 @@ class Prefill(Node):
 class Decode(Node):
     """One generation of a decode rank."""
 
-    def __init__(self, world: World, build, timeout, number: int, readers: int, verify) -> None:
+    def __init__(
+        self,
+        world: World,
+        build,
+        timeout,
+        number: int,
+        readers: int | Group,
+        verify,
+        asks: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         super().__init__(world, build, timeout)
-        self.number, self.options = number, (readers, verify)
+        self.number, self.options = number, (readers, verify, asks)
         self.links: dict[int, Link] = {}
         stage = (
             WatchedBuffers(self, 4 * self.engine.max_bytes) if self.life % 2 else StagingBuffers()
@@ -462,6 +472,11 @@ class Decode(Node):
         addresses = [each.address for each in self.world.ranks(service)]
         self.links[service] = self.endpoint.connect(addresses)
 
+    def asked(self, link: Link, service: int) -> list[str]:
+        """Addresses of the ranks that it asks, as the test says and not as the table does."""
+        asks = self.options[2]
+        return [*link.addresses] if asks is None else [link.addresses[n] for n in asks[service]]
+
     def disconnect(self, service: int) -> None:
         link = self.links.pop(service)
         for address in link.addresses:
@@ -478,7 +493,8 @@ class Decode(Node):
         self.grow(held, tokens + (spare or 0))
         held.link = self.links[service]
         options = {"start": start, "link": held.link, "at_most": spare is not None}
-        self.endpoint.receive(name, held.request.address(), aux={"first"}, **options)
+        aux = self.asked(held.link, service)
+        self.endpoint.receive(name, held.request.address(), aux=aux, **options)
         self._hold(name, held)
 
     def decline(self, name, service: int) -> None:
@@ -514,17 +530,19 @@ class Decode(Node):
         self.take_ended()
 
     def _check(self, name, held: Held) -> None:
-        salts = [self.world.released.get((held.attempt, a)) for a in held.link.addresses]
-        assert None not in salts, f"{name!r} succeeded and not every rank had said so"
+        asked = self.asked(held.link, held.service)
+        salts = {each: self.world.released.get((held.attempt, each)) for each in asked}
+        assert None not in salts.values(), f"{name!r} succeeded and not every rank had said so"
         assert not self.machine.reading(name)
         assert all(self.endpoint.layer_ready(name, layer) for layer in LAYERS)
-        sources = list(zip(held.plan.sources, salts))
+        layouts = dict(zip(held.link.addresses, held.plan.sources))
+        sources = [(layouts[each], salt) for each, salt in salts.items()]
         tokens = 0 if held.declined else self.endpoint.num_tokens(name)
         if held.spare is None:
             assert tokens == held.tokens
         table = replace(held.request.address(), num_tokens=tokens)
         check_bytes(self.pool, table, range(held.start, tokens), sources)
-        assert self.machine.aux(name) == {"first": salts[0]}
+        assert self.machine.aux(name) == salts
 
 
 def check_bytes(pool, address, positions: range, sources) -> None:

@@ -222,7 +222,7 @@ def work_again(world: World) -> None:
     world.pass_time(max(node.timeout for node in world.decodes), True)
     readers = [node.options[0] for node in world.decodes]
     for service in services:
-        if readers == [2, 2]:
+        if all(each != 1 for each in readers):
             succeed("together", service, world.decodes)
         for node in world.decodes:
             if node.options[0] == 1:

@@ -19,7 +19,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from disagg.engines.base import TransferError
-from disagg.plan import TransferPlan
+from disagg.plan import Group, TransferPlan
 from disagg.protocol.messages import decode as decoded
 from disagg.protocol.status import KVPoll
 from kvpool import OutOfPages, RequestAddress, Span
@@ -34,13 +34,23 @@ HEADS = mha.but(num_kv_heads=2, head_dim=2, v_head_dim=1, **SMALL)
 ROWS = mla.but(kv_lora_rank=4, qk_rope_head_dim=2, **SMALL)
 HALVES = [HEADS.but(shard=Shard(rank, 2)) for rank in range(2)]
 
-# services of some ranks each, decodes, and how many of these each decode takes for readers
+GROUP = ("group", "group")
+
+# services of some ranks each, decodes, and how many of these each decode takes for readers, or that
+# they are each other's group
 TOPOLOGIES = {
     "two ranks to one": ([HALVES, [HEADS.but(page_size=4)]], [HEADS, HEADS], (1, 1)),
     "replicas, two readers": ([[ROWS, ROWS], [ROWS.but(page_size=3)]], [ROWS, ROWS], (2, 2)),
     "one rank to two": ([[HEADS], [HEADS.but(page_size=3)]], HALVES, (2, 2)),
     "readers that disagree": ([[ROWS], [ROWS, ROWS]], [ROWS, ROWS], (1, 2)),
+    "replicas, a group": ([[ROWS, ROWS, ROWS], [ROWS.but(page_size=3)]], [ROWS, ROWS], GROUP),
+    "halves to halves, a group": ([HALVES, [HEADS.but(page_size=4)]], HALVES, GROUP),
 }
+ASKED = {
+    "replicas, a group": ([[0], [0]], [[1, 2], [0]]),
+    "halves to halves, a group": ([[0], [0]], [[1], [0]]),
+}
+"""By decode and service, the ranks that members of a group ask."""
 HELD_ELSEWHERE = RequestAddress(0, {"kv": Span([])})
 TOKENS = {0: 5, 1: 8, "four": 4, "none": 0}
 PREFILL_TIMEOUT, DECODE_TIMEOUT, LEASE, OFFER = 5.0, 3.0, 12.0, 9.0
@@ -109,9 +119,13 @@ class Protocol(RuleBasedStateMachine):
             for rank, build in enumerate(ranks):
                 address = f"service {service} rank {rank}"
                 Prefill(self.world, build, PREFILL_TIMEOUT, address, service)
+        layouts = tuple(build().layout for build in decodes)
         for number, build in enumerate(decodes):
             readers = self.readers[number]
-            node = Decode(self.world, build, DECODE_TIMEOUT, number, readers, verify)
+            if readers == "group":
+                readers = Group(layouts, number)
+            asks = ASKED[topology][number] if topology in ASKED else None
+            node = Decode(self.world, build, DECODE_TIMEOUT, number, readers, verify, asks)
             node.engine.eager, node.engine.patient = eager, patient
             self.world.decodes.append(node)
             for service in range(len(services)):
@@ -145,7 +159,7 @@ class Protocol(RuleBasedStateMachine):
         self, service, name, one, who, start, spare, layer, rounds, pace, then, pick
     ) -> None:
         """A room is sent and wanted, all goes on for a while, and then something happens to it."""
-        every = self.readers == (2, 2) or (self.readers == (1, 2) and one % 3 == 2)
+        every = self.readers in ((2, 2), GROUP) or (self.readers == (1, 2) and one % 3 == 2)
         readers = one_or_all(self.world.decodes, 2 if every else one % 2)
         ranks = one_or_all(self.world.ranks(service), who)
         for node in (*readers, *ranks):
