@@ -1,0 +1,210 @@
+"""Members of a group come to one table, ask no more ranks than they need, and read every byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from disagg.plan import Group, IncompatibleLayouts, plan
+from disagg.plan.cache import PlanCache
+from kvpool import PoolLayout
+from kvpool.item import Cell, Repeat
+from kvpool.pools.base import Shard
+from tests.disagg.plan.test_cache import same
+from tests.disagg.plan.test_geometry import geometries
+from tests.oracle import assert_holds, blank, built, fill, move, place
+from tests.pools import mha, mla
+
+
+def layouts(pools):
+    return tuple(pool.layout for pool in pools)
+
+
+def sharded(tp, build=mha, **options):
+    """The layouts of `tp` ranks that share the heads; of MLA they are replicas."""
+    pools = (build(shard=Shard(rank, tp), device="meta", **options) for rank in range(tp))
+    return layouts(pools)
+
+
+def members(sources, dests, **options):
+    """Each member's plan."""
+    made = enumerate(dests)
+    return [plan(sources, each, group=Group(dests, n), **options) for n, each in made]
+
+
+def asked(plans):
+    """What each member asks, with how many do, once all are seen to say the same."""
+    askers = Counter(source for each in plans for source in each.asks)
+    for each in plans:
+        assert set(each.contributors()) <= each.asks.keys()
+        assert each.asks == {source: askers[source] for source in each.asks}
+    assert set(askers) == set(range(len(plans[0].sources)))
+    return [[*each.asks] for each in plans]
+
+
+def held(model, side, stage, rank):
+    """The layers and heads of a rank, as its pool was made."""
+    heads = range(1)
+    if model.kind == "mha":
+        first = rank * model.heads // side.tp
+        heads = range(first, first + max(1, model.heads // side.tp))
+    return {(layer, head) for layer in range(*side.cuts[stage : stage + 2]) for head in heads}
+
+
+@settings(max_examples=60)
+@given(geometries(layers=6, heads=8, dim=3, pp=2, tp=8, page=5), st.integers(1, 9))
+def test_every_byte_of_every_member_is_right_and_few_ranks_are_asked(geometry, tokens):
+    model, source, dest, _ = geometry
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    into = [dest.pool(model, *rank, tokens) for rank in dest.ranks()]
+    tables = [place(pool, tokens, seed) for seed, pool in enumerate(pools)]
+    for pool, table in zip(pools, tables):
+        fill(pool, table)
+    plans = []
+    for number, pool in enumerate(into):
+        table = place(pool, tokens, 90 + number)
+        blank(pool)
+        plans.append(move(pools, pool, tables, table, group=Group(layouts(into), number)))
+        assert_holds(pool, table)
+    theirs = [held(model, source, *rank) for rank in source.ranks()]
+    ours = [held(model, dest, *rank) for rank in dest.ranks()]
+    share = [{s for s, there in enumerate(theirs) if there & here} for here in ours]
+    table = asked(plans)
+    for number, (mine, may) in enumerate(zip(table, share)):
+        read = set(plans[number].contributors())
+        assert read <= may
+        idle = {s for s in mine if s not in read}
+        assert not any(s in other.contributors() for s in idle for other in plans)
+        assert all(s % len(into) == number for s in idle)
+    alone = Counter(what for there in theirs for what in there)
+    if max(alone.values()) == 1:  # no replicas: who shares bytes reads them
+        assert [set(each.contributors()) for each in plans] == share
+    if model.kind == "mla" and len(source.cuts) == len(dest.cuts) == 2:
+        assert sum(map(len, table)) == max(source.tp, dest.tp)
+
+
+@pytest.mark.parametrize(
+    ("sources", "dests", "table"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (3, 2, [[0], [1, 2]]),
+        (2, 3, [[0], [0], [1]]),
+        (1, 3, [[0], [0], [0]]),
+    ],
+)
+def test_members_take_replicas_in_turn(sources, dests, table):
+    plans = members(sharded(sources, mla), sharded(dests, mla))
+    assert asked(plans) == [each.contributors() for each in plans] == table
+
+
+@pytest.mark.parametrize(
+    ("sources", "dests", "table"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_members_ask_those_that_hold_their_heads(sources, dests, table):
+    assert asked(members(sharded(sources, num_kv_heads=4), sharded(dests, num_kv_heads=4))) == table
+
+
+def test_replicas_of_a_head_are_shared_among_the_members_that_need_it_and_not_among_all():
+    """Of 4 ranks that hold 2 heads, each member reads from both that hold its head."""
+    plans = members(sharded(4, num_kv_heads=2), sharded(2, num_kv_heads=2))
+    assert [each.contributors() for each in plans] == [[0, 1], [2, 3]]
+
+
+def test_a_rank_that_nobody_reads_is_asked_by_one_member():
+    sources = sharded(9, mla, layers=[0])
+    plans = members(sources, sharded(2, mla, layers=[0]))
+    assert [each.contributors() for each in plans] == [[0], [4]]
+    assert asked(plans) == [[0, 2, 6, 8], [1, 3, 4, 5, 7]]
+    assert {n for each in plans for n in each.asks.values()} == {1}
+
+
+def test_a_group_of_one_reads_as_a_destination_alone_does():
+    sources, (dest,) = sharded(3, mla), sharded(1, mla)
+    alone, grouped = plan(sources, dest), plan(sources, dest, group=Group((dest,), 0))
+    assert same(replace(grouped, asks={}), alone)
+    assert grouped.asks == {0: 1, 1: 1, 2: 1}
+    assert alone.asks == {}
+
+
+def test_stages_of_decode_ask_their_stages():
+    whole = {"layers": range(4), "device": "meta"}
+    halves = tuple(mla(**whole | {"layers": part}).layout for part in (range(2), range(2, 4)))
+    plans = members(tuple(mla(**whole).layout for _ in range(2)), halves)
+    assert asked(plans) == [[0], [1]]
+    assert asked(members(halves, halves)) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (lambda: Group((), 0), "`layouts` are those of all members"),
+        (lambda: Group(sharded(2), 2), r"member 2 of 2 layouts: give a number from 0 to 1\."),
+        (
+            lambda: Group((*sharded(1), *sharded(1, mla)), 0),
+            "layout 1 has target latent, target rope, layout 0 has target k, target v.*"
+            "say how many read, 2, in place of the group",
+        ),
+        (
+            lambda: plan(sharded(1), sharded(2)[1], group=Group(sharded(2), 0)),
+            "layout 0 is not like that of member 0, which this rank is",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(given, problem):
+    with pytest.raises((TypeError, ValueError), match=problem):
+        given()
+
+
+def test_what_another_member_cannot_read_is_refused_here_too_with_its_number():
+    sources, dests = sharded(1, mla), (*sharded(1, mla), *sharded(2, mla, packing="f32"))
+    said = []
+    for number, dest in enumerate(dests):
+        with pytest.raises(IncompatibleLayouts) as refused:
+            plan(sources, dest, group=Group(dests, number))
+        said.append(str(refused.value))
+    assert said[0].startswith("2 reasons.\n  target layers 0-3 latent: on decode rank 1-2 of its")
+    assert said[1] == said[2]
+    assert "latent: bfloat16 on prefill, float32 on decode." in said[1]
+
+
+def test_members_must_be_told_the_same_of_what_may_be_missing():
+    sources, dests = sharded(1), sharded(2)
+    drafts = tuple(
+        PoolLayout.merge(each, mla(owner="draft", layers=[9], device="meta").layout)
+        for each in dests
+    )
+    with pytest.raises(IncompatibleLayouts, match="draft layer 9 latent: prefill offers no such"):
+        members(sources, drafts)
+    assert asked(members(sources, drafts, allow_missing={"draft"})) == [[0], [0]]
+
+
+def test_a_cached_plan_has_the_table_of_its_member():
+    cache = PlanCache()
+    for life in range(2):
+        sources, dests = sharded(4, mla), sharded(2, mla)
+        for number, dest in enumerate(dests):
+            group = Group(dests, number)
+            assert same(cache.plan(sources, dest, group), plan(sources, dest, group=group))
+        assert same(cache.plan(sources, dests[0]), plan(sources, dests[0]))
+        assert (cache.hits, cache.misses) == (3 * life, 3)
+    cache.plan(sources, dests[0], Group((*dests, dests[0]), 0))
+    assert cache.misses == 4
+
+
+def test_sources_whose_cells_are_cut_for_one_member_only_are_shared_out_all_the_same():
+    """A member with a `dim` axis in place of a cell: sources are cut for it, not for the other."""
+    cell = Repeat("entry", 2, Cell("latent", 4, "bf16"))
+    axis = Repeat("entry", 2, Repeat("dim", 4, Cell("latent", 1, "bf16")))
+    sources = layouts(built([(0, "kv", 5, cell)], page=2) for _ in range(2))
+    dests = tuple(built([(0, "kv", 5, each)], page=2).layout for each in (cell, axis))
+    assert asked(members(sources, dests)) == [[0], [1]]
