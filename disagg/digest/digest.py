@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
-from disagg.plan.pairing import cut
+from disagg.plan.matching.pairing import cut
 from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress

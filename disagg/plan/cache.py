@@ -9,8 +9,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from disagg.plan.group import Group
-from disagg.plan.pairing import pair
+from disagg.plan.matching.group import Group
+from disagg.plan.matching.pairing import pair
 from disagg.plan.planner import TransferPlan, plan
 from kvpool.layout import PoolLayout
 

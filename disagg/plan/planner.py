@@ -13,9 +13,9 @@ from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.columns import Columns
 from disagg.plan.explain import Explanation, explain_routes
-from disagg.plan.group import Group, share_out
-from disagg.plan.match import Overlap, Part, absent, elect, mismatches, tile
-from disagg.plan.pairing import pair
+from disagg.plan.matching.group import Group, share_out
+from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, tile
+from disagg.plan.matching.pairing import pair
 from disagg.plan.proof import prove
 from disagg.plan.routes import routes_of
 from disagg.plan.runs import Route

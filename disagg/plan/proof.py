@@ -13,8 +13,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from disagg.plan.match import Part
-from disagg.plan.pairing import encoded
+from disagg.plan.matching.match import Part
+from disagg.plan.matching.pairing import encoded
 from disagg.plan.routes import Records, records_of
 from disagg.plan.runs import Box, Route
 from kvpool.layout import Axis, Buffer, Key, PoolLayout

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.match import Part
-from disagg.plan.pairing import encoded
+from disagg.plan.matching.match import Part
+from disagg.plan.matching.pairing import encoded
 from disagg.plan.runs import EntryRuns, Item, ItemRuns, Route, entry_runs, item_runs, join
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs

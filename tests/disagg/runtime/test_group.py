@@ -32,7 +32,7 @@ CASES = {
     "2 replicas to 3": (side(mla, 2), side(mla, 3), [[0], [0], [1]]),
     "9 replicas to 2": (side(mla, 9), side(mla, 2), [[0, 1, 2, 3, 8], [4, 5, 6, 7]]),
     "stages to ranks": (
-        [mha(layers=range(0, 2), **BOTH), mha(layers=range(2, 4), **BOTH)],
+        [mha(layers=range(2), **BOTH), mha(layers=range(2, 4), **BOTH)],
         side(mha, 2, **BOTH),
         [[0, 1], [0, 1]],
     ),

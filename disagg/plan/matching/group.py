@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.plan.match import Holders, Overlap, Part, Turn, elect
+from disagg.plan.matching.match import Holders, Overlap, Part, Turn, elect
 from kvpool.layout import PoolLayout
 
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.pairing import Alike, Holder
+from disagg.plan.matching.pairing import Alike, Holder
 from disagg.plan.runs import Box
 from kvpool.layout import Interleave, Key, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
-
 
 Holders = tuple[int, ...]
 """Source ranks that hold the same."""
