@@ -18,6 +18,7 @@ import numpy as np
 from disagg import (
     DecodeEndpoint,
     Engine,
+    Group,
     KVPoll,
     MemoryNetwork,
     MemoryTransport,
@@ -278,6 +279,7 @@ def decode(choices: Choices) -> str:
     options = {
         "verify": pick(choices, (None, "checksum")),
         "offer_timeout": pick(choices, (None, 5.0)),
+        "ranks": pick(choices, (1, Group((case.own,) * 2, choices.number(0, 1)))),
     }
     endpoint = made(DecodeEndpoint, case.own, wire, clock, choices, **options)
     link = endpoint.connect([f"rank{number}" for number in range(len(peers))])
