@@ -15,6 +15,7 @@ from disagg.plan.planner import TransferPlan, plan
 from kvpool.layout import PoolLayout
 
 _Shapes = tuple[tuple[str, ...], tuple[int, tuple[str, ...]] | None]
+"""Fingerprints of sources and destination, and `Group.shape`."""
 
 
 class PlanCache:
