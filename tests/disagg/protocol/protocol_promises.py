@@ -27,7 +27,8 @@ REASONS = {
     "decode made room for|Send the same tokens of a request": "longer",
     "cannot be served": "rubbish",
     "the next chunk starts there|were not sent|(was|were) sent already": "reorder, loss",
-    "released its pages before|gives no digests": "reorder, loss",
+    # a hello that comes once more after a silence: prefill knows the decode, and the room no longer
+    "released its pages before|gives no digests": "reorder, loss, repeat",
     "differs from": "reorder",
     "no longer asks for this room": "unread, reorder, repeat, loss",
 }
