@@ -1,0 +1,140 @@
+"""Pictures to look at: real layouts, a real hand-off, and ratios far below and above 1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg.cli.bench.case import COPY, BenchCase
+from disagg.cli.bench.chart import chart_of
+from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.report import Report
+from disagg.protocol.metrics import RoomMetrics
+from disagg.timeline import timeline
+from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
+from kvpool.cli.describe import model_layout
+from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.render.chart import chart_html, chart_svg
+from kvpool.render.html import html
+from kvpool.render.svg import svg
+from tests import oracle
+
+ROOT = Path(__file__).parent.parent.parent
+TOKENS = 2000
+
+
+class Clock:
+    """Each look at it takes some time, the same in every run."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 20e-6
+        return self.now
+
+
+def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 0) -> RoomMetrics:
+    """A request that real endpoints hand over: from `ranks` of prefill to one of decode, in
+    chunks; with `layers`, so many layers of a chunk at a time.
+    """
+    sizes = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 40, "page_size": 64}
+    pools = [MHAPool(layers=range(4), shard=Shard(n, ranks), **sizes) for n in range(ranks)]
+    dest, clock = MHAPool(layers=range(4), **sizes), Clock()
+    common = {"threaded": False, "clock": clock}
+    sources = [PrefillEndpoint(pool.layout, create_engine("local"), **common) for pool in pools]
+    decode = DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum", **common)
+    every = [*sources, decode]
+    try:
+        link = decode.connect([source.address for source in sources])
+        _step_until(every, lambda: link.settled)
+        decode.receive("r", oracle.place(dest, TOKENS))
+        for start in range(0, TOKENS, chunk):
+            tokens = range(start, min(start + chunk, TOKENS))
+            for low in range(0, 4, layers or 4):
+                parts = {"layers": range(low, low + layers)} if layers else {}
+                last = tokens.stop == TOKENS and low + (layers or 4) == 4
+                for pool, source in zip(pools, sources):
+                    table = oracle.place(pool, TOKENS)
+                    source.send("r", table, tokens=tokens, last=last, **parts)
+                    clock.now += 0.0005
+                    for _ in range(8):
+                        for endpoint in every:
+                            endpoint.step()
+            _step_until(every, lambda: not decode.reading("r"))
+        _step_until(every, lambda: all(each.poll("r").ended for each in every))
+        return decode.metrics("r")
+    finally:
+        for endpoint in every:
+            endpoint.close()
+
+
+def _step_until(every: list, holds: Callable[[], bool]) -> None:
+    for _ in range(100_000):
+        if holds():
+            return
+        for endpoint in every:
+            endpoint.step()
+    raise AssertionError("nothing happens any more")
+
+
+def report() -> Report:
+    """The ratios of the table in docs/performance.md, with the worst and the best that a chart
+    must still show, and a case that did not run.
+    """
+    rows, group = [], ""
+    text = (ROOT / "docs/performance.md").read_text()
+    for line in text.partition("| group | case | bytes |")[2].splitlines()[2:]:
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 7:
+            break
+        group, ratio = cells[0] or group, float(cells[-1])
+        bound = cells[5].partition(", ")[2] or COPY
+        rows.append(measured(group, cells[1], ratio, bound))
+    rows += [measured("handoff", "local, mla, 8,192 tokens in chunks of 2,048", 0.00012, "bare")]
+    rows += [measured("handoff", "local, mla, 1 token", 12_345.0, "the bare engine")]
+    lacking = BenchCase("transfer", "mori, 1 KiB", 0, lambda _: None, engine="mori")
+    rows.append(Measurement(lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
+    about = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
+    return Report(about, {"torch": "2.13.0"}, "2026-11-23T12:00:00", False, rows)
+
+
+def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
+    """A case that took a millisecond."""
+    case = BenchCase(group, re.sub(r"\s+", " ", name), 0, lambda _: None, bound)
+    return Measurement(case, 1e-3, ratio * 1e-3, ratio, 0.0, 20)
+
+
+def hybrid() -> PoolLayout:
+    """Pages of attention, and states of linear attention, of a shard."""
+    return HybridLinearPool(
+        layers=range(8),
+        full=MHA(8, 128),
+        linear=gated_delta_net(16, 32, 128, 128, 4),
+        linear_layers=[0, 1, 2, 4, 5, 6],
+        dtype="bf16",
+        shard=Shard(1, 4),
+        num_slots=3,
+        num_pages=2,
+        page_size=64,
+    ).layout
+
+
+def model(name: str) -> PoolLayout:
+    """What `kvpool describe` shows of a model."""
+    return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "map.html": lambda: html(model("deepseek_v4"), "deepseek_v4, fp8"),
+    "map.svg": lambda: svg(model("deepseek_v4"), "deepseek_v4, fp8"),
+    "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
+    "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
+    "bench.html": lambda: chart_html(chart_of(report()), report().header()),
+    "bench.svg": lambda: chart_svg(chart_of(report())),
+    "handoff.html": lambda: chart_html(timeline(handed_over(2, 512), "room r")),
+    "handoff.svg": lambda: chart_svg(timeline(handed_over(2, 512), "room r")),
+    "handoff-layers.html": lambda: chart_html(timeline(handed_over(1, 512, 1), "by layers")),
+}
+"""By the name of the file."""
