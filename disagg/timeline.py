@@ -1,12 +1,11 @@
-"""A room's hand-off in time, as a picture of its metrics.
+"""Hand-offs in time, as a picture of rooms' metrics.
 
-metrics = endpoint.metrics(room)
-Path("room.html").write_text(chart_html(timeline(metrics)))     # or chart_svg
+write_chart(timeline({"a room": endpoint.metrics(room)}), Path("room.html"))  # or .svg
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
@@ -14,7 +13,7 @@ from kvpool.render.chart import COLOURS, Chart, Kind, Mark, Panel, Row, linear_a
 from kvpool.render.text import human
 
 MAX_CHUNKS = 100
-"""Chunks that are drawn; the others are counted."""
+"""Chunks of a room that are drawn; the others are counted."""
 READY, WAITS, READS, OTHER = COLOURS[1], COLOURS[9], COLOURS[0], COLOURS[2]
 LEGEND: tuple[tuple[Kind, str, str], ...] = (
     ("tick", READY, "chunk ready"),
@@ -26,10 +25,15 @@ LEGEND: tuple[tuple[Kind, str, str], ...] = (
 NOTE = "Figures: how long a chunk took from being ready to its last byte, and each other step."
 
 
-def timeline(metrics: RoomMetrics, title: str = "hand-off") -> Chart:
-    """A row for each chunk of each rank of prefill, from the room's request on, and one for each
-    step before and after. Layers of a chunk that are read one by one share its row.
+def timeline(rooms: Mapping[str, RoomMetrics], title: str = "Hand-off in time") -> Chart:
+    """Rooms by name. In each a row for each chunk of each rank of prefill, from the room's request
+    on, and one for each step before and after. Layers of a chunk that are read one by one share its
+    row.
     """
+    return Chart(title, LEGEND, [_panel(name, room) for name, room in rooms.items()], [NOTE])
+
+
+def _panel(name: str, metrics: RoomMetrics) -> Panel:
     end = max(metrics.total_seconds, *(read.ended for read in metrics.reads), 1e-6)
     chunks = list(_chunks(metrics.reads))
     drawn, hidden = chunks[:MAX_CHUNKS], len(chunks[MAX_CHUNKS:])
@@ -44,8 +48,7 @@ def timeline(metrics: RoomMetrics, title: str = "hand-off") -> Chart:
     rows += _last_steps(metrics, many)
     moved = f"{human(metrics.bytes_moved)} in {seconds_of(metrics.total_seconds)}"
     axis = linear_axis(end, lambda seconds: seconds_of(seconds, end))
-    panel = Panel("From the room's request to its end", axis, rows)
-    return Chart(f"{title}: {moved}", LEGEND, [panel], [NOTE])
+    return Panel(f"{name}: {moved}", axis, rows)
 
 
 def seconds_of(seconds: float, like: float | None = None) -> str:

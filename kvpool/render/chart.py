@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
+from pathlib import Path
 from textwrap import wrap
 from typing import Literal
 from xml.etree import ElementTree
@@ -21,6 +22,7 @@ COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#8c6bb1"),
     *("#499894", "#c79a1e", "#d37295", "#9d7660", "#7a8490"),
 )
+SUFFIXES = (".html", ".svg")
 WIDTH = 900  # pixels of a file, and of a page at most
 LINE, ROW, BAR = 18, 34, 10  # pixels
 LETTER = 7.0  # pixels of a character
@@ -130,6 +132,21 @@ def linear_axis(high: float, words: Callable[[float], str], *, at_most: int = 5)
     return Axis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
 
 
+def chart_problem(path: Path) -> str | None:
+    """Why no chart can be written to `path`, or None."""
+    if path.suffix not in SUFFIXES:
+        return f"{path}: the name must end in {' or '.join(SUFFIXES)}."
+    if not path.absolute().parent.is_dir():
+        return f"{path}: there is no directory {path.parent}."
+    return None
+
+
+def write_chart(chart: Chart, path: Path, details: str = "") -> None:
+    """Writes an SVG, or an HTML page with `details` below. Raises OSError."""
+    page = path.suffix == ".html"
+    path.write_text(chart_html(chart, details) if page else chart_svg(chart), encoding="utf-8")
+
+
 def chart_svg(chart: Chart) -> str:
     """One self-contained SVG."""
     root = Element("svg", xmlns="http://www.w3.org/2000/svg", width=f"{WIDTH}")
@@ -194,7 +211,19 @@ def _drawn(panel: Panel) -> tuple[Element, float]:
     top = y + LINE
     names = [wrap(row.name, NAME) if isinstance(row, Row) else [row] for row in panel.rows]
     starts = list(accumulate((ROW + LINE * (len(name) - 1) for name in names), initial=top))
-    bottom = starts[-1]
+    _grid(root, axis, top, starts[-1])
+    for y, name, row in zip(starts, names, panel.rows):
+        if isinstance(row, Row):
+            _row(root, axis, row, name, y)
+        else:
+            add(root, "text", row, x=f"{FIRST:g}%", y=y + 24, class_="head")
+    height = starts[-1] + LINE
+    root.set("height", f"{height:.0f}")
+    return root, height
+
+
+def _grid(root: Element, axis: Axis, top: float, bottom: float) -> None:
+    """Lines at the ticks and at the bound, and words above and below."""
     lines = [("rule", axis.at(value)) for value, _ in axis.ticks]
     lines += [] if axis.bound is None else [("bound", axis.at(axis.bound))]
     for name, x in lines:
@@ -202,24 +231,21 @@ def _drawn(panel: Panel) -> tuple[Element, float]:
     for value, words in axis.ticks:
         x = axis.at(value)
         anchor = "start" if x < 10 else "middle"
-        for at in (top - 6, bottom + 13) if words else ():
-            place = {"x": f"{x:.2f}%", "y": at, "text_anchor": anchor}
+        for y in (top - 6, bottom + 13) if words else ():
+            place = {"x": f"{x:.2f}%", "y": y, "text_anchor": anchor}
             add(root, "text", words, class_="quiet number", **place)
-    for y, name, row in zip(starts, names, panel.rows):
-        if isinstance(row, str):
-            add(root, "text", row, x=f"{FIRST:g}%", y=y + 24, class_="head")
-            continue
-        for number, line in enumerate(name):
-            place = {"x": f"{FIRST:g}%", "y": y + 14 + LINE * number}
-            add(root, "text", line, class_="words", **place)
-        y += LINE * (len(name) - 1)
-        end = {"x": f"{END:g}%", "y": y + 14, "text_anchor": "end"}
-        add(root, "text", row.figure, class_="words number", **end)
-        for mark in row.marks:
-            _mark(root, mark, axis.at(mark.start), axis.at(mark.end), y + 17)
-    height = bottom + LINE
-    root.set("height", f"{height:.0f}")
-    return root, height
+
+
+def _row(root: Element, axis: Axis, row: Row, name: Sequence[str], y: float) -> None:
+    """Draws a row at `y`: the lines of its name, its figure, its marks."""
+    y += 14 - LINE
+    for line in name:
+        y += LINE
+        add(root, "text", line, class_="words", x=f"{FIRST:g}%", y=y)
+    end = {"x": f"{END:g}%", "y": y, "text_anchor": "end"}
+    add(root, "text", row.figure, class_="words number", **end)
+    for mark in row.marks:
+        _mark(root, mark, axis.at(mark.start), axis.at(mark.end), y + 3)
 
 
 def _mark(parent: Element, mark: Mark, start: float, end: float, y: float) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.cli.bench.case import COPY, BenchCase
@@ -21,8 +19,32 @@ from kvpool.render.html import html
 from kvpool.render.svg import svg
 from tests import oracle
 
-ROOT = Path(__file__).parent.parent.parent
 TOKENS = 2000
+PLAIN = "plain Python"
+RATIOS = {
+    "store": [("K and V 8 x 128, NHD", 1.06), ("MLA fp8, 656 B", 0.27), ("DSv4 fp8, 584 B", 0.23)],
+    "load": [("K and V 8 x 128, NHD", 0.74), ("MLA bf16, 1152 B", 1.04), ("DSv4 fp8, 584 B", 0.3)],
+    "move": [("MLA by layer, device ids", 1.24), ("MLA by page, host ids", 0.92)],
+    "gather": [("512 B", 0.88), ("36 KiB", 1.15)],
+    "scatter": [("512 B", 1.0), ("36 KiB", 1.2)],
+    "allocator": [("256 requests, DSv4", 1.11, PLAIN)],
+    "plan": [
+        ("MLA", 16.0, "one request of plain Python"),
+        ("MLA from TP8 x PP2, known shape", 21.0, "a new plan"),
+    ],
+    "bind": [("MLA, 61 x 2048 pages, cold", 82.0, PLAIN), ("DSv4, 131,072 tokens", 62.0, PLAIN)],
+    "transfer": [
+        ("local, 1 KiB", 0.71),
+        ("mooncake, 1 KiB", 0.0015),
+        ("mooncake, 4 KiB", 0.0084),
+        ("nixl, 1 KiB", 0.025),
+        ("nixl, one run", 0.31),
+    ],
+    "handoff": [
+        ("nixl, MLA, 8,192 tokens in chunks of 2,048", 0.00012, "the bare engine"),
+        ("local, MLA, 1 token", 12_345.0, "the bare engine"),
+    ],
+}
 
 
 class Clock:
@@ -79,21 +101,17 @@ def _step_until(every: list, holds: Callable[[], bool]) -> None:
     raise AssertionError("nothing happens any more")
 
 
+def rooms() -> dict[str, RoomMetrics]:
+    """Two hand-offs of as many tokens."""
+    return {
+        "two ranks of prefill": handed_over(2, 512),
+        "one rank, layer by layer": handed_over(1, 512, 1),
+    }
+
+
 def report() -> Report:
-    """The ratios of the table in docs/performance.md, with the worst and the best that a chart
-    must still show, and a case that did not run.
-    """
-    rows, group = [], ""
-    text = (ROOT / "docs/performance.md").read_text()
-    for line in text.partition("| group | case | bytes |")[2].splitlines()[2:]:
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) != 7:
-            break
-        group, ratio = cells[0] or group, float(cells[-1])
-        bound = cells[5].partition(", ")[2] or COPY
-        rows.append(measured(group, cells[1], ratio, bound))
-    rows += [measured("handoff", "local, mla, 8,192 tokens in chunks of 2,048", 0.00012, "bare")]
-    rows += [measured("handoff", "local, mla, 1 token", 12_345.0, "the bare engine")]
+    """Ratios as they are measured, some far below and far above 1, and a case that did not run."""
+    rows = [measured(group, *case) for group, cases in RATIOS.items() for case in cases]
     lacking = BenchCase("transfer", "mori, 1 KiB", 0, lambda _: None, engine="mori")
     rows.append(Measurement(lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
     about = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
@@ -102,7 +120,7 @@ def report() -> Report:
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
     """A case that took a millisecond."""
-    case = BenchCase(group, re.sub(r"\s+", " ", name), 0, lambda _: None, bound)
+    case = BenchCase(group, name, 0, lambda _: None, bound)
     return Measurement(case, 1e-3, ratio * 1e-3, ratio, 0.0, 20)
 
 
@@ -133,8 +151,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
     "bench.html": lambda: chart_html(chart_of(report()), report().header()),
     "bench.svg": lambda: chart_svg(chart_of(report())),
-    "handoff.html": lambda: chart_html(timeline(handed_over(2, 512), "room r")),
-    "handoff.svg": lambda: chart_svg(timeline(handed_over(2, 512), "room r")),
-    "handoff-layers.html": lambda: chart_html(timeline(handed_over(1, 512, 1), "by layers")),
+    "handoff.html": lambda: chart_html(timeline(rooms())),
+    "handoff.svg": lambda: chart_svg(timeline(rooms())),
 }
 """By the name of the file."""

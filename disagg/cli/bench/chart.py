@@ -5,43 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 
 from disagg.cli.bench.cases import GROUPS
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report, number_of, time_of
-from kvpool.render.chart import (
-    COLOURS,
-    Axis,
-    Chart,
-    Mark,
-    Panel,
-    Row,
-    chart_html,
-    chart_svg,
-    log_axis,
-)
+from kvpool.render.chart import COLOURS, Axis, Chart, Kind, Mark, Panel, Row, log_axis
 
-SUFFIXES = (".html", ".svg")
 WORST = 0.001
 """Where the axis begins; of worse ratios at their power of ten."""
 COPIES = "Rate relative to a plain copy of as many bytes"
 HOST_WORK = "Speed relative to another implementation"
-
-
-def chart_problem(path: Path) -> str | None:
-    """Why no chart can be written to `path`, or None."""
-    if path.suffix not in SUFFIXES:
-        return f"{path}: the name must end in {' or '.join(SUFFIXES)}."
-    return None
-
-
-def write_chart(report: Report, path: Path) -> None:
-    """Writes an SVG, or an HTML page. Raises OSError."""
-    chart = chart_of(report)
-    page = path.suffix == ".html"
-    text = chart_html(chart, report.header()) if page else chart_svg(chart)
-    path.write_text(text, encoding="utf-8")
 
 
 def chart_of(report: Report) -> Chart:
@@ -53,16 +26,16 @@ def chart_of(report: Report) -> Chart:
         if (found := [row for row in rows if row.moves is moves])
     ]
     groups = [group for group in GROUPS if any(row.case.group == group for row in rows)]
-    legend = [("dot", _colour(group), group) for group in groups]
-    bound = ("tick", "currentColor", "1: as fast as the copy, or the other implementation")
-    return Chart(report.title, [*legend, bound], panels, report.left_out())
+    legend: list[tuple[Kind, str, str]] = [("dot", _colour(group), group) for group in groups]
+    legend += [("tick", "currentColor", "1: as fast as the copy, or the other implementation")]
+    return Chart(report.title, legend, panels, report.left_out())
 
 
 def _axis(rows: Sequence[Measurement]) -> Axis:
     """From WORST to 1, or as far as there are ratios."""
     ratios = [row.ratio for row in rows if row.ratio]
-    lowest = min(WORST, *ratios) if ratios else WORST
-    return log_axis(10.0 ** math.floor(math.log10(lowest)), 1.2 * max(1.0, *ratios))
+    lowest = math.floor(math.log10(min([WORST, *ratios])))
+    return log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
 
 
 def _rows(rows: Sequence[Measurement]) -> Iterator[Row | str]:
