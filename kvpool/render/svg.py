@@ -18,6 +18,8 @@ from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import THEME
 from kvpool.render.text import space_words
 
+HEAD_LETTER, HEAD_LINE = 10.5, 22  # pixels
+
 
 def svg(layout: PoolLayout, title: str = "layout") -> str:
     """One self-contained SVG: for each kind of item its map and a legend of its regions."""
@@ -26,19 +28,15 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
     add(root, "style", THEME + STYLE)
     root.append(hatch())
     add(root, "rect", class_="paper", width="100%", height="100%")
-    add(root, "text", title, x=LEFT, y=30, class_="head")
-    top, width = 44.0, 0.0
+    top, width = _lines(root, title, 14.0, class_="head"), 0.0
     maps = item_maps(layout)
     for item, colours in zip(maps, palettes(maps)):
-        add(root, "text", heading(item), x=LEFT, y=top + 24, class_="head")
-        top += 28
-        for line in wrap(facts(item), int((WIDTH + RIGHT) / LETTER)):
-            top += LINE
-            add(root, "text", line, x=LEFT, y=top)
+        top = _lines(root, heading(item), top + 18, class_="head")
+        top = _lines(root, facts(item), top)
         drawing, wide, height = drawn(item, colours)
-        drawing.set("transform", f"translate(0 {top + 8:.1f})")
+        drawing.set("transform", f"translate(0 {top + 4:.1f})")
         root.append(drawing)
-        right, top = _legend(root, item, colours, top + 8 + height)
+        right, top = _legend(root, item, colours, top + 4 + height)
         width, top = max(width, wide, right), top + 20
     root.set("width", f"{width:.0f}")
     root.set("height", f"{top:.0f}")
@@ -110,6 +108,15 @@ def palettes(maps: Sequence[ItemMap]) -> list[dict[Region, str]]:
 def _root(region: Region) -> str:
     """`c4.latent.scale` as `latent`."""
     return region.role.removesuffix(".scale").rpartition(".")[2]
+
+
+def _lines(root: Element, text: str, y: float, **style: str) -> float:
+    """Writes lines of text below `y`; where they end, in pixels."""
+    letter, height = (HEAD_LETTER, HEAD_LINE) if style else (LETTER, LINE)
+    for line in wrap(text, int((WIDTH + RIGHT) / letter)):
+        y += height
+        add(root, "text", line, x=LEFT, y=y, **style)
+    return y + 4
 
 
 def _legend(

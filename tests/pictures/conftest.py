@@ -9,16 +9,8 @@ import pytest
 
 from tests.pictures.browser import browser, program
 
-collect_ignore = (
-    [] if program() and find_spec("websockets") else ["test_pictures.py", "test_map.py"]
-)
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    lacking = (
-        "no Chromium or no package websockets: apt-get install chromium-headless-shell, or make"
-    )
-    return [f"pictures are not looked at ({lacking})"] if collect_ignore else []
+HERE = program() is not None and find_spec("websockets") is not None
+collect_ignore = [] if HERE else ["test_map.py", "test_pictures.py"]
 
 
 @pytest.fixture(scope="session")

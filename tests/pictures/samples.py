@@ -13,11 +13,13 @@ from disagg.protocol.metrics import RoomMetrics
 from disagg.timeline import timeline
 from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
+from kvpool.item import Cell, Repeat, Seq, Skip
 from kvpool.pools.kinds import MHA, gated_delta_net
 from kvpool.render.chart import chart_html, chart_svg
 from kvpool.render.html import html
 from kvpool.render.svg import svg
 from tests import oracle
+from tests.kvpool.render.test_memory_map import layout_of
 
 TOKENS = 2000
 PLAIN = "plain Python"
@@ -139,6 +141,13 @@ def hybrid() -> PoolLayout:
     ).layout
 
 
+def long_names() -> PoolLayout:
+    """Regions with names as long as they may be for a reader, and an item of a gibibyte."""
+    names = [f"{n}-{'state_of_a_kind_' * 4}" for n in range(5)]
+    cells = Seq(*(Cell(name, 1 << 15 + n, "uint8") for n, name in enumerate(names)), Skip(100))
+    return layout_of(Repeat("position_of_an_entry", 1 << 10, cells))
+
+
 def model(name: str) -> PoolLayout:
     """What `kvpool describe` shows of a model."""
     return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
@@ -146,7 +155,8 @@ def model(name: str) -> PoolLayout:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "map.html": lambda: html(model("deepseek_v4"), "deepseek_v4, fp8"),
-    "map.svg": lambda: svg(model("deepseek_v4"), "deepseek_v4, fp8"),
+    "map-long.html": lambda: html(long_names(), "Names " + "that are long " * 20),
+    "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
     "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
     "bench.html": lambda: chart_html(chart_of(report()), report().header()),
