@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 # read by tests of the NPU's operators, never imported
 TORCH_NPU ?= torch-npu==2.13.0
-# pictures are looked at in it; a system without it goes on without those tests
+# the tests of pictures look at them in it, and are collected where it is there
 CHROMIUM := chromium-headless-shell
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 DEMO ?= --model llama --engine local
@@ -35,6 +35,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
+HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.exit(b.program() is None)'
 
 .PHONY: help venv demo test screenshots lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
@@ -78,8 +79,6 @@ demo: venv  ## a real model prefills in one process and decodes in another
 
 test: venv lint chromium $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
-
-HAS_CHROMIUM := $(BIN)/python -c 'import sys; from tests.pictures.browser import program; sys.exit(program() is None)'
 
 .PHONY: chromium
 chromium: venv
