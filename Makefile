@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 # read by tests of the NPU's operators, never imported
 TORCH_NPU ?= torch-npu==2.13.0
+# the tests of pictures look at them in it, and are collected where it is there
+CHROMIUM := chromium-headless-shell
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 DEMO ?= --model llama --engine local
 # a build of vLLM for the CPU, in an environment of its own: it pins torch and transformers
@@ -33,8 +35,9 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
+HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.exit(b.program() is None)'
 
-.PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo test screenshots lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,8 +77,19 @@ $(NPU_FILES): | $(STAMP)
 demo: venv  ## a real model prefills in one process and decodes in another
 	$(BIN)/kvpool demo $(DEMO)
 
-test: venv lint $(NPU_FILES)  ## the whole suite
+test: venv lint chromium $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
+
+.PHONY: chromium
+chromium: venv
+	@$(HAS_CHROMIUM) || test "$$(id -u)" != 0 || \
+		apt-get install -qq -y $(CHROMIUM) >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -qq -y $(CHROMIUM); } >/dev/null 2>&1 || true
+	@$(HAS_CHROMIUM) || echo "Pictures are not looked at in a browser. On Debian: apt-get install $(CHROMIUM)"
+
+screenshots: venv chromium  ## every picture on a phone, a tablet and a desktop, in light and dark
+	$(BIN)/python -m pytest -q tests/pictures --screenshots build/screenshots
+	@echo "wrote build/screenshots"
 
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
@@ -136,7 +150,7 @@ lint: venv  ## style and types
 bench: venv  ## every benchmark, as ratios
 	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
 
-long: venv $(NPU_FILES)  ## the suite with its long runs
+long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches

@@ -25,7 +25,11 @@ from .plan.bind import CopyBatch as CopyBatch
 from .plan.positions import IncompleteTransfer as IncompleteTransfer
 from .protocol.decode_state import Link as Link
 from .protocol.liveness import Leases as Leases
-from .protocol.metrics import RoomMetrics as RoomMetrics, Snapshot as Snapshot
+from .protocol.metrics import (
+    ReadTimes as ReadTimes,
+    RoomMetrics as RoomMetrics,
+    Snapshot as Snapshot,
+)
 from .protocol.rooms.ended import Ended as Ended
 from .protocol.status import Failure as Failure, KVPoll as KVPoll, Phase as Phase
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint

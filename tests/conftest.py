@@ -1,4 +1,4 @@
-"""Options of the suite: --long, --forbid-skips."""
+"""Options of the suite: --long, --forbid-skips, --screenshots."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def copies(request, monkeypatch):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
     parser.addoption("--forbid-skips", action="store_true", help="a skipped test fails the run")
+    parser.addoption("--screenshots", metavar="DIR", help="keep pictures and screenshots there")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,7 +30,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"plan"},
         {"digest", "engines"},
         {"protocol"},
-        {"runtime", "snapshot"},
+        {"runtime", "snapshot", "timeline"},
         {"connectors", "cli", "prometheus", "testing"},
         {"exporter", "disagg"},
     ),

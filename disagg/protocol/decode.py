@@ -236,7 +236,7 @@ class DecodeMachine:
                 self._fail(name, failure, except_rank, tell=link.refusal is None)
 
     def _ask(self, name: Room, room: DecodeRoom) -> None:
-        room.asked()
+        room.asked(self._now)
         tokens, timeout = (room.start, room.address.num_tokens), self._rooms.offer_timeout
         about, readers = (name, room.attempt, *tokens), room.link.asks
         self._tell(
@@ -256,7 +256,7 @@ class DecodeMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
             room.metrics.wait_seconds = self._now - room.opened_at
-        reads = room.begin_reads(source, ready, address)
+        reads = room.begin_reads(source, ready, address, self._now)
         self._effects.extend(StartRead(read) for read in reads)
         if not reads:
             self._advance(ready.room, room)
@@ -283,20 +283,22 @@ class DecodeMachine:
 
     def _release(self, name: Room, room: DecodeRoom) -> None:
         room.phase = room.phase.to(Phase.RELEASING)
+        room.metrics.done_seconds = self._now - room.opened_at
         self._tell(room, lambda _, g: messages.ReadDone(g, name, room.attempt))
 
     def _released(
         self, name: Room, room: DecodeRoom, source: int, message: messages.ReleaseAck
     ) -> None:
-        if source in room.released:
+        released = room.metrics.released
+        if source in released:
             return  # the answer to a duplicate
         if not message.leased or room.phase is not Phase.RELEASING:
             reason = f"{room.link.name(source)} released its pages before they were read."
             self._fail(name, Failure("prefill", reason, "lease"))
             return
         room.touched = self._now
-        room.released.add(source)
-        if len(room.released) == len(room.offered):
+        released[source] = self._now - room.opened_at
+        if len(released) == len(room.offered):
             room.phase = room.phase.to(Phase.SUCCESS)
             self._end(name, room)
 

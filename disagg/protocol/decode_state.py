@@ -13,7 +13,7 @@ from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
 from disagg.plan.offered import LayerRange, Offered
 from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
-from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from disagg.protocol.status import Failure, Phase
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
@@ -79,7 +79,9 @@ class Read:
     The request lies at `source_address` there and at `dest_address` here; `count` says whether
     the latter knows how many tokens it has.
 
-    `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's.
+    `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's. `ready` and
+    `begun` are by the endpoint's clock, in seconds: when the chunk was ready, and when the read had
+    its turn.
     """
 
     room: Room
@@ -93,7 +95,9 @@ class Read:
     source_address: RequestAddress
     dest_address: RequestAddress
     metrics: RoomMetrics
-    count: Count = Count.KNOWN
+    count: Count
+    ready: float
+    begun: float | None = None
     cancelled: bool = False
 
     def bind(self, columns: Columns) -> CopyBatch:
@@ -140,7 +144,6 @@ class DecodeRoom:
     """Those that have not ended."""
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
-    released: set[int] = field(default_factory=set)
     closed: list[int] = field(default_factory=list)
     """Source ranks whose last chunk is ready."""
     aux: Aux = field(default_factory=dict)
@@ -178,7 +181,8 @@ class DecodeRoom:
         if self.phase is Phase.VERIFYING:
             return f"digests of {link.names(sorted(self.checks))}"
         if self.phase is Phase.RELEASING:
-            return f"the ack of {link.names(n for n in self.offered if n not in self.released)}"
+            waited_for = (n for n in self.offered if n not in self.metrics.released)
+            return f"the ack of {link.names(waited_for)}"
         open_ranks = [n for n, each in self.offered.items() if not each.closed]
         first = min((self.offered[n] for n in open_ranks), key=lambda each: each.stop)
         awaited = first.awaited or f"chunks from position {first.stop} on,"
@@ -196,11 +200,12 @@ class DecodeRoom:
             "seconds": round(self.metrics.total_seconds, 6),
         }
 
-    def asked(self) -> None:
+    def asked(self, now: float) -> None:
         """All ranks are known, and those asked that the link says."""
         self.phase = self.phase.to(Phase.REQUESTED)
         self.offered = {source: Offered(held) for source, held in self.link.held.items()}
         self.metrics.plan_seconds = self.link.plan_seconds
+        self.metrics.asked_seconds = now - self.opened_at
 
     def layer_ready(self, owner: str, layer: int) -> bool:
         """Whether all that is lacking of a layer was read, from every rank that has any of it."""
@@ -227,7 +232,9 @@ class DecodeRoom:
         asked = ", ".join(map(str, self.offered))
         return f"{said} Of prefill's ranks only {asked} are asked here: send it from every rank."
 
-    def begin_reads(self, source: int, ready: ChunkReady, address: RequestAddress) -> list[Read]:
+    def begin_reads(
+        self, source: int, ready: ChunkReady, address: RequestAddress, now: float
+    ) -> list[Read]:
         """What is to be read now that a chunk is ready, which lies at `address` on its rank."""
         plan, hello, some = self.link.plan, self.link.hellos[source], ready.layers
         if self.declined or plan is None or hello is None:
@@ -246,9 +253,18 @@ class DecodeRoom:
             wanted.append((range(self.start, ready.stop), None, Count.LEARNED))
         about = ready.room, self.attempt, self.link, source, hello, plan
         where = address, self.address, self.metrics
-        reads = [Read(*about, part, layers, *where, count) for part, layers, count in wanted]
+        reads = [Read(*about, part, layers, *where, count, now) for part, layers, count in wanted]
         self.reads.update(reads)
         return reads
+
+    def read_ended(self, read: Read, now: float) -> None:
+        """None of a read's bytes can land any more."""
+        self.reads.remove(read)
+        self.touched = now
+        opened, begun = self.opened_at, read.begun
+        what = read.source, read.tokens.start, read.tokens.stop, read.layers
+        times = read.ready - opened, None if begun is None else begun - opened, now - opened
+        self.metrics.reads.append(ReadTimes(*what, *times))
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.

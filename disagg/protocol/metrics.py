@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from disagg.plan.bind import CopyBatch
+from disagg.plan.offered import LayerRange
 from disagg.protocol.liveness import Leases
 from disagg.protocol.status import Failure
 from kvpool.layout.types import MAX_REASON
@@ -37,13 +38,30 @@ class RoleMetrics(NamedTuple):
         return RoleMetrics(self.runs + other.runs, self.nbytes + other.nbytes)
 
 
+class ReadTimes(NamedTuple):
+    """One read that has ended: positions `start` to `stop`, of `layers` or of all, from rank
+    `source` of prefill. In seconds after the room's request: when its chunk was `ready`, when the
+    read had its turn (`begun`; None: it had none), and when its bytes were there, or could land no
+    more (`ended`).
+    """
+
+    source: int
+    start: int
+    stop: int
+    layers: LayerRange | None
+    ready: float
+    begun: float | None
+    ended: float
+
+
 @dataclass(slots=True)
 class RoomMetrics:
     """Bytes and runs of one room on one decode rank; times in seconds.
 
-    `plan_seconds` is the link's. `wait_seconds` is from the request to the first chunk,
-    `total_seconds` to the room's end. Times of concurrent reads add up. `by_role` is a new dict
-    after each change, so that a copy stays as it is.
+    `plan_seconds` is the link's. `asked_seconds` is from the request of the room until prefill was
+    asked, `wait_seconds` to the first chunk, `done_seconds` until all was read, and verified,
+    `total_seconds` to the room's end. Times of concurrent reads add up; `reads` has those of each.
+    `released` has, by rank of prefill, the seconds until it said that its pages are free.
     """
 
     chunks: int = 0
@@ -51,12 +69,16 @@ class RoomMetrics:
     bytes_bound: int = 0
     bytes_moved: int = 0
     plan_seconds: float = 0.0
+    asked_seconds: float = 0.0
     bind_seconds: float = 0.0
     wait_seconds: float = 0.0
     wire_seconds: float = 0.0
     verify_seconds: float = 0.0
+    done_seconds: float = 0.0
     total_seconds: float = 0.0
-    by_role: Mapping[Roles, RoleMetrics] = field(default_factory=dict)
+    by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
+    reads: list[ReadTimes] = field(default_factory=list)
+    released: dict[int, float] = field(default_factory=dict)
 
     @property
     def bytes_per_run(self) -> float:
@@ -70,13 +92,12 @@ class RoomMetrics:
 
     def bound(self, batch: CopyBatch, seconds: float) -> None:
         """Counts a chunk of one rank that is bound and about to be read."""
-        found = dict(self.by_role)
         for route, runs, nbytes in batch.shares:
             roles = route.keys[0][0], route.roles
-            found[roles] = found.get(roles, RoleMetrics()).plus(RoleMetrics(runs, nbytes))
+            known = self.by_role.get(roles, RoleMetrics())
+            self.by_role[roles] = known.plus(RoleMetrics(runs, nbytes))
             self.runs += runs
             self.bytes_bound += nbytes
-        self.by_role = found
         self.chunks += 1
         self.bind_seconds += seconds
 
@@ -84,6 +105,15 @@ class RoomMetrics:
         """Counts bytes that have arrived."""
         self.bytes_moved += nbytes
         self.wire_seconds += seconds
+
+    def copy(self) -> RoomMetrics:
+        """The numbers now."""
+        return replace(
+            self,
+            by_role=dict(self.by_role),
+            reads=list(self.reads),
+            released=dict(self.released),
+        )
 
 
 @dataclass(slots=True)

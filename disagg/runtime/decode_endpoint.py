@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from operator import index
 from typing import Literal
 
@@ -251,7 +250,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""
         with self._lock:
-            return replace(self.machine.metrics(room_name(room)))
+            return self.machine.metrics(room_name(room)).copy()
 
     def _layer_ready(self, name: Room, layer: int, owner: str) -> bool:
         if layer not in self._layers.get(owner, ()):

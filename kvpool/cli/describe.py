@@ -48,7 +48,7 @@ def describe(
         Path | None, typer.Option(help="Write a memory map of an item of each kind.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="As --svg, as a page with a look-up of bytes.")
+        Path | None, typer.Option(help="As --svg, as a page: pan, zoom, look up cells and bytes.")
     ] = None,
 ) -> None:
     """Print the layout of a pool: regions, sizes, axes and strides, and how ids address items.

@@ -9,11 +9,13 @@ from xml.etree.ElementTree import Element, SubElement
 
 from kvpool.layout import Region
 from kvpool.render.memory_map import HIDE_FROM, SHOWN, ByteRange, ItemMap, span
+from kvpool.render.page import FONT
 
-LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: offsets, the map, steps
+LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: offsets, the map, steps at least
 ROW, GAP, LINE = 20, 2, 16
 MAX_ROWS = 512  # of one map
 MAX_BYTE_WIDTH = 8.0  # pixels
+LONG = 300.0  # pixels of a box whose label is at its left
 MIN_STEP_WIDTH = 6.0  # pixels of a step that gets its own box
 DIGIT, LETTER = 6.1, 6.6  # pixels of a character
 # light: a role's values; dark: its scales
@@ -28,24 +30,27 @@ HUES = (
     ("#d9c2a7", "#7f4f24"),
 )
 DARK = {dark for _, dark in HUES}
-STYLE = """
-svg text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #222; }
-svg .head { font-size: 16px; font-weight: 600; }
-svg .byte { font: 10px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; fill: #666; }
-svg .small { font-size: 10px; fill: #666; }
-svg .inside { font-size: 11px; stroke-width: 4; paint-order: stroke; }
-svg .light { fill: #fff; }
-svg rect { stroke: #fff; stroke-width: 0.75; }
-svg rect.gap { fill: url(#gap); stroke: #999; stroke-width: 0.5; }
-svg rect.found { stroke: #d00; stroke-width: 2; }
-svg .tick { stroke: #aaa; stroke-width: 0.75; }
+STYLE = f"""
+svg text {{ font: 12px {FONT}; fill: var(--ink); }}
+svg .head {{ font-size: 16px; font-weight: 600; }}
+svg .byte {{ font: 10px ui-monospace, Menlo, "DejaVu Sans Mono", monospace; fill: var(--quiet); }}
+svg .small {{ font-size: 10px; fill: var(--quiet); }}
+svg .inside {{ font-size: 11px; fill: #222; stroke-width: 4; paint-order: stroke;
+  pointer-events: none; }}
+svg .light {{ fill: #fff; }} svg .bare {{ fill: var(--ink); stroke: var(--bare); }}
+svg rect {{ stroke: var(--seam); stroke-width: 0.75; }}
+svg rect.gap {{ fill: url(#gap); stroke: var(--stripe); stroke-width: 0.5; }}
+svg rect.found {{ stroke: var(--found); stroke-width: 2; }}
+svg .tick {{ stroke: var(--stripe); stroke-width: 0.75; }}
+svg .paper {{ fill: var(--paper); stroke: none; }}
 """
 
 
-def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float]:
-    """The map of an item, and its height in pixels."""
+def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float, float]:
+    """The map of an item, and its width and height in pixels."""
     group = Element("g")
     row, y, left = item.row_bytes, 0.0, MAX_ROWS
+    width = float(LEFT + WIDTH + RIGHT)
     scale = min(WIDTH / row, MAX_BYTE_WIDTH)
     for rows in item.rows():
         y += LINE
@@ -68,8 +73,9 @@ def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float]:
                 line.ruler()
             line.cells()
             line.words(number)
+            width = max(width, line.width)
             y += ROW + GAP
-    return group, y
+    return group, width, y
 
 
 def add(parent: Element, tag: str, text: str = "", /, **attributes: object) -> Element:
@@ -108,18 +114,31 @@ class _Line:
             paint = {"class_": "gap"}
             if piece.first is not None:
                 paint = {"class_": "cell", "fill": self.colours[piece.first.region]}
-            self.tooltip(add(self.group, "rect", **paint, **box, **bytes_), piece, piece)
+            self.tooltip(add(self.group, "rect", **paint, **box, **bytes_), piece)
+        add(self.group, "text", self.steps, x=self.right, y=middle, class_="small")
+
+    @property
+    def steps(self) -> str:
+        """What the row holds."""
         held = [piece for piece in self.pieces if piece.first]
-        words = span(held[0].first, held[-1].last) if held else self.item.unclaimed_name
-        right = self.x(self.pieces[-1].end) + 8
-        add(self.group, "text", words, x=right, y=middle, class_="small")
+        return span(held[0].first, held[-1].last) if held else self.item.unclaimed_name
+
+    @property
+    def right(self) -> float:
+        """The x coordinate of these words."""
+        return self.x(self.pieces[-1].end) + 8
+
+    @property
+    def width(self) -> float:
+        """Pixels from the left to their end."""
+        return self.right + len(self.steps) * DIGIT
 
     def words(self, number: int) -> None:
         """Labels: regions and their bytes in the first row, steps in the second."""
         for parts in self.runs():
             first = parts[0].first
-            fill = self.colours[first.region] if first else "#eee"
-            style = "inside light" if fill in DARK else "inside"
+            fill = self.colours[first.region] if first else None
+            style = "inside light" if fill in DARK else "inside" if fill else "inside bare"
             labels: list[tuple[ByteRange, ByteRange, tuple[str, str]]] = []
             if number == 0:
                 name, nbytes = self.name(parts[0]), parts[-1].end - parts[0].start
@@ -131,16 +150,24 @@ class _Line:
                 rooms = [(b.end - a.start) * self.scale - 6 for a, b, _ in labels]
                 if all(len(t[size]) * LETTER <= room for (_, _, t), room in zip(labels, rooms)):
                     for low, high, texts in labels:
-                        place = {"x": self.x((low.start + high.end) / 2), "y": self.y + ROW - 6}
-                        paint = {"class_": style, "stroke": fill, "text_anchor": "middle"}
-                        label = add(self.group, "text", texts[size], **paint, **place)
-                        self.tooltip(label, low, high)
+                        paint = {"class_": style, **self.place(low.start, high.end)}
+                        paint |= {"stroke": fill} if fill else {}
+                        add(self.group, "text", texts[size], **paint)
                     break
 
-    def tooltip(self, element: Element, low: ByteRange, high: ByteRange) -> None:
-        """Adds an element's tooltip."""
-        name = ", ".join(filter(None, (self.name(low), span(low.first, high.last))))
-        add(element, "title", f"{name}: bytes {low.start:,} to {high.end - 1:,} of the item")
+    def place(self, start: int, end: int) -> dict[str, object]:
+        """Where the label of some bytes is: in their middle, or at the left of a long box, where it
+        is seen first.
+        """
+        if (end - start) * self.scale > LONG:
+            return {"x": self.x(start) + 6, "y": self.y + ROW - 6}
+        middle = self.x((start + end) / 2)
+        return {"x": middle, "y": self.y + ROW - 6, "text_anchor": "middle"}
+
+    def tooltip(self, box: Element, piece: ByteRange) -> None:
+        """Adds a box's tooltip."""
+        name = ", ".join(filter(None, (self.name(piece), span(piece.first, piece.last))))
+        add(box, "title", f"{name}: bytes {piece.start:,} to {piece.end - 1:,} of the item")
 
     def ruler(self) -> None:
         """Marks offsets where regions begin and the row ends, where there is room."""

@@ -6,36 +6,41 @@ A map is read like a hex dump: rows of equal length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from textwrap import wrap
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.sentences import axis_steps, steps
-from kvpool.render.drawing import HUES, LEFT, LINE, RIGHT, STYLE, WIDTH, add, drawn
+from kvpool.render.drawing import HUES, LEFT, LETTER, LINE, RIGHT, STYLE, WIDTH, add, drawn
 from kvpool.render.memory_map import ItemMap, item_maps
+from kvpool.render.page import THEME
 from kvpool.render.text import space_words
+
+HEAD_LETTER, HEAD_LINE = 10.5, 22  # pixels
 
 
 def svg(layout: PoolLayout, title: str = "layout") -> str:
     """One self-contained SVG: for each kind of item its map and a legend of its regions."""
-    width = LEFT + WIDTH + RIGHT
-    root = Element("svg", xmlns="http://www.w3.org/2000/svg", width=f"{width}")
+    root = Element("svg", xmlns="http://www.w3.org/2000/svg")
     add(root, "title", title)
-    add(root, "style", STYLE)
+    add(root, "style", THEME + STYLE)
     root.append(hatch())
-    add(root, "rect", x=0, y=0, width="100%", height="100%", style="fill:#fff;stroke:none")
-    add(root, "text", title, x=LEFT, y=30, class_="head")
-    top = 44.0
+    add(root, "rect", class_="paper", width="100%", height="100%")
+    top, width = _lines(root, title, 14.0, class_="head"), 0.0
     maps = item_maps(layout)
     for item, colours in zip(maps, palettes(maps)):
-        add(root, "text", heading(item), x=LEFT, y=top + 24, class_="head")
-        add(root, "text", facts(item), x=LEFT, y=top + 44)
-        drawing, height = drawn(item, colours)
-        drawing.set("transform", f"translate(0 {top + 52:.1f})")
+        top = _lines(root, heading(item), top + 18, class_="head")
+        top = _lines(root, facts(item), top)
+        drawing, wide, height = drawn(item, colours)
+        drawing.set("transform", f"translate(0 {top + 4:.1f})")
         root.append(drawing)
-        top = _legend(root, item, colours, top + 52 + height) + 20
+        right, top = _legend(root, item, colours, top + 4 + height)
+        width, top = max(width, wide, right), top + 20
+    root.set("width", f"{width:.0f}")
     root.set("height", f"{top:.0f}")
-    root.set("viewBox", f"0 0 {width} {top:.0f}")
+    root.set("viewBox", f"0 0 {width:.0f} {top:.0f}")
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -51,8 +56,8 @@ def hatch() -> Element:
         patternUnits="userSpaceOnUse",
         patternTransform="rotate(45)",
     )
-    add(pattern, "rect", width=6, height=6, style="fill:#eee;stroke:none")
-    add(pattern, "line", x1=0, y1=0, x2=0, y2=6, style="stroke:#aaa;stroke-width:2")
+    add(pattern, "rect", width=6, height=6, style="fill:var(--bare);stroke:none")
+    add(pattern, "line", x1=0, y1=0, x2=0, y2=6, style="stroke:var(--stripe);stroke-width:2")
     return defs
 
 
@@ -105,23 +110,37 @@ def _root(region: Region) -> str:
     return region.role.removesuffix(".scale").rpartition(".")[2]
 
 
-def _legend(root: Element, item: ItemMap, colours: dict[Region, str], y: float) -> float:
-    columns = (LEFT + 20, LEFT + 210, LEFT + 330, LEFT + 420, LEFT + 540)
-    names = ("region", "dtype", "first byte", "cell", "axes: steps and strides in bytes")
-    for x, name in zip(columns, names):
-        add(root, "text", name, x=x, y=y + LINE, class_="small")
+def _lines(root: Element, text: str, y: float, **style: str) -> float:
+    """Writes lines of text below `y`; where they end, in pixels."""
+    letter, height = (HEAD_LETTER, HEAD_LINE) if style else (LETTER, LINE)
+    for line in wrap(text, int((WIDTH + RIGHT) / letter)):
+        y += height
+        add(root, "text", line, x=LEFT, y=y, **style)
+    return y + 4
+
+
+def _legend(
+    root: Element, item: ItemMap, colours: dict[Region, str], y: float
+) -> tuple[float, float]:
+    """Draws a table of regions at `y`; its right and its bottom, in pixels."""
+    rows = [("region", "dtype", "first byte", "cell", "axes: steps and strides in bytes")]
     for region in item.regions:
-        y += LINE + 4
-        swatch = {"x": LEFT, "y": y + 4, "width": 14, "height": 14}
-        add(root, "rect", fill=colours[region], **swatch)
-        cell = f"{region.width:,} bytes"
         axes = "; ".join(axes_words(region)) or "none"
-        row = (item.name(region), region.dtype, f"{region.offset:,}", cell, axes)
+        cell = f"{region.width:,} bytes"
+        rows.append((item.name(region), region.dtype, f"{region.offset:,}", cell, axes))
+    widths = [LETTER * max(map(len, column)) + 20 for column in zip(*rows)]
+    columns = list(accumulate(widths, initial=LEFT + 20.0))
+    for number, row in enumerate(rows):
+        if number:
+            place = {"x": LEFT, "y": y + 4, "width": 14, "height": 14}
+            add(root, "rect", fill=colours[item.regions[number - 1]], **place)
         for x, text in zip(columns, row):
-            add(root, "text", text, x=x, y=y + LINE)
-    if item.unclaimed:
+            style = {} if number else {"class_": "small"}
+            add(root, "text", text, x=x, y=y + LINE, **style)
         y += LINE + 4
+    if item.unclaimed:
         add(root, "rect", class_="gap", x=LEFT, y=y + 4, width=14, height=14)
         words = f"{item.unclaimed_name}: {item.unclaimed:,} bytes in all"
         add(root, "text", words, x=columns[0], y=y + LINE)
-    return y + LINE + 4
+        y += LINE + 4
+    return columns[-1], y

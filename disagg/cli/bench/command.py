@@ -32,7 +32,7 @@ def bench(
         Path | None, typer.Option("--json", help="Write one JSON object to this file.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="Draw the ratios to a .svg, .html or .png file.")
+        Path | None, typer.Option(help="Draw the ratios to a .html or .svg file.")
     ] = None,
 ) -> None:
     """Time stores, loads, moves, gathers, scatters, allocation, plans, binding, transfers and
@@ -58,11 +58,12 @@ def bench(
 
     from disagg.cli.bench.case import QUICK, sizes_for
     from disagg.cli.bench.cases import GROUPS, HANDOFF_ENGINES, all_cases, measurable
-    from disagg.cli.bench.chart import chart_problem, write_chart
+    from disagg.cli.bench.chart import chart_of
     from disagg.cli.bench.machine import machine, now, packages
     from disagg.cli.bench.report import Report
     from disagg.engines.base import engine_names
     from kvpool.device import DeviceUnavailable
+    from kvpool.render.chart import chart_problem, write_chart
 
     groups = only or GROUPS
     unknown = [group for group in groups if group not in GROUPS]
@@ -75,11 +76,9 @@ def bench(
         )
     for name in engine or ():
         _need_engine(name)
-    for path in (as_json, chart):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no directory {path.parent}.")
-    problem = None if chart is None else chart_problem(chart)
-    if problem is not None:
+    if as_json is not None and not as_json.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{as_json}: there is no directory {as_json.parent}.")
+    if chart is not None and (problem := chart_problem(chart)):
         raise typer.BadParameter(f"--chart: {problem}")
     try:
         found = measurable(device)
@@ -98,7 +97,7 @@ def bench(
     if as_json is not None:
         as_json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
     if chart is not None:
-        write_chart(report, chart)
+        write_chart(chart_of(report), chart, report.header())
         typer.echo(f"wrote {chart}", err=True)
     if any(row.failed for row in rows):
         raise typer.Exit(1)

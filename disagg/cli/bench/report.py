@@ -65,8 +65,11 @@ class Report:
             group = row.case.group
             moved = human(row.case.nbytes) if row.case.nbytes else "-"
             bound = row.reference_rate if row.moves else None
-            rates = (_number(row.rate), _number(bound) if bound else time_of(row.reference_seconds))
-            cells = moved, time_of(row.seconds), *rates, _number(row.ratio)
+            rates = (
+                number_of(row.rate),
+                number_of(bound) if bound else time_of(row.reference_seconds),
+            )
+            cells = moved, time_of(row.seconds), *rates, number_of(row.ratio)
             beyond = time_of(row.beyond) if row.beyond and row.beyond > 0 else "-"
             table.add_row(first, row.case.name, *cells, beyond)
         table.caption = (
@@ -119,7 +122,8 @@ def time_of(seconds: float) -> str:
     return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
 
 
-def _number(value: float | None) -> str:
+def number_of(value: float | None) -> str:
+    """With two digits or more."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,12 +63,17 @@ def demo(
         str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")
     ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
+    ] = None,
 ) -> None:
     """Prefill in one process, decode in another, and compare with a run in a single process.
 
     Exit status 1 if a logit of a decoded step or a live byte of the decode pool differs.
     """
     from rich.console import Console
+
+    from kvpool.render.chart import chart_problem
 
     for option, value, known in (
         ("--model", model, MODELS),
@@ -80,6 +86,8 @@ def demo(
             raise typer.BadParameter(f"must be one of {names}, got {value!r}.", param_hint=option)
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
+    if timeline is not None and (problem := chart_problem(timeline)):
+        raise typer.BadParameter(problem, param_hint="--timeline")
     settings = Settings(
         model,
         engine,
@@ -95,7 +103,7 @@ def demo(
     )
     console = Console()
     try:
-        good = run(settings, new_tokens, console)
+        good = run(settings, new_tokens, console, timeline)
     except PROBLEMS as error:
         say(console, False, _sentence(error))
         good = False
@@ -103,8 +111,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def run(settings: Settings, new_tokens: int, console: Console) -> bool:
-    """Runs the demo; whether all comparisons were equal."""
+def run(
+    settings: Settings, new_tokens: int, console: Console, timeline: Path | None = None
+) -> bool:
+    """Runs the demo; whether all comparisons were equal. Draws its hand-offs to `timeline`."""
     from kvpool.device import get_device
 
     get_device(settings.device)
@@ -122,7 +132,8 @@ def run(settings: Settings, new_tokens: int, console: Console) -> bool:
         signal.signal(signal.SIGINT, interrupted)
     there.close()
     try:
-        good = decode_process(PrefillProcess(here, process), settings, new_tokens, console)
+        peer = PrefillProcess(here, process)
+        good = decode_process(peer, settings, new_tokens, console, timeline)
         process.join(5)
         return good
     finally:
@@ -167,7 +178,11 @@ class PrefillProcess:
 
 
 def decode_process(
-    peer: PrefillProcess, settings: Settings, new_tokens: int, console: Console
+    peer: PrefillProcess,
+    settings: Settings,
+    new_tokens: int,
+    console: Console,
+    drawing: Path | None = None,
 ) -> bool:
     """The decode process: receives from prefill, decodes and compares."""
     from disagg.engines.base import create_engine
@@ -187,7 +202,22 @@ def decode_process(
             _watch(endpoint, room, nbytes, peer, console)
 
         good = [side.decode(endpoint, room, watch) for room in range(len(settings.prompts))]
+        if drawing is not None:
+            _draw(endpoint, settings, drawing)
+            console.print(f"wrote {drawing}", markup=False, soft_wrap=True)
         return all(good)
+
+
+def _draw(endpoint: DecodeEndpoint, settings: Settings, path: Path) -> None:
+    """The hand-offs of all prompts, in time."""
+    from disagg.timeline import timeline
+    from kvpool.render.chart import write_chart
+
+    rooms = {
+        f"{tokens:,} tokens": endpoint.metrics(str(room))
+        for room, tokens in enumerate(settings.prompts)
+    }
+    write_chart(timeline(rooms, f"{settings.model} over {settings.engine}"), path)
 
 
 def prefill_process(pipe: Connection, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from disagg.cli.simulate.figures import Figures
@@ -10,6 +11,7 @@ from disagg.cli.simulate.figures import Figures
 if TYPE_CHECKING:
     from pathlib import Path
 
+SUFFIXES = (".svg", ".png")
 COLOURS = {"fleet": "#1f78b4", "prefill": "#d95f02", "decode": "#33a02c", "both": "#6a3d9a"}
 LABELS = {
     "fleet": "more engines",
@@ -34,6 +36,15 @@ PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
         ((lambda run: run.memory.decode_room, "-"), (lambda run: run.memory.prefill_room, "--")),
     ),
 )
+
+
+def chart_problem(path: Path) -> str | None:
+    """Why no curves can be written to `path`, or None."""
+    if path.suffix not in SUFFIXES:
+        return f"{path}: the name must end in {' or '.join(SUFFIXES)}."
+    if find_spec("matplotlib") is None:
+        return "matplotlib is not installed. pip install 'kvpool[viz]'."
+    return None
 
 
 def write_chart(runs: Mapping[str, Sequence[Figures]], path: Path) -> None:

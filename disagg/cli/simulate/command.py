@@ -78,8 +78,7 @@ def simulate(
     """
     from rich.console import Console
 
-    from disagg.cli.bench.chart import chart_problem
-    from disagg.cli.simulate.chart import write_chart
+    from disagg.cli.simulate.chart import chart_problem, write_chart
     from disagg.cli.simulate.figures import to_json
     from disagg.cli.simulate.report import growth_table, one_table
     from disagg.cli.simulate.spec import Spec

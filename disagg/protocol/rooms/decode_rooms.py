@@ -108,8 +108,7 @@ class DecodeRooms:
     def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
-        room.reads.remove(read)
-        room.touched = now
+        room.read_ended(read, now)
         if read.room not in self.open:
             self._free(read.room, room)
         return self.current(read.room, read.attempt)

@@ -189,6 +189,9 @@ class Lane:
             for read in reads:
                 self._context.end(read, problem_of(read, error))
             return False
+        now = self._context.clock()
+        for read in reads:
+            read.begun = now
         begun = BegunReads(reads, totals, parts, columns)
         self._begun.append(begun)
         return self._go_on(begun) is not None

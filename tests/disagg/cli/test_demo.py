@@ -120,14 +120,18 @@ def test_the_npus_code_over_reference_operators_equals_one_process(play, model):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_command_runs_both_processes_and_prints_the_verdict(engine):
+def test_the_command_runs_both_processes_and_prints_the_verdict(tmp_path, engine):
+    drawing = tmp_path / "rooms.html"
     done = kvpool(
         "demo", "--engine", engine, "--prompt-tokens", 5, "--prompt-tokens", 130,
         "--new-tokens", 4, "--chunk-tokens", 100, "--packing", "fp8",
-        "--prefill-page", 16, "--decode-page", 24, "--dtype", "bfloat16",
+        "--prefill-page", 16, "--decode-page", 24, "--dtype", "bfloat16", "--timeline", drawing,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASS") == 6 and "FAIL" not in done.stdout
+    text = drawing.read_text()
+    for words in ("<h2>5 tokens: ", "<h2>130 tokens: ", "tokens 100-129", "prefill releases"):
+        assert words in text
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss", "qwen3_next", "deepseek_v4"])

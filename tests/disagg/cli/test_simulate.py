@@ -241,7 +241,7 @@ def test_the_command_says_what_is_broken(monkeypatch):
         (["--grow", "rooms"], "--grow rooms: one of fleet, prefill, decode, both."),
         (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
         (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
-        (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg, .html, .png."),
+        (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg or .png."),
         (["--json", "/no/such/a.json"], "/no/such/a.json: there is no directory /no/such."),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_copy_of_a_room_s_figures_stays_as_it_is():
     pool, metrics = mla(**ROOM, device="meta"), RoomMetrics()
     batch = plan([pool.layout], pool.layout).bind(0, apart(pool), apart(pool))
     metrics.bound(batch, 0.0)
-    copy = replace(metrics)
+    copy = metrics.copy()
     before = json.dumps([copy.runs, list(copy.by_role.values())])
     metrics.bound(batch, 0.0)
     metrics.moved(100, 2.0)

@@ -181,11 +181,11 @@ def test_bytes_of_no_region_are_called_what_the_layout_says_of_them(padding, nam
     layout = replace(layout, buffers=(replace(layout.buffers[0], padding=padding),))
     root, (group,) = drawing(layout)
     assert f"{name}: bytes 64 to 127 of the item" in {box[-1] for box in boxes(group)}
-    words = " ".join(root.itertext()) + html(layout)
+    words = " ".join(root.itertext()) + re.sub("(?s)<style>.*?</style>", "", html(layout))
     assert f"{name}: 64 bytes in all" in words and f"; {name}: 64;" in words
     assert f'"unclaimed": "{name}"' in words
     (other,) = {*UNCLAIMED} - {name}
-    assert other not in words.replace(" padding: 0 16px", "").replace("padding: 3px", "")
+    assert other not in words
 
 
 def test_buffers_of_which_one_declares_padding_are_two_maps():

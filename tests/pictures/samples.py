@@ -1,0 +1,167 @@
+"""Pictures to look at: real layouts, a real hand-off, and ratios far below and above 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg.cli.bench.case import COPY, BenchCase
+from disagg.cli.bench.chart import chart_of
+from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.report import Report
+from disagg.protocol.metrics import RoomMetrics
+from disagg.timeline import timeline
+from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
+from kvpool.cli.describe import model_layout
+from kvpool.item import Cell, Repeat, Seq, Skip
+from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.render.chart import chart_html, chart_svg
+from kvpool.render.html import html
+from kvpool.render.svg import svg
+from tests import oracle
+from tests.kvpool.render.test_memory_map import layout_of
+
+TOKENS = 2000
+PLAIN = "plain Python"
+RATIOS = {
+    "store": [("K and V 8 x 128, NHD", 1.06), ("MLA fp8, 656 B", 0.27), ("DSv4 fp8, 584 B", 0.23)],
+    "load": [("K and V 8 x 128, NHD", 0.74), ("MLA bf16, 1152 B", 1.04), ("DSv4 fp8, 584 B", 0.3)],
+    "move": [("MLA by layer, device ids", 1.24), ("MLA by page, host ids", 0.92)],
+    "gather": [("512 B", 0.88), ("36 KiB", 1.15)],
+    "scatter": [("512 B", 1.0), ("36 KiB", 1.2)],
+    "allocator": [("256 requests, DSv4", 1.11, PLAIN)],
+    "plan": [
+        ("MLA", 16.0, "one request of plain Python"),
+        ("MLA from TP8 x PP2, known shape", 21.0, "a new plan"),
+    ],
+    "bind": [("MLA, 61 x 2048 pages, cold", 82.0, PLAIN), ("DSv4, 131,072 tokens", 62.0, PLAIN)],
+    "transfer": [
+        ("local, 1 KiB", 0.71),
+        ("mooncake, 1 KiB", 0.0015),
+        ("mooncake, 4 KiB", 0.0084),
+        ("nixl, 1 KiB", 0.025),
+        ("nixl, one run", 0.31),
+    ],
+    "handoff": [
+        ("nixl, MLA, 8,192 tokens in chunks of 2,048", 0.00012, "the bare engine"),
+        ("local, MLA, 1 token", 12_345.0, "the bare engine"),
+    ],
+}
+
+
+class Clock:
+    """Each look at it takes some time, the same in every run."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 20e-6
+        return self.now
+
+
+def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 0) -> RoomMetrics:
+    """A request that real endpoints hand over: from `ranks` of prefill to one of decode, in
+    chunks; with `layers`, so many layers of a chunk at a time.
+    """
+    sizes = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 40, "page_size": 64}
+    pools = [MHAPool(layers=range(4), shard=Shard(n, ranks), **sizes) for n in range(ranks)]
+    dest, clock = MHAPool(layers=range(4), **sizes), Clock()
+    common = {"threaded": False, "clock": clock}
+    sources = [PrefillEndpoint(pool.layout, create_engine("local"), **common) for pool in pools]
+    decode = DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum", **common)
+    every = [*sources, decode]
+    try:
+        link = decode.connect([source.address for source in sources])
+        _step_until(every, lambda: link.settled)
+        decode.receive("r", oracle.place(dest, TOKENS))
+        for start in range(0, TOKENS, chunk):
+            tokens = range(start, min(start + chunk, TOKENS))
+            for low in range(0, 4, layers or 4):
+                parts = {"layers": range(low, low + layers)} if layers else {}
+                last = tokens.stop == TOKENS and low + (layers or 4) == 4
+                for pool, source in zip(pools, sources):
+                    table = oracle.place(pool, TOKENS)
+                    source.send("r", table, tokens=tokens, last=last, **parts)
+                    clock.now += 0.0005
+                    for _ in range(8):
+                        for endpoint in every:
+                            endpoint.step()
+            _step_until(every, lambda: not decode.reading("r"))
+        _step_until(every, lambda: all(each.poll("r").ended for each in every))
+        return decode.metrics("r")
+    finally:
+        for endpoint in every:
+            endpoint.close()
+
+
+def _step_until(every: list, holds: Callable[[], bool]) -> None:
+    for _ in range(100_000):
+        if holds():
+            return
+        for endpoint in every:
+            endpoint.step()
+    raise AssertionError("nothing happens any more")
+
+
+def rooms() -> dict[str, RoomMetrics]:
+    """Two hand-offs of as many tokens."""
+    return {
+        "two ranks of prefill": handed_over(2, 512),
+        "one rank, layer by layer": handed_over(1, 512, 1),
+    }
+
+
+def report() -> Report:
+    """Ratios as they are measured, some far below and far above 1, and a case that did not run."""
+    rows = [measured(group, *case) for group, cases in RATIOS.items() for case in cases]
+    lacking = BenchCase("transfer", "mori, 1 KiB", 0, lambda _: None, engine="mori")
+    rows.append(Measurement(lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
+    about = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
+    return Report(about, {"torch": "2.13.0"}, "2026-11-23T12:00:00", False, rows)
+
+
+def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
+    """A case that took a millisecond."""
+    case = BenchCase(group, name, 0, lambda _: None, bound)
+    return Measurement(case, 1e-3, ratio * 1e-3, ratio, 0.0, 20)
+
+
+def hybrid() -> PoolLayout:
+    """Pages of attention, and states of linear attention, of a shard."""
+    return HybridLinearPool(
+        layers=range(8),
+        full=MHA(8, 128),
+        linear=gated_delta_net(16, 32, 128, 128, 4),
+        linear_layers=[0, 1, 2, 4, 5, 6],
+        dtype="bf16",
+        shard=Shard(1, 4),
+        num_slots=3,
+        num_pages=2,
+        page_size=64,
+    ).layout
+
+
+def long_names() -> PoolLayout:
+    """Regions with names as long as they may be for a reader, and an item of a gibibyte."""
+    names = [f"{n}-{'state_of_a_kind_' * 4}" for n in range(5)]
+    cells = Seq(*(Cell(name, 1 << 15 + n, "uint8") for n, name in enumerate(names)), Skip(100))
+    return layout_of(Repeat("position_of_an_entry", 1 << 10, cells))
+
+
+def model(name: str) -> PoolLayout:
+    """What `kvpool describe` shows of a model."""
+    return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "map.html": lambda: html(model("deepseek_v4"), "deepseek_v4, fp8"),
+    "map-long.html": lambda: html(long_names(), "Names " + "that are long " * 20),
+    "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
+    "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
+    "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
+    "bench.html": lambda: chart_html(chart_of(report()), report().header()),
+    "bench.svg": lambda: chart_svg(chart_of(report())),
+    "handoff.html": lambda: chart_html(timeline(rooms())),
+    "handoff.svg": lambda: chart_svg(timeline(rooms())),
+}
+"""By the name of the file."""
