@@ -19,9 +19,17 @@ CROSS_DEMO ?=
 # in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
+# the oldest release of everything that the tests without a model import. Torch's bound has builds for
+# the CPU on PyTorch's own index only; with it: make lowest LOWEST_TORCH="torch==2.10.0 --index-url ..."
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TORCH ?= $(TORCH)
+LOWEST_EXTRAS := cli,metrics,viz,test
+LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout tests/kvpool/device tests/kvpool/render \
+	tests/kvpool/cli tests/disagg/plan tests/disagg/digest tests/disagg/snapshot tests/disagg/runtime tests/incidents
 TESTS ?=
 BENCH ?= --device cpu
 
+comma := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPU_FILES := $(abspath $(VENV)/torch-npu)
@@ -32,9 +40,11 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo test lowest lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,7 +62,7 @@ $(STAMP): pyproject.toml $(NATIVE)
 		{ rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
 		{ rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,nixl,test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all,test]'
 	@test -z "$(MOONCAKE)" || $(MAKE) -s mooncake
 	@touch $@
 
@@ -76,6 +86,19 @@ demo: venv  ## a real model prefills in one process and decodes in another
 
 test: venv lint $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
+
+lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
+	$(LOWEST_BIN)/python -m pytest -n auto $(LOWEST_TESTS) $(TESTS)
+
+# the build too takes the constraints from the environment
+$(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
+	@test -f $(LOWEST_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(LOWEST_VENV) || \
+		{ rm -rf $(LOWEST_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(LOWEST_BIN)/python tests/lowest.py $(subst $(comma), ,$(LOWEST_EXTRAS)) >$(LOWEST_VENV)/constraints.txt
+	$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -c $(LOWEST_VENV)/constraints.txt $(LOWEST_TORCH)
+	PIP_CONSTRAINT=$(abspath $(LOWEST_VENV))/constraints.txt \
+		$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(LOWEST_EXTRAS),torch]'
+	@touch $@
 
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
@@ -140,4 +163,4 @@ long: venv $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LOWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

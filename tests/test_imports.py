@@ -16,7 +16,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
-            raise ImportError(name + " is not there")
+            raise ModuleNotFoundError(name + " is not there", name=name)
 sys.meta_path.insert(0, Block())
 """
 
@@ -26,7 +26,9 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["kvpool.layout", "disagg.plan", "kvpool.item"])
+@pytest.mark.parametrize(
+    "module", ["kvpool.layout", "kvpool.describe", "kvpool.item", "kvpool.device", "disagg.plan"]
+)
 def test_layouts_and_plans_need_no_torch(module):
     run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
 
@@ -63,7 +65,7 @@ def test_packages_import_no_vendor_package(package):
 def test_every_exported_name_loads_and_is_listed(package):
     assert {*package.__all__} <= {*dir(package)}
     assert all(getattr(package, name) is not None for name in package.__all__)
-    with pytest.raises(AttributeError, match="attribute nothing"):
+    with pytest.raises(AttributeError, match="attribute 'nothing'"):
         package.nothing  # noqa: B018
 
 
