@@ -1,6 +1,6 @@
 """Prints pip constraints: of every requirement that pyproject.toml names, the lowest version.
 
-    python tests/lowest.py cli metrics test     # kvpool's own requirements, and those of extras
+python tests/lowest.py cli metrics test     # kvpool's own requirements, and those of extras
 """
 
 from __future__ import annotations
