@@ -84,3 +84,27 @@ except SystemExit as done:
     assert not done.code
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "sentence"),
+    [
+        ("typer", ["--version"], "kvpool --version needs typer: pip install 'kvpool[cli]'"),
+        ("torch", ["budget", "gpt_oss_120b"], "kvpool budget needs PyTorch: pip install 'kv"),
+        ("torch", ["bench"], "kvpool bench needs PyTorch: pip install 'kvpool[torch]'"),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(package, arguments, sentence):
+    run(
+        BLOCKED.format(blocked={package})
+        + f"""
+from kvpool.__main__ import main
+sys.argv = ["kvpool", *{arguments!r}]
+try:
+    main()
+except SystemExit as done:
+    assert str(done.code).startswith({sentence!r}), done.code
+else:
+    raise AssertionError("it ran")
+"""
+    )

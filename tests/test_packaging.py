@@ -89,6 +89,7 @@ def sdist(tmp_path_factory):
     """A source distribution, unpacked. It is built of a copy: a build leaves files behind."""
     folder = tmp_path_factory.mktemp("sdist")
     copy = folder / "checkout"
+    copy.mkdir()
     junk = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
     for path in ROOT.iterdir():
         if path.name in TREES or path.name == ".github":
@@ -134,7 +135,7 @@ def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_pat
     for sentence, answer in zip(SENTENCES.values(), said, strict=True):
         assert answer.endswith(sentence)
     command = run(home / "bin" / "kvpool", "--version", cwd=elsewhere, status=1)
-    assert command == "the command kvpool needs typer: pip install 'kvpool[cli]'\n"
+    assert command == "kvpool --version needs typer: pip install 'kvpool[cli]'\n"
 
     # the command as it is said: kvpool is on no index, and pip keeps the installed one
     run(*pip, "kvpool[metrics]", cwd=elsewhere)
