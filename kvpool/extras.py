@@ -1,6 +1,5 @@
-"""What is installed only where it is needed, and the sentence that says how.
-
-MissingExtra: MHAPool needs PyTorch: pip install 'kvpool[torch]'
+"""Packages that only some parts need. Where one is not installed, MissingExtra has the command:
+`MHAPool needs PyTorch: pip install 'kvpool[torch]'`.
 """
 
 from __future__ import annotations
@@ -30,18 +29,13 @@ def install(extra: str) -> str:
     return f"pip install 'kvpool[{extra}]'"
 
 
-def needs(what: str, package: str) -> str:
-    """The sentence for a package that is not there."""
-    name, extra = EXTRAS[package]
-    return f"{what} needs {name}: {install(extra)}"
-
-
 def missing(what: str, error: ImportError) -> ImportError:
-    """MissingExtra if `error` says that an extra's package is not there, else `error` itself."""
+    """MissingExtra, `WHAT needs ...`, if an extra's package is not there; else `error` itself."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS or not isinstance(error, ModuleNotFoundError):
         return error
-    return MissingExtra(needs(what, package), name=package)
+    name, extra = EXTRAS[package]
+    return MissingExtra(f"{what} needs {name}: {install(extra)}", name=package)
 
 
 def require(what: str, package: str) -> None:

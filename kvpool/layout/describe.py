@@ -217,7 +217,7 @@ def describe_sections(
         home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
     at = list(dims).index(cut)
     regions: list[Region] = []
-    for section, part in zip(sections, tensor.split(lengths, dim=at)):
+    for section, part in zip(sections, tensor.split_with_sizes(lengths, at)):
         shape = *part.shape[:at], *section.dims.values(), *part.shape[at + 1 :]
         seen = describe(
             part.view(shape),
