@@ -182,3 +182,9 @@ def test_documents_name_extras_that_are_there():
         for extras in re.findall(r"kvpool\[([\w,-]+)\]", path.read_text()):
             unknown = {*extras.split(",")} - {*PROJECT["optional-dependencies"]}
             assert not unknown, f"{path.name}: {extras}"
+
+
+def test_the_documents_of_the_root_link_to_what_is_there():
+    for path in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+            assert (ROOT / target).exists(), f"{path.name}: {target}"
