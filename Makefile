@@ -46,7 +46,7 @@ LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_STAMP := $(LOWEST_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lowest lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -89,6 +89,7 @@ demo: venv  ## a real model prefills in one process and decodes in another
 test: venv lint $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
 
+.PHONY: lowest
 lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
 	$(LOWEST_BIN)/python -m pytest -n auto -k 'not nixl' $(LOWEST_TESTS) $(TESTS)
 
