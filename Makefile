@@ -19,19 +19,9 @@ CROSS_DEMO ?=
 # in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
-# the oldest release of everything that the tests without a model import. Torch's bound has builds for
-# the CPU on PyTorch's own index only; with it: make lowest LOWEST_TORCH="torch==2.10.0 --index-url ..."
-LOWEST_VENV ?= .venv-lowest
-LOWEST_TORCH ?= $(TORCH)
-LOWEST_EXTRAS := cli,metrics,viz,test
-LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
-	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
-	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_discovery.py tests/disagg/runtime/test_strangers.py \
-	tests/fuzz/test_hostile.py
 TESTS ?=
 BENCH ?= --device cpu
 
-comma := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPU_FILES := $(abspath $(VENV)/torch-npu)
@@ -42,8 +32,6 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
-LOWEST_BIN := $(LOWEST_VENV)/bin
-LOWEST_STAMP := $(LOWEST_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
 .PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
@@ -88,6 +76,19 @@ demo: venv  ## a real model prefills in one process and decodes in another
 
 test: venv lint $(NPU_FILES)  ## the whole suite
 	$(SUITE) $(TESTS)
+
+# the oldest release of everything that the tests without a model import. Torch's bound has builds for
+# the CPU on PyTorch's own index only; with it: make lowest LOWEST_TORCH="torch==2.10.0 --index-url ..."
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TORCH ?= $(TORCH)
+LOWEST_EXTRAS := cli,metrics,viz,test
+LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
+	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
+	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_discovery.py tests/disagg/runtime/test_strangers.py \
+	tests/fuzz/test_hostile.py
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+comma := ,
 
 .PHONY: lowest
 lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
