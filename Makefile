@@ -88,7 +88,6 @@ LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout t
 	tests/fuzz/test_hostile.py
 LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_STAMP := $(LOWEST_VENV)/.installed
-comma := ,
 
 .PHONY: lowest
 lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
@@ -98,7 +97,7 @@ lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that p
 $(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
 	@test -f $(LOWEST_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(LOWEST_VENV) || \
 		{ rm -rf $(LOWEST_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
-	$(LOWEST_BIN)/python tests/lowest.py $(subst $(comma), ,$(LOWEST_EXTRAS)) >$(LOWEST_VENV)/constraints.txt
+	$(LOWEST_BIN)/python tests/lowest.py $(LOWEST_EXTRAS) >$(LOWEST_VENV)/constraints.txt
 	$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -c $(LOWEST_VENV)/constraints.txt $(LOWEST_TORCH)
 	PIP_CONSTRAINT=$(abspath $(LOWEST_VENV))/constraints.txt PIP_BUILD_CONSTRAINT=$(abspath $(LOWEST_VENV))/constraints.txt \
 		$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(LOWEST_EXTRAS),torch]'

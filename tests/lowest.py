@@ -1,6 +1,6 @@
 """Prints pip constraints: of every requirement that pyproject.toml names, the lowest version.
 
-python tests/lowest.py cli metrics test     # kvpool's own requirements, and those of extras
+python tests/lowest.py cli,metrics,test     # kvpool's own requirements, and those of extras
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ def lowest(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    for requirement in requirements(sys.argv[1:]):
+    for requirement in requirements(sys.argv[1].split(",")):
         print(lowest(requirement))
