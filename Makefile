@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml $(NATIVE)
 		{ rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
 		{ rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[demo,nixl,test]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all,test]'
 	@test -z "$(MOONCAKE)" || $(MAKE) -s mooncake
 	@touch $@
 
@@ -90,6 +90,32 @@ chromium: venv
 screenshots: venv chromium  ## every picture on a phone, a tablet and a desktop, in light and dark
 	$(BIN)/python -m pytest -q tests/pictures --screenshots build/screenshots
 	@echo "wrote build/screenshots"
+
+# the oldest release of everything that the tests without a model import. Torch's bound has builds for
+# the CPU on PyTorch's own index only; with it: make lowest LOWEST_TORCH="torch==2.10.0 --index-url ..."
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TORCH ?= $(TORCH)
+LOWEST_EXTRAS := cli,metrics,viz,test
+LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
+	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
+	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_discovery.py tests/disagg/runtime/test_strangers.py \
+	tests/fuzz/test_hostile.py
+LOWEST_BIN := $(LOWEST_VENV)/bin
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+
+.PHONY: lowest
+lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
+	$(LOWEST_BIN)/python -m pytest -n auto -k 'not nixl' $(LOWEST_TESTS) $(TESTS)
+
+# the build takes the constraints from the environment, of pip 25.3 and newer by a name of its own
+$(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
+	@test -f $(LOWEST_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(LOWEST_VENV) || \
+		{ rm -rf $(LOWEST_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(LOWEST_BIN)/python tests/lowest.py $(LOWEST_EXTRAS) >$(LOWEST_VENV)/constraints.txt
+	$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -c $(LOWEST_VENV)/constraints.txt $(LOWEST_TORCH)
+	PIP_CONSTRAINT=$(abspath $(LOWEST_VENV))/constraints.txt PIP_BUILD_CONSTRAINT=$(abspath $(LOWEST_VENV))/constraints.txt \
+		$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(LOWEST_EXTRAS),torch]'
+	@touch $@
 
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
@@ -154,4 +180,4 @@ long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LOWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

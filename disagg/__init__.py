@@ -3,6 +3,6 @@
 Names load on first use; `disagg.plan` never imports torch.
 """
 
-import lazy_loader
+from kvpool.lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

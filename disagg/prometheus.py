@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIServer
 
 from disagg.protocol.metrics import Snapshot
+from kvpool.extras import require
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -70,15 +71,12 @@ def export(
     """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
     port.
 
-    The mappings may change later. Raises RuntimeError if the package prometheus_client is missing,
+    The mappings may change later. Raises MissingExtra without the package prometheus-client,
     ValueError if the address cannot be used.
     """
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError:
-        raise RuntimeError(
-            "the exporter needs the package prometheus_client. Install kvpool[metrics]."
-        ) from None
+    require("the exporter", "prometheus_client")
+    from prometheus_client import CollectorRegistry, start_http_server
+
     registry = CollectorRegistry()
     registry.register(_Collector(endpoints))
     registry.register(_Allocators({} if allocators is None else allocators))

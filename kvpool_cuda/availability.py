@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from kvpool.extras import install
+
 MIN_TRITON = (3, 6)
 """Before this version Triton's division flushes subnormal numbers, and quantised bytes differ."""
 
@@ -13,7 +15,7 @@ def missing_triton() -> str | None:
     try:
         triton = import_module("triton")
     except ImportError as error:
-        return f"triton cannot be imported ({error}). Install kvpool[cuda]."
+        return f"triton cannot be imported ({error}): {install('cuda')}"
     version: str = triton.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         oldest = ".".join(map(str, MIN_TRITON))

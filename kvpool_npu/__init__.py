@@ -2,6 +2,6 @@
 imported only where an NPU is used.
 """
 
-import lazy_loader
+from kvpool.lazy import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

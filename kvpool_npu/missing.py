@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from kvpool.extras import install
+
 
 def missing(name: str) -> str | None:
     """None if NPU `name` (`npu`, `npu:3`) can be used, else everything that is missing."""
@@ -21,7 +23,7 @@ def missing(name: str) -> str | None:
         for what, there in (
             ("an NPU with its driver (/dev/davinci_manager)", _driver()),
             ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
-            ("torch_npu (install kvpool[npu])", _package()),
+            (f"torch_npu ({install('npu')})", _package()),
         )
         if not there
     ]

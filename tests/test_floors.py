@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 MOST_MODULES = 14
 FLOORS = {  # lowest first; folders and modules of one floor do not import one another
     "kvpool": (
-        {"_native", "layout", "version"},
+        {"extras", "version"},
+        {"_native", "lazy", "layout"},
         {"device"},
         {"pools"},
         {"prefix"},
@@ -37,6 +38,8 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
 }
 BANNED = {  # by imported package: where
     "torch": (
+        "kvpool.extras",
+        "kvpool.lazy",
         "kvpool.layout",
         "kvpool.render",
         "disagg.plan",

@@ -16,7 +16,7 @@ import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
-            raise ImportError(name + " is not there")
+            raise ModuleNotFoundError(name + " is not there", name=name)
 sys.meta_path.insert(0, Block())
 """
 
@@ -26,7 +26,9 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["kvpool.layout", "disagg.plan", "kvpool.item"])
+@pytest.mark.parametrize(
+    "module", ["kvpool.layout", "kvpool.describe", "kvpool.item", "kvpool.device", "disagg.plan"]
+)
 def test_layouts_and_plans_need_no_torch(module):
     run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
 
@@ -63,7 +65,7 @@ def test_packages_import_no_vendor_package(package):
 def test_every_exported_name_loads_and_is_listed(package):
     assert {*package.__all__} <= {*dir(package)}
     assert all(getattr(package, name) is not None for name in package.__all__)
-    with pytest.raises(AttributeError, match="attribute nothing"):
+    with pytest.raises(AttributeError, match="attribute 'nothing'"):
         package.nothing  # noqa: B018
 
 
@@ -80,5 +82,29 @@ try:
     runpy.run_module("kvpool", run_name="__main__")
 except SystemExit as done:
     assert not done.code
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "sentence"),
+    [
+        ("typer", ["--version"], "kvpool --version needs typer: pip install 'kvpool[cli]'"),
+        ("torch", ["budget", "gpt_oss_120b"], "kvpool budget needs PyTorch: pip install 'kv"),
+        ("torch", ["bench"], "kvpool bench needs PyTorch: pip install 'kvpool[torch]'"),
+    ],
+)
+def test_a_command_says_which_extra_it_needs(package, arguments, sentence):
+    run(
+        BLOCKED.format(blocked={package})
+        + f"""
+from kvpool.__main__ import main
+sys.argv = ["kvpool", *{arguments!r}]
+try:
+    main()
+except SystemExit as done:
+    assert str(done.code).startswith({sentence!r}), done.code
+else:
+    raise AssertionError("it ran")
 """
     )

@@ -11,6 +11,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kvpool.extras import missing
 from kvpool.layout.grid import Ints
 
 if TYPE_CHECKING:
@@ -151,7 +152,9 @@ def get_device(name: str) -> Device:
     try:
         device: Device = known[kind].load()(name)
     except ImportError as error:
-        raise DeviceUnavailable(f"device {name!r}: its package cannot be loaded: {error}") from None
+        found = missing(f"device {name!r}", error)
+        broken = f"device {name!r}: its package cannot be loaded: {error}"
+        raise DeviceUnavailable(broken if found is error else str(found)) from None
     reason = device.availability()
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")

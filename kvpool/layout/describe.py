@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
+
+if TYPE_CHECKING:
+    import torch
 
 WHOLE: Mapping[str, tuple[int, int]] = {}
 
@@ -216,7 +217,7 @@ def describe_sections(
         home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
     at = list(dims).index(cut)
     regions: list[Region] = []
-    for section, part in zip(sections, torch.split(tensor, lengths, dim=at)):
+    for section, part in zip(sections, tensor.split_with_sizes(lengths, at)):
         shape = *part.shape[:at], *section.dims.values(), *part.shape[at + 1 :]
         seen = describe(
             part.view(shape),

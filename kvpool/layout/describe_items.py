@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvpool.layout.describe import WHOLE, Described, describe, describe_buffer
 from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.types import Buffer, LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def describe_items(

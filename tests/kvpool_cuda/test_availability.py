@@ -63,7 +63,7 @@ def test_a_name_without_a_number_is_refused(two_gpus, name):
 def test_a_missing_triton_says_what_to_install(monkeypatch, two_gpus):
     monkeypatch.setitem(sys.modules, "triton", None)
     for device in (CUDADevice("cuda:0"), InterpretedDevice("interpret")):
-        assert device.availability().endswith("Install kvpool[cuda].")
+        assert device.availability().endswith("pip install 'kvpool[cuda]'")
 
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch, two_gpus):

@@ -186,7 +186,7 @@ def test_the_stream_waits_for_an_npu_event_and_the_host_for_any_other():
 PARTS = {
     "_driver": (False, "an NPU with its driver (/dev/davinci_manager)"),
     "_cann": (False, "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)"),
-    "_package": (False, "torch_npu (install kvpool[npu])"),
+    "_package": (False, "torch_npu (pip install 'kvpool[npu]')"),
     "_version": ("2.1.0", f"the torch-npu for torch {torch.__version__} (2.1.0 is installed)"),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from disagg.engines.base import EngineUnavailable, TransferError
 from disagg.engines.mooncake.engine import MooncakeEngine
+from kvpool.extras import install
 from kvpool.layout import Slab
 
 ALIGNMENT = 2 << 20
@@ -53,7 +54,7 @@ class AscendEngine(MooncakeEngine):
             for what, there in (
                 ("an NPU with its driver (/dev/davinci_manager)", _driver()),
                 ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
-                ("torch_npu (install kvpool[npu])", find_spec("torch_npu") is not None),
+                (f"torch_npu ({install('npu')})", find_spec("torch_npu") is not None),
                 ("a Mooncake that was built with USE_ASCEND_DIRECT", _transport()),
             )
             if not there

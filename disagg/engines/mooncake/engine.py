@@ -32,6 +32,7 @@ from disagg.engines.ranges import Ranges
 from disagg.host.loopback import is_loopback
 from disagg.host.waker import Waker
 from disagg.plan.bind import CopyBatch
+from kvpool.extras import install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST, MAX_INT
 
@@ -239,7 +240,7 @@ class MooncakeEngine(Engine):
             if slab.memory.partition(":")[0] not in moves:
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes on {slab.memory}: this build of Mooncake moves "
-                    f"{' and '.join(moves)} memory. Install kvpool[mooncake] for CUDA, use engine "
+                    f"{' and '.join(moves)} memory. For CUDA: {install('mooncake')}; use engine "
                     "ascend for an NPU, or build the pool with device='cpu'."
                 )
 

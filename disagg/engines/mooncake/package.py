@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.engines.base import EngineUnavailable, TransferError
+from kvpool.extras import install
 
 SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Variables that force a transport. Mooncake ignores the protocol that it is given."""
@@ -35,8 +36,8 @@ def package() -> Any:
         return importlib.import_module("mooncake.engine")
     except ModuleNotFoundError:
         raise EngineUnavailable(
-            "Mooncake is not installed. Install kvpool[mooncake], or kvpool[mooncake-cpu] without "
-            "CUDA."
+            f"Mooncake is not installed: {install('mooncake')}, without CUDA "
+            f"{install('mooncake-cpu')}"
         ) from None
     except ImportError as error:
         raise EngineUnavailable(

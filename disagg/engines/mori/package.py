@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.engines.base import EngineUnavailable, TransferError
+from kvpool.extras import install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
@@ -195,7 +196,7 @@ def missing() -> str | None:
     parts = (
         ("an AMD GPU with its driver (/dev/kfd)", _driver()),
         ("a NIC with an active RDMA port (/sys/class/infiniband)", _active_port()),
-        ("MoRI (install kvpool[mori])", find_spec("mori") is not None),
+        (f"MoRI ({install('mori')})", find_spec("mori") is not None),
     )
     absent = [what for what, there in parts if not there]
     return f"missing: {'; '.join(absent)}." if absent else None

@@ -17,6 +17,7 @@ from disagg.engines.base import Engine, TransferError, waited
 from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
 from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
+from kvpool.extras import install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
@@ -89,7 +90,7 @@ class NixlEngine(Engine):
         try:
             nixl_api()
         except ImportError as error:
-            return f"{error}. Install kvpool[nixl]."
+            return f"{error}: {install('nixl')}, for CUDA 13 {install('nixl-cu13')}"
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:

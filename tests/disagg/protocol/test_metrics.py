@@ -20,6 +20,7 @@ from disagg.protocol.liveness import Leases
 from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.status import Failure
 from kvpool import Allocator, PrefixCache, RequestAddress, Span
+from kvpool.extras import MissingExtra
 from tests.oracle import merged, place
 from tests.pools import CLASSES, mla, swa
 
@@ -309,7 +310,7 @@ def test_a_port_that_is_taken_is_refused_by_number():
 
 def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(RuntimeError, match=r"Install kvpool\[metrics\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'kvpool\[metrics\]'"):
         export({})
 
 

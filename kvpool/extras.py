@@ -1,0 +1,46 @@
+"""Packages that only some parts need. Where one is not installed, MissingExtra has the command:
+`MHAPool needs PyTorch: pip install 'kvpool[torch]'`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+EXTRAS = {
+    "matplotlib": ("matplotlib", "viz"),
+    "prometheus_client": ("prometheus-client", "metrics"),
+    "rich": ("rich", "cli"),
+    "torch": ("PyTorch", "torch"),
+    "transformers": ("transformers", "demo"),
+    "triton": ("Triton", "cuda"),
+    "typer": ("typer", "cli"),
+}
+"""By imported package: its name for a reader, and the extra of kvpool that installs it."""
+
+
+class MissingExtra(ModuleNotFoundError):
+    """A package of an optional part is not installed; the message has the command."""
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra to the installed kvpool. pip keeps what is installed, wherever
+    it came from, and asks an index only for the packages that the extra names.
+    """
+    return f"pip install 'kvpool[{extra}]'"
+
+
+def missing(what: str, error: ImportError) -> ImportError:
+    """MissingExtra, `WHAT needs ...`, if an extra's package is not there; else `error` itself."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS or not isinstance(error, ModuleNotFoundError):
+        return error
+    name, extra = EXTRAS[package]
+    return MissingExtra(f"{what} needs {name}: {install(extra)}", name=package)
+
+
+def require(what: str, package: str) -> None:
+    """Imports a package of an extra. Raises MissingExtra."""
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise missing(what, error) from None

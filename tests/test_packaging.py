@@ -1,0 +1,190 @@
+"""What a packager builds and what a newcomer installs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+from kvpool.extras import EXTRAS, MissingExtra, install, missing
+from tests.lowest import PYPROJECT, lowest, requirements, tomllib
+
+ROOT = PYPROJECT.parent
+PROJECT = tomllib.loads(PYPROJECT.read_text())["project"]
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+LOCAL = """
+import sys
+import numpy as np
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg.plan import plan
+from kvpool.describe import describe_pointers
+from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+
+def layout(rows):
+    seen = describe_pointers(
+        rows.ctypes.data, rows.shape, None, "f32", ("item", "entry", "dim"), role="latent", layer=0
+    )
+    return PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=4),), 1)
+
+theirs = np.random.default_rng(0).standard_normal((9, 4, 8), dtype=np.float32)
+ours = np.zeros_like(theirs)
+assert plan([layout(theirs)], layout(ours)).explain(tokens=6).nbytes == 6 * 32
+with (
+    PrefillEndpoint(layout(theirs), create_engine("local")) as prefill,
+    DecodeEndpoint(layout(ours), create_engine("local"), verify="checksum") as decode,
+):
+    decode.connect([prefill.address], timeout=10)
+    decode.receive("r1", RequestAddress(6, {"kv": Span([2, 5])}))
+    prefill.send("r1", RequestAddress(6, {"kv": Span([7, 3])}))
+    assert decode.wait("r1", timeout=10).name == "Success"
+expected = np.zeros_like(theirs)
+expected[2], expected[5, :2] = theirs[7], theirs[3, :2]
+assert ours.tobytes() == expected.tobytes()
+assert "torch" not in sys.modules
+"""
+SENTENCES = {
+    "from kvpool import MHAPool": "MHAPool needs PyTorch: pip install 'kvpool[torch]'",
+    "import kvpool.pools.mla": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
+    "from kvpool.models import declare": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
+    "from kvpool.device import get_device; get_device('cpu')": "device 'cpu' needs PyTorch: "
+    "pip install 'kvpool[torch]'",
+    "import kvpool.integrations.transformers": "kvpool.integrations needs PyTorch: "
+    "pip install 'kvpool[torch]'",
+    "from kvpool_npu import NPUMHAPool": "NPUMHAPool needs PyTorch: pip install 'kvpool[torch]'",
+    "from disagg.exporter import export; export({})": "the exporter needs prometheus-client: "
+    "pip install 'kvpool[metrics]'",
+    "from disagg import create_engine; create_engine('nixl')": "pip install 'kvpool[nixl]', "
+    "for CUDA 13 pip install 'kvpool[nixl-cu13]'",
+    "from disagg import create_engine; create_engine('mooncake')": "Mooncake is not installed: "
+    "pip install 'kvpool[mooncake]', without CUDA pip install 'kvpool[mooncake-cpu]'",
+}
+EXPORTED = """
+from disagg.exporter import export
+with export({}) as server:
+    assert server.port
+"""
+
+
+def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
+    """What a command says, on both streams."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def files(*options: str) -> list[Path]:
+    """Files of the repository, by options of `git ls-files`; without git, all files."""
+    git = ["git", "ls-files", "-z", *options]
+    done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        return [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
+    return [Path(name) for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """A source distribution, unpacked. It is built of a copy: a build leaves files behind."""
+    folder = tmp_path_factory.mktemp("sdist")
+    copy = folder / "checkout"
+    for path in files("--cached", "--others", "--exclude-standard"):
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, copy / path)
+    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, folder, cwd=copy)
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_sdist_holds_every_file_of_the_repository(sdist):
+    assert not [path for path in files("--cached") if not (sdist / path).is_file()]
+
+
+def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_path):
+    build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
+    run(sys.executable, "-c", build, tmp_path, cwd=sdist)
+    [wheel] = tmp_path.glob("*.whl")
+    home = tmp_path / "clean"
+    venv.create(home, with_pip=True)
+    python, elsewhere = home / "bin" / "python", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
+    run(*pip, wheel, cwd=elsewhere)
+
+    listed = run(python, "-m", "pip", "list", "--format", "freeze", cwd=elsewhere)
+    names = {line.partition("==")[0].lower().replace("_", "-") for line in listed.splitlines()}
+    tools = {"pip", "setuptools", "wheel"}
+    assert names - tools == {"kvpool", "msgspec", "numpy", "pyzmq", "typing-extensions"}
+
+    run(python, "-c", LOCAL, cwd=elsewhere)
+    said = run(python, "-c", asked(SENTENCES), cwd=elsewhere).splitlines()
+    for sentence, answer in zip(SENTENCES.values(), said, strict=True):
+        assert answer.endswith(sentence)
+    command = run(home / "bin" / "kvpool", "--version", cwd=elsewhere, status=1)
+    assert command == "kvpool --version needs typer: pip install 'kvpool[cli]'\n"
+
+    # the command as it is said: kvpool is on no index, and pip keeps the installed one
+    run(*pip, "kvpool[metrics]", cwd=elsewhere)
+    run(python, "-c", EXPORTED, cwd=elsewhere)
+
+
+def asked(statements):
+    """A program that prints a line for each statement: what it raises."""
+    lines = [f"try:\n    {each}\nexcept Exception as e:\n    print(e)\n" for each in statements]
+    return "".join(lines)
+
+
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"])
+def test_every_requirement_has_a_lower_bound(extra):
+    for requirement in requirements([extra]):
+        if not requirement.startswith("kvpool["):
+            assert "==" in lowest(requirement)
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_the_extra_of_a_missing_package_installs_it(package):
+    name, extra = EXTRAS[package]
+    wanted = {line for line in requires("kvpool") or () if f'extra == "{extra}"' in line}
+    assert any(re.match(rf"{name.lower().removeprefix('py')}\b", line) for line in wanted)
+
+
+def test_extras_of_extras_are_extras():
+    named = re.findall(r"kvpool\[([\w,-]+)\]", PYPROJECT.read_text())
+    assert {extra for each in named for extra in each.split(",")} <= {
+        *PROJECT["optional-dependencies"]
+    }
+
+
+def test_a_package_that_is_there_and_broken_is_not_called_missing():
+    broken = ImportError("libcudart.so.13: cannot open shared object file", name="torch")
+    other = ModuleNotFoundError("No module named 'acme'", name="acme")
+    assert missing("MHAPool", broken) is broken and missing("MHAPool", other) is other
+    inner = ModuleNotFoundError("No module named 'torch'", name="torch")
+    found = missing("MHAPool", inner)
+    assert isinstance(found, MissingExtra) and found.name == "torch"
+    assert str(found) == f"MHAPool needs PyTorch: {install('torch')}"
+
+
+def test_documents_name_extras_that_are_there():
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for extras in re.findall(r"kvpool\[([\w,-]+)\]", path.read_text()):
+            unknown = {*extras.split(",")} - {*PROJECT["optional-dependencies"]}
+            assert not unknown, f"{path.name}: {extras}"
+
+
+def test_the_documents_of_the_root_link_to_what_is_there():
+    for path in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+            assert (ROOT / target).exists(), f"{path.name}: {target}"
