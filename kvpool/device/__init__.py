@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvpool.layout.grid import Ints
+from kvpool.layout.sentences import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -145,12 +146,12 @@ def get_device(name: str) -> Device:
     if kind not in known:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{', '.join(sorted(known)) or 'none'}). "
+            f"{', '.join(sorted(known)) or 'none'}).{nearest(kind, known)} "
             "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
         device: Device = known[kind].load()(name)
-    except ImportError as error:
+    except Exception as error:  # of a package that is not ours
         raise DeviceUnavailable(f"device {name!r}: its package cannot be loaded: {error}") from None
     reason = device.availability()
     if reason is not None:

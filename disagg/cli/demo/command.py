@@ -27,6 +27,7 @@ from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 from kvpool.layout.dtypes import PACKINGS
+from kvpool.layout.sentences import nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,9 +64,14 @@ def demo(
     ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
 ) -> None:
-    """Prefill in one process, decode in another, and compare with a run in a single process.
+    """Prefill in one process, decode in another, and compare.
 
-    Exit status 1 if a logit of a decoded step or a live byte of the decode pool differs.
+    Beside them the same prompts are run in a single process. Exit status 1 if a logit of a decoded
+    step or a live byte of the decode pool differs.
+
+    \b
+    Example:
+      kvpool demo --model deepseek_v4 --engine nixl --decode-page 16
     """
     from rich.console import Console
 
@@ -77,7 +83,9 @@ def demo(
     ):
         if value not in known:
             names = ", ".join(known)
-            raise typer.BadParameter(f"must be one of {names}, got {value!r}.", param_hint=option)
+            raise typer.BadParameter(
+                f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
+            )
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
     settings = Settings(
