@@ -115,13 +115,13 @@ def doctor(
 
 
 def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
+    from kvpool.render.table import FittedTable
+
+    table = FittedTable()
     for name in ("", "name", "here"):
         table.add_column(name, no_wrap=True)
     table.add_column("why not", overflow="fold")

@@ -191,10 +191,11 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
 def share_table(found: Figures, dtype: str) -> Table:
     """Bytes by role: per token, then per request, independent of its length."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from kvpool.render.table import FittedTable
 
     split = f"tp {found.tp}, pp {len(found.stages)}"
-    table = Table(title=f"{escape(found.model)} in {escape(dtype)}, {split}")
+    table = FittedTable(title=f"{escape(found.model)} in {escape(dtype)}, {split}")
     table.caption = "bytes of all stages, on one shard"
     table.add_column("role")
     table.add_column("layers", justify="right")
@@ -214,17 +215,17 @@ def share_table(found: Figures, dtype: str) -> Table:
 
 def stage_table(found: Figures) -> Table:
     """What fits on a rank, by stage."""
-    from rich.table import Table
+    from kvpool.render.table import FittedTable
 
     title = f"{human(found.memory)} a rank, pages of {found.page_size} tokens"
     if found.state != found.memory:
         of = f"{found.utilisation:g} of {human(found.memory)} a rank"
         less = f" less {human(found.weights)} of weights" if found.weights else ""
         title = f"{human(found.state)} ({of}{less}), pages of {found.page_size} tokens"
-    table = Table(title=title)
+    table = FittedTable(title=title)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
     table.add_column("stage")
-    table.add_column("layers", overflow="fold", min_width=8)
+    table.add_column("layers")
     pages = "blocks" if found.block_pool else "pages"
     for name in (*(f"bytes\na {p}" for p in per), pages, "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,0 +1,51 @@
+"""Tables in the terminal that break no word in two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # between columns
+
+
+class FittedTable(Table):
+    """A table whose columns get the terminal's width by need, each at least its longest word.
+
+    Only where these do not fit either, words are broken. Cells are text with rich's markup.
+    """
+
+    def __init__(self, *columns: str, title: str | None = None, **options: Any) -> None:
+        style = {"title_justify": "left", "caption_justify": "left", "collapse_padding": True}
+        plain = {"box": SIMPLE, "pad_edge": False, "show_edge": False}
+        super().__init__(*columns, title=title, **style, **plain, **options)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        texts = [[_plain(c) for c in (col.header, *col.cells)] for col in self.columns]
+        widest = [max(map(_width, cells)) for cells in texts]
+        least = [
+            most if column.no_wrap else max(_width("\n".join(cell.split())) for cell in cells)
+            for column, cells, most in zip(self.columns, texts, widest)
+        ]
+        room = options.max_width - GAP * (len(least) - 1) - sum(least)
+        wanting = {n: most - low for n, (low, most) in enumerate(zip(least, widest)) if most > low}
+        while wanting and room > 0:  # who needs least first; what is left is shared
+            number = min(wanting, key=lambda n: wanting[n])
+            more = min(wanting.pop(number), room // (len(wanting) + 1))
+            least[number] += more
+            room -= more
+        for column, width in zip(self.columns, least):
+            column.width = width
+        yield from super().__rich_console__(console, options)
+
+
+def _plain(cell: Any) -> str:
+    return cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain
+
+
+def _width(text: str) -> int:
+    return max(map(cell_len, text.splitlines() or [""]))
