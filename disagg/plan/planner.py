@@ -25,12 +25,15 @@ from kvpool.layout.sentences import by_layers
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why one region of the destination cannot be filled, and what would make it work."""
+    """Why one region of the destination cannot be filled, and what would make it work. `sources`
+    are the source ranks that hold the region and that it is about.
+    """
 
     owner: str
     layer: int
     role: str
     sentence: str
+    sources: tuple[int, ...] = ()
 
 
 class IncompatibleLayouts(PeerError, ValueError):
@@ -193,7 +196,7 @@ def plan(
     # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in paired.offered}
     pairs = {(owner, role) for owner, _, role in paired.offered}
-    problems: dict[Key, list[str]] = {}
+    problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
     for alike in paired.alike:
@@ -203,15 +206,20 @@ def plan(
         if without_owner or without_role:
             missing.update(alike.keys)
             continue
-        reasons = mismatches(alike) if alike.holders else [absent(region, paired.offered)]
+        reasons = mismatches(alike) if alike.holders else {absent(region, paired.offered): []}
         if not reasons:
-            found, reasons = tile(alike)
+            found, gaps = tile(alike)
             overlaps.extend(found)
+            reasons = dict.fromkeys(gaps, [n for each in alike.holders for n in each.sources])
         if reasons:
             problems.update(dict.fromkeys(alike.keys, reasons))
     if problems:
         raise IncompatibleLayouts(
-            [Reason(*key, each) for key in dest.region_by_key for each in problems.get(key, ())]
+            [
+                Reason(*key, sentence, tuple(sorted(ranks)))
+                for key in dest.region_by_key
+                for sentence, ranks in problems.get(key, {}).items()
+            ]
         )
     parts = tuple(elect(overlaps))
     both = tuple(sources), dest

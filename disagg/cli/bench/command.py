@@ -29,7 +29,9 @@ def bench(
         bool,
         typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
+    ] = False,
     chart: Annotated[
         Path | None, typer.Option(help="Draw the ratios to a .svg, .html or .png file.")
     ] = None,
