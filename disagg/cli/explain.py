@@ -73,7 +73,8 @@ def explain(
 
     try:
         rate = None if link is None else parse_link(link)
-        hand_off = HandOff(*_sides(what, tp, pp, page_size, packing), tokens)
+        prefill, decode = _sides(what, tp, pp, page_size, packing)
+        hand_off = HandOff(prefill, decode, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     refusals = hand_off.refusals()

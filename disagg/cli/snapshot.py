@@ -38,8 +38,8 @@ def snapshot(
 
     Exit status 1 if a file is refused; the reason is printed, and the other files are read.
 
-    JSON: a list of file, request, tokens, data_bytes, conventions and layout; of a refused file only
-    the reason is printed.
+    JSON: a list of file, request, tokens, data_bytes, conventions and layout; of a refused file
+    only the reason is printed.
 
     \b
     Example:

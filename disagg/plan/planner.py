@@ -210,7 +210,8 @@ def plan(
         if not reasons:
             found, gaps = tile(alike)
             overlaps.extend(found)
-            reasons = dict.fromkeys(gaps, [n for each in alike.holders for n in each.sources])
+            held = [number for holder in alike.holders for number in holder.sources]
+            reasons = dict.fromkeys(gaps, held)
         if reasons:
             problems.update(dict.fromkeys(alike.keys, reasons))
     if problems:

@@ -50,11 +50,11 @@ class _Commands(TyperGroup):
         found = commands()
         if cmd_name in found:
             return _Command(found[cmd_name])
-        if ctx.resilient_parsing or cmd_name.startswith("-"):
-            return None
-        from kvpool.layout.sentences import nearest
+        if not ctx.resilient_parsing:
+            from kvpool.layout.sentences import nearest
 
-        ctx.fail(f"No such command {cmd_name!r}.{nearest(cmd_name, found)}")
+            ctx.fail(f"No such command {cmd_name!r}.{nearest(cmd_name, found)}")
+        return None
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None)

@@ -246,9 +246,9 @@ def stage_table(found: Figures) -> Table:
 
 
 def _caption(found: Figures) -> str:
-    counted_too = "" if found.weights else "Weights are not counted: give them as --weights. "
-    text = (
-        f"{counted_too}tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
+    text = "" if found.weights else "Weights are not counted: give them as --weights. "
+    text += (
+        f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
         f"requests: at a time, of {found.context_tokens:,} tokens each. "
         f"{'Block' if found.block_pool else 'Page'} 0 is reserved."
     )

@@ -20,9 +20,9 @@ class FittedTable(Table):
     """
 
     def __init__(self, *columns: str, title: str | None = None, **options: Any) -> None:
-        style = {"title_justify": "left", "caption_justify": "left", "collapse_padding": True}
-        plain = {"box": SIMPLE, "pad_edge": False, "show_edge": False}
-        super().__init__(*columns, title=title, **style, **plain, **options)
+        super().__init__(*columns, title=title, **options)
+        self.box, self.show_edge, self.pad_edge, self.collapse_padding = SIMPLE, False, False, True
+        self.title_justify = self.caption_justify = "left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         texts = [[_plain(c) for c in (col.header, *col.cells)] for col in self.columns]

@@ -4,7 +4,7 @@ both sides, and what stays in grey.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ from disagg.cli.explanation.sides import Side
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Buffer, Key, PoolLayout, Region
-from kvpool.layout.sentences import axis_steps, ranges
+from kvpool.layout.sentences import axis_steps
 from kvpool.render.drawing import HUES, LEFT, RIGHT, STYLE, WIDTH, drawn
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.svg import facts, hatch, heading
@@ -98,7 +98,7 @@ def pieces(region: Region, boxes: Sequence[Box]) -> Iterator[tuple[Region, bool]
 
 def _cut(region: Region, box: Box) -> tuple[Region | None, list[Region]]:
     """What of a region is in a box, and the rest, one axis after the other."""
-    outside = []
+    outside: list[Region] = []
     for name, low, high in box:
         axis = region.axis(name)
         if axis is None or (axis.start >= low and axis.stop <= high):
@@ -131,7 +131,7 @@ def _section(
 ) -> Iterator[str]:
     each = f", as {hand_off.decode.words(numbers[1:])}" if numbers[1:] else ""
     yield f"<h2>{escape(hand_off.decode.words(numbers[:1]) + each)}</h2>"
-    yield f"<p>{nbytes:,} bytes of {hand_off.tokens:,} tokens each.</p>"
+    yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.</p>"
     sources = made.contributors()
     for source in sources[:MOST_SOURCES]:
         yield from _rank(
@@ -152,15 +152,20 @@ def _rank(
 ) -> Iterator[str]:
     yield f"<h3>{escape(side.words([number]))}</h3>"
     for item in _items(layout, travels):
-        cut = [
-            part for region in item.regions for part in pieces(region, travels.get(region.key, ()))
-        ]
-        paint = {part: colours[part.owner, part.role] if moves else STAYS for part, moves in cut}
-        words = [_words(part) for part, moves in cut if moves]
-        yield f"<p><b>{escape(heading(item))}</b>. {escape(facts(item))}</p>"
-        yield f"<p>{escape('travels: ' + '; '.join(words) if words else 'nothing travels')}</p>"
+        paint: dict[Region, str] = {}
+        words = []
+        for region in item.regions:
+            for part, moves in pieces(region, travels.get(region.key, ())):
+                # of another name, so that it gets a label of its own
+                drawn_as = part if moves else replace(part, role=f"{part.role}, stays")
+                paint[drawn_as] = colours[part.owner, part.role] if moves else STAYS
+                words += [_words(part)] if moves else []
         if words:
+            yield f"<p><b>{escape(heading(item))}</b>. {escape(facts(item))}</p>"
+            yield f"<p>travels: {escape('; '.join(words))}</p>"
             yield _svg(replace(item, regions=tuple(paint)), paint)
+        else:
+            yield f"<p><b>{escape(heading(item))}</b>: nothing travels</p>"
 
 
 def _items(layout: PoolLayout, travels: Travels) -> Iterator[ItemMap]:
