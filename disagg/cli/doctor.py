@@ -135,7 +135,7 @@ def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
             state = Text("broken", "red")
         table.add_row(each.kind, escape(each.name), state, escape(why))
     console = Console()
-    console.print(table)
+    console.print(table, crop=False)
     there = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")
     absent = ", ".join(name for name, number in packages.items() if number == "-")
     console.print(f"installed: {there}", highlight=False, markup=False)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from disagg.cli.explanation.hand_off import HandOff
     from disagg.cli.explanation.sides import Side
 
-EACH = "PREFILL:DECODE, or one for both."
+EACH = "PREFILL:DECODE, one of them empty for its default, or one value for both."
 
 
 def explain(
@@ -120,7 +120,7 @@ def _print(hand_off: HandOff, rate: float | None) -> None:
         if len(hand_off.decode.ranks) > 1:
             each = ", each" if len(numbers) > 1 else ""
             table.title = f"{escape(hand_off.decode.words(numbers))}{each}: {table.title}"
-        console.print(table)
+        console.print(table, crop=False)
     if rate is not None:
         console.print(_on_the_wire(hand_off, rate), markup=False, highlight=False)
 

@@ -94,4 +94,4 @@ def _show(console: Console, path: Path, header: Header) -> None:
         _line(console, f"  {space_words(space)}")
     for name, value in header.conventions.items():
         _line(console, f"  {name}: {value}")
-    console.print(layout_table(header.layout, "tensors, as they lie in the file"))
+    console.print(layout_table(header.layout, "tensors, as they lie in the file"), crop=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,10 +24,9 @@ STORED = ", ".join((*DTYPE_NAMES, *PACKINGS))
 
 
 def model_names() -> list[str]:
-    """The shipped configs, for shell completion."""
-    from kvpool.models.config import shipped
-
-    return [*shipped()]
+    """The shipped configs, for shell completion: `kvpool.models.shipped` would import torch."""
+    configs = resources.files("kvpool") / "models" / "configs"
+    return sorted(path.name.removesuffix(".json") for path in configs.iterdir())
 
 
 def budget(
@@ -135,8 +135,8 @@ def budget(
     from rich.console import Console
 
     console = Console()
-    console.print(share_table(found, dtype))
-    console.print(stage_table(found))
+    console.print(share_table(found, dtype), crop=False)
+    console.print(stage_table(found), crop=False)
 
 
 def storage(dtype: str) -> dict[str, str]:

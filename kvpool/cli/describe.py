@@ -116,7 +116,7 @@ def print_layout(layout: PoolLayout, title: str) -> None:
     from rich.markup import escape
 
     console = Console()
-    console.print(layout_table(layout, escape(title)))
+    console.print(layout_table(layout, escape(title)), crop=False)
     for space in layout.spaces:
         console.print(escape(space_words(space)), highlight=False)
 

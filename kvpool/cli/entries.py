@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 
@@ -29,13 +30,12 @@ def offered_by(entry: EntryPoint) -> str:
 def short_help(entry: EntryPoint) -> str:
     """The first sentence of a command's docstring, read in its source. Nothing is imported.
 
-    Empty where the source does not say it. Raises Broken where there is no source to load.
+    Empty where there is no source, or it does not say it. Raises Broken where there is no module.
     """
     try:
-        spec = _spec(entry.module)
-        read = getattr(spec.loader, "get_source", lambda name: None)
-        source = read(entry.module)
-        body = ast.parse(source or "").body
+        origin = _spec(entry.module).origin or ""
+        source = Path(origin).read_bytes() if origin.endswith(".py") else b""
+        body = ast.parse(source).body
     except Exception as error:
         raise _broken(entry, error) from None
     for node in body:

@@ -16,7 +16,8 @@ GAP = 2  # between columns
 class FittedTable(Table):
     """A table whose columns get the terminal's width by need, each at least its longest word.
 
-    Only where these do not fit either, words are broken. Cells are text with rich's markup.
+    Where these do not fit, it is wider than the terminal: print it with `crop=False`. Cells are
+    text with rich's markup.
     """
 
     def __init__(self, *columns: str, title: str | None = None, **options: Any) -> None:
@@ -31,7 +32,11 @@ class FittedTable(Table):
             most if column.no_wrap else max(_width("\n".join(cell.split())) for cell in cells)
             for column, cells, most in zip(self.columns, texts, widest)
         ]
-        room = options.max_width - GAP * (len(least) - 1) - sum(least)
+        between = len(least) - 1
+        if sum(least) + GAP * between > options.max_width:
+            self.padding = (0, 0)  # a gap of one
+        gaps = between * (1 + self.padding[1])
+        room = options.max_width - gaps - sum(least)
         wanting = {n: most - low for n, (low, most) in enumerate(zip(least, widest)) if most > low}
         while wanting and room > 0:  # who needs least first; what is left is shared
             number = min(wanting, key=lambda n: wanting[n])
@@ -40,7 +45,8 @@ class FittedTable(Table):
             room -= more
         for column, width in zip(self.columns, least):
             column.width = width
-        yield from super().__rich_console__(console, options)
+        wide = max(options.max_width, sum(least) + gaps)
+        yield from super().__rich_console__(console, options.update(width=wide))
 
 
 def _plain(cell: Any) -> str:

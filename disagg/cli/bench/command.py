@@ -112,7 +112,7 @@ def bench(
 
 def _print(report: Report, console: Console) -> None:
     console.print(report.header(), highlight=False, markup=False, soft_wrap=True)
-    console.print(report.table())
+    console.print(report.table(), crop=False)
     for line in report.left_out():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

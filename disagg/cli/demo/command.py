@@ -184,10 +184,12 @@ def decode_process(
 
     model, prompt = settings.build()
     pools = [settings.pool(model, settings.decode_page, new_tokens) for _ in range(2)]
-    console.print(layout_table(pools[0].layout, f"{settings.model}: layout of the decode pool"))
+    console.print(
+        layout_table(pools[0].layout, f"{settings.model}: layout of the decode pool"), crop=False
+    )
     with DecodeEndpoint(pools[0].layout, create_engine(settings.engine)) as endpoint:
         made = _connect(endpoint, peer)
-        console.print(made.explain(max(settings.prompts)).table())
+        console.print(made.explain(max(settings.prompts)).table(), crop=False)
         side = DecodeSide(settings, model, prompt, pools[0], pools[1], new_tokens, console)
 
         def watch(room: str, nbytes: int) -> None:

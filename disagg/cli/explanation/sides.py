@@ -68,11 +68,13 @@ class Side:
 
 
 def both(text: str | None) -> tuple[str | None, str | None]:
-    """An option's value for prefill and for decode: `8` for both, `8:4` for each."""
+    """An option's value for prefill and for decode: `8` for both, `8:4` for each, `8:` for prefill
+    only.
+    """
     if text is None:
         return None, None
     first, colon, second = text.partition(":")
-    return first, second if colon else first
+    return first or None, (second if colon else first) or None
 
 
 def whole(option: str, text: str | None, most: int) -> int | None:

@@ -118,13 +118,13 @@ def simulate(
     if series:
         runs = {what: _run(specs, progress) for what, specs in series.items()}
         for what, found in runs.items():
-            console.print(growth_table(what, found))
+            console.print(growth_table(what, found), crop=False)
         if chart is not None:
             write_chart(runs, chart)
             typer.echo(f"wrote {chart}", err=True)
     else:
         runs = {"": _run([spec], progress)}
-        console.print(one_table(runs[""][0]))
+        console.print(one_table(runs[""][0]), crop=False)
     every = [run for found in runs.values() for run in found]
     if as_json:
         typer.echo(to_json(every))

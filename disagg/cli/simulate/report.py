@@ -22,9 +22,9 @@ COLUMNS: tuple[Column, ...] = (
     ("messages a room", lambda run: run.room_messages, "{:,.1f}"),
     ("largest inbox", lambda run: run.largest("inbox"), "{:,.0f}"),
     ("open rooms", lambda run: run.largest("open"), "{:,.0f}"),
-    ("decode: bytes a peer", lambda run: run.memory.decode_peer, "{:,.0f}"),
+    ("bytes a decode peer", lambda run: run.memory.decode_peer, "{:,.0f}"),
     ("a room", lambda run: run.memory.decode_room, "{:,.0f}"),
-    ("prefill: bytes a peer", lambda run: run.memory.prefill_peer, "{:,.0f}"),
+    ("bytes a prefill peer", lambda run: run.memory.prefill_peer, "{:,.0f}"),
     ("a room", lambda run: run.memory.prefill_room, "{:,.0f}"),
 )
 """Of a table of several runs."""
