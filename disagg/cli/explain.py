@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from disagg.cli.explanation.hand_off import HandOff
     from disagg.cli.explanation.sides import Side
 
-EACH = "PREFILL:DECODE, one of them empty for its default, or one value for both."
+BOTH = "one value, or PREFILL:DECODE."
 
 
 def explain(
@@ -27,17 +27,15 @@ def explain(
         ),
     ],
     tp: Annotated[
-        str | None, typer.Option(help=f"Shards of each layer of a config: {EACH} Default: 1.")
+        str | None, typer.Option(help=f"Shards of each layer: {BOTH} Default: 1.")
     ] = None,
-    pp: Annotated[
-        str | None, typer.Option(help=f"Pipeline stages of a config: {EACH} Default: 1.")
-    ] = None,
+    pp: Annotated[str | None, typer.Option(help=f"Pipeline stages: {BOTH} Default: 1.")] = None,
     page_size: Annotated[
-        str | None, typer.Option(help=f"Tokens a page: {EACH} Default: the model's.")
+        str | None, typer.Option(help=f"Tokens a page: {BOTH} Default: the model's.")
     ] = None,
     packing: Annotated[
         str | None,
-        typer.Option("--packing", "--dtype", help=f"How entries are stored: {EACH} Default: bf16."),
+        typer.Option("--packing", "--dtype", help=f"How entries are stored: {BOTH} Default: bf16."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
     link: Annotated[
@@ -53,8 +51,10 @@ def explain(
     """Explain how bytes would travel between two layouts.
 
     Layouts are files of PoolLayout.to_json or to_msgpack, or those of the ranks of a model: a
-    config.json, a directory that holds one, or the name of a shipped config. A model's ranks are
-    numbered stage by stage. Decode ranks that are filled alike are explained once.
+    config.json, a directory that holds one, or the name of a shipped config. How a model is split
+    and stored is said for both sides (--tp 8) or for each (--tp 8:4; --tp 8: leaves decode its
+    default). Its ranks are numbered stage by stage. Decode ranks that are filled alike are
+    explained once.
 
     Exit status 1 if decode cannot be filled: all reasons are listed, with the files or ranks that
     each is about.
@@ -82,9 +82,9 @@ def explain(
         typer.echo(json.dumps(_as_dict(hand_off, rate)))
     elif not refusals:
         _print(hand_off, rate)
-    for prefill, decode, line in refusals:
+    for sources, dests, line in refusals:
         if not as_json:
-            typer.echo(f"refused: {prefill} -> {decode}: {line}")
+            typer.echo(f"refused: {sources} -> {dests}: {line}")
     if refusals:
         raise typer.Exit(1)
     if html is not None:

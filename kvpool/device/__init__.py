@@ -151,8 +151,11 @@ def get_device(name: str) -> Device:
         )
     try:
         device: Device = known[kind].load()(name)
-    except Exception as error:  # of a package that is not ours
+    except ImportError as error:
         raise DeviceUnavailable(f"device {name!r}: its package cannot be loaded: {error}") from None
+    except Exception as error:  # of a package that is not ours
+        broken = f"its package cannot be loaded: {type(error).__name__}: {error}"
+        raise DeviceUnavailable(f"device {name!r}: {broken}") from None
     reason = device.availability()
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")

@@ -190,7 +190,7 @@ def bytes_of(region, steps=None):
     }
 
 
-spans = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted).map(tuple)
+spans = st.tuples(st.integers(0, 5), st.integers(1, 3)).map(lambda s: (s[0], s[0] + s[1]))
 
 
 @given(st.lists(st.tuples(spans, spans), max_size=4), st.booleans())
