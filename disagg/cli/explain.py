@@ -67,7 +67,7 @@ def explain(
     \b
     Examples:
       kvpool explain prefill0.json prefill1.json decode.json
-      kvpool explain llama_3_1_70b --tp 8:4 --page-size 64:16 --link 400Gb --html plan.html
+      kvpool explain llama_3_1_70b --tp 8:4 --link 400Gb --html plan.html
     """
     from disagg.cli.explanation.hand_off import HandOff, parse_link
 

@@ -108,7 +108,7 @@ def budget(
 
     \b
     Example:
-      kvpool budget llama_3_1_70b --memory 80GiB --tp 4 --weights 33GiB --utilisation 0.9
+      kvpool budget llama_3_1_70b --memory 80GiB --tp 4 --weights 33GiB
     """
     from kvpool.models import declare, declare_draft
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory

@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from kvpool.device import Device
 
 
+def _engine_names() -> list[str]:
+    from disagg.engines.base import engine_names
+
+    return engine_names()
+
+
 def bench(
     device: Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")] = "cpu",
     only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Of transfers (default: all), hand-offs (default: local); repeatable."),
+        typer.Option(
+            help="Of transfers (default: all), hand-offs (default: local); repeatable.",
+            autocompletion=_engine_names,
+        ),
     ] = None,
     quick: Annotated[
         bool,

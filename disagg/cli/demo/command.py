@@ -40,9 +40,15 @@ PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, Val
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=f"Model family: {', '.join(MODELS)}.")] = "llama",
+    model: Annotated[
+        str,
+        typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS]),
+    ] = "llama",
     engine: Annotated[
-        str, typer.Option(help=f"Transfer engine: {', '.join(engine_names())}.")
+        str,
+        typer.Option(
+            help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
+        ),
     ] = "local",
     prompt_tokens: Annotated[
         list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")

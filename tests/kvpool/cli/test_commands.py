@@ -105,10 +105,12 @@ def test_engines_work_beside_a_broken_one(plugins, monkeypatch):
 
 @every_command
 def test_every_help_has_an_example_and_a_first_sentence_that_fits(name):
-    done = CliRunner().invoke(app, [name, "--help"], prog_name="kvpool")
+    terminal = CliRunner(env={"COLUMNS": "80"})
+    done = terminal.invoke(app, [name, "--help"], prog_name="kvpool")
     assert done.exit_code == 0, done.output
     assert re.search(rf"Examples?:\n    kvpool {name} ", done.output), done.output
-    listed = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"]).output
+    assert max(map(len, done.output.splitlines())) <= 80
+    listed = terminal.invoke(app, ["--help"]).output
     (line,) = [each for each in listed.splitlines() if each.startswith(f"  {name} ")]
     assert line.endswith(".") and len(line) <= 80
 
@@ -130,6 +132,7 @@ def test_completion_is_shown_for_a_shell(shell):
         ("kvpool budget --mem", ["--memory"]),
         ("kvpool describe deepseek_v3", ["deepseek_v3", "deepseek_v32"]),
         ("kvpool raising --x", []),
+        ("kvpool bench --engine mo", ["mooncake", "mori"]),
     ],
 )
 def test_commands_options_and_models_are_completed(plugins, words, completed):
