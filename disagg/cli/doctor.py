@@ -128,12 +128,11 @@ def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
     for each in found:
         if each.kind == "command" and each.problem is None:
             continue
-        other = each.offered_by != "kvpool" and (each.problem is None or each.broken)
-        why = f"of package {each.offered_by}. " * other + (each.problem or "")
+        package = "" if each.offered_by == "kvpool" else f"of package {each.offered_by}. "
         state = Text("works", "green") if each.problem is None else Text("not here")
         if each.broken:
             state = Text("broken", "red")
-        table.add_row(each.kind, escape(each.name), state, escape(why))
+        table.add_row(each.kind, escape(each.name), state, escape(package + (each.problem or "")))
     console = Console()
     console.print(table, crop=False)
     there = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")

@@ -120,7 +120,7 @@ def _print(hand_off: HandOff, rate: float | None) -> None:
         if len(hand_off.decode.ranks) > 1:
             each = ", each" if len(numbers) > 1 else ""
             table.title = f"{escape(hand_off.decode.words(numbers))}{each}: {table.title}"
-        console.print(table, crop=False)
+        console.print(table, "", crop=False)
     if rate is not None:
         console.print(_on_the_wire(hand_off, rate), markup=False, highlight=False)
 
@@ -161,7 +161,7 @@ def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
         "plans": plans,
         "sent": [*sent.values()],
         "bytes_per_second": rate,
-        "seconds": None if rate is None else most / rate,
+        "seconds": None if rate is None or refused else most / rate,
         "refused": refused,
     }
 

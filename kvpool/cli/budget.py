@@ -135,7 +135,7 @@ def budget(
     from rich.console import Console
 
     console = Console()
-    console.print(share_table(found, dtype), crop=False)
+    console.print(share_table(found, dtype), "", crop=False)
     console.print(stage_table(found), crop=False)
 
 

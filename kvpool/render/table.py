@@ -33,9 +33,9 @@ class FittedTable(Table):
             for column, cells, most in zip(self.columns, texts, widest)
         ]
         between = len(least) - 1
-        if sum(least) + GAP * between > options.max_width:
-            self.padding = (0, 0)  # a gap of one
-        gaps = between * (1 + self.padding[1])
+        fits = sum(least) + GAP * between <= options.max_width
+        self.padding = (0, GAP - 1 if fits else 0)  # beside one column of the box
+        gaps = between * (GAP if fits else 1)
         room = options.max_width - gaps - sum(least)
         wanting = {n: most - low for n, (low, most) in enumerate(zip(least, widest)) if most > low}
         while wanting and room > 0:  # who needs least first; what is left is shared
