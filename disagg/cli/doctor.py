@@ -9,14 +9,14 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated
 
 import typer
 
 from disagg.plan import native
 from kvpool import _native
-from kvpool.cli.entries import offered_by
+from kvpool.cli.entries import absent, offered_by
 
 PACKAGES = (
     "kvpool",
@@ -64,14 +64,11 @@ def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Av
         try:
             problem = ask(entry.load(), entry.name)
         except Exception as error:  # a vendor's error must not hide the others
-            problem, broken = f"{type(error).__name__}: {error}", not _misses(entry, error)
+            needs = absent(entry, error)
+            broken, problem = not needs, f"{type(error).__name__}: {error}"
+            if needs:
+                problem = f"needs {needs}, which is not installed."
         yield Availability(kind, entry.name, offered_by(entry), problem, broken)
-
-
-def _misses(entry: EntryPoint, error: Exception) -> bool:
-    """Whether the error is that another package is not installed."""
-    top = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return top not in ("", entry.module.partition(".")[0])
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Broken(Exception):
-    """An entry point that cannot be loaded; the message names it, its package and the error."""
+    """A command that cannot be loaded; the message names it, its package and the error."""
 
 
 def commands() -> dict[str, EntryPoint]:
@@ -45,6 +45,15 @@ def short_help(entry: EntryPoint) -> str:
     return ""
 
 
+def absent(entry: EntryPoint, error: Exception) -> str:
+    """The package that an entry point needs and that is not installed, if the error says so; empty
+    for the entry point's own package.
+    """
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    top = name.partition(".")[0]
+    return "" if top == entry.module.partition(".")[0] else top
+
+
 def load(entry: EntryPoint) -> Callable[..., Any]:
     """Imports a command. Raises Broken."""
     try:
@@ -55,8 +64,10 @@ def load(entry: EntryPoint) -> Callable[..., Any]:
 
 
 def _broken(entry: EntryPoint, error: Exception) -> Broken:
-    reason = f"{type(error).__name__}: {error}"
-    return Broken(f"command {entry.name!r} of package {offered_by(entry)} is broken: {reason}")
+    reason = f"is broken: {type(error).__name__}: {error}"
+    if package := absent(entry, error):
+        reason = f"needs {package}, which is not installed."
+    return Broken(f"command {entry.name!r} of package {offered_by(entry)} {reason}")
 
 
 def _spec(module: str) -> ModuleSpec:

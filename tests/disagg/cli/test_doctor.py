@@ -90,7 +90,7 @@ def doctored(capsys):
     ("engines", "missing", "status", "words", "red"),
     [
         (["Works", "Absent"], (), 0, "no such card in this machine. Put one in.", False),
-        (["Works"], ("engines",), 0, "No module named 'not_installed_anywhere'", False),
+        (["Works"], ("engines",), 0, "needs not_installed_anywhere, which is not", False),
         (["Works", "Broken"], (), 1, "OSError: libvendor.so: undefined symbol", True),
     ],
 )

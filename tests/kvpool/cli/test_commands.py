@@ -49,7 +49,9 @@ def plugins(tmp_path):
     """
     (tmp_path / "greeting.py").write_text(GREETS)
     (tmp_path / "raising.py").write_text('raise OSError("libvendor.so: undefined symbol")')
+    (tmp_path / "needing.py").write_text("import not_installed_anywhere")
     lines = ["greet = greeting:greet", "raising = raising:run", "gone = nowhere.at.all:run"]
+    lines += ["needing = needing:run"]
     lines += ["[disagg.engines]", "pigeon = raising:Engine"]
     package(tmp_path, "vendor-tools", "\n".join(["[kvpool.commands]", *lines]))
     return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -78,6 +80,13 @@ def test_a_broken_command_is_named_with_its_package_and_error(plugins):
         assert f"command {name!r} of package vendor-tools is broken: {error}" in done.stderr
 
 
+def test_a_command_that_lacks_a_package_says_which(plugins):
+    done = run("needing", **plugins)
+    reason = "needs not_installed_anywhere, which is not installed."
+    assert done.returncode == 1
+    assert done.stderr == f"command 'needing' of package vendor-tools {reason}\n"
+
+
 def test_others_work_beside_a_broken_command(plugins):
     assert run("greet", "--who", "you", **plugins).stdout == "imported\nhello you\n"
     assert run("--version", **plugins).stdout.startswith("kvpool ")
@@ -91,7 +100,8 @@ def test_doctor_shows_what_is_broken_beside_what_works(plugins):
     error = "broken of package vendor-tools. OSError: libvendor.so: undefined symbol"
     assert f"command raising {error}" in said and f"engine pigeon {error}" in said
     assert "device cpu works" in said and "engine local works" in said
-    assert "greet" not in said
+    needing = "command needing not here of package vendor-tools. needs not_installed_anywhere"
+    assert needing in said and "greet" not in said
 
 
 def test_engines_work_beside_a_broken_one(plugins, monkeypatch):
