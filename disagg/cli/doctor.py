@@ -1,10 +1,13 @@
-"""`kvpool doctor`: which devices and engines work here, and why others do not."""
+"""`kvpool doctor`: which devices and engines work here, and why others do not.
+
+What is optional and missing is no fault. What is installed and cannot be loaded is one.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated
@@ -13,6 +16,7 @@ import typer
 
 from disagg.plan import native
 from kvpool import _native
+from kvpool.cli.entries import absent, offered_by
 
 PACKAGES = (
     "kvpool",
@@ -31,32 +35,40 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """An installed device, engine or helper; `problem` is None if it works here."""
+    """An installed device, engine, helper or command.
+
+    `problem` is None if it works here. `broken`: it is installed and cannot be loaded or asked.
+    """
 
     kind: str
     name: str
     offered_by: str
     problem: str | None
+    broken: bool = False
 
 
 def availabilities() -> list[Availability]:
-    """Every installed device and engine, and what is done outside Python."""
+    """Every installed device, engine and command, and what is done outside Python."""
     return [
         *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
         *_check("engine", "disagg.engines", lambda found, _: found.availability()),
         Availability("helper", "native copies", "kvpool", _native.availability()),
         Availability("helper", "native binding", "kvpool", native.availability()),
+        *_check("command", "kvpool.commands", lambda found, _: None),
     ]
 
 
 def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Availability]:
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
-        offered_by = entry.dist.name if entry.dist else entry.module
+        broken = False
         try:
             problem = ask(entry.load(), entry.name)
         except Exception as error:  # a vendor's error must not hide the others
-            problem = f"{type(error).__name__}: {error}"
-        yield Availability(kind, entry.name, offered_by, problem)
+            needs = absent(entry, error)
+            broken, problem = not needs, f"{type(error).__name__}: {error}"
+            if needs:
+                problem = f"needs {needs}, which is not installed."
+        yield Availability(kind, entry.name, offered_by(entry), problem, broken)
 
 
 def versions() -> dict[str, str]:
@@ -71,11 +83,20 @@ def versions() -> dict[str, str]:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List which devices, engines and helpers work here, and why others do not.
+    """List which devices, engines and helpers work here.
 
-    Exit status 1 if no device or no engine works.
+    And why others do not: "not here" is optional and missing, "broken" is installed and cannot be
+    loaded. Commands are listed where they are not there or broken.
+
+    Exit status 1 if something is broken, or no device or no engine works.
+
+    JSON: versions; found (kind, name, offered_by, problem, broken), commands too.
+
+    \b
+    Example:
+      kvpool doctor --json
     """
     found, packages = availabilities(), versions()
     if as_json:
@@ -83,18 +104,36 @@ def doctor(
     else:
         _print(found, packages)
     works = {each.kind for each in found if each.problem is None}
-    if not works >= {"device", "engine"}:
+    lacking = [kind for kind in ("device", "engine") if kind not in works]
+    for kind in lacking:
+        typer.echo(f"no {kind} works here.", err=True)
+    if lacking or any(each.broken for each in found):
         raise typer.Exit(1)
 
 
-def _print(found: list[Availability], packages: dict[str, str]) -> None:
+def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
     from rich.text import Text
 
-    table = Table("", "name", "works here", "offered by")
+    from kvpool.render.table import FittedTable
+
+    table = FittedTable()
+    for name in ("", "name", "here"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("why not", overflow="fold")
     for each in found:
-        verdict = Text("yes", "green") if each.problem is None else Text(each.problem, "red")
-        table.add_row(each.kind, each.name, verdict, each.offered_by)
-    table.caption = ", ".join(f"{name} {number}" for name, number in packages.items())
-    Console().print(table)
+        if each.kind == "command" and each.problem is None:
+            continue
+        package = "" if each.offered_by == "kvpool" else f"of package {each.offered_by}. "
+        state = Text("works", "green") if each.problem is None else Text("not here")
+        if each.broken:
+            state = Text("broken", "red")
+        table.add_row(each.kind, escape(each.name), state, escape(package + (each.problem or "")))
+    console = Console()
+    console.print(table, crop=False)
+    there = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")
+    absent = ", ".join(name for name, number in packages.items() if number == "-")
+    console.print(f"installed: {there}", highlight=False, markup=False)
+    if absent:
+        console.print(f"optional, not installed: {absent}", highlight=False, markup=False)

@@ -1,46 +1,176 @@
-"""`kvpool explain`: how bytes travel between layouts that are given as files."""
+"""`kvpool explain`: how bytes travel between layout files, or the ranks of model configs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.plan import IncompatibleLayouts, plan
-from kvpool.layout import PoolLayout
-from kvpool.layout.codec import read_file
+from kvpool.cli.budget import model_names
+
+if TYPE_CHECKING:
+    from disagg.cli.explanation.hand_off import HandOff
+    from disagg.cli.explanation.sides import Side
+
+BOTH = "one value, or PREFILL:DECODE."
 
 
 def explain(
-    layouts: Annotated[
-        list[Path],
-        typer.Argument(help="Layout files: one per prefill rank, then decode's."),
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="Prefill's layout files or model configs, then decode's one; or one model config "
+            "for both sides.",
+            autocompletion=model_names,
+        ),
     ],
+    tp: Annotated[
+        str | None, typer.Option(help=f"Shards of each layer: {BOTH} Default: 1.")
+    ] = None,
+    pp: Annotated[str | None, typer.Option(help=f"Pipeline stages: {BOTH} Default: 1.")] = None,
+    page_size: Annotated[
+        str | None, typer.Option(help=f"Tokens a page: {BOTH} Default: the model's.")
+    ] = None,
+    packing: Annotated[
+        str | None,
+        typer.Option("--packing", "--dtype", help=f"How entries are stored: {BOTH} Default: bf16."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Time on the wire, if each rank has such a link: 400Gb, 50GB."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Draw the items of both sides to a page; what travels is in colour."),
+    ] = None,
 ) -> None:
-    """Explain the transfer between layouts: files of PoolLayout.to_json or to_msgpack.
+    """Explain how bytes would travel between two layouts.
 
-    Exit status 1 if decode cannot be filled; all reasons are listed.
+    Layouts are files of PoolLayout.to_json or to_msgpack, or those of the ranks of a model: a
+    config.json, a directory that holds one, or the name of a shipped config. How a model is split
+    and stored is said for both sides (--tp 8) or for each (--tp 8:4; --tp 8: leaves decode its
+    default). Its ranks are numbered stage by stage. Decode ranks that are filled alike are
+    explained once.
+
+    Exit status 1 if decode cannot be filled: all reasons are listed, with the files or ranks that
+    each is about.
+
+    JSON: tokens; prefill and decode (the ranks: of, number); plans (decode ranks, rows of owner,
+    roles, layers, how, why, runs and bytes, and all runs and bytes of one rank); sent (bytes of
+    each prefill rank); bytes_per_second of the link and seconds on the wire, or null; refused
+    (prefill, decode, reason).
+
+    \b
+    Examples:
+      kvpool explain prefill0.json prefill1.json decode.json
+      kvpool explain llama_3_1_70b --tp 8:4 --link 400Gb --html plan.html
     """
-    from rich.console import Console
+    from disagg.cli.explanation.hand_off import HandOff, parse_link
 
-    if len(layouts) < 2:
-        raise typer.BadParameter("give at least two layouts: the prefill ranks', then decode's.")
-    *sources, dest = [_read(path) for path in layouts]
     try:
-        made = plan(sources, dest)
-    except IncompatibleLayouts as error:
-        typer.echo(f"refused: {error}")
-        raise typer.Exit(1) from None
-    Console().print(made.explain(tokens).table())
-
-
-def _read(path: Path) -> PoolLayout:
-    try:
-        layout = read_file(path)
+        rate = None if link is None else parse_link(link)
+        prefill, decode = _sides(what, tp, pp, page_size, packing)
+        hand_off = HandOff(prefill, decode, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if layout is None:
-        raise typer.BadParameter(f"{path}: neither a JSON nor a msgpack layout.")
-    return layout
+    refusals = hand_off.refusals()
+    if as_json:
+        typer.echo(json.dumps(_as_dict(hand_off, rate)))
+    elif not refusals:
+        _print(hand_off, rate)
+    for sources, dests, line in refusals:
+        if not as_json:
+            typer.echo(f"refused: {sources} -> {dests}: {line}")
+    if refusals:
+        raise typer.Exit(1)
+    if html is not None:
+        _draw(hand_off, html)
+
+
+def _sides(
+    whats: list[str], tp: str | None, pp: str | None, page_size: str | None, packing: str | None
+) -> list[Side]:
+    """Prefill and decode. Raises ValueError."""
+    from disagg.cli.explanation.sides import MAX_RANKS, Geometry, both, read_side, whole
+
+    values = zip(both(tp), both(pp), both(page_size), both(packing))
+    found = []
+    for name, given, (t, p, size, packed) in zip(
+        ("prefill", "decode"), (whats[:-1] or whats, whats[-1:]), values
+    ):
+        split = whole("--tp", t, MAX_RANKS), whole("--pp", p, MAX_RANKS)
+        geometry = Geometry(*split, whole("--page-size", size, 1 << 20), packed)
+        found.append(read_side(name, given, geometry))
+    if len(whats) == 1 and found[0].files:
+        raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
+    return found
+
+
+def _print(hand_off: HandOff, rate: float | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    for numbers, explanation in hand_off.explained:
+        table = explanation.table()
+        if len(hand_off.decode.ranks) > 1:
+            each = ", each" if len(numbers) > 1 else ""
+            table.title = f"{escape(hand_off.decode.words(numbers))}{each}: {table.title}"
+        console.print(table, "", crop=False)
+    if rate is not None:
+        console.print(_on_the_wire(hand_off, rate), markup=False, highlight=False)
+
+
+def _on_the_wire(hand_off: HandOff, rate: float) -> str:
+    """How long the busiest rank's link takes, without any overhead."""
+    words, longest = [], 0.0
+    for side, did, moved in (
+        (hand_off.decode, "received by", hand_off.received()),
+        (hand_off.prefill, "sent by", hand_off.sent()),
+    ):
+        most = max(moved, key=lambda number: moved[number])
+        words.append(f"{moved[most]:,} bytes are {did} {side.words([most])}")
+        longest = max(longest, moved[most] / rate)
+    took = f"{1e3 * longest:,.4g} ms at {8e-9 * rate:,g} Gb/s a rank"
+    return f"on the wire: {took}; at most {words[0]}, {words[1]}."
+
+
+def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    plans = []
+    for numbers, told in hand_off.explained:
+        rows = [{**asdict(row), "bytes": row.nbytes} for row in told.rows]
+        for row in rows:
+            del row["nbytes"]
+        plans.append({"decode": numbers, "rows": rows, "runs": told.runs, "bytes": told.nbytes})
+    sent, received = hand_off.sent(), hand_off.received()
+    most = max((*sent.values(), *received.values()), default=0)
+    sides = {
+        side.name: [{"of": rank.of, "number": rank.number} for rank in side.ranks]
+        for side in (hand_off.prefill, hand_off.decode)
+    }
+    refused = [dict(zip(("prefill", "decode", "reason"), each)) for each in hand_off.refusals()]
+    return {
+        "tokens": hand_off.tokens,
+        **sides,
+        "plans": plans,
+        "sent": [*sent.values()],
+        "bytes_per_second": rate,
+        "seconds": None if rate is None or refused else most / rate,
+        "refused": refused,
+    }
+
+
+def _draw(hand_off: HandOff, path: Path) -> None:
+    from disagg.cli.explanation.picture import page
+
+    try:
+        path.write_text(page(hand_off), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"--html {path}: {error.strerror}.") from None
+    typer.echo(f"wrote {path}", err=True)

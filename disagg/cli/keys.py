@@ -13,7 +13,12 @@ from disagg.runtime.keys import write_keys
 def keys(
     path: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
 ) -> None:
-    """Write the keys that encrypt control messages: a file for each side, in a new folder."""
+    """Write the keys that encrypt control messages, a file a side.
+
+    \b
+    Example:
+      kvpool keys /etc/kvpool
+    """
     try:
         made = write_keys(path)
     except OSError as error:

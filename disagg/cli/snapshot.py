@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,14 +32,23 @@ def snapshot(
         ),
     ],
     files: Annotated[list[Path], typer.Argument(help="Files of disagg.snapshot.save.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Show what snapshot files hold, or check them.
 
     Exit status 1 if a file is refused; the reason is printed, and the other files are read.
+
+    JSON: a list of file, request, tokens, data_bytes, conventions and layout; of a refused file
+    only the reason is printed.
+
+    \b
+    Example:
+      kvpool snapshot check request.kv
     """
     from rich.console import Console
 
-    console, refused = Console(soft_wrap=True), False
+    console, refused = Console(), False
+    found: list[dict[str, Any]] = []
     for path in files:
         try:
             header = check(path) if action is Action.check else inspect(path)
@@ -47,12 +57,27 @@ def snapshot(
             typer.echo(f"refused: {reason}", err=True)
             refused = True
             continue
-        if action is Action.check:
-            console.print(f"{path}: sound, {_summary(header)}", markup=False, highlight=False)
+        if as_json:
+            found.append(_as_dict(path, header))
+        elif action is Action.check:
+            _line(console, f"{path}: sound, {_summary(header)}")
         else:
             _show(console, path, header)
+    if as_json:
+        typer.echo(json.dumps(found))
     if refused:
         raise typer.Exit(1)
+
+
+def _as_dict(path: Path, header: Header) -> dict[str, Any]:
+    held = {"request": header.request, "tokens": header.tokens, "data_bytes": header.data_bytes}
+    described = {"conventions": dict(header.conventions)}
+    layout = json.loads(header.layout.to_json())
+    return {"file": str(path), **held, **described, "layout": layout}
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary(header: Header) -> str:
@@ -64,9 +89,9 @@ def _summary(header: Header) -> str:
 def _show(console: Console, path: Path, header: Header) -> None:
     from kvpool.render.text import layout_table, space_words
 
-    console.print(f"{path}: {_summary(header)}", markup=False, highlight=False)
+    _line(console, f"{path}: {_summary(header)}")
     for space in header.layout.spaces:
-        console.print(f"  {space_words(space)}", markup=False, highlight=False)
+        _line(console, f"  {space_words(space)}")
     for name, value in header.conventions.items():
-        console.print(f"  {name}: {value}", markup=False, highlight=False)
-    console.print(layout_table(header.layout, "tensors, as they lie in the file"))
+        _line(console, f"  {name}: {value}")
+    console.print(layout_table(header.layout, "tensors, as they lie in the file"), crop=False)

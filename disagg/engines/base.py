@@ -16,6 +16,7 @@ from disagg.errors import PeerError
 from disagg.host.forks import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from kvpool.layout.sentences import nearest
 
 FENCE_POLL_SECONDS = 0.0005
 """Interval at which a waiting `fence` checks again."""
@@ -135,11 +136,23 @@ def engine_names() -> list[str]:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class of an engine by name. Raises EngineUnavailable with the known names."""
+    """The class of an engine by name. Raises EngineUnavailable: of an unknown name with the known
+    ones, or that its package cannot be loaded.
+    """
     entry = _entries().get(name)
     if entry is None:
-        raise EngineUnavailable(f"engine {name!r} is unknown; known: {', '.join(engine_names())}.")
-    found: type[Engine] = entry.load()
+        known = engine_names()
+        raise EngineUnavailable(
+            f"engine {name!r} is unknown; known: {', '.join(known)}.{nearest(name, known)}"
+        )
+    try:
+        found: type[Engine] = entry.load()
+    except Exception as error:  # of a package that is not ours
+        package = entry.dist.name if entry.dist else entry.module
+        raise EngineUnavailable(
+            f"engine {name!r} of package {package} cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from None
     return found
 
 

@@ -10,7 +10,7 @@ from disagg.plan.bind import cost
 from disagg.plan.positions import scattered, scattered_items
 from disagg.plan.runs import Route
 from kvpool.layout import Axis, Key, PoolLayout, Region
-from kvpool.layout.sentences import held_words, ranges
+from kvpool.layout.sentences import held_words, ranges, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,23 +71,22 @@ class Explanation:
     def table(self) -> Table:
         """The rows as a rich table."""
         from rich.markup import escape
-        from rich.table import Table
+
+        from kvpool.render.table import FittedTable
 
         title = f"plan for {self.tokens:,} tokens (worst case: no two pages adjacent)"
-        table = Table(title=title)
-        for name in ("roles", "layers", "how"):
-            table.add_column(name, overflow="fold")
+        table = FittedTable("roles", "layers", title=title)
         for name in ("runs", "bytes", "bytes/run"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("why", overflow="fold")
+        table.add_column("how")
         for row in self.rows:
             name = escape(f"{row.owner} {', '.join(row.roles)}")
             sizes = (f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}")
-            table.add_row(name, ranges(row.layers), row.how, *sizes, escape(row.why))
+            table.add_row(name, steps(row.layers), *sizes, escape(f"{row.how}: {row.why}"))
         if len(self.rows) > 1:
             table.add_section()
             mean = self.nbytes / self.runs if self.runs else 0
-            table.add_row("all", "", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
+            table.add_row("all", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
         return table
 
     def __str__(self) -> str:

@@ -26,12 +26,15 @@ from kvpool.layout.sentences import by_layers, ranges
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why one region of the destination cannot be filled, and what would make it work."""
+    """Why one region of the destination cannot be filled, and what would make it work. `sources`
+    are the source ranks that hold the region and that it is about.
+    """
 
     owner: str
     layer: int
     role: str
     sentence: str
+    sources: tuple[int, ...] = ()
 
 
 class IncompatibleLayouts(PeerError, ValueError):
@@ -237,7 +240,7 @@ def _matched(
     # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in paired.offered}
     pairs = {(owner, role) for owner, _, role in paired.offered}
-    problems: dict[Key, list[str]] = {}
+    problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
     for alike in paired.alike:
@@ -247,15 +250,21 @@ def _matched(
         if without_owner or without_role:
             missing.update(alike.keys)
             continue
-        reasons = mismatches(alike) if alike.holders else [absent(region, paired.offered)]
+        reasons = mismatches(alike) if alike.holders else {absent(region, paired.offered): []}
         if not reasons:
-            found, reasons = tile(alike)
+            found, gaps = tile(alike)
             overlaps.extend(found)
+            held = [number for holder in alike.holders for number in holder.sources]
+            reasons = dict.fromkeys(gaps, held)
         if reasons:
             problems.update(dict.fromkeys(alike.keys, reasons))
     if problems:
         raise IncompatibleLayouts(
-            [Reason(*key, each) for key in dest.region_by_key for each in problems.get(key, ())]
+            [
+                Reason(*key, sentence, tuple(sorted(ranks)))
+                for key in dest.region_by_key
+                for sentence, ranks in problems.get(key, {}).items()
+            ]
         )
     return _Matched(tuple(sources), dest, overlaps, paired.offered, missing)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.sentences import ranges
+from kvpool.layout.sentences import nearest, ranges
 from kvpool.pools.budget import counted
 from kvpool.pools.placement import ITEM_COUNTS
 from kvpool.render.text import human
@@ -22,19 +23,27 @@ DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5
 STORED = ", ".join((*DTYPE_NAMES, *PACKINGS))
 
 
+def model_names() -> list[str]:
+    """The shipped configs, for shell completion: `kvpool.models.shipped` would import torch."""
+    configs = resources.files("kvpool") / "models" / "configs"
+    return sorted(path.name.removesuffix(".json") for path in configs.iterdir())
+
+
 def budget(
     config: Annotated[
         str,
         typer.Argument(
             help="A config.json, a directory that holds one, or the name of a shipped config, "
-            "such as deepseek_v32."
+            "such as deepseek_v32.",
+            autocompletion=model_names,
         ),
     ],
     memory: Annotated[
         str, typer.Option(help="Memory of each rank: 141GiB, 80GB, or bytes.")
     ] = "141GiB",
     weights: Annotated[
-        str | None, typer.Option(help="Weights on each rank, as --memory. Default: none.")
+        str | None,
+        typer.Option(help="Weights on each rank, as --memory. Default: they are not counted."),
     ] = None,
     utilisation: Annotated[
         float,
@@ -83,9 +92,10 @@ def budget(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Print bytes per token by role, and the tokens and requests that fit on each rank.
+    """Print bytes per token by role, and what fits on each rank.
 
-    State gets --memory times --utilisation, less --weights. Nothing is allocated.
+    State gets --memory times --utilisation, less --weights: weights are counted only where you
+    give them. Nothing is allocated.
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
@@ -95,6 +105,10 @@ def budget(
     bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as constructor
     arguments, bytes in all, tokens, requests); tokens and requests that fit in the tightest stage
     (stage, count). tokens is null where no buffer grows with tokens.
+
+    \b
+    Example:
+      kvpool budget llama_3_1_70b --memory 80GiB --tp 4 --weights 33GiB
     """
     from kvpool.models import declare, declare_draft
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory
@@ -121,8 +135,8 @@ def budget(
     from rich.console import Console
 
     console = Console()
-    console.print(share_table(found, dtype))
-    console.print(stage_table(found))
+    console.print(share_table(found, dtype), "", crop=False)
+    console.print(stage_table(found), crop=False)
 
 
 def storage(dtype: str) -> dict[str, str]:
@@ -130,14 +144,16 @@ def storage(dtype: str) -> dict[str, str]:
     if dtype in PACKINGS:
         return {"packing": dtype}
     if dtype not in DTYPE_NAMES:
-        raise ValueError(f"dtype {dtype!r}: one of {STORED}.")
+        known = (*DTYPE_NAMES, *PACKINGS)
+        raise ValueError(f"dtype {dtype!r}: one of {STORED}.{nearest(dtype, known)}")
     return {"dtype": DTYPE_NAMES[dtype]}
 
 
 def _float(name: str, value: str) -> str:
     """A float dtype of an option."""
     if value not in DTYPE_NAMES:
-        raise ValueError(f"{name} {value!r}: one of {', '.join(DTYPE_NAMES)}.")
+        known = ", ".join(DTYPE_NAMES)
+        raise ValueError(f"{name} {value!r}: one of {known}.{nearest(value, DTYPE_NAMES)}")
     return DTYPE_NAMES[value]
 
 
@@ -175,10 +191,11 @@ def as_dict(found: Figures, dtype: str) -> dict[str, Any]:
 def share_table(found: Figures, dtype: str) -> Table:
     """Bytes by role: per token, then per request, independent of its length."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from kvpool.render.table import FittedTable
 
     split = f"tp {found.tp}, pp {len(found.stages)}"
-    table = Table(title=f"{escape(found.model)} in {escape(dtype)}, {split}")
+    table = FittedTable(title=f"{escape(found.model)} in {escape(dtype)}, {split}")
     table.caption = "bytes of all stages, on one shard"
     table.add_column("role")
     table.add_column("layers", justify="right")
@@ -198,17 +215,17 @@ def share_table(found: Figures, dtype: str) -> Table:
 
 def stage_table(found: Figures) -> Table:
     """What fits on a rank, by stage."""
-    from rich.table import Table
+    from kvpool.render.table import FittedTable
 
     title = f"{human(found.memory)} a rank, pages of {found.page_size} tokens"
     if found.state != found.memory:
         of = f"{found.utilisation:g} of {human(found.memory)} a rank"
         less = f" less {human(found.weights)} of weights" if found.weights else ""
         title = f"{human(found.state)} ({of}{less}), pages of {found.page_size} tokens"
-    table = Table(title=title)
+    table = FittedTable(title=title)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in found.stages)]
     table.add_column("stage")
-    table.add_column("layers", overflow="fold", min_width=8)
+    table.add_column("layers")
     pages = "blocks" if found.block_pool else "pages"
     for name in (*(f"bytes\na {p}" for p in per), pages, "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -229,7 +246,8 @@ def stage_table(found: Figures) -> Table:
 
 
 def _caption(found: Figures) -> str:
-    text = (
+    text = "" if found.weights else "Weights are not counted: give them as --weights. "
+    text += (
         f"tokens: in all, besides windows, slots and rings of {counted(found.reserved_requests)}. "
         f"requests: at a time, of {found.context_tokens:,} tokens each. "
         f"{'Block' if found.block_pool else 'Page'} 0 is reserved."

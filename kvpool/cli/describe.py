@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool.cli.budget import model_names, storage
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.render.text import layout_table, space_words
@@ -20,7 +21,8 @@ def describe(
         str,
         typer.Argument(
             help="File of PoolLayout.to_json or to_msgpack; or a model's config.json, a directory "
-            "holding one, or the name of a shipped config."
+            "holding one, or the name of a shipped config.",
+            autocompletion=model_names,
         ),
     ],
     dtype: Annotated[str | None, typer.Option("--dtype", "--packing", help=DTYPE_HELP)] = None,
@@ -51,9 +53,14 @@ def describe(
         Path | None, typer.Option(help="As --svg, as a page: pan, zoom, look up cells and bytes.")
     ] = None,
 ) -> None:
-    """Print the layout of a pool: regions, sizes, axes and strides, and how ids address items.
+    """Print the layout of a pool: regions, sizes, axes and strides.
 
-    The pool of a model config has sizes and no memory: bases count from 0.
+    And how ids address items. The pool of a model config has sizes and no memory: bases count
+    from 0.
+
+    \b
+    Example:
+      kvpool describe deepseek_v4 --packing fp8 --html map.html
     """
     options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
     options |= {"--items": items, "--draft": draft or None}
@@ -84,7 +91,6 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
 
     `options` are the given options of the command. Raises ValueError where they do not fit.
     """
-    from kvpool.cli.budget import storage
     from kvpool.models import declare, declare_draft
     from kvpool.pools.placement import ITEM_COUNTS, Shard
 
@@ -110,7 +116,7 @@ def print_layout(layout: PoolLayout, title: str) -> None:
     from rich.markup import escape
 
     console = Console()
-    console.print(layout_table(layout, escape(title)))
+    console.print(layout_table(layout, escape(title)), crop=False)
     for space in layout.spaces:
         console.print(escape(space_words(space)), highlight=False)
 

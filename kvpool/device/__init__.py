@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvpool.extras import missing
 from kvpool.layout.grid import Ints
+from kvpool.layout.sentences import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,7 @@ def get_device(name: str) -> Device:
     if kind not in known:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{', '.join(sorted(known)) or 'none'}). "
+            f"{', '.join(sorted(known)) or 'none'}).{nearest(kind, known)} "
             "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
@@ -155,6 +156,9 @@ def get_device(name: str) -> Device:
         found = missing(f"device {name!r}", error)
         broken = f"device {name!r}: its package cannot be loaded: {error}"
         raise DeviceUnavailable(broken if found is error else str(found)) from None
+    except Exception as error:  # of a package that is not ours
+        broken = f"its package cannot be loaded: {type(error).__name__}: {error}"
+        raise DeviceUnavailable(f"device {name!r}: {broken}") from None
     reason = device.availability()
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")

@@ -115,7 +115,9 @@ def read_file(path: str | Path) -> PoolLayout | None:
             return from_msgpack(data)
         names = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return from_json(data) if {"buffers", "regions"} & set(names) else None
-    except (OSError, LayoutError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}.") from None
+    except LayoutError as error:
         raise ValueError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor a msgpack layout: {error}.") from None

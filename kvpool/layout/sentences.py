@@ -1,8 +1,9 @@
-"""Layers and axes as text, for tables and errors."""
+"""Layers, axes and names as text, for tables and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 
 from kvpool.layout.types import Axis, Key, Space
 
@@ -48,6 +49,12 @@ def by_layers(sentences: Iterable[tuple[Key, str]]) -> list[str]:
         f"{owner} layer{'s' if len(layers) > 1 else ''} {ranges(layers)} {role}{sentence}"
         for (owner, role, sentence), layers in grouped.items()
     ]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'cuda'?`, of the known name most like this; empty if none is."""
+    alike = get_close_matches(name, [*known], n=1)
+    return f" Did you mean {alike[0]!r}?" if alike else ""
 
 
 def _spans(numbers: Iterable[int]) -> list[list[int]]:

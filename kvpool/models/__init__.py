@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpool.layout.sentences import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped
 from kvpool.models.drafts import DRAFTS
 from kvpool.models.families import FAMILIES, TARGETS, WRAPPERS
@@ -108,7 +109,8 @@ def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
     if not isinstance(text, str) or text not in TARGETS:
         inside = "" if text is model else f" with a text_config of {text!r}"
         raise ValueError(
-            f"model_type {model!r}{inside}: known are {', '.join(known())}. For another model "
+            f"model_type {model!r}{inside}: known are {', '.join(known())}."
+            f"{nearest(str(text), known())} For another model "
             "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool "
             "with its heads, dims and layers, or subclass KVPool and define declare() "
             "(docs/add-a-pool.md)."

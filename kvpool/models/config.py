@@ -9,6 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvpool.layout.sentences import nearest
+
 MAX_VALUE = 1 << 31
 MAX_LAYERS = 1 << 16
 _CONFIGS = resources.files("kvpool.models") / "configs"
@@ -152,9 +154,10 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             path = path / "config.json" if path.is_dir() else path
             name, data = str(path), path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"config {str(config)!r}: neither a readable file ({error}) nor a shipped config "
-            f"({', '.join(shipped())})."
+            f"config {str(config)!r}: neither a readable file ({reason}) nor a shipped config "
+            f"({', '.join(shipped())}).{nearest(str(config), shipped())}"
         ) from None
     try:
         values = json.loads(data)

@@ -14,6 +14,7 @@ from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES, scale_role
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
+from kvpool.layout.sentences import nearest
 
 ArrayLike = Union[npt.ArrayLike, torch.Tensor]
 DTypeLike = Union[str, torch.dtype]
@@ -114,6 +115,7 @@ class TypedAccess:
             held = sorted({r.role for r in self.layout.regions if r.layer == layer})
             raise KeyError(
                 f"{self.owner} layer {layer} {role}: not in this pool (the layer has {held})."
+                f"{nearest(role, held)}"
             )
         return region
 

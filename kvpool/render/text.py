@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     """A row for each (owner, role) and shape, with its layers; sizes in bytes."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=title)
+    from kvpool.render.table import FittedTable
+
+    table = FittedTable(title=title)
     for name in ("region", "layers", "dtype"):
-        table.add_column(name, overflow="fold")
-    table.add_column("items", justify="right")
-    table.add_column("item", justify="right")
+        table.add_column(name)
+    for name in ("items", "item"):
+        table.add_column(name, justify="right")
     table.add_column("axes")
-    table.add_column("cell", justify="right")
+    table.add_column("cell", justify="right", no_wrap=True)
     grouped: dict[tuple[str, ...], list[int]] = {}
     for region in layout.regions:
         grouped.setdefault(_row(layout, region), []).append(region.layer)

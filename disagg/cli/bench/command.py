@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
     from disagg.cli.bench.case import BenchCase, Sizes
     from disagg.cli.bench.measure import Measurement
+    from disagg.cli.bench.report import Report
     from kvpool.device import Device
+
+
+def _engine_names() -> list[str]:
+    from disagg.engines.base import engine_names
+
+    return engine_names()
 
 
 def bench(
@@ -22,21 +29,26 @@ def bench(
     only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Of transfers (default: all), hand-offs (default: local); repeatable."),
+        typer.Option(
+            help="Of transfers (default: all), hand-offs (default: local); repeatable.",
+            autocompletion=_engine_names,
+        ),
     ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
     ] = False,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write one JSON object to this file.")
-    ] = None,
+        bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
+    ] = False,
     chart: Annotated[
         Path | None, typer.Option(help="Draw the ratios to a .html or .svg file.")
     ] = None,
 ) -> None:
-    """Time stores, loads, moves, gathers, scatters, allocation, plans, binding, transfers and
-    hand-offs on a device, each in turn with a plain copy of as many bytes, or another reference.
+    """Time pools and transfers on a device, beside plain copies.
+
+    Stores, loads, moves, gathers, scatters, allocation, plans, binding, transfers and hand-offs:
+    each in turn with a plain copy of as many bytes, or another reference.
 
     Each case is checked once before it is timed. Machines are noisy: compare ratios only. Cases
     that cannot run are listed with the reason.
@@ -53,6 +65,10 @@ def bench(
     much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second;
     ratio of the two and beyond_seconds, their difference, round by round; rounds, reason, failed).
     A case that did not run has a reason and no figures; a plan moves no bytes and has no rates.
+
+    \b
+    Example:
+      kvpool bench --only transfer --engine local --chart transfer.svg
     """
     from rich.console import Console
 
@@ -64,11 +80,14 @@ def bench(
     from disagg.engines.base import engine_names
     from kvpool.device import DeviceUnavailable
     from kvpool.render.chart import chart_problem, write_chart
+    from kvpool.layout.sentences import nearest
 
     groups = only or GROUPS
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
-        raise typer.BadParameter(f"--only {unknown[0]}: one of {', '.join(GROUPS)}.")
+        raise typer.BadParameter(
+            f"--only {unknown[0]}: one of {', '.join(GROUPS)}.{nearest(unknown[0], GROUPS)}"
+        )
     if engine and not {"transfer", "handoff"} & {*groups}:
         raise typer.BadParameter(
             "--engine selects transfers and hand-offs: add --only transfer or --only handoff, or "
@@ -76,8 +95,6 @@ def bench(
         )
     for name in engine or ():
         _need_engine(name)
-    if as_json is not None and not as_json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{as_json}: there is no directory {as_json.parent}.")
     if chart is not None and (problem := chart_problem(chart)):
         raise typer.BadParameter(f"--chart: {problem}")
     try:
@@ -87,20 +104,24 @@ def bench(
     sizes = sizes_for(found, quick)
     known = all_cases(sizes, engine or engine_names(), engine or HANDOFF_ENGINES)
     cases = [case for case in known if case.group in groups]
-    where, console = machine(found), Console(soft_wrap=True)
+    where = machine(found)
     rows = _run(cases, found, sizes, Console(stderr=True))
     report = Report(where, packages(), now(), sizes is QUICK, rows)
-    console.print(report.header(), highlight=False, markup=False)
-    console.print(report.table())
-    for line in report.left_out():
-        console.print(line, highlight=False, markup=False)
-    if as_json is not None:
-        as_json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+    _print(report, Console(stderr=as_json))
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=1))
     if chart is not None:
         write_chart(chart_of(report), chart, report.header())
         typer.echo(f"wrote {chart}", err=True)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
+
+
+def _print(report: Report, console: Console) -> None:
+    console.print(report.header(), highlight=False, markup=False, soft_wrap=True)
+    console.print(report.table(), crop=False)
+    for line in report.left_out():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _need_engine(name: str) -> None:

@@ -46,13 +46,11 @@ class Report:
 
     def table(self) -> Table:
         """One row per case that ran."""
-        from rich.box import SIMPLE
-        from rich.table import Table
+        from kvpool.render.table import FittedTable
 
-        table = Table(title=self.title, box=SIMPLE, pad_edge=False, collapse_padding=True)
-        table.title_justify = table.caption_justify = "left"
+        table = FittedTable(title=self.title)
         table.add_column("", no_wrap=True)
-        table.add_column("case", overflow="fold")
+        table.add_column("case")
         for name in ("bytes", "time", "GiB/s", "bound", "ratio", "beyond"):
             table.add_column(name, justify="right", no_wrap=True)
         group = ""

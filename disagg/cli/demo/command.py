@@ -28,6 +28,7 @@ from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 from kvpool.layout.dtypes import PACKINGS
+from kvpool.layout.sentences import nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,9 +41,15 @@ PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, Val
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=f"Model family: {', '.join(MODELS)}.")] = "llama",
+    model: Annotated[
+        str,
+        typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS]),
+    ] = "llama",
     engine: Annotated[
-        str, typer.Option(help=f"Transfer engine: {', '.join(engine_names())}.")
+        str,
+        typer.Option(
+            help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
+        ),
     ] = "local",
     prompt_tokens: Annotated[
         list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")
@@ -67,9 +74,14 @@ def demo(
         Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
     ] = None,
 ) -> None:
-    """Prefill in one process, decode in another, and compare with a run in a single process.
+    """Prefill in one process, decode in another, and compare.
 
-    Exit status 1 if a logit of a decoded step or a live byte of the decode pool differs.
+    Beside them the same prompts are run in a single process. Exit status 1 if a logit of a decoded
+    step or a live byte of the decode pool differs.
+
+    \b
+    Example:
+      kvpool demo --model deepseek_v4 --engine nixl --decode-page 16
     """
     from rich.console import Console
 
@@ -83,7 +95,9 @@ def demo(
     ):
         if value not in known:
             names = ", ".join(known)
-            raise typer.BadParameter(f"must be one of {names}, got {value!r}.", param_hint=option)
+            raise typer.BadParameter(
+                f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
+            )
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
     if timeline is not None and (problem := chart_problem(timeline)):
@@ -191,10 +205,12 @@ def decode_process(
 
     model, prompt = settings.build()
     pools = [settings.pool(model, settings.decode_page, new_tokens) for _ in range(2)]
-    console.print(layout_table(pools[0].layout, f"{settings.model}: layout of the decode pool"))
+    console.print(
+        layout_table(pools[0].layout, f"{settings.model}: layout of the decode pool"), crop=False
+    )
     with DecodeEndpoint(pools[0].layout, create_engine(settings.engine)) as endpoint:
         made = _connect(endpoint, peer)
-        console.print(made.explain(max(settings.prompts)).table())
+        console.print(made.explain(max(settings.prompts)).table(), crop=False)
         side = DecodeSide(settings, model, prompt, pools[0], pools[1], new_tokens, console)
 
         def watch(room: str, nbytes: int) -> None:

@@ -48,13 +48,15 @@ def simulate(
     ] = None,
     ranks: Annotated[int, typer.Option(help="With --grow: up to so many ranks, from 8.")] = 1024,
     as_json: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+        bool, typer.Option("--json", help="Print all figures as one JSON list; tables on stderr.")
+    ] = False,
     chart: Annotated[
         Path | None, typer.Option(help="With --grow: draw the curves to a .svg or .png file.")
     ] = None,
 ) -> None:
-    """Simulate a fleet: real endpoints and plans, virtual time, memory that is not there.
+    """Simulate a fleet of real endpoints in virtual time.
+
+    Plans are real too; memory is not there.
 
     A room is one request, from one prefill engine to one decode engine. When one ends, its decode
     engine begins the next, from a prefill engine at random. Messages and reads take time, messages
@@ -75,6 +77,10 @@ def simulate(
     messages by type; lost; links; peaks by side; memory in bytes; plans known and made;
     plan_seconds; trace; broken, what a check found; room_messages, room_bytes and link_messages a
     room).
+
+    \b
+    Example:
+      kvpool simulate --prefill 128 --decode 256 --rooms 2000 --deaths 8
     """
     from rich.console import Console
 
@@ -82,18 +88,19 @@ def simulate(
     from disagg.cli.simulate.figures import to_json
     from disagg.cli.simulate.report import growth_table, one_table
     from disagg.cli.simulate.spec import Spec
+    from kvpool.layout.sentences import nearest
 
     for what in grow or ():
         if what not in WHAT_GROWS:
-            raise typer.BadParameter(f"--grow {what}: one of {', '.join(WHAT_GROWS)}.")
+            known = ", ".join(WHAT_GROWS)
+            raise typer.BadParameter(f"--grow {what}: one of {known}.{nearest(what, WHAT_GROWS)}")
     if chart is not None:
         if not grow:
             raise typer.BadParameter("--chart draws what --grow measures: add --grow fleet.")
         if problem := chart_problem(chart):
             raise typer.BadParameter(f"--chart: {problem}")
-    for path in (as_json, chart):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no directory {path.parent}.")
+        if not chart.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{chart}: there is no directory {chart.parent}.")
     try:
         spec = Spec(
             *(prefill, decode, prefill_tp, decode_tp, rooms, in_flight, tokens, chunks, compute),
@@ -110,20 +117,20 @@ def simulate(
         raise typer.BadParameter(str(error)) from None
     if grow and ranks < 8:
         raise typer.BadParameter(f"--ranks {ranks}: 8 or more.")
-    console, progress = Console(soft_wrap=True), Console(stderr=True)
+    console, progress = Console(stderr=as_json), Console(stderr=True)
     if series:
         runs = {what: _run(specs, progress) for what, specs in series.items()}
         for what, found in runs.items():
-            console.print(growth_table(what, found))
+            console.print(growth_table(what, found), crop=False)
         if chart is not None:
             write_chart(runs, chart)
             typer.echo(f"wrote {chart}", err=True)
     else:
         runs = {"": _run([spec], progress)}
-        console.print(one_table(runs[""][0]))
+        console.print(one_table(runs[""][0]), crop=False)
     every = [run for found in runs.values() for run in found]
-    if as_json is not None:
-        as_json.write_text(to_json(every), encoding="utf-8")
+    if as_json:
+        typer.echo(to_json(every))
     broken = [f"{run.ranks} ranks: {line}" for run in every for line in run.broken]
     for line in broken:
         typer.echo(f"broken: {line}", err=True)

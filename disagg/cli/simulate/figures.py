@@ -103,4 +103,4 @@ def growth(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 def to_json(runs: Sequence[Figures]) -> str:
     """All runs."""
-    return json.dumps([run.as_dict() for run in runs], indent=1) + "\n"
+    return json.dumps([run.as_dict() for run in runs], indent=1)

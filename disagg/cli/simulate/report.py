@@ -23,9 +23,9 @@ COLUMNS: tuple[Column, ...] = (
     ("messages a room", lambda run: run.room_messages, "{:,.1f}"),
     ("largest inbox", lambda run: run.largest("inbox"), "{:,.0f}"),
     ("open rooms", lambda run: run.largest("open"), "{:,.0f}"),
-    ("decode: bytes a peer", lambda run: run.memory.decode_peer, "{:,.0f}"),
+    ("bytes a decode peer", lambda run: run.memory.decode_peer, "{:,.0f}"),
     ("a room", lambda run: run.memory.decode_room, "{:,.0f}"),
-    ("prefill: bytes a peer", lambda run: run.memory.prefill_peer, "{:,.0f}"),
+    ("bytes a prefill peer", lambda run: run.memory.prefill_peer, "{:,.0f}"),
     ("a room", lambda run: run.memory.prefill_room, "{:,.0f}"),
 )
 """Of a table of several runs."""
@@ -33,8 +33,7 @@ COLUMNS: tuple[Column, ...] = (
 
 def one_table(run: Figures) -> Table:
     """All figures of a run."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+    from kvpool.render.table import FittedTable
 
     spec, memory = run.spec, run.memory
     most, parts = run.peaks, ", ".join(f"{what} {n:,}" for what, n in run.parts.items())
@@ -64,9 +63,9 @@ def one_table(run: Figures) -> Table:
         ("this machine", f"{run.cpu_seconds:,.1f} s of its processor"),
         ("trace", run.trace),
     )  # fmt: skip
-    table = Table(box=SIMPLE, show_header=False, pad_edge=False)
+    table = FittedTable(show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column()
     for name, words in rows:
         table.add_row(name, words)
     return table
@@ -74,11 +73,9 @@ def one_table(run: Figures) -> Table:
 
 def growth_table(what: str, runs: Sequence[Figures]) -> Table:
     """A row for each run, and how each figure grows with the ranks of what grows."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+    from kvpool.render.table import FittedTable
 
-    table = Table(title=WHAT[what], box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.title_justify = "left"
+    table = FittedTable(title=WHAT[what])
     for name in ("ranks", "rooms", *(name for name, _, _ in COLUMNS)):
         table.add_column(name, justify="right")
     for run in runs:

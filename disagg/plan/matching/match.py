@@ -73,15 +73,15 @@ def absent(region: Region, offered: Collection[Key]) -> str:
     return f"prefill offers no such region ({where}). Give prefill that region too{cure}."
 
 
-def mismatches(alike: Alike) -> list[str]:
-    """Reasons why the holders' bytes cannot fill these regions."""
+def mismatches(alike: Alike) -> dict[str, list[int]]:
+    """Reasons why the holders' bytes cannot fill these regions, and the source ranks of each."""
     region, here = alike.region, alike.space
     axes = {axis.name: axis.total for axis in region.inner_axes}
-    found: dict[str, None] = {}
+    found: dict[str, list[int]] = {}
     for holder in alike.holders:
         other, there = holder.region, holder.space
         if other.packing != region.packing:
-            found[_other_packing(other, region)] = None
+            found.setdefault(_other_packing(other, region), []).extend(holder.sources)
             continue
         totals = {axis.name: axis.total for axis in other.inner_axes}
         for what, theirs, ours, cure in (
@@ -119,8 +119,9 @@ def mismatches(alike: Alike) -> list[str]:
             ),
         ):
             if theirs != ours:
-                found[f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."] = None
-    return list(found)
+                reason = f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
+                found.setdefault(reason, []).extend(holder.sources)
+    return found
 
 
 def kinds(there: Space, here: Space, region: Region) -> tuple[str, str]:

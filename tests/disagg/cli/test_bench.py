@@ -57,12 +57,11 @@ def told(done):
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory):
+def everything():
     """One run of all groups, engines and cases: its output and JSON."""
-    path = tmp_path_factory.mktemp("bench") / "all.json"
-    done = run("--json", path)
+    done = run("--json")
     assert done.exit_code == 0, done.output
-    return told(done), json.loads(path.read_text())
+    return told(done), json.loads(done.stdout)
 
 
 def test_every_group_has_rows_with_finite_positive_figures(everything):
@@ -191,12 +190,12 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
         ("handoff", LocalEngine, "read", no_read),
     ],
 )
-def test_a_case_with_a_wrong_result_fails(monkeypatch, tmp_path, group, owner, name, instead):
+def test_a_case_with_a_wrong_result_fails(monkeypatch, group, owner, name, instead):
     monkeypatch.setattr(owner, name, instead)
     chosen = ("--engine", "local") if group in ("transfer", "handoff") else ()
-    done = run("--only", group, *chosen, "--json", tmp_path / "rows.json")
-    assert done.exit_code == 1 and f"failed: {group}" in done.output
-    for row in json.loads((tmp_path / "rows.json").read_text())["rows"]:
+    done = run("--only", group, *chosen, "--json")
+    assert done.exit_code == 1 and f"failed: {group}" in done.stderr
+    for row in json.loads(done.stdout)["rows"]:
         assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
 
 
@@ -231,7 +230,6 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
         (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
         (["--engine", "local", "--only", "store"], "--engine selects transfers and hand-offs"),
-        (["--json", "nowhere/x.json"], "there is no directory nowhere"),
         (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
         (["--chart", "x.gif"], "x.gif: the name must end in .html or .svg."),
     ],

@@ -202,14 +202,13 @@ def test_a_footprint_counts_each_object_once():
     assert footprint([inner], seen) == sys.getsizeof([inner])
 
 
-def test_the_command_prints_and_writes_the_figures(tmp_path):
+def test_the_command_prints_the_figures_and_their_table_apart():
     options = ["--prefill", 4, "--decode", 8, "--rooms", 60, "--deaths", 1, "--seed", 3]
-    path = tmp_path / "run.json"
-    done = run(*options, "--json", path)
+    done = run(*options, "--json")
     assert done.exit_code == 0, done.output
-    (found,) = json.loads(path.read_text())
+    (found,) = json.loads(done.stdout)
     for word in (found["trace"], "rooms a second", "memory of a peer", "12 ranks"):
-        assert word in " ".join(done.output.split())
+        assert word in " ".join(done.stderr.split())
     assert (found["ranks"], found["died"], found["broken"]) == (12, 1, [])
 
 
@@ -242,7 +241,7 @@ def test_the_command_says_what_is_broken(monkeypatch):
         (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
         (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
         (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg or .png."),
-        (["--json", "/no/such/a.json"], "/no/such/a.json: there is no directory /no/such."),
+        (["--grow", "fleet", "--chart", "/no/such/a.svg"], "there is no directory /no/such."),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, problem):

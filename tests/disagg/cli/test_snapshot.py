@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from disagg.cli.snapshot import snapshot
-from disagg.snapshot import save
-from kvpool import Shard
+from disagg.snapshot import inspect, save
+from kvpool import PoolLayout, Shard
 from tests import oracle
 from tests.pools import hybrid
 
@@ -36,8 +38,18 @@ def test_show_names_request_model_conventions_and_every_region(file):
     assert "a: 21 tokens of request 'chat-7' of model 'tiny [x]', " in said
     assert "space kv: pages of 1 entry" in said and "vocab_size: 128" in said
     (k,) = (line for line in said.splitlines() if "target k " in line)
-    assert [each.strip() for each in k.split("│")[1:5]] == ["target k", "3", "bfloat16", "21"]
+    assert k.split()[:5] == ["target", "k", "3", "bfloat16", "21"]
     assert "head 2-3 of 4 x 16" in said
+
+
+def test_json_has_what_the_header_says(file, tmp_path):
+    done = CliRunner().invoke(APP, ["show", str(file), str(tmp_path / "none"), "--json"])
+    (told,) = json.loads(done.stdout)
+    assert [*told] == ["file", "request", "tokens", "data_bytes", "conventions", "layout"]
+    assert (told["file"], told["request"], told["tokens"]) == (str(file), "chat-7", 21)
+    assert told["conventions"] == {"vocab_size": 128}
+    assert PoolLayout.from_json(json.dumps(told["layout"])) == inspect(file).layout
+    assert done.exit_code == 1 and "none: No such file" in done.stderr
 
 
 def test_check_reads_all_data(file, tmp_path):

@@ -1,0 +1,196 @@
+"""A page that draws items of both sides of a hand-off: what travels in a role's colour, the same on
+both sides, and what stays in grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from html import escape
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from disagg.cli.explanation.hand_off import HandOff
+from disagg.cli.explanation.sides import Side
+from disagg.plan import TransferPlan
+from disagg.plan.runs import Box
+from kvpool.layout import Buffer, Key, PoolLayout, Region
+from kvpool.layout.sentences import axis_steps
+from kvpool.render.drawing import HUES, LEFT, RIGHT, STYLE, WIDTH, drawn
+from kvpool.render.memory_map import ItemMap, item_maps
+from kvpool.render.svg import facts, hatch, heading
+
+STAYS = "#dcdcdc"
+MOST_SOURCES = 4  # drawn for a decode rank
+COLOURS = [shade for shades in zip(*HUES) for shade in shades]
+CSS = """
+:root { color-scheme: light; }
+body { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #222;
+       background: #fff; margin: 24px auto; max-width: 1200px; padding: 0 16px; }
+h1 { font-size: 22px; } h2 { font-size: 18px; margin: 32px 0 4px; }
+h3 { font-size: 15px; margin: 20px 0 2px; } p { margin: 4px 0; }
+.map { overflow-x: auto; }
+ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; }
+i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
+"""
+
+Travels = dict[Key, list[Box]]
+"""Of each region the steps that travel, of its axes other than `entry`."""
+
+
+def page(hand_off: HandOff) -> str:
+    """One self-contained page: for decode ranks that are filled alike the first, and prefill ranks
+    that it reads from.
+    """
+    plans = hand_off.plans
+    keys = dict.fromkeys(key for made in plans.values() for part in made.parts for key in part.keys)
+    names = dict.fromkeys((owner, role) for owner, _, role in keys)
+    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(names)}
+    sections = [
+        line
+        for numbers, told in hand_off.explained
+        for line in _section(hand_off, plans[numbers[0]], numbers, told.nbytes, colours)
+    ]
+    shared = Element("svg", xmlns="http://www.w3.org/2000/svg", style="position:absolute;height:0")
+    shared.append(hatch())
+    swatches = [(colour, " ".join(name)) for name, colour in colours.items()] + [(STAYS, "stays")]
+    legend = "".join(f'<li><i style="background:{c}"></i>{escape(t)}</li>' for c, t in swatches)
+    title = f"{hand_off.prefill.words(range(len(hand_off.prefill.ranks)))} to "
+    title += hand_off.decode.words(range(len(hand_off.decode.ranks)))
+    parts = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>\n<style>{CSS}{STYLE}</style>\n</head>\n<body>",
+        f"<h1>{escape(title)}</h1>",
+        "<p>One item of each kind, rows of equal length, to scale. Bytes that travel have the "
+        "colour of their role, the same on both sides.</p>",
+        f'<ul class="legend">{legend}</ul>',
+        ElementTree.tostring(shared, encoding="unicode"),
+        *sections,
+        "</body>\n</html>\n",
+    )
+    return "\n".join(parts)
+
+
+def travelling(made: TransferPlan, source: int | None = None) -> Travels:
+    """What travels of the regions of a source rank, or of the destination."""
+    found: Travels = {}
+    for part in made.parts:
+        if source in (None, part.source):
+            for key in part.keys:
+                found.setdefault(key, []).append(part.box)
+    return found
+
+
+def pieces(region: Region, boxes: Sequence[Box]) -> Iterator[tuple[Region, bool]]:
+    """A region cut into parts that travel and parts that stay, with which."""
+    left = [region]
+    for box in boxes:
+        rest: list[Region] = []
+        for part in left:
+            inside, outside = _cut(part, box)
+            rest += outside
+            if inside is not None:
+                yield inside, True
+        left = rest
+    yield from ((part, False) for part in left)
+
+
+def _cut(region: Region, box: Box) -> tuple[Region | None, list[Region]]:
+    """What of a region is in a box, and the rest, one axis after the other."""
+    outside: list[Region] = []
+    for name, low, high in box:
+        axis = region.axis(name)
+        if axis is None or (axis.start >= low and axis.stop <= high):
+            continue
+        if axis.stop <= low or axis.start >= high:
+            return None, [*outside, region]
+        if axis.start < low:
+            outside.append(_steps(region, name, axis.start, low))
+        if axis.stop > high:
+            outside.append(_steps(region, name, high, axis.stop))
+        region = _steps(region, name, max(low, axis.start), min(high, axis.stop))
+    return region, outside
+
+
+def _steps(region: Region, name: str, low: int, high: int) -> Region:
+    """The steps `low` to `high` of an axis of a region, as a region."""
+    axis = region.axis(name)
+    assert axis is not None
+    axes = [replace(a, start=low, size=high - low) if a is axis else a for a in region.axes]
+    offset = region.offset + (low - axis.start) * axis.stride
+    return replace(region, offset=offset, axes=tuple(axes))
+
+
+def _section(
+    hand_off: HandOff,
+    made: TransferPlan,
+    numbers: Sequence[int],
+    nbytes: int,
+    colours: dict[tuple[str, str], str],
+) -> Iterator[str]:
+    each = f", as {hand_off.decode.words(numbers[1:])}" if numbers[1:] else ""
+    yield f"<h2>{escape(hand_off.decode.words(numbers[:1]) + each)}</h2>"
+    yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.</p>"
+    sources = made.contributors()
+    for source in sources[:MOST_SOURCES]:
+        yield from _rank(
+            hand_off.prefill, source, made.sources[source], travelling(made, source), colours
+        )
+    if sources[MOST_SOURCES:]:
+        more = hand_off.prefill.words(sources[MOST_SOURCES:])
+        yield f"<p>And {escape(more)}, which are not drawn.</p>"
+    yield from _rank(hand_off.decode, numbers[0], made.dest, travelling(made), colours)
+
+
+def _rank(
+    side: Side,
+    number: int,
+    layout: PoolLayout,
+    travels: Travels,
+    colours: dict[tuple[str, str], str],
+) -> Iterator[str]:
+    yield f"<h3>{escape(side.words([number]))}</h3>"
+    for item in _items(layout, travels):
+        paint: dict[Region, str] = {}
+        words = []
+        for region in item.regions:
+            for part, moves in pieces(region, travels.get(region.key, ())):
+                # of another name, so that it gets a label of its own
+                drawn_as = part if moves else replace(part, role=f"{part.role}, stays")
+                paint[drawn_as] = colours[part.owner, part.role] if moves else STAYS
+                words += [_words(part)] if moves else []
+        if words:
+            yield f"<p><b>{escape(heading(item))}</b>. {escape(facts(item))}</p>"
+            yield f"<p>travels: {escape('; '.join(words))}</p>"
+            yield _svg(replace(item, regions=tuple(paint)), paint)
+        else:
+            yield f"<p><b>{escape(heading(item))}</b>: nothing travels</p>"
+
+
+def _items(layout: PoolLayout, travels: Travels) -> Iterator[ItemMap]:
+    """Maps of the items of a layout, of layers apart that travel and that do not."""
+    inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
+    for region in layout.regions:
+        inside[region.buffer].append(region)
+    alike: dict[object, list[Buffer]] = {}
+    for buffer in layout.buffers:
+        moves = [(r.owner, r.role, tuple(travels.get(r.key, ()))) for r in inside[buffer.name]]
+        alike.setdefault(tuple(moves), []).append(buffer)
+    for buffers in alike.values():
+        regions = tuple(region for buffer in buffers for region in inside[buffer.name])
+        yield from item_maps(replace(layout, buffers=tuple(buffers), regions=regions))
+
+
+def _words(region: Region) -> str:
+    axes = ", ".join(axis_steps(axis) for axis in region.axes_by_stride)
+    return f"{region.role} ({axes or 'whole'})"
+
+
+def _svg(item: ItemMap, colours: dict[Region, str]) -> str:
+    drawing, height = drawn(item, colours)
+    width = f"{LEFT + WIDTH + RIGHT}"
+    svg = Element("svg", xmlns="http://www.w3.org/2000/svg", width=width, height=f"{height:.0f}")
+    svg.set("viewBox", f"0 0 {width} {height:.0f}")
+    svg.append(drawing)
+    return f'<div class="map">{ElementTree.tostring(svg, encoding="unicode")}</div>'

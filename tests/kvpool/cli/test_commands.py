@@ -1,0 +1,219 @@
+"""The `kvpool` command lists and runs commands of any package, whatever else is broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from disagg.engines.base import EngineUnavailable, create_engine, engine_names
+from kvpool.cli import app
+from kvpool.cli.entries import commands
+from kvpool.device import DeviceUnavailable, get_device
+from kvpool.models import declare
+from tests.kvpool.cli.plugins import package
+
+KVPOOL = Path(sys.executable).with_name("kvpool")
+OURS = {"bench", "budget", "demo", "describe", "doctor", "explain", "keys", "simulate", "snapshot"}
+every_command = pytest.mark.parametrize("name", sorted(OURS))
+GREETS = '''
+print("imported")
+def greet(who: str = "world") -> None:
+    """Greet someone, who may be far away, in a sentence that is longer than a terminal is wide.
+
+    More.
+    """
+    print("hello", who)
+'''
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [KVPOOL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "80", **environment},
+    )
+
+
+@pytest.fixture
+def plugins(tmp_path):
+    """Commands of another package, of which one works, one raises, and one has no module; and an
+    engine that raises.
+    """
+    (tmp_path / "greeting.py").write_text(GREETS)
+    (tmp_path / "raising.py").write_text('raise OSError("libvendor.so: undefined symbol")')
+    (tmp_path / "needing.py").write_text("import not_installed_anywhere")
+    lines = ["greet = greeting:greet", "raising = raising:run", "gone = nowhere.at.all:run"]
+    lines += ["needing = needing:run"]
+    lines += ["[disagg.engines]", "pigeon = raising:Engine"]
+    package(tmp_path, "vendor-tools", "\n".join(["[kvpool.commands]", *lines]))
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def test_a_list_of_commands_imports_none_and_cuts_no_sentence(plugins):
+    done = run("--help", **plugins)
+    assert done.returncode == 0, done.stderr
+    assert "imported" not in done.stdout and "undefined symbol" not in done.stderr
+    said = " ".join(done.stdout.split())
+    assert "greet Greet someone, who may be far away, in a " in said
+    assert "sentence that is longer than a terminal is wide" in said
+    assert OURS | {"raising"} <= set(re.findall(r"^  (\w+)\b", done.stdout, re.M))
+
+
+def test_a_broken_command_is_named_with_its_package_and_error(plugins):
+    listed = " ".join(run("--help", **plugins).stdout.split())
+    gone = "command 'gone' of package vendor-tools is broken: ModuleNotFoundError: No module named "
+    assert gone + "'nowhere'" in listed
+    for name, error in (
+        ("raising", "OSError: libvendor.so: undefined"),
+        ("gone", "ModuleNotFound"),
+    ):
+        done = run(name, "--help", **plugins)
+        assert done.returncode == 1 and done.stdout == ""
+        assert f"command {name!r} of package vendor-tools is broken: {error}" in done.stderr
+
+
+def test_a_command_that_lacks_a_package_says_which(plugins):
+    done = run("needing", **plugins)
+    reason = "needs not_installed_anywhere, which is not installed."
+    assert done.returncode == 1
+    assert done.stderr == f"command 'needing' of package vendor-tools {reason}\n"
+
+
+def test_others_work_beside_a_broken_command(plugins):
+    assert run("greet", "--who", "you", **plugins).stdout == "imported\nhello you\n"
+    assert run("--version", **plugins).stdout.startswith("kvpool ")
+
+
+def test_doctor_shows_what_is_broken_beside_what_works(plugins):
+    """A command and an engine, of which the modules raise."""
+    done = run("doctor", **plugins)
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    error = "broken of package vendor-tools. OSError: libvendor.so: undefined symbol"
+    assert f"command raising {error}" in said and f"engine pigeon {error}" in said
+    assert "device cpu works" in said and "engine local works" in said
+    needing = "command needing not here of package vendor-tools. needs not_installed_anywhere"
+    assert needing in said and "greet" not in said
+
+
+def test_engines_work_beside_a_broken_one(plugins, monkeypatch):
+    monkeypatch.syspath_prepend(plugins["PYTHONPATH"].partition(os.pathsep)[0])
+    reason = "engine 'pigeon' of package vendor-tools cannot be loaded: OSError: libvendor.so"
+    with pytest.raises(EngineUnavailable, match=reason):
+        create_engine("pigeon")
+    assert "pigeon" in engine_names()
+    create_engine("local").close()
+
+
+@every_command
+def test_every_help_has_an_example_and_a_first_sentence_that_fits(name):
+    terminal = CliRunner(env={"COLUMNS": "80"})
+    done = terminal.invoke(app, [name, "--help"], prog_name="kvpool")
+    assert done.exit_code == 0, done.output
+    assert re.search(rf"Examples?:\n    kvpool {name} ", done.output), done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    listed = terminal.invoke(app, ["--help"]).output
+    (line,) = [each for each in listed.splitlines() if each.startswith(f"  {name} ")]
+    assert line.endswith(".") and len(line) <= 80
+
+
+def test_commands_are_those_of_the_entry_points():
+    assert set(commands()) >= OURS
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown_for_a_shell(shell):
+    done = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert done.returncode == 0 and "_KVPOOL_COMPLETE" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("kvpool b", ["bench", "budget"]),
+        ("kvpool budget --mem", ["--memory"]),
+        ("kvpool describe deepseek_v3", ["deepseek_v3", "deepseek_v32"]),
+        ("kvpool raising --x", []),
+        ("kvpool bench --engine mo", ["mooncake", "mori"]),
+    ],
+)
+def test_commands_options_and_models_are_completed(plugins, words, completed):
+    asked = {"_KVPOOL_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    done = run(**asked, COMP_CWORD=str(words.count(" ")), **plugins)
+    assert (done.stdout.split(), done.stderr) == (completed, "")
+
+
+def test_completion_is_installed_for_a_shell(tmp_path):
+    done = run("--install-completion", "bash", HOME=str(tmp_path))
+    if done.returncode != 0:  # the shell that runs the tests is not known
+        done = run(
+            *("--install-completion", "bash"),
+            HOME=str(tmp_path),
+            _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
+        )
+    assert done.returncode == 0, done.stderr
+    assert "kvpool" in (tmp_path / ".bashrc").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["bugdet"], "No such command 'bugdet'. Did you mean 'budget'?"),
+        (["budget", "deepsek_v3"], "Did you mean 'deepseek_v3'?"),
+        (["describe", "llama_3_1_80b"], "Did you mean 'llama_3_1_70b'?"),
+        (["explain", "kimi_linear"], "Did you mean 'kimi_linear_48b'?"),
+        (["budget", "deepseek_v3", "--dtype", "pf8"], "Did you mean 'fp8'?"),
+        (["bench", "--only", "stores"], "Did you mean 'store'?"),
+        (["bench", "--device", "cup"], "Did you mean 'cpu'?"),
+        (["bench", "--only", "transfer", "--engine", "nxil"], "Did you mean 'nixl'?"),
+        (["demo", "--model", "lama"], "Did you mean 'llama'?"),
+        (["simulate", "--grow", "fleets"], "Did you mean 'fleet'?"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_known(arguments, meant):
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert meant in " ".join(done.output.split())
+
+
+def test_the_library_says_the_nearest_too():
+    with pytest.raises(DeviceUnavailable, match="Did you mean 'meta'"):
+        get_device("mata")
+    pool = declare("deepseek_v3").build(num_pages=2, dtype="bf16", device="meta")
+    with pytest.raises(KeyError, match="Did you mean 'latent'"):
+        pool.view("latents", 0)
+    with pytest.raises(ValueError, match="Did you mean 'llama'"):
+        declare({"model_type": "lama"})
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("describe {}", "neither a readable file (No such file or directory)"),
+        ("budget {}", "neither a readable file (No such file or directory)"),
+        ("explain {} llama_3_1_70b", "neither a readable file (No such file or directory)"),
+        ("snapshot show {}", "No such file or directory."),
+        ("keys {}/a/b", "No such file or directory."),
+        ("describe llama_3_1_70b --svg {}/a.svg", "No such file or directory."),
+        ("explain llama_3_1_70b --html {}/a.html", "No such file or directory."),
+    ],
+)
+def test_an_error_of_a_file_says_its_path_once(tmp_path, command, reason):
+    path = str(tmp_path / "none")
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, command.format(path).split())
+    assert done.exit_code in (1, 2) and reason in done.stderr
+    assert done.stderr.count(path) == 1
+
+
+def test_an_unreadable_layout_file_is_named_once(tmp_path):
+    (tmp_path / "layout").write_bytes(b"\x93\x01")
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["describe", str(tmp_path / "layout")])
+    assert done.exit_code == 2 and done.stderr.count(str(tmp_path)) == 1
