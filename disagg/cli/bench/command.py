@@ -79,8 +79,8 @@ def bench(
     from disagg.cli.bench.report import Report
     from disagg.engines.base import engine_names
     from kvpool.device import DeviceUnavailable
-    from kvpool.render.chart import chart_problem, write_chart
     from kvpool.layout.sentences import nearest
+    from kvpool.render.chart import chart_problem, write_chart
 
     groups = only or GROUPS
     unknown = [group for group in groups if group not in GROUPS]

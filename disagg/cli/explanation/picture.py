@@ -16,19 +16,16 @@ from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Buffer, Key, PoolLayout, Region
 from kvpool.layout.sentences import axis_steps
-from kvpool.render.drawing import HUES, LEFT, RIGHT, STYLE, WIDTH, drawn
+from kvpool.render.drawing import HUES, STYLE, drawn
 from kvpool.render.memory_map import ItemMap, item_maps
+from kvpool.render.page import page as frame
 from kvpool.render.svg import facts, hatch, heading
 
 STAYS = "#dcdcdc"
 MOST_SOURCES = 4  # drawn for a decode rank
 COLOURS = [shade for shades in zip(*HUES) for shade in shades]
 CSS = """
-:root { color-scheme: light; }
-body { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #222;
-       background: #fff; margin: 24px auto; max-width: 1200px; padding: 0 16px; }
-h1 { font-size: 22px; } h2 { font-size: 18px; margin: 32px 0 4px; }
-h3 { font-size: 15px; margin: 20px 0 2px; } p { margin: 4px 0; }
+h3 { font-size: 15px; margin: 20px 0 2px; }
 .map { overflow-x: auto; }
 ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; }
 i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
@@ -57,19 +54,15 @@ def page(hand_off: HandOff) -> str:
     legend = "".join(f'<li><i style="background:{c}"></i>{escape(t)}</li>' for c, t in swatches)
     title = f"{hand_off.prefill.words(range(len(hand_off.prefill.ranks)))} to "
     title += hand_off.decode.words(range(len(hand_off.decode.ranks)))
-    parts = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>{CSS}{STYLE}</style>\n</head>\n<body>",
-        f"<h1>{escape(title)}</h1>",
+    return frame(
+        title,
         "<p>One item of each kind, rows of equal length, to scale. Bytes that travel have the "
         "colour of their role, the same on both sides.</p>",
         f'<ul class="legend">{legend}</ul>',
         ElementTree.tostring(shared, encoding="unicode"),
         *sections,
-        "</body>\n</html>\n",
+        style=CSS + STYLE,
     )
-    return "\n".join(parts)
 
 
 def travelling(made: TransferPlan, source: int | None = None) -> Travels:
@@ -188,8 +181,8 @@ def _words(region: Region) -> str:
 
 
 def _svg(item: ItemMap, colours: dict[Region, str]) -> str:
-    drawing, height = drawn(item, colours)
-    width = f"{LEFT + WIDTH + RIGHT}"
+    drawing, wide, height = drawn(item, colours)
+    width = f"{wide:.0f}"
     svg = Element("svg", xmlns="http://www.w3.org/2000/svg", width=width, height=f"{height:.0f}")
     svg.set("viewBox", f"0 0 {width} {height:.0f}")
     svg.append(drawing)
