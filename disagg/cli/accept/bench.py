@@ -7,12 +7,12 @@ from functools import partial
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, State
 from disagg.cli.accept.scope import NotHere, Scope, Wrong
+from disagg.cli.accept.targets import TARGET_GPU, target_of
 from disagg.cli.bench.case import COPY, MIB, QUICK, BenchCase, BenchContext, sizes_for
 from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases, context_on
 from disagg.cli.bench.machine import machine
 from disagg.cli.bench.measure import UNABLE, Measurement, measured, one_thread, opened
 from disagg.cli.bench.report import as_dict, time_of
-from disagg.cli.bench.targets import TARGET_GPU, target_of
 from disagg.cli.bench.work import WrongBytes
 from disagg.engines.base import engine_names
 

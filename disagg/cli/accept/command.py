@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from disagg.cli.accept.report import SectionResult
     from disagg.cli.accept.sections import Section
     from kvpool.device import Device
@@ -39,8 +37,6 @@ def accept(
     device or machine does not have is "not here" and fails nothing. docs/accept.md describes the
     sections and the JSON.
     """
-    from rich.console import Console
-
     from disagg.cli.accept.facts import commit, facts
     from disagg.cli.accept.html import html
     from disagg.cli.accept.report import FAILED, FORMAT, Report
@@ -58,32 +54,37 @@ def accept(
         out.mkdir(parents=True, exist_ok=True)
     except (DeviceUnavailable, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    wanted = [section for section in SECTIONS if section.name in (only or names)]
-    date, began, where = now(), time.monotonic(), facts(found)
-    results = _run(wanted, found, quick, Console(soft_wrap=True))
-    report = Report(
-        format=FORMAT,
-        device=device,
-        passed=all(result.state != FAILED for result in results),
-        quick=quick,
-        complete=wanted == list(SECTIONS),
-        date=date,
-        seconds=time.monotonic() - began,
-        machine=where,
-        versions=packages(),
-        commit=commit(),
-        sections=results,
-    )
-    (out / JSON_NAME).write_bytes(report.as_json())
-    (out / HTML_NAME).write_text(html(report), encoding="utf-8")
+    date, began, where, source = now(), time.monotonic(), facts(found), commit()
+
+    def write(results: Sequence[SectionResult]) -> Report:
+        report = Report(
+            format=FORMAT,
+            device=device,
+            passed=all(result.state != FAILED for result in results),
+            quick=quick,
+            complete=[result.name for result in results] == names,
+            date=date,
+            seconds=time.monotonic() - began,
+            machine=where,
+            versions=packages(),
+            commit=source,
+            sections=results,
+        )
+        (out / JSON_NAME).write_bytes(report.as_json())
+        (out / HTML_NAME).write_text(html(report), encoding="utf-8")
+        return report
+
+    results: list[SectionResult] = []
+    report = write(results)
+    for result in _run([each for each in SECTIONS if each.name in (only or names)], found, quick):
+        results.append(result)
+        report = write(results)  # what is known is kept if a later section ends the process
     typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}")
     if not report.passed:
         raise typer.Exit(1)
 
 
-def _run(
-    sections: Sequence[Section], device: Device, quick: bool, console: Console
-) -> list[SectionResult]:
+def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[SectionResult]:
     """Runs sections, with a bar on a terminal; prints a line for each, and one for each failure."""
     from rich.console import Console
     from rich.progress import (
@@ -96,15 +97,11 @@ def _run(
 
     from disagg.cli.accept.scope import Scope
 
-    errors = Console(stderr=True)
-    columns = (
-        *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TextColumn("{task.description}", markup=False),
-    )
-    results = []
-    with Progress(
-        *columns, console=errors, transient=True, disable=not errors.is_terminal
-    ) as progress:
+    console, errors = Console(soft_wrap=True), Console(stderr=True)
+    done = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    now = TextColumn("{task.description}", markup=False)
+    hidden = not errors.is_terminal
+    with Progress(*done, now, console=errors, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=len(sections))
         for section in sections:
 
@@ -113,8 +110,7 @@ def _run(
 
             tell(section.title)
             result = section.result(Scope(device, quick, tell))
-            results.append(result)
             progress.advance(task)
             for line in result.lines():
                 console.print(line, highlight=False, markup=False)
-    return results
+            yield result

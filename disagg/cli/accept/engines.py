@@ -5,7 +5,7 @@ runs one by one, and small runs through staging buffers. Every byte of both pool
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -57,7 +57,6 @@ LATENTS = {
     "qk_rope_head_dim": 64,
     "dtype": "bf16",
     "placement": "page",
-    "page_size": 64,
 }
 # where the order of heads differs, each head of each token is a run: 128 bytes
 ORDERS = {"page_size": 32, "order": "nhd"}, {"page_size": 16, "order": "hnd"}
@@ -106,19 +105,20 @@ def _handed_over(scope: Scope, other: _Other, engine: str, case: HandOff) -> str
 
 
 def _decode(case: HandOff, engine: str, layout: PoolLayout) -> DecodeEndpoint:
+    """Decode's endpoint. Raises NotHere."""
     made, staging = create_engine(engine), STAGING_BYTES if case.staged else 0
-    try:
+    with ExitStack() as stack:
+        stack.callback(made.close)
         if case.staged and not made.run_overhead_bytes:
             raise NotHere(f"engine {engine} reads small runs as they are.")
         if case.staged and not staging_buffers(layout, made, staging).slabs:
             raise NotHere("not for this device: it cannot scatter from staging buffers.")
-        return DecodeEndpoint(layout, made, staging=staging, verify="checksum")
-    except REFUSED as error:
-        made.close()
-        raise NotHere(f"not for this device: {error}") from None
-    except NotHere:
-        made.close()
-        raise
+        try:
+            decode = DecodeEndpoint(layout, made, staging=staging, verify="checksum")
+        except REFUSED as error:
+            raise NotHere(f"not for this device: {error}") from None
+        stack.pop_all()
+    return decode
 
 
 class _Other:

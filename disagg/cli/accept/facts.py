@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-import disagg
 from disagg.cli.bench.machine import machine
 from kvpool.device import Device
 
@@ -34,7 +33,7 @@ def commit() -> str | None:
     """The commit that this code was checked out from, and whether files differ from it; None for
     an installed package.
     """
-    root = Path(disagg.__file__).parents[1]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     found = _said("git", "-C", str(root), "rev-parse", "HEAD")

@@ -16,8 +16,8 @@ NOT_HERE: State = "not here"
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was tried, and how it ended; `seconds` is 0 where nothing ran. `figures` of a benchmark
-    are a row of `kvpool bench --json`, and its `target` if it has one.
+    """What was tried, how it ended, and its time. `figures` of a timed benchmark are its row of
+    `kvpool bench --json`, and `target`, the ratio to reach or None.
     """
 
     name: str

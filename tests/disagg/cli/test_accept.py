@@ -15,17 +15,16 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from disagg.cli.accept import graphs, ipc, streams
+from disagg.cli.accept import conformance, graphs, ipc, sections, streams
 from disagg.cli.accept.bench import bench_row
 from disagg.cli.accept.command import accept
 from disagg.cli.accept.html import html
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
 from disagg.cli.accept.scope import Scope, Wrong
-from disagg.cli.accept.sections import SECTIONS
+from disagg.cli.accept.targets import TARGETS, target_of
 from disagg.cli.bench.case import HOST_SIZES
 from disagg.cli.bench.cases import all_cases
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.targets import TARGETS, target_of
 from disagg.cli.demo.models import MODELS
 from kvpool.device import get_device
 from tests.disagg.cli.accepting import accepted, install
@@ -60,7 +59,7 @@ def test_a_device_of_this_machine_passes(folder, device):
     status, said, report, page = accepted(folder, device, "--quick")
     assert status == 0 and report.passed and "FAIL" not in said, said
     assert report.quick and report.complete
-    names = [section.name for section in SECTIONS]
+    names = [section.name for section in sections.SECTIONS]
     assert [each.name for each in report.sections] == names
     assert [line.split()[0] for line in said.splitlines()] == [*names, device]
     for name in ("conformance", "engines", "models", "bench"):
@@ -253,18 +252,37 @@ def test_a_section_with_a_failure_has_failed_and_one_without_rows_that_ran_is_no
     assert msgspec.structs.replace(section, rows=rows).state == "not here"
 
 
-def test_an_error_of_a_section_is_a_row_and_the_others_run(monkeypatch, tmp_path):
-    from disagg.cli.accept import sections
+@pytest.fixture
+def in_place(monkeypatch):
+    """Puts other functions in the place of the sections."""
 
+    def put(**runs):
+        made = [sections.Section(name, "", run) for name, run in runs.items()]
+        monkeypatch.setattr(sections, "SECTIONS", tuple(made))
+
+    return put
+
+
+def test_an_error_of_a_section_is_a_row_and_the_others_run(in_place, tmp_path):
     def broken(scope):
         raise RuntimeError("no\nbus")
 
-    kinds = [sections.Section("ipc", "", broken), *(s for s in SECTIONS if s.name == "graphs")]
-    monkeypatch.setattr(sections, "SECTIONS", tuple(kinds))
+    in_place(ipc=broken, graphs=graphs.graph_rows)
     done = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "  FAIL section ipc: RuntimeError: no bus\n" in done.output
     assert "graphs       1 not here" in done.output
+
+
+def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path):
+    def gone(scope):
+        raise SystemExit(9)
+
+    in_place(graphs=graphs.graph_rows, ipc=gone)
+    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 9
+    report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
+    assert [each.name for each in report.sections] == ["graphs"] and not report.complete
+    assert report.verdict in words_of((tmp_path / "accept.html").read_text())
 
 
 @pytest.mark.parametrize(
@@ -284,8 +302,6 @@ def test_wrong_options_are_refused_before_anything_runs(options, words, tmp_path
 
 
 def test_a_kit_that_ends_early_fails_with_its_last_line(monkeypatch, tmp_path):
-    from disagg.cli.accept import conformance
-
     (tmp_path / "pytest.py").write_text("import os; print('bus error', flush=True); os._exit(7)")
     monkeypatch.syspath_prepend(str(tmp_path))
     (row,) = conformance.conformance_rows(Scope(get_device("cpu"), True))
