@@ -21,8 +21,6 @@ SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
 TESTS ?=
 BENCH ?= --device cpu
-DEVICE ?= cpu
-ACCEPT ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -36,7 +34,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 
-.PHONY: help venv demo test lint bench accept long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo test lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -138,6 +136,9 @@ lint: venv  ## style and types
 bench: venv  ## every benchmark, as ratios
 	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
 
+DEVICE ?= cpu
+ACCEPT ?=
+.PHONY: accept
 accept: venv  ## everything on DEVICE (cuda:0, npu:0), with a report
 	$(if $(filter interpret%,$(DEVICE)),TRITON_INTERPRET=1) $(BIN)/kvpool accept --device $(DEVICE) $(ACCEPT)
 

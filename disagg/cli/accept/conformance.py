@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, State
 from disagg.cli.accept.scope import Scope
 
-KIT_TIMEOUT = 900.0
+KIT_TIMEOUT = 1800.0
 """Seconds until the kit is ended."""
 QUICK_POOL = "mla fp8"
 NAMES = re.compile(r"test_(?:device|pool)\[(?:(?P<subject>.*)-)?(?P<check>\w+)\]")

@@ -11,6 +11,10 @@ from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Report, Row, Sect
 NUMBER = re.compile(r"[\d,.]+")
 UNPRINTABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML cannot hold."""
+LONG = 50
+"""Letters from which a cell's words may be broken."""
+NUMBERS = PASSED, FAILED, NOT_HERE, "seconds"
+"""Titles above numbers."""
 CLASSES: dict[str, str] = {
     PASSED: "state passed",
     FAILED: "state failed",
@@ -24,14 +28,16 @@ CSS = """
   :root { --ink: #ddd; --paper: #161616; --faint: #999; --line: #383838;
           --passed: #57ab5a; --failed: #ff7b72; } }
 body { font: 14px system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       margin: 24px auto; max-width: 1100px; padding: 0 16px; overflow-wrap: anywhere; }
+       margin: 24px auto; max-width: 1100px; padding: 0 16px; overflow-wrap: break-word; }
 h1 { font-size: 20px; } h2 { font-size: 16px; margin: 28px 0 4px; } p { margin: 4px 0; }
 table { border-collapse: collapse; width: 100%; margin: 6px 0; }
 th, td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0;
          border-bottom: 1px solid var(--line); }
 th { font-weight: normal; color: var(--faint); font-size: 12px; }
-td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.state { white-space: nowrap; } .not-here { color: var(--faint); }
+.number { text-align: right; white-space: nowrap; width: 1%; padding: 3px 0 3px 12px;
+          font-variant-numeric: tabular-nums; }
+td.state { white-space: nowrap; width: 1%; }
+td.long { width: 65%; overflow-wrap: anywhere; } .not-here { color: var(--faint); }
 .passed { color: var(--passed); } .failed { color: var(--failed); font-weight: 600; }
 """
 
@@ -53,8 +59,7 @@ def html(report: Report) -> str:
         _text(body, "h2", "What failed")
         _table(body, (), ((s.name, r.name, r.sentence) for s, r in failed))
     _text(body, "h2", "Sections")
-    titles = "section", "what it shows", PASSED, FAILED, NOT_HERE, "seconds"
-    _table(body, titles, map(_line, report.sections))
+    _table(body, ("", *NUMBERS), map(_line, report.sections))
     for section in report.sections:
         _section(body, section)
     for title, facts in (("The machine", report.machine), ("Packages", report.versions)):
@@ -69,7 +74,7 @@ def _place(report: Report) -> str:
 
 def _line(section: SectionResult) -> list[str]:
     counts = [f"{section.count(state):,}" for state in (PASSED, FAILED, NOT_HERE)]
-    return [section.name, section.title, *counts, f"{section.seconds:.1f}"]
+    return [section.name, *counts, f"{section.seconds:.1f}"]
 
 
 def _section(body: Element, section: SectionResult) -> None:
@@ -88,12 +93,18 @@ def _table(body: Element, titles: Sequence[str], rows: Iterable[Sequence[str]]) 
     if titles:
         line = SubElement(SubElement(table, "thead"), "tr")
         for title in titles:
-            _text(line, "th", title)
+            _text(line, "th", title, "number" if title in NUMBERS else "")
     lines = SubElement(table, "tbody")
     for cells in rows:
         line = SubElement(lines, "tr")
         for cell in cells:
-            _text(line, "td", cell, CLASSES.get(cell, "number" if NUMBER.fullmatch(cell) else ""))
+            _text(line, "td", cell, _class(cell))
+
+
+def _class(cell: str) -> str:
+    if NUMBER.fullmatch(cell):
+        return "number"
+    return CLASSES.get(cell, "long" if len(cell) > LONG else "")
 
 
 def _text(parent: Element, tag: str, text: str, named: str = "") -> None:
