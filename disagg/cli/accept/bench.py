@@ -63,7 +63,8 @@ def bench_row(found: Measurement, gpu: str, small: bool) -> Row:
     state, verdict = _verdict(found.ratio, target, gpu, small)
     rate = f", {found.rate:.2f} GiB/s" if found.rate else ""
     bound = "a plain copy" if case.bound == COPY else case.bound
-    sentence = f"{time_of(found.seconds)}{rate}, {found.ratio:.2g} x {bound}{verdict}"
+    times = f"{found.ratio:,.0f}" if found.ratio >= 10 else f"{found.ratio:.2g}"
+    sentence = f"{time_of(found.seconds)}{rate}, {times} times as fast as {bound}{verdict}"
     return Row(name, state, sentence, found.seconds * found.rounds, figures)
 
 

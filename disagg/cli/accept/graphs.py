@@ -23,25 +23,25 @@ def graph_rows(scope: Scope) -> list[Row]:
     if scope.device.memory_kind != "cuda":
         return [Row("graphs", NOT_HERE, "not for this device: kvpool captures CUDA graphs only.")]
     device = scope.device
-    return [
-        *(
+    with torch.cuda.device(device.allocate(1).device):  # captures are of the current device
+        rows = [
             scope.tried(f"writes and reads, {pool}", partial(rows_replay, device, pool, captured))
             for pool in ("mha bf16", "mha hnd fp8", "mla fp8", "mha mxfp8")
-        ),
-        scope.tried("copies of items, nsa bf16", partial(copies_replay, device, captured)),
-    ]
+        ]
+        copies = partial(copies_replay, device, captured)
+        return [*rows, scope.tried("copies of items, nsa bf16", copies)]
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
     """Captures work in a CUDA graph, after a run on another stream that compiles it."""
-    streams: Any = torch.get_device_module("cuda")
-    aside = streams.Stream()
-    aside.wait_stream(streams.current_stream())
-    with streams.stream(aside):
+    cuda: Any = torch.cuda
+    aside = cuda.Stream()
+    aside.wait_stream(cuda.current_stream())
+    with cuda.stream(aside):
         work()
-    streams.current_stream().wait_stream(aside)
-    graph = streams.CUDAGraph()
-    with streams.graph(graph):
+    cuda.current_stream().wait_stream(aside)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
         work()
     replay: Callable[[], object] = graph.replay
     return replay

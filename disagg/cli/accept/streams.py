@@ -22,21 +22,18 @@ def stream_rows(scope: Scope) -> list[Row]:
     """The host does not wait; streams wait for events."""
     if scope.on_host:
         return [Row("streams", NOT_HERE, "not for this device: its calls end before they return.")]
-    device = scope.device
-    streams = torch.get_device_module(device.allocate(1).device)
-    occupy = occupied(device)
-    return [
-        *(
+    device, where = scope.device, scope.device.allocate(1).device
+    streams = torch.get_device_module(where)
+    waits = "a stream that waits for an event sees earlier writes"
+    with streams.device(where):  # new streams are of the current device
+        occupy = occupied(device)
+        rows = [
             scope.tried(
                 f"no call waits for the device, {pool}", partial(host_goes_on, device, pool, occupy)
             )
             for pool in ("mha bf16", "mla fp8", "dsv4 fp8")
-        ),
-        scope.tried(
-            "a stream that waits for an event sees earlier writes",
-            partial(stream_waits, device, streams, occupy),
-        ),
-    ]
+        ]
+        return [*rows, scope.tried(waits, partial(stream_waits, device, streams, occupy))]
 
 
 def occupied(device: Device) -> Callable[[], object]:

@@ -41,7 +41,7 @@ def accepted(folder: Path, device: str, *options: str, timeout: float = 280):
 
 
 class WrongByte(CPUDevice):
-    """Stores one byte of the first index key that a call writes wrongly."""
+    """Stores one byte of the first quantised row of a call wrongly."""
 
     def store_rows(self, rows, locations):
         torch_ops.store_rows(rows, locations)
