@@ -97,11 +97,11 @@ def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[S
 
     from disagg.cli.accept.scope import Scope
 
-    console, errors = Console(soft_wrap=True), Console(stderr=True)
+    console = Console()
     done = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     now = TextColumn("{task.description}", markup=False)
-    hidden = not errors.is_terminal
-    with Progress(*done, now, console=errors, transient=True, disable=hidden) as progress:
+    hidden = not console.is_terminal
+    with Progress(*done, now, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=len(sections))
         for section in sections:
 
@@ -112,5 +112,5 @@ def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[S
             result = section.result(Scope(device, quick, tell))
             progress.advance(task)
             for line in result.lines():
-                console.print(line, highlight=False, markup=False)
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
             yield result
