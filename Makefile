@@ -176,6 +176,12 @@ lint: venv  ## style and types
 bench: venv  ## every benchmark, as ratios
 	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
 
+DEVICE ?= cpu
+ACCEPT ?=
+.PHONY: accept
+accept: venv  ## everything on DEVICE (cuda:0, npu:0), with a report
+	$(if $(filter interpret%,$(DEVICE)),TRITON_INTERPRET=1) $(BIN)/kvpool accept --device $(DEVICE) $(ACCEPT)
+
 long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 

@@ -32,7 +32,8 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"digest", "engines"},
         {"protocol"},
         {"runtime", "snapshot", "timeline"},
-        {"connectors", "cli", "prometheus", "testing"},
+        {"testing"},
+        {"connectors", "cli", "prometheus"},
         {"exporter", "disagg"},
     ),
 }

@@ -41,7 +41,7 @@ class Report:
             "versions": dict(self.versions),
             "date": self.date,
             "quick": self.quick,
-            "rows": [_as_dict(row) for row in self.rows],
+            "rows": [as_dict(row) for row in self.rows],
         }
 
     def table(self) -> Table:
@@ -96,7 +96,8 @@ def _named(group: str, rows: Sequence[Measurement]) -> str:
     return f"{group} {rows[0].case.name} and {len(rows) - 1} more"
 
 
-def _as_dict(row: Measurement) -> dict[str, Any]:
+def as_dict(row: Measurement) -> dict[str, Any]:
+    """A row of the JSON object."""
     return {
         "group": row.case.group,
         "case": row.case.name,

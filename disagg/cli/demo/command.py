@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -135,24 +136,10 @@ def run(
     reason = engine_class(settings.engine).availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=prefill_process, args=(there, settings), daemon=True)
-    # the child ignores Ctrl-C, which reaches both processes: this one ends both
-    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, interrupted)
-    there.close()
-    try:
-        peer = PrefillProcess(here, process)
+    with spawned(prefill_process, settings) as peer:
         good = decode_process(peer, settings, new_tokens, console, timeline)
-        process.join(5)
+        peer.process.join(5)
         return good
-    finally:
-        process.kill()
-        process.join()
 
 
 @dataclass(frozen=True)
@@ -189,6 +176,26 @@ class PrefillProcess:
         status = self.process.exitcode
         how = "prefill" if status is None else f"prefill ended with status {status}"
         return RuntimeError(f"{how}: {reason or 'it gave no reason'}")
+
+
+@contextmanager
+def spawned(target: Callable[..., None], *arguments: object) -> Iterator[PrefillProcess]:
+    """A process that runs `target(pipe, *arguments)`; it is killed at the end."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=target, args=(there, *arguments), daemon=True)
+    # the child ignores Ctrl-C, which reaches both processes: this one ends both
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, interrupted)
+    there.close()
+    try:
+        yield PrefillProcess(here, process)
+    finally:
+        process.kill()
+        process.join()
 
 
 def decode_process(

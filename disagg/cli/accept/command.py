@@ -1,0 +1,116 @@
+"""`kvpool accept`: tries everything on a device of this machine, and writes a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from disagg.cli.accept.report import SectionResult
+    from disagg.cli.accept.sections import Section
+    from kvpool.device import Device
+
+JSON_NAME, HTML_NAME = "accept.json", "accept.html"
+
+
+def accept(
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="Section; repeatable.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Little of everything, in seconds: shows what runs.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help=f"Folder for {JSON_NAME} and {HTML_NAME}; made if missing.")
+    ] = Path("accept"),
+) -> None:
+    """Try a device, its engines and real models on this machine, and write a report.
+
+    Sections: conformance, streams, graphs, ipc, engines, models, bench.
+
+    Example: kvpool accept --device cuda:0 --out reports/h200
+
+    Exit status 1 if anything failed, with one line for each, 2 if the device is missing. What a
+    device or machine does not have is "not here" and fails nothing. docs/accept.md describes the
+    sections and the JSON.
+    """
+    from disagg.cli.accept.facts import commit, facts
+    from disagg.cli.accept.html import html
+    from disagg.cli.accept.report import FAILED, FORMAT, Report
+    from disagg.cli.accept.sections import SECTIONS
+    from disagg.cli.bench.cases import measurable
+    from disagg.cli.bench.machine import now, packages
+    from kvpool.device import DeviceUnavailable
+
+    names = [section.name for section in SECTIONS]
+    for name in only or ():
+        if name not in names:
+            raise typer.BadParameter(f"--only {name}: one of {', '.join(names)}.")
+    try:
+        found = measurable(device)
+        out.mkdir(parents=True, exist_ok=True)
+    except (DeviceUnavailable, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    date, began, where, source = now(), time.monotonic(), facts(found), commit()
+
+    def write(results: Sequence[SectionResult]) -> Report:
+        report = Report(
+            format=FORMAT,
+            device=device,
+            passed=all(result.state != FAILED for result in results),
+            quick=quick,
+            complete=[result.name for result in results] == names,
+            date=date,
+            seconds=time.monotonic() - began,
+            machine=where,
+            versions=packages(),
+            commit=source,
+            sections=results,
+        )
+        (out / JSON_NAME).write_bytes(report.as_json())
+        (out / HTML_NAME).write_text(html(report), encoding="utf-8")
+        return report
+
+    results: list[SectionResult] = []
+    report = write(results)
+    for result in _run([each for each in SECTIONS if each.name in (only or names)], found, quick):
+        results.append(result)
+        report = write(results)  # what is known is kept if a later section ends the process
+    typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[SectionResult]:
+    """Runs sections, with a bar on a terminal; prints a line for each, and one for each failure."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    from disagg.cli.accept.scope import Scope
+
+    console = Console()
+    done = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    now = TextColumn("{task.description}", markup=False)
+    hidden = not console.is_terminal
+    with Progress(*done, now, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=len(sections))
+        for section in sections:
+
+            def tell(what: str, of: str = section.name) -> None:
+                progress.update(task, description=f"{of}: {what}")
+
+            tell(section.title)
+            result = section.result(Scope(device, quick, tell))
+            progress.advance(task)
+            for line in result.lines():
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            yield result

@@ -1,0 +1,60 @@
+"""The demo of every family: prefill in another process, decode in this one, compared with one
+process and with transformers' own cache.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from importlib.util import find_spec
+from io import StringIO
+from multiprocessing.connection import Connection
+
+from rich.console import Console
+
+from disagg.cli.accept.report import FAILED, NOT_HERE, Row
+from disagg.cli.accept.scope import Scope, Wrong
+from disagg.cli.demo.command import PrefillProcess, decode_process, prefill_process, spawned
+from disagg.cli.demo.models import MODELS, Settings
+
+DTYPE = "bfloat16"
+PACKINGS = (DTYPE, "fp8")
+QUICK_MODEL = "llama"
+VERDICT = re.compile(r"^(PASS|FAIL) (.*)$", re.M)
+
+
+def model_rows(scope: Scope) -> list[Row]:
+    """A row for each family and packing."""
+    if find_spec("transformers") is None:
+        return [Row("demo", NOT_HERE, "transformers is not installed. Install kvpool[demo].")]
+    wanted = [(QUICK_MODEL, DTYPE)] if scope.quick else [(m, p) for m in MODELS for p in PACKINGS]
+    rows: list[Row] = []
+    while len(rows) < len(wanted):
+        with spawned(_serve) as peer:  # one process for all, and another after a failure
+            for model, packing in wanted[len(rows) :]:
+                played = partial(_played, scope, peer, model, packing)
+                row = scope.tried(f"{model}, {packing}", played)
+                rows.append(row)
+                if row.state == FAILED:
+                    break
+    return rows
+
+
+def _played(scope: Scope, peer: PrefillProcess, model: str, packing: str) -> str:
+    tokens, chunk, steps = (20, 12, 2) if scope.small else (300, 100, 8)
+    settings = Settings(
+        *(model, "local", (tokens,), chunk, DTYPE, packing, 0, 1, 0, 0, scope.device.name)
+    )
+    told = StringIO()
+    peer.pipe.send(settings)
+    good = decode_process(peer, settings, steps, Console(file=told, width=200))
+    said = VERDICT.findall(told.getvalue())
+    if not good:
+        raise Wrong("; ".join(what for verdict, what in said if verdict == "FAIL"))
+    return "; ".join(what for _, what in said)
+
+
+def _serve(pipe: Connection) -> None:
+    """The prefill process: one demo after the other, until it is killed."""
+    while True:
+        prefill_process(pipe, pipe.recv())

@@ -1,0 +1,90 @@
+"""The report: its JSON form, and whether it passed. docs/accept.md describes each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+FORMAT = "kvpool-accept-1"
+
+State = Literal["passed", "failed", "not here"]
+PASSED: State = "passed"
+FAILED: State = "failed"
+NOT_HERE: State = "not here"
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was tried, how it ended, and its time. `figures` of a timed benchmark are its row of
+    `kvpool bench --json`, and `target`, the ratio to reach or None.
+    """
+
+    name: str
+    state: State
+    sentence: str
+    seconds: float = 0.0
+    figures: Mapping[str, Any] | None = None
+
+
+class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows of a section, and its time."""
+
+    name: str
+    title: str
+    seconds: float
+    rows: Sequence[Row]
+
+    def count(self, state: State) -> int:
+        """How many rows ended so."""
+        return sum(row.state == state for row in self.rows)
+
+    @property
+    def failed(self) -> list[Row]:
+        """The rows that failed."""
+        return [row for row in self.rows if row.state == FAILED]
+
+    @property
+    def state(self) -> State:
+        """Failed if a row has failed; not here if nothing ran."""
+        if self.failed:
+            return FAILED
+        return PASSED if self.count(PASSED) else NOT_HERE
+
+    def lines(self) -> list[str]:
+        """One line of text, and one for each row that failed."""
+        counts = [f"{self.count(s):,} {s}" for s in (PASSED, FAILED, NOT_HERE) if self.count(s)]
+        head = f"{self.name:<12} {', '.join(counts)}, {self.seconds:.1f} s"
+        return [head, *(f"  FAIL {row.name}: {row.sentence}" for row in self.failed)]
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run of `kvpool accept` found, and the machine that it ran on."""
+
+    format: str
+    device: str
+    passed: bool
+    quick: bool
+    complete: bool
+    date: str
+    seconds: float
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+    commit: str | None
+    sections: Sequence[SectionResult]
+
+    @property
+    def verdict(self) -> str:
+        """One line: the device, and how many rows ended how."""
+        counts = [
+            f"{sum(each.count(state) for each in self.sections):,} {state}"
+            for state in (PASSED, FAILED, NOT_HERE)
+        ]
+        extent = "" if self.complete else ", some sections"
+        size = ", quick" if self.quick else ""
+        word = "passed" if self.passed else "failed"
+        return f"{self.device} {word}: {', '.join(counts)}{extent}{size}, {self.seconds:.0f} s"
+
+    def as_json(self) -> bytes:
+        """One JSON object."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

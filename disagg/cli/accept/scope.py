@@ -1,0 +1,54 @@
+"""What a section is given, and how it tries one thing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row
+from disagg.cli.bench.case import QUICK, sizes_for
+from kvpool.device import Device
+
+
+class NotHere(Exception):
+    """Something cannot be tried on this device or machine; the message says why."""
+
+
+class Wrong(Exception):
+    """What was tried gave another result than it must."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The device; whether little is to be tried of everything; and who is told what runs now."""
+
+    device: Device
+    quick: bool
+    tell: Callable[[str], None] = lambda _: None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.device.allocate(1).device.type == "cpu"
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are minimal: if `quick`, and in Triton's slow interpreter."""
+        return sizes_for(self.device, self.quick) is QUICK
+
+    def tried(self, name: str, work: Callable[[], str]) -> Row:
+        """The row of one thing that is tried. `work` returns what it found, or raises NotHere;
+        anything else that it raises is a failure.
+        """
+        self.tell(name)
+        began = time.monotonic()
+        try:
+            state, sentence = PASSED, work()
+        except NotHere as why:
+            state, sentence = NOT_HERE, str(why)
+        except Wrong as what:
+            state, sentence = FAILED, str(what)
+        except Exception as error:  # the others are tried all the same
+            state, sentence = FAILED, f"{type(error).__name__}: {error}"
+        return Row(name, state, " ".join(sentence.split()), time.monotonic() - began)

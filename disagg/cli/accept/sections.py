@@ -1,0 +1,46 @@
+"""The sections, in the order in which they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from disagg.cli.accept.bench import bench_rows
+from disagg.cli.accept.conformance import conformance_rows
+from disagg.cli.accept.engines import engine_rows
+from disagg.cli.accept.graphs import graph_rows
+from disagg.cli.accept.ipc import ipc_rows
+from disagg.cli.accept.models import model_rows
+from disagg.cli.accept.report import FAILED, Row, SectionResult
+from disagg.cli.accept.scope import Scope
+from disagg.cli.accept.streams import stream_rows
+
+
+class Section(NamedTuple):
+    """A section of the report: `run` tries everything in it."""
+
+    name: str
+    title: str
+    run: Callable[[Scope], list[Row]]
+
+    def result(self, scope: Scope) -> SectionResult:
+        """Its rows; an error of the section itself is one of them."""
+        began = time.monotonic()
+        try:
+            rows = self.run(scope)
+        except Exception as error:  # the other sections run all the same
+            sentence = f"{type(error).__name__}: {error}"
+            rows = [Row(f"section {self.name}", FAILED, " ".join(sentence.split()))]
+        return SectionResult(self.name, self.title, time.monotonic() - began, rows)
+
+
+SECTIONS = (
+    Section("conformance", "the kit that every device must pass, byte for byte", conformance_rows),
+    Section("streams", "work on streams is ordered by events and never waits", stream_rows),
+    Section("graphs", "captured writes, reads and copies replay with new inputs", graph_rows),
+    Section("ipc", "another process maps the device's memory", ipc_rows),
+    Section("engines", "every engine moves the device's memory between processes", engine_rows),
+    Section("models", "real models prefill in one process and decode in another", model_rows),
+    Section("bench", "every operation beside the plain copy that bounds it", bench_rows),
+)

@@ -1,0 +1,330 @@
+"""`kvpool accept`: three devices pass, what is wrong fails with a line that names it, and the
+report has the form that docs/accept.md describes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from disagg.cli.accept import conformance, graphs, ipc, sections, streams
+from disagg.cli.accept.bench import bench_row
+from disagg.cli.accept.command import accept
+from disagg.cli.accept.html import html
+from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
+from disagg.cli.accept.scope import Scope, Wrong
+from disagg.cli.accept.targets import TARGETS, target_of
+from disagg.cli.bench.case import HOST_SIZES
+from disagg.cli.bench.cases import all_cases
+from disagg.cli.bench.measure import Measurement
+from disagg.cli.demo.models import MODELS
+from kvpool.device import get_device
+from tests.disagg.cli.accepting import accepted, install
+from tests.disagg.engines.peers import ENGINES
+from tests.kvpool.testing.test_conformance import Late
+
+DOCS = Path(__file__).parents[3] / "docs"
+app = typer.Typer()
+app.command()(accept)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("accept")
+    install(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(made))
+        yield made
+
+
+def rows_of(report, section):
+    return {row.name: row for each in report.sections if each.name == section for row in each.rows}
+
+
+def words_of(page):
+    """The text of a page, which must be well-formed."""
+    return "".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")).itertext())
+
+
+@pytest.mark.parametrize("device", ["cpu", "interpret", "npu-reference"])
+def test_a_device_of_this_machine_passes(folder, device):
+    status, said, report, page = accepted(folder, device, "--quick")
+    assert status == 0 and report.passed and "FAIL" not in said, said
+    assert report.quick and report.complete
+    names = [section.name for section in sections.SECTIONS]
+    assert [each.name for each in report.sections] == names
+    assert [line.split()[0] for line in said.splitlines()] == [*names, device]
+    for name in ("conformance", "engines", "models", "bench"):
+        assert any(row.state == "passed" for row in rows_of(report, name).values()), name
+    for name in ("streams", "graphs", "ipc"):
+        (row,) = rows_of(report, name).values()
+        assert row.state == "not here" and row.sentence.startswith("not for this device: ")
+    assert report.machine["device"] == device and report.versions["torch"] == torch.__version__
+    moved = rows_of(report, "engines")
+    for engine in ENGINES:
+        for runs in ("large runs", "small runs"):
+            assert moved[f"{engine}, {runs}"].state == "passed"
+        staged = moved[f"{engine}, small runs, staged"]
+        assert staged.state == ("not here" if engine == "local" else "passed"), staged
+    text = words_of(page)
+    assert report.verdict in text
+    assert all(row.sentence in text for each in report.sections for row in each.rows)
+    assert not re.search(r"(?:src|href)=|url\(|@import|https?:|<script", page)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("device", ["cpu", "interpret", "npu-reference"])
+def test_a_device_of_this_machine_passes_at_full_length(folder, device):
+    status, said, report, _ = accepted(folder, device, timeout=1800)
+    assert status == 0 and report.passed, said
+    assert len(rows_of(report, "models")) == 2 * len(MODELS)
+
+
+def test_a_wrong_byte_in_a_store_fails_with_a_line_that_names_it(folder, tmp_path):
+    options = "--device", "wrongbyte", "--quick", "--only", "conformance", "--out", str(tmp_path)
+    done = CliRunner().invoke(app, options)
+    report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
+    assert done.exit_code == 1 and not report.passed and not report.complete
+    lines = [line for line in done.output.splitlines() if line.startswith("  FAIL ")]
+    assert len(lines) == len(report.sections[0].failed)
+    named = "  FAIL pool mla fp8, write_packs_as_the_formats_say: "
+    (line,) = (line for line in lines if line.startswith(named))
+    assert re.search(r"target layer 0 latent: item \d+, entry \d.*: 0x\w\w found, 0x\w\w exp", line)
+    page = (tmp_path / "accept.html").read_text()
+    assert line.removeprefix(named) in words_of(page)
+
+
+@pytest.mark.parametrize(("device", "right"), [("handed", True), ("shifted", False)])
+def test_memory_of_a_handle_is_read_by_another_process(folder, device, right):
+    rows = ipc.ipc_rows(Scope(get_device(device), True))
+    assert [row.state for row in rows[:2]] == ["passed" if right else "failed"] * 2, rows
+    assert rows[2].state == "passed"
+    assert right or re.search(r"byte 0 of .* \(.* differ\)", rows[0].sentence)
+
+
+@pytest.fixture
+def busy():
+    """Queues work on an asynchronous device, far longer than a call takes."""
+
+    def on(device):
+        return lambda: device.queue(time.sleep, 0.3)
+
+    return on
+
+
+def test_calls_that_do_not_wait_for_the_device_pass(folder, busy):
+    device = get_device("late")
+    assert isinstance(device, Late)
+    assert "returned while earlier work ran" in streams.host_goes_on(
+        device, "mha bf16", busy(device)
+    )
+
+
+def test_a_call_that_waits_for_the_device_is_named(folder, busy):
+    device = get_device("waiting")
+    with pytest.raises(Wrong, match="copy_items returned only after the work"):
+        streams.host_goes_on(device, "mha bf16", busy(device))
+
+
+def test_a_read_behind_an_event_must_see_the_write(folder, busy):
+    late, unordered = get_device("late"), get_device("unordered")
+    assert streams.stream_waits(late, torch.cpu, busy(late)).startswith("3 of 3 writes")
+    with pytest.raises(Wrong, match="write 1 of 3: the other stream read what was there"):
+        streams.stream_waits(unordered, torch.cpu, busy(unordered))
+
+
+def again(work):
+    """In place of a graph: the work itself."""
+    work()
+    return work
+
+
+def frozen(work):
+    """A graph that replays nothing."""
+    work()
+    return lambda: None
+
+
+@pytest.mark.parametrize("pool", ["mha bf16", "mha hnd fp8", "mla fp8", "mha mxfp8"])
+def test_a_replay_must_write_and_read_new_values(pool):
+    device = get_device("cpu")
+    assert graphs.rows_replay(device, pool, again).startswith("3 of 3 replays")
+    with pytest.raises(Wrong, match="replay 1 of 3: "):
+        graphs.rows_replay(device, pool, frozen)
+
+
+def test_a_replay_must_copy_other_items():
+    device = get_device("cpu")
+    assert graphs.copies_replay(device, again).startswith("3 of 3 replays")
+    with pytest.raises(Wrong, match=r"copies items \[4, 5\] to \[5, 4\]"):
+        graphs.copies_replay(device, frozen)
+
+
+# benchmarks
+
+CASES = {f"{case.group}: {case.name}": case for case in all_cases(HOST_SIZES, ["local"])}
+
+
+@pytest.mark.parametrize(
+    ("case", "ratio", "gpu", "small", "state", "words"),
+    [
+        ("store: MLA bf16, 1152 B", 0.86, "NVIDIA H200", False, "passed", "target 0.85: met"),
+        ("store: MLA bf16, 1152 B", 0.84, "NVIDIA H200", False, "failed", "target 0.85: not met"),
+        ("store: DSv4 fp8, 584 B", 0.69, "NVIDIA H200", False, "failed", "target 0.70: not met"),
+        (
+            "store: MLA bf16, 1152 B",
+            0.1,
+            "NVIDIA H100",
+            False,
+            "passed",
+            "0.1 times as fast as a plain copy",
+        ),
+        (
+            "store: MLA bf16, 1152 B",
+            0.1,
+            "NVIDIA H200",
+            True,
+            "passed",
+            "0.1 times as fast as a plain copy",
+        ),
+        (
+            "load: MLA bf16, 1152 B",
+            0.1,
+            "NVIDIA H200",
+            False,
+            "passed",
+            "0.1 times as fast as a plain copy",
+        ),
+    ],
+)
+def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, small, state, words):
+    row = bench_row(Measurement(CASES[case], 1e-3, ratio * 1e-3, ratio, 0.0, 9), gpu, small)
+    assert row.state == state and row.sentence.endswith(words)
+    assert row.figures["ratio"] == ratio and row.figures["target"] == target_of(CASES[case])
+
+
+def test_a_case_with_a_wrong_result_fails_and_one_that_cannot_run_is_not_here():
+    case = CASES["gather: 4 KiB"]
+    for failed, state in ((True, "failed"), (False, "not here")):
+        row = bench_row(Measurement(case, reason="wrong: run 3", failed=failed), "H200", False)
+        assert (row.state, row.sentence) == (state, "wrong: run 3")
+
+
+def test_the_targets_are_those_that_the_document_lists():
+    text = (DOCS / "performance.md").read_text()
+    listed = re.findall(r"^\| (\S.*?) \| (0\.\d\d) \|$", text.partition("### CUDA")[2], re.M)
+    assert [(what, float(ratio)) for what, ratio in listed[: len(TARGETS)]] == [
+        (target.what, target.ratio) for target in TARGETS
+    ]
+    for target in TARGETS:
+        assert any(target.covers(case) for case in CASES.values()), target
+
+
+# the report
+
+
+@pytest.fixture(scope="module")
+def report():
+    rows = Row("<b>&\x00", "failed", "0x01 found", 1.5), Row("other", "not here", "no")
+    section = SectionResult("engines", "moves", 2.0, rows)
+    return Report(
+        *(FORMAT, "cpu", False, True, False, "2026-11-23T00:00:00+00:00", 2.0),
+        *({"device": "cpu"}, {"torch": "2"}, None, [section]),
+    )
+
+
+@pytest.mark.parametrize("kind", [Report, SectionResult, Row])
+def test_every_field_is_documented(kind):
+    text = (DOCS / "accept.md").read_text().partition("## The report")[2]
+    tables = [re.findall(r"^\| `(\w+)` \|", part, re.M) for part in text.split("| field | |")[1:]]
+    assert list(kind.__struct_fields__) in tables
+
+
+def test_json_is_read_back_and_another_form_is_refused(report):
+    assert msgspec.json.decode(report.as_json(), type=Report) == msgspec.convert(
+        msgspec.to_builtins(report), Report
+    )
+    other = {**json.loads(report.as_json()), "more": 1}
+    with pytest.raises(msgspec.ValidationError, match="more"):
+        msgspec.json.decode(json.dumps(other), type=Report)
+
+
+def test_markup_in_names_is_text(report):
+    tree = ElementTree.fromstring(html(report).removeprefix("<!DOCTYPE html>"))
+    assert "<b>&\ufffd" in [cell.text for cell in tree.iter("td")]
+
+
+def test_a_section_with_a_failure_has_failed_and_one_without_rows_that_ran_is_not_here(report):
+    (section,) = report.sections
+    assert section.state == "failed" and section.lines() == [
+        "engines      1 failed, 1 not here, 2.0 s",
+        "  FAIL <b>&\x00: 0x01 found",
+    ]
+    rows = section.rows[1:]
+    assert msgspec.structs.replace(section, rows=rows).state == "not here"
+
+
+@pytest.fixture
+def in_place(monkeypatch):
+    """Puts other functions in the place of the sections."""
+
+    def put(**runs):
+        made = [sections.Section(name, "", run) for name, run in runs.items()]
+        monkeypatch.setattr(sections, "SECTIONS", tuple(made))
+
+    return put
+
+
+def test_an_error_of_a_section_is_a_row_and_the_others_run(in_place, tmp_path):
+    def broken(scope):
+        raise RuntimeError("no\nbus")
+
+    in_place(ipc=broken, graphs=graphs.graph_rows)
+    done = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "  FAIL section ipc: RuntimeError: no bus\n" in done.output
+    assert "graphs       1 not here" in done.output
+
+
+def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path):
+    def gone(scope):
+        raise SystemExit(9)
+
+    in_place(graphs=graphs.graph_rows, ipc=gone)
+    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 9
+    report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
+    assert [each.name for each in report.sections] == ["graphs"] and not report.complete
+    assert report.verdict in words_of((tmp_path / "accept.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "speed"], "--only speed: one of conformance, streams, graphs, ipc, engines"),
+        (["--device", "tpu"], "no installed package offers 'tpu'"),
+        (["--device", "meta"], "has no memory to measure"),
+        (["--out", "/proc/none"], "/proc/none"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", "").split())
+
+
+def test_a_kit_that_ends_early_fails_with_its_last_line(monkeypatch, tmp_path):
+    (tmp_path / "pytest.py").write_text("import os; print('bus error', flush=True); os._exit(7)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (row,) = conformance.conformance_rows(Scope(get_device("cpu"), True))
+    assert row.state == "failed" and row.sentence == "pytest ended with status 7: bus error"
