@@ -13,18 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from kvpool.layout.described import Described
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
 
 WHOLE: Mapping[str, tuple[int, int]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """Buffers and the regions that lie in them."""
-
-    buffers: tuple[Buffer, ...]
-    regions: tuple[Region, ...]
 
 
 class _Array(NamedTuple):

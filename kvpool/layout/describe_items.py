@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from kvpool.layout.describe import WHOLE, Described, describe, describe_buffer
+from kvpool.layout.describe import WHOLE, describe, describe_buffer
+from kvpool.layout.described import Described
 from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.types import Buffer, LayoutError
 
