@@ -27,7 +27,9 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, **_):
     if page.file.src_uri == "examples.md":
         markdown = PROGRAM.sub(_shown, markdown)
-    return markdown if "/" in page.file.src_uri else OUTSIDE.sub(_plain, markdown)
+    if "/" in page.file.src_uri:  # there ../ is this folder
+        return markdown
+    return OUTSIDE.sub(_plain, markdown.replace("](../README.md", "](index.md"))
 
 
 def _shown(program):
