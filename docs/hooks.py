@@ -34,7 +34,8 @@ def on_page_markdown(markdown, page, **_):
 
 def _shown(program):
     code = (ROOT / "examples" / program[1]).read_text()
-    return f"## {program[1]}\n\n{program[2].lstrip(': ')}\n\n```python\n{code}```\n"
+    about = program[2].removeprefix(": ")
+    return f"## {program[1]}\n\n{about[:1].upper()}{about[1:]}\n\n```python\n{code}```\n"
 
 
 def _plain(link):
