@@ -71,3 +71,9 @@ def test_a_batcher_of_any_family_preempts_and_reuses(example, name, monkeypatch)
     assert usage.prefix.found_tokens > 0
     assert usage.requests == 0
     assert not any(usage.used.values())
+
+
+def test_it_serves_its_requests(example, capsys):
+    example.main()
+    assert "8 done, " in (said := capsys.readouterr().out)
+    assert "hits=10" in said
