@@ -88,7 +88,7 @@ def describe_opaque(
     buffer: Buffer | None = None,
     padding: bool = False,
 ) -> Described:
-    """Describes `tensor`, of whose items nobody here knows how they lie inside.
+    """Describes `tensor`, whose items have a form that kvpool does not know.
 
     `dims` name its first dims, among them `item` and those that are axes of their own (`head`); the
     dims behind them are the unknown part, contiguous and never split. There is no `entry`: an item
