@@ -21,6 +21,7 @@ CROSS_DEMO ?=
 # in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
+DOCS_VENV ?= .venv-docs
 TESTS ?=
 BENCH ?= --device cpu
 
@@ -34,10 +35,12 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+DOCS_BIN := $(DOCS_VENV)/bin
+DOCS_STAMP := $(DOCS_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.exit(b.program() is None)'
 
-.PHONY: help venv demo test screenshots lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -168,6 +171,15 @@ $(SGLANG_STAMP): pyproject.toml $(NATIVE) tests/engines/sglang/requirements.txt
 		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
 	@touch $@
 
+docs: $(DOCS_STAMP)  ## the documents as a site in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): docs/requirements.txt
+	@test -f $(DOCS_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(DOCS_VENV) || \
+		{ rm -rf $(DOCS_VENV); echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(DOCS_BIN)/python -m pip install -q --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
 lint: venv  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -186,4 +198,4 @@ long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LOWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LOWEST_VENV) $(DOCS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ from .layout import (
     Space as Space,
     Span as Span,
 )
-from .layout.describe import Described as Described
+from .layout.described import Described as Described
 from .layout.template import (
     Cell as Cell,
     Pad as Pad,

@@ -1,7 +1,6 @@
 """Layouts of existing tensors (`kvpool.layout.describe`, `describe_items`)."""
 
 from kvpool.layout.describe import (
-    Described,
     Section,
     describe,
     describe_buffer,
@@ -9,6 +8,7 @@ from kvpool.layout.describe import (
     describe_sections,
 )
 from kvpool.layout.describe_items import describe_items, describe_opaque
+from kvpool.layout.described import Described
 
 __all__ = [
     "Described",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOLD_IN_ONE = {"add-a-pool.md", "run-models.md"}  # documents whose blocks are one program
+# documents whose blocks are one program
+TOLD_IN_ONE = {"add-a-pool.md", "quickstart-connector.md", "quickstart-models.md", "run-models.md"}
 
 
 def blocks(path):
@@ -16,11 +17,8 @@ def blocks(path):
     return ["".join(found)] if path.name in TOLD_IN_ONE else found
 
 
-BLOCKS = [
-    (path, number, code)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    for number, code in enumerate(blocks(path))
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = [(path, number, code) for path in PAGES for number, code in enumerate(blocks(path))]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +33,6 @@ def test_code_in_documents_runs(path, number, code, capsys):
 
 
 def test_every_link_between_documents_leads_somewhere():
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for path in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"

@@ -86,7 +86,7 @@ def states(
     `dim_first`, else `(tap, dim)`.
 
     `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets, whose bytes are
-    `(head, key, value)` if `key_first`, as SGLang's. `groups`: Mamba-2's B and C in the model.
+    `(head, key, value)` if `key_first`, as on a CPU. `groups`: Mamba-2's B and C in the model.
     `spare`: taps beyond those of the kernel, which speculation uses: prefill writes the first taps.
 
     Raises UnknownFormat where the channels are not those of the heads.

@@ -108,12 +108,10 @@ def layout_of(
                 "draft, of one page size and window."
             )
         inside.setdefault(space.name, []).append(layer.describe(space.name))
-    joined = [join_nested(parts) for parts in inside.values()]
-    return PoolLayout(
-        tuple(buffer for part in joined for buffer in part.buffers),
-        tuple(region for part in joined for region in part.regions),
-        tuple(known.values()),
-        layers,
+    return PoolLayout.of(
+        *(join_nested(parts) for parts in inside.values()),
+        spaces=known.values(),
+        total_kv_layers=layers,
         model=str(model).rstrip("/").rpartition("/")[2],
     )
 

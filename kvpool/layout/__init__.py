@@ -10,10 +10,11 @@ are enough: routers and planners read layouts without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from kvpool.layout.described import Described, join, total_layers
 from kvpool.layout.foreign import ForeignBytes
 from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
@@ -33,6 +34,7 @@ __all__ = [
     "VERSION",
     "Axis",
     "Buffer",
+    "Described",
     "Holder",
     "Interleave",
     "Key",
@@ -233,6 +235,30 @@ class PoolLayout:
         from kvpool.layout.codec import from_json
 
         return from_json(text)
+
+    @staticmethod
+    def of(
+        *described: Described,
+        spaces: Iterable[Space],
+        total_kv_layers: int | None = None,
+        model: str = "",
+    ) -> PoolLayout:
+        """One layout of all that `describe(...)` returned for a rank's tensors; `spaces` are those
+        that they name. `total_kv_layers` may be left out where the target's layers are 0 to n - 1.
+
+            k = describe(keys, ("item", "entry", "head", "dim"), role="k", layer=0)
+            v = describe(values, ("item", "entry", "head", "dim"), role="v", layer=0)
+            PoolLayout.of(k, v, spaces=[Space("kv", entries_per_item=16)])
+
+        Raises LayoutError, naming what does not fit, and TypeError for an argument that describe
+        did not return.
+        """
+        joined = join(described)
+        owners = {region.owner for region in joined.regions}
+        owner = "target" if "target" in owners or not owners else min(owners)
+        held = sorted({region.layer for region in joined.regions if region.owner == owner})
+        total = total_layers(total_kv_layers, held, owner)
+        return PoolLayout(joined.buffers, joined.regions, tuple(spaces), total, model)
 
     @staticmethod
     def merge(first: PoolLayout, *others: PoolLayout) -> PoolLayout:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool.layout.described import Described
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
 
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 WHOLE: Mapping[str, tuple[int, int]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """Buffers and the regions that lie in them."""
-
-    buffers: tuple[Buffer, ...]
-    regions: tuple[Region, ...]
 
 
 class _Array(NamedTuple):
@@ -80,9 +73,9 @@ def describe(
     `dtype` is that of the bytes of a uint8 tensor. With `buffer` (from `describe_buffer`) several
     slices of one tensor become regions of one buffer.
 
-    Bytes between the described ones belong to somebody else: transfers neither read nor write them.
-    `padding=True`, from who owns the whole tensor, says that nobody uses them: they may travel with
-    their neighbours, which makes runs longer.
+    Bytes between the described ones are foreign: transfers neither read nor write them. Where the
+    caller owns the whole tensor and nobody uses them, `padding=True` lets them travel with their
+    neighbours, which makes runs longer.
 
     Raises LayoutError where names, strides and buffer do not fit together.
     """
@@ -108,10 +101,10 @@ def describe_pointers(
     buffer: Buffer | None = None,
     padding: bool = False,
 ) -> Described:
-    """Describes memory of which only a pointer is handed over, as `describe` does a tensor: `shape`
+    """Describes memory of which only a pointer is known, as `describe` does a tensor: `shape`
     elements of `dtype`, `strides` elements apart (None: contiguous), in `memory` (`"cuda:0"`).
 
-    Nothing is read: who calls says what is there. Raises LayoutError as `describe` does, and where
+    Nothing is read: the caller says what is there. Raises LayoutError as `describe` does, and where
     `shape` and `strides` are not of the same dims.
     """
     if strides is None:

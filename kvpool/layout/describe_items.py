@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvpool.layout.describe import WHOLE, Described, describe, describe_buffer
+from kvpool.layout.describe import WHOLE, describe, describe_buffer
+from kvpool.layout.described import Described
 from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.types import Buffer, LayoutError
 
@@ -89,7 +90,7 @@ def describe_opaque(
     buffer: Buffer | None = None,
     padding: bool = False,
 ) -> Described:
-    """Describes `tensor`, of whose items nobody here knows how they lie inside.
+    """Describes `tensor`, whose items have a form that kvpool does not know.
 
     `dims` name its first dims, among them `item` and those that are axes of their own (`head`); the
     dims behind them are the unknown part, contiguous and never split. There is no `entry`: an item

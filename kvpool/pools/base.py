@@ -17,8 +17,8 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
+from kvpool.layout.described import total_layers
 from kvpool.layout.grid import sharded
-from kvpool.layout.sentences import ranges
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit, items_needed, state_bytes
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
@@ -115,7 +115,7 @@ class KVPool(TypedAccess):
         self.num_pages, self.num_window_pages = num_pages, num_window_pages
         self.num_slots = num_slots
         self.dtype, self.packing = storage(dtype, packing, owner)
-        self.total_kv_layers = self._total(total_kv_layers)
+        self.total_kv_layers = total_layers(total_kv_layers, self.layers, self.owner)
         self.device: Device = get_device(str(device))
         names = f"{owner}." if own_spaces else ""
         self.specs = tuple(
@@ -334,22 +334,6 @@ class KVPool(TypedAccess):
             ).regions[0]
             if seen != region:
                 raise LayoutError(f"{region}: the layout says {region!r}, the memory {seen!r}.")
-
-    def _total(self, given: int | None) -> int:
-        """Layers of the target model."""
-        held = self.layers
-        if given is None:
-            if self.owner == "target" and held == tuple(range(len(held))):
-                return len(held)
-            raise ValueError(
-                f"{self.owner} total_kv_layers: not given, and layers {ranges(held)} alone do not "
-                "say how many the target model has. Give total_kv_layers."
-            )
-        if self.owner == "target" and given <= held[-1]:
-            raise ValueError(
-                f"{self.owner} total_kv_layers: {given}, but the pool has layer {held[-1]}."
-            )
-        return given
 
     def _items(self, list_space: Space) -> int:
         """Items of the id list that `list_space` owns."""

@@ -190,10 +190,8 @@ def tensors(*parts, drafts=0):
                 at = {"layer": layer, "role": role}
                 rows = part[tuple(at.get(name, slice(None)) for name in dims)]
                 views[owner, held[layer], roles[role]] = rows.view(torch.uint8).numpy()
-    buffers = tuple(b for each in seen for b in each.buffers)
-    regions = tuple(r for each in seen for r in each.regions)
     spaces = (Space("kv", entries_per_item=PAGE),)
-    return State(PoolLayout(buffers, regions, spaces, 5), memory, views)
+    return State(PoolLayout.of(*seen, spaces=spaces, total_kv_layers=5), memory, views)
 
 
 def hand_off(sources, dest, tokens=37, **options):

@@ -359,12 +359,7 @@ def test_two_tensors_for_one_latent_are_both_moved(engines_own):
             describe(tensor, ("item", "entry", "dim"), role=role, layer=0, cell="dim")
             for tensor, role in zip(tensors, ("latent", "latent.scale", "rope"))
         ]
-        layout = PoolLayout(
-            tuple(b for each in seen for b in each.buffers),
-            tuple(r for each in seen for r in each.regions),
-            (Space("kv", entries_per_item=16),),
-            1,
-        )
+        layout = PoolLayout.of(*seen, spaces=[Space("kv", entries_per_item=16)])
         raw = [tensor.view(torch.uint8) for tensor in tensors]
         keys = [region.key for region in layout.regions]
         views = dict(zip(keys, (x.numpy() for x in raw)))

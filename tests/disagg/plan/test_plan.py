@@ -325,19 +325,18 @@ def test_shares_are_runs_and_bytes_of_each_route():
 
 def npu_style(layers, items, page, dims):
     """Latent and rope in two tensors `[L, I, E, 1, D]`, each stacked over layers."""
-    regions, buffers, memory, views = [], [], [], {}
+    parts, memory, views = [], [], {}
     for role, dim in zip(("latent", "rope"), dims):
         tensor = torch.zeros(len(layers), items, page, 1, dim, dtype=torch.bfloat16)
         seen = describe(
             tensor[:, :, :, 0], ("layer", "item", "entry", "dim"), role=role, layer=layers
         )
-        buffers.extend(seen.buffers)
-        regions.extend(seen.regions)
+        parts.append(seen)
         memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
         for number, layer in enumerate(layers):
             views["target", layer, role] = tensor[number, :, :, 0].view(torch.uint8).numpy()
     space = Space("kv", entries_per_item=page)
-    layout = PoolLayout(tuple(buffers), tuple(regions), (space,), max(layers) + 1)
+    layout = PoolLayout.of(*parts, spaces=[space], total_kv_layers=max(layers) + 1)
     return State(layout, memory, views)
 
 
@@ -354,12 +353,9 @@ def described(named, page, buffer=None):
         key: describe(tensor, ("item", "entry", "dim"), layer=key[0], role=key[1], buffer=buffer)
         for key, tensor in named.items()
     }
-    layout = PoolLayout(
-        tuple({buffer: 0 for each in seen.values() for buffer in each.buffers}),
-        tuple(region for each in seen.values() for region in each.regions),
-        (Space("kv", entries_per_item=page),),
-        total_kv_layers=max(layer for layer, _ in named) + 1,
-    )
+    space = Space("kv", entries_per_item=page)
+    total = max(layer for layer, _ in named) + 1
+    layout = PoolLayout.of(*seen.values(), spaces=[space], total_kv_layers=total)
     whole = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in named.values()}
     memory = [torch.empty(0, dtype=torch.uint8).set_(each).numpy() for each in whole.values()]
     views = {("target", *key): tensor.view(torch.uint8).numpy() for key, tensor in named.items()}
@@ -635,15 +631,15 @@ def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
     source = conv(0, 1, "channels")
     tensor = torch.zeros(5, 3, 4 * 3 + 4 * 3 + 8 * 5, dtype=torch.bfloat16)  # [I, tap, channel]
     buffer = describe_buffer(tensor, ("item", "tap", "channel"), name="conv", space="state")
-    regions, views, at = [], {}, 0
+    parts, views, at = [], {}, 0
     for role, (heads, dim) in SECTIONS.items():
         part = tensor[:, :, at : at + heads * dim].unflatten(2, (heads, dim))
         names = ("item", "tap", "head", "dim")
         seen = describe(part, names, role=role, layer=1, cell=None, buffer=buffer)
-        regions.extend(seen.regions)
+        parts.append(seen)
         shown = part.permute(0, 2, 3, 1)[..., None].view(torch.uint8)  # [I, head, dim, tap, byte]
         views["target", 1, role] = shown.numpy()
         at += heads * dim
-    layout = PoolLayout((buffer,), tuple(regions), (Space("state", "slot"),), 2)
+    layout = PoolLayout.of(*parts, spaces=[Space("state", "slot")], total_kv_layers=2)
     dest = State(layout, [tensor.view(torch.uint8).numpy().reshape(-1)], views)
     hand_off([source], dest, 30)

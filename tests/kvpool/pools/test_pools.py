@@ -647,7 +647,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are():
         (mla, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
         (mla, {"dtype": torch.complex64}, r"dtype torch.complex64 is not known"),
         (mla, {"placement": "token"}, r"target placement: one of .*'layer', 'page'.* got 'token'"),
-        (mla, {"total_kv_layers": 3}, r"target total_kv_layers: 3, but the pool has layer 3"),
+        (mla, {"total_kv_layers": 3}, r"target total_kv_layers: 3, but layer 3 is there"),
         (mla, {"kv_lora_rank": 0}, r"cell latent count: 1 or more, got 0"),
         (mla, {"owner": ""}, r"owner: a name of 1 to 128 characters, got ''"),
         (mha, {"order": "dnh"}, r"order: one of .*'nhd', 'hnd'.* got 'dnh'"),

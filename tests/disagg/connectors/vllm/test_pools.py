@@ -106,10 +106,9 @@ def layout_of(layers, config, rank, ranks):
         space, layer = make(config, n, rank, ranks)
         layers.append(layer)
         seen.append(layer.describe(space))
-    buffers = [buffer for each in seen for buffer in each.buffers]
-    used = {buffer.space for buffer in buffers}
+    used = {buffer.space for each in seen for buffer in each.buffers}
     spaces = [space for space in SPACES if space.name in used]
-    return PoolLayout(buffers, [r for each in seen for r in each.regions], spaces, 4)
+    return PoolLayout.of(*seen, spaces=spaces, total_kv_layers=4)
 
 
 def pool(config, rank, ranks):

@@ -37,9 +37,7 @@ class Side:
             Space("kv0", "paged", TOKENS, block_pool="blocks"),
             Space("state1", "slot", block_pool="blocks"),
         )
-        layout = PoolLayout(
-            (*rows.buffers, *state.buffers), (*rows.regions, *state.regions), spaces, 2
-        )
+        layout = PoolLayout.of(rows, state, spaces=spaces)
         groups = Group("kv0", 1, TOKENS), Group("state1", 1, TOKENS, "first")
         roles = {"produces": produces, "consumes": not produces}
         about = {"readers": 1, "log": log, "conventions": said or {}}
