@@ -11,6 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from kvpool.extras import missing
+
 
 class Broken(Exception):
     """A command that cannot be loaded; the message names it, its package and the error."""
@@ -64,6 +66,11 @@ def load(entry: EntryPoint) -> Callable[..., Any]:
 
 
 def _broken(entry: EntryPoint, error: Exception) -> Broken:
+    if (
+        isinstance(error, ImportError)
+        and (found := missing(f"kvpool {entry.name}", error)) != error
+    ):
+        return Broken(str(found))
     reason = f"is broken: {type(error).__name__}: {error}"
     if package := absent(entry, error):
         reason = f"needs {package}, which is not installed."
