@@ -18,7 +18,7 @@ from disagg.engines.base import engine_names
 
 OTHER_PROCESSES = ("transfer", "handoff")
 """Groups that `quick` leaves to the sections that compare their bytes."""
-TINY = replace(QUICK, entry_bytes=MIB // 16, pages=1, run_bytes=MIB // 4)
+TINY = replace(QUICK, entry_bytes=MIB // 32, pages=1, run_bytes=MIB // 4)
 
 
 def bench_rows(scope: Scope) -> list[Row]:
