@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXTRAS = {
     "matplotlib": ("matplotlib", "viz"),
@@ -38,9 +39,10 @@ def missing(what: str, error: ImportError) -> ImportError:
     return MissingExtra(f"{what} needs {name}: {install(extra)}", name=package)
 
 
-def require(what: str, package: str) -> None:
-    """Imports a package of an extra. Raises MissingExtra."""
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Imports in this block raise MissingExtra for a package of an extra."""
     try:
-        import_module(package)
+        yield
     except ImportError as error:
         raise missing(what, error) from None
