@@ -27,7 +27,8 @@ def run(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvpool.layout", "kvpool.describe", "kvpool.item", "kvpool.device", "disagg.plan"]
+    "module",
+    ["kvpool.layout", "kvpool.describe", "kvpool.device", "kvpool.allocator", "disagg.plan"],
 )
 def test_layouts_and_plans_need_no_torch(module):
     run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
