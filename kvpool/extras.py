@@ -30,13 +30,18 @@ def install(extra: str) -> str:
     return f"pip install 'kvpool[{extra}]'"
 
 
+def needs(package: str) -> str:
+    """`needs PyTorch: pip install 'kvpool[torch]'`, of a package of an extra."""
+    name, extra = EXTRAS[package]
+    return f"needs {name}: {install(extra)}"
+
+
 def missing(what: str, error: ImportError) -> ImportError:
     """MissingExtra, `WHAT needs ...`, if an extra's package is not there; else `error` itself."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS or not isinstance(error, ModuleNotFoundError):
         return error
-    name, extra = EXTRAS[package]
-    return MissingExtra(f"{what} needs {name}: {install(extra)}", name=package)
+    return MissingExtra(f"{what} {needs(package)}", name=package)
 
 
 @contextmanager
