@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIServer
 
 from disagg.protocol.metrics import Snapshot
-from kvpool.extras import require
+from kvpool.extras import needed_by
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -74,8 +74,8 @@ def export(
     The mappings may change later. Raises MissingExtra without the package prometheus-client,
     ValueError if the address cannot be used.
     """
-    require("the exporter", "prometheus_client")
-    from prometheus_client import CollectorRegistry, start_http_server
+    with needed_by("the exporter"):
+        from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
     registry.register(_Collector(endpoints))

@@ -2,23 +2,20 @@
 
 import sys
 
-from kvpool.extras import missing, require
+from kvpool.extras import MissingExtra, needed_by
 
 
 def main() -> None:
     """Runs the command line. A package of an extra that is not installed is one sentence."""
-    what = " ".join(["kvpool", *sys.argv[1:2]])
     try:
-        for package in ("typer", "rich"):
-            require(what, package)
-        from kvpool.cli import main as run
+        with needed_by(" ".join(["kvpool", *sys.argv[1:2]])):
+            import rich as rich  # which commands import when they print
 
-        run()
-    except ModuleNotFoundError as error:
-        found = missing(what, error)
-        if found is error:
-            raise
-        sys.exit(str(found))
+            from kvpool.cli import main as run
+
+            run()
+    except MissingExtra as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXTRAS = {
     "matplotlib": ("matplotlib", "viz"),
@@ -29,18 +30,24 @@ def install(extra: str) -> str:
     return f"pip install 'kvpool[{extra}]'"
 
 
+def needs(package: str) -> str:
+    """`needs PyTorch: pip install 'kvpool[torch]'`, of a package of an extra."""
+    name, extra = EXTRAS[package]
+    return f"needs {name}: {install(extra)}"
+
+
 def missing(what: str, error: ImportError) -> ImportError:
     """MissingExtra, `WHAT needs ...`, if an extra's package is not there; else `error` itself."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS or not isinstance(error, ModuleNotFoundError):
         return error
-    name, extra = EXTRAS[package]
-    return MissingExtra(f"{what} needs {name}: {install(extra)}", name=package)
+    return MissingExtra(f"{what} {needs(package)}", name=package)
 
 
-def require(what: str, package: str) -> None:
-    """Imports a package of an extra. Raises MissingExtra."""
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Imports in this block raise MissingExtra for a package of an extra."""
     try:
-        import_module(package)
+        yield
     except ImportError as error:
         raise missing(what, error) from None

@@ -133,7 +133,7 @@ def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_pat
     for sentence, answer in zip(SENTENCES.values(), said, strict=True):
         assert answer.endswith(sentence)
     command = run(home / "bin" / "kvpool", "--version", cwd=elsewhere, status=1)
-    assert command == "kvpool --version needs typer: pip install 'kvpool[cli]'\n"
+    assert command == "kvpool --version needs rich: pip install 'kvpool[cli]'\n"
 
     # the command as it is said: kvpool is on no index, and pip keeps the installed one
     run(*pip, "kvpool[metrics]", cwd=elsewhere)

@@ -1,6 +1,7 @@
 """Pools as the caches of model libraries. Each module imports the library that it serves."""
 
-from kvpool.extras import require
+from kvpool.extras import needed_by
 
-for package in ("torch", "transformers"):
-    require(__name__, package)
+with needed_by(__name__):
+    import torch as torch
+    import transformers as transformers

@@ -7,7 +7,11 @@ from typing import Union
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from kvpool.extras import needed_by
+
+with needed_by("kvpool.pools"):
+    import torch
 
 from kvpool.device import Device
 from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES, scale_role

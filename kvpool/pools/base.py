@@ -10,8 +10,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypedDict, get_args
 from weakref import ReferenceType
 
-import torch
 from typing_extensions import Self
+
+from kvpool.extras import needed_by
+
+with needed_by("kvpool.pools"):
+    import torch
 
 from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
