@@ -65,9 +65,7 @@ def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Av
             problem = ask(entry.load(), entry.name)
         except Exception as error:  # a vendor's error must not hide the others
             needs = absent(entry, error)
-            broken, problem = not needs, f"{type(error).__name__}: {error}"
-            if needs:
-                problem = f"needs {needs}, which is not installed."
+            broken, problem = not needs, needs or f"{type(error).__name__}: {error}"
         yield Availability(kind, entry.name, offered_by(entry), problem, broken)
 
 

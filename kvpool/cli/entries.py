@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kvpool.extras import missing
+from kvpool.extras import EXTRAS, needs
 
 
 class Broken(Exception):
@@ -48,12 +48,14 @@ def short_help(entry: EntryPoint) -> str:
 
 
 def absent(entry: EntryPoint, error: Exception) -> str:
-    """The package that an entry point needs and that is not installed, if the error says so; empty
-    for the entry point's own package.
+    """That an entry point needs a package that is not installed, if the error says so; empty for
+    the entry point's own package.
     """
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     top = name.partition(".")[0]
-    return "" if top == entry.module.partition(".")[0] else top
+    if top in ("", entry.module.partition(".")[0]):
+        return ""
+    return needs(top) if top in EXTRAS else f"needs {top}, which is not installed."
 
 
 def load(entry: EntryPoint) -> Callable[..., Any]:
@@ -66,14 +68,7 @@ def load(entry: EntryPoint) -> Callable[..., Any]:
 
 
 def _broken(entry: EntryPoint, error: Exception) -> Broken:
-    if (
-        isinstance(error, ImportError)
-        and (found := missing(f"kvpool {entry.name}", error)) != error
-    ):
-        return Broken(str(found))
-    reason = f"is broken: {type(error).__name__}: {error}"
-    if package := absent(entry, error):
-        reason = f"needs {package}, which is not installed."
+    reason = absent(entry, error) or f"is broken: {type(error).__name__}: {error}"
     return Broken(f"command {entry.name!r} of package {offered_by(entry)} {reason}")
 
 

@@ -26,7 +26,7 @@ VERDICT = re.compile(r"^(PASS|FAIL) (.*)$", re.M)
 def model_rows(scope: Scope) -> list[Row]:
     """A row for each family and packing."""
     if find_spec("transformers") is None:
-        return [Row("demo", NOT_HERE, "transformers is not installed. Install kvpool[demo].")]
+        return [Row("demo", NOT_HERE, f"the demo {needs('transformers')}")]
     wanted = [(QUICK_MODEL, DTYPE)] if scope.quick else [(m, p) for m in MODELS for p in PACKINGS]
     rows: list[Row] = []
     while len(rows) < len(wanted):

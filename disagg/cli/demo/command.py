@@ -28,6 +28,7 @@ from disagg.cli.demo.models import MODELS, Settings
 from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
+from kvpool.extras import needs
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import nearest
 
@@ -100,7 +101,7 @@ def demo(
                 f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
             )
     if find_spec("transformers") is None:
-        raise typer.BadParameter("transformers is not installed. Install kvpool[demo].")
+        raise typer.BadParameter(f"the demo {needs('transformers')}")
     if timeline is not None and (problem := chart_problem(timeline)):
         raise typer.BadParameter(problem, param_hint="--timeline")
     settings = Settings(
