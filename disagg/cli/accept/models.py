@@ -16,6 +16,7 @@ from disagg.cli.accept.report import FAILED, NOT_HERE, Row
 from disagg.cli.accept.scope import Scope, Wrong
 from disagg.cli.demo.command import PrefillProcess, decode_process, prefill_process, spawned
 from disagg.cli.demo.models import MODELS, Settings
+from kvpool.extras import needs
 
 DTYPE = "bfloat16"
 PACKINGS = (DTYPE, "fp8")
