@@ -55,7 +55,11 @@ def words_of(page):
     return "".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")).itertext())
 
 
-@pytest.mark.parametrize("device", ["cpu", "interpret", "npu-reference"])
+OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("interpret", "npu-reference")]
+"""Which .ci/run tries by `make accept`."""
+
+
+@pytest.mark.parametrize("device", ["cpu", *OTHERS])
 def test_a_device_of_this_machine_passes(folder, device):
     status, said, report, page = accepted(folder, device, "--quick")
     assert status == 0 and report.passed and "FAIL" not in said, said
