@@ -67,8 +67,8 @@ class BegunReads:
     moving: int = 0
     """Bytes of the parts in flight."""
     problem: str | None = None
-    apart: bool = False
-    """Whether one of them has failed, nobody knows which: each is to be read for itself."""
+    apart: Exception | None = None
+    """What has failed, where nobody knows which of them did: each is to be read for itself."""
 
     @property
     def buffers(self) -> list[int]:

@@ -43,7 +43,7 @@ class Fence:
         log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
         if begun.problem is None:
             for read in begun.reads:
-                context.events.append(ReadFailed(read, problem_of(read, error)))
+                context.events.append(ReadFailed(read, problem_of(read, begun.apart or error)))
         context.stage.mark_lost(len(begun.buffers))
         context.quarantined.extend(begun.reads)
         self.reads.remove(begun)

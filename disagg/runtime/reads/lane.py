@@ -269,7 +269,7 @@ class Lane:
 
     def _finish(self, begun: BegunReads) -> None:
         """Ends reads of which nothing can land any more, or begins each of them anew."""
-        if begun.apart and not self._dropped:
+        if begun.apart is not None and not self._dropped:
             self._apart.update(begun.reads)
             self.queue.extendleft(reversed(begun.reads))
             return
@@ -281,8 +281,9 @@ class Lane:
         none does, but each is read for itself. The next read, or the next part of another,
         reconnects.
         """
-        begun.apart = len(begun.reads) > 1 and not isinstance(error, Stuck)
-        if not begun.apart:
+        if len(begun.reads) > 1 and not isinstance(error, Stuck):
+            begun.apart = error
+        else:
             begun.problem = problem_of(begun.reads[0], error)
         if not self.connected:  # nothing is in flight
             self._end(begun)
@@ -300,7 +301,7 @@ class Lane:
             return
         for begun in fence.reads:
             self._context.stage.give(*begun.buffers)
-            if begun.problem is None and not begun.apart and not self._dropped:
+            if begun.problem is None and begun.apart is None and not self._dropped:
                 begun.stopped()
                 self._begun.append(begun)
             else:

@@ -89,6 +89,22 @@ def test_one_of_them_that_fails_is_the_only_one(both):
     assert engine.posted[0] == sum(engine.posted[1:]) and len(engine.posted) == 1 + ROOMS
 
 
+def test_where_no_fence_is_sure_all_fail_with_what_failed_first(both):
+    made, engine, source, dest = both
+    engine.wrong, close = where(dest, ROOMS - 2), engine.fence
+    hand_over(made, source, [16] * ROOMS)
+
+    def unsure(peer, timeout=None):
+        raise TransferError("it cannot be told whether bytes still land")
+
+    engine.fence = unsure
+    until_ended(made)
+    engine.fence = close
+    for room in range(ROOMS):
+        assert made.decode.poll(room) is KVPoll.Failed
+        assert "injected" in made.decode.failure(room).reason and made.decode.reading(room)
+
+
 def test_of_a_peer_that_is_stuck_all_fail_at_once():
     with stepped(decode_read_timeout=2.0) as made:
         source, _ = made.pools
