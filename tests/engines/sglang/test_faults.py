@@ -46,7 +46,7 @@ def test_a_killed_decode_frees_prefill(start: Start, expected: Callable[..., Ans
     prefill = start("prefill", "llama", **ROOMY).ready()
     decode, other = (start("decode", "llama", **ROOMY).ready() for _ in range(2))
     first, _ = asked(prefill, decode, prompts(*LONG))
-    time.sleep(0.3)
+    time.sleep(1.0)  # it has asked for both: else prefill waits for it as long as SGLang says
     decode.kill()
     for name in first:
         prefill.finished(name)
