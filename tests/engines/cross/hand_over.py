@@ -73,10 +73,13 @@ def from_sglang(
         decode.add(prompt, tokens=tokens, params={**known, "remote_request_id": room})
         for prompt, room in zip(prompts, named)
     ]
-    found = [decode.finished(name)["tokens"][0] for name in last]
+    found = [decode.finished(name) for name in last]
     for name in first:
         prefill.finished(name)
-    return found
+    for one in found:
+        if not one["tokens"][0]:
+            raise EngineFailed(f"{one}\n{prefill.tail()}\n{decode.tail()}")
+    return [one["tokens"][0] for one in found]
 
 
 @contextmanager

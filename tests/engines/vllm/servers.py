@@ -32,6 +32,7 @@ SETTINGS = {
 }
 ARGUMENTS: dict[str, Any] = {
     "dtype": "bfloat16",
+    "disable_uvicorn_access_log": True,
     "enforce_eager": True,
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 64 << 20,

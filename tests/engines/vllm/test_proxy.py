@@ -125,7 +125,7 @@ def test_blocks_come_back_where_a_client_leaves(servers, stream):
     if stream:
         assert connection.getresponse().readline()
     else:
-        servers.decode.until("vllm:num_requests_running", 1)
+        servers.decode.until("vllm:kvpool_rooms_total", before + 1, outcome="read")
     connection.close()
     servers.idle()
     assert servers.read() <= before + 1
