@@ -13,8 +13,8 @@ from kvpool.models import declare
 from kvpool.models.drafts import DRAFTS
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
-CROSS = "keeps an encoder's keys beside its own"
-ENCODER = "an encoder; as a decoder it keeps an encoder's keys beside its own"
+CROSS = "also caches an encoder's keys and values"
+ENCODER = "an encoder; used as a decoder it also caches an encoder's keys and values"
 NOT_DECLARED = {
     **dict.fromkeys(
         (
@@ -34,70 +34,87 @@ NOT_DECLARED = {
     ),
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
-        "a draft that reads its target's keys and keeps none",
+        "a draft model that reads its target's cache and has none of its own",
     ),
     **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "keeps positions of three axes beside its index keys"
+        ("qwen4_exp", "qwen4_exp_text"),
+        "also caches the 3D positions (time, height, width) of all tokens, for its indexer",
     ),
-    "blt": "a model of bytes over a model of patches, each with a cache",
-    "cpmant": "every forward puts 32 entries of a prompt before the tokens",
-    "git": "an image's entries come before the tokens",
-    "mllama": "cross-attention layers keep an image's keys",
-    "moshi": "a model of audio beside the text model, each with a cache",
-    "openai-gpt": "caches nothing",
-    "recurrent_gemma": "keeps its recurrent state in the module, not in a cache",
-    "reformer": "keeps hidden states in a cache of its own class",
-    "rwkv": "keeps its state in a list of its own",
-    "xlm": "caches in a dictionary of its own",
-    "xlnet": "keeps hidden states, in no cache",
-    "xlstm": "keeps its state in a cache of its own class",
+    "blt": "a model of bytes around a model of patches, each with its own cache",
+    "cpmant": "every forward pass inserts a prompt of 32 entries before the tokens",
+    "git": "the entries of an image precede those of the tokens",
+    "mllama": "cross-attention layers cache the keys and values of an image",
+    "moshi": "an audio model and a text model, each with its own cache",
+    "openai-gpt": "has no cache",
+    "recurrent_gemma": "keeps its recurrent state in the module, not in a cache object",
+    "reformer": "caches hidden states, in a cache class of its own",
+    "rwkv": "keeps its state in a list, not in a cache object",
+    "xlm": "takes its cache as `cache`, not as `past_key_values`",
+    "xlnet": "keeps hidden states (`mems`), no keys and values",
+    "xlstm": "keeps its state in a cache class of its own",
 }
 # not run: their models need an image, or a package for images
 AS_TEXT = ("dots3_note", "gemma3n", "gemma4", "gemma4_unified")
 HEAD = """# Models
 
-Written by `python -m tests.kvpool.models.table > docs/models.md`; a test fails where it differs
-from the installed transformers. The {total} types are those that transformers {version} names as
-causal language models; `kvpool.models.declare(config)` takes {declared} of them.
+The model types of transformers for which kvpool can build a pool.
 
-Of each type a tiny random model in float32 ran over `PoolCache`, whole and in chunks, beside
-transformers' own cache: its logits are equal to the bit, and the elements that its layers keep were
-counted in that cache's tensors (`tests/kvpool/models/test_every_type.py`, all with `--long`). The
-bytes are those of the tiny model: of each token, of each token in the windows of all layers, and of
-each request. A type whose fields are in `text_config` is read as the type that is named there, also
-where its own type is not in this list.
+transformers {version} registers {total} types as causal language models.
+`kvpool.models.declare(config)` accepts {declared} of them; [Why not](#why-not) gives the reason for
+each of the others. `python -m tests.kvpool.models.table > docs/models.md` writes this page, and a
+test fails if it differs from the installed transformers.
+
+Each type is tested with a tiny random model in float32, which runs over `PoolCache` and over
+transformers' own cache, with the prompt in one piece and in chunks. The logits are bit-equal, and
+the pool keeps as many elements of each layer as the tensors of transformers' cache
+(`tests/kvpool/models/test_every_type.py` with `--long`; `deepseek_v4` in
+`tests/kvpool/integrations/test_transformers.py`).
+
+The sizes are bytes of the tiny model, over all layers:
+
+- per token: layers that keep every token;
+- per token in a window: layers that keep a window of tokens;
+- per request: linear states and rings, whose size does not depend on the number of tokens.
 
 ## How a config is read
 
-A config becomes one description a layer (`kvpool/models/layers.py`): the kinds of state that it
-keeps, each with a window or none. The pool follows: the class made for such layers, or
-`LayeredPool`, which takes any.
+A config is translated into one description per layer: the kinds of state that the layer keeps, each
+with or without a window (`kvpool/models/layers.py`). If a pool class exists for that combination of
+layers, it is used; otherwise the pool is a `LayeredPool`, which takes any combination.
 
-- `layer_types` (also `layers_block_type`) says what a layer is. Without it the type's own rule
-  counts (`kvpool/models/families.py`, `linear.py`); a type without one is refused, and transformers
-  writes the list (`config.to_dict()`).
-- `sliding_window` counts the token itself: the pool keeps one token less. `attention_chunk_size`
-  alike: of a chunk no more is ever read.
-- `num_key_value_heads` left out is `num_attention_heads`, `head_dim` left out is `hidden_size /
-  num_attention_heads`. Types for which transformers has another default must give the field; of
-  types whose models always have these, another number is refused.
-- `per_layer_config` changes fields of single layers. A layer that it skips parts of is refused.
-- `num_kv_shared_layers`: the last layers keep nothing, in the types that have it.
-- A field that may concern state (`*head*`, `*window*`, `*kv*`, `*conv*`, `*state*` and others:
-  `STATE` in `kvpool/models/rules.py`), that no rule reads and that is neither null, false, 0 nor
-  empty is refused by its name.
-- Falcon's new architecture: transformers repeats KV heads for every head before it caches them, and
-  the pool follows; engines keep `num_kv_heads`.
+- `layer_types` or `layers_block_type` lists the type of each layer. Without it, the rule of the
+  model type applies (`kvpool/models/families.py`, `linear.py`). A config with neither is refused;
+  transformers' `config.to_dict()` contains the list.
+- `sliding_window` includes the current token, so the pool's window is one token less.
+- `attention_chunk_size` is read as a sliding window of that size: no token attends to more.
+- `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size /
+  num_attention_heads`. If transformers has another default for the type, the field is required; for
+  `gemma3_text` that default is known (4 KV heads of 256). If models of the type ignore the field, a
+  value other than the default is refused.
+- `num_kv_shared_layers`: the last layers keep no state, in the types that read this field.
+- `per_layer_config` overrides fields of single layers. A layer with `skip` is refused.
+- `text_config`: a multimodal config is declared as its text model.
+- Any other field that may concern state (`*head*`, `*window*`, `*kv*`, `*conv*`, `*state*` and
+  others: `STATE` in `kvpool/models/rules.py`) is refused by name, unless it is null, false, 0 or
+  empty.
+
+Falcon with `new_decoder_architecture`: transformers repeats KV heads for every query head before it
+caches them, so the declared pool has one KV head per query head. Serving engines keep
+`num_kv_heads`.
+
+## Types
+
+"as its text type": the model needs an image or an image package, so only its text type was run.
 """
 COLUMNS = """
-| type | pool | a token | a token in windows | a request | equal to the bit |
+| type | pool | per token | per token in a window | per request | logits bit-equal |
 |---|---|---:|---:|---:|---|
 """
 WITHIN = """
-## In multimodal models
+## Text models of multimodal models
 
-Types that are found only as the `text_config` of others, tried in the same way (hidden states in
-place of logits). The wrappers are declared by them.
+Types that appear only as the `text_config` of other types. They are tested in the same way, with
+hidden states in place of logits.
 """
 
 
@@ -105,10 +122,17 @@ def main() -> str:
     """The document."""
     declared = sum(name not in NOT_DECLARED for name in TYPES)
     numbers = {"total": len(TYPES), "declared": declared, "version": transformers.__version__}
-    left = [f"- `{name}`: {why}." for name, why in sorted(NOT_DECLARED.items()) if name in TYPES]
+    left: dict[str, list[str]] = {}
+    for name, why in sorted(NOT_DECLARED.items()):
+        if name in TYPES:
+            left.setdefault(why, []).append(f"`{name}`")
     drafts = ", ".join(f"`{name}`" for name in DRAFTS)
-    end = f"\nDrafts (multi-token prediction layers) are declared for {drafts}.\n"
-    why = "\n## Why not\n\n" + "\n".join(left)
+    end = (
+        "\n## Drafts\n\n"
+        f"`declare_draft(config)` declares the multi-token prediction layers of {drafts}.\n"
+    )
+    why = "\n## Why not\n\n| reason | types |\n|---|---|\n"
+    why += "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in left.items())
     return HEAD.format(**numbers) + _table(TYPES) + WITHIN + _table(TEXTS) + end + why + "\n"
 
 
