@@ -25,24 +25,29 @@ from kvpool.render.markdown import Format, page
 
 HEAD = """# Formats, to the byte
 
-Written by `python -m kvpool.cli.formats > docs/formats.md` from the item templates of the pools
-(`kvpool/pools/kinds.py`). A test compares this file with the templates, and its numbers with
-numbers computed by hand. For your model, as a picture: `kvpool describe MODEL --html page.html`.
+The bytes of every kind of state, with the numbers of one model each. For your model, as a picture:
+`kvpool describe MODEL --html page.html`.
 
-An item is what one id addresses: a page of entries, a slot, a ring. Offsets are in bytes from the
-start of an item; steps count from 0. A cell is contiguous, its elements in order. The numbers are
-those of a rank that holds all heads. Item 0 of every buffer is padding.
+- An item is what one id addresses: a page of entries, a slot or a ring. Item 0 of every buffer is
+  padding.
+- Offsets are in bytes from the start of an item. Steps of an axis count from 0.
+- A cell is contiguous, with its elements in order.
+- The numbers are those of a rank that holds all heads.
 
-Sources are released packages: sglang 0.5.23, vllm 0.33.0, vllm-ascend 0.23.0, read in November
-2026. Formats that only kvpool has are marked so.
+Sources are released packages, read in November 2026: sglang 0.5.23, vllm 0.33.0, vllm-ascend
+0.23.0. "kvpool's own" marks formats that no engine uses.
+
+`python -m kvpool.cli.formats > docs/formats.md` writes this page from the item templates of the
+pools (`kvpool/pools/kinds.py`). A test compares the page with the templates, and its numbers with
+numbers worked out by hand.
 """
 SGLANG, VLLM, ASCEND = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0"
 OWN = "kvpool's own"
 C4_RING = (
-    f"{SGLANG}, position p at p mod 8: on NVIDIA GPUs in a ring of each page of the window, row "
-    "`swa_page * 8 + swa_loc % 8` (`c_plan.cuh`), with unified KV and on Ascend A5 in a ring of "
-    "each request. `DSv4Pool` has rings of requests, with `page_rings=True` those of pages. The "
-    "rows are the same, and the two pair."
+    f"{SGLANG}: position p is at step p mod 8 of a ring. On NVIDIA GPUs each window page has a "
+    "ring: row `swa_page * 8 + swa_loc % 8` (`c_plan.cuh`). With unified KV, and on Ascend A5, "
+    "each request has one. `DSv4Pool` has a ring per request, with `page_rings=True` a ring per "
+    "page. The rows are the same, so state can be transferred between the two."
 )
 DS = f"{VLLM} with `VLLM_SSM_CONV_STATE_LAYOUT=DS`: conv `(channels, kernel - 1)`"
 BOTH = f"{SGLANG} and {VLLM}"
@@ -51,49 +56,49 @@ KDA: dict[str, Any] = {"heads": 32, "dim": 128, "kernel": 4}
 MAMBA2: dict[str, Any] = {"heads": 128, "head_dim": 64, "groups": 8, "state_size": 128, "kernel": 4}
 SLOT: dict[str, Any] = {"entries": 1, "item": "slot"}
 V4 = (
-    "all rows of 576 bytes (448 e4m3, 64 bf16 rope), then all scales, 7 ue8m0 and a spare byte per "
-    "entry; the page is padded to a multiple of 576"
+    "all rows of 576 bytes (448 e4m3, 64 bf16 rope), then all scales, 7 ue8m0 and an unused "
+    "byte per entry; the page is padded to a multiple of 576"
 )
 
 FORMATS = (
     Format(
         "MHA bf16, NHD",
         "Llama-3.1-70B: 8 KV heads of 128; the heads of a token are adjacent.",
-        f"{BOTH}: K and V apart, `[entry, head, dim]`.",
+        f"{BOTH}: K and V in separate tensors, `[entry, head, dim]` in each page.",
         MHA(8, 128),
     ),
     Format(
         "MHA bf16, HND",
         "The same, but the tokens of a head are adjacent.",
-        f"{VLLM}, whose cache has stride orders: `[head, entry, dim]` in each page.",
+        f"{VLLM} with the HND stride order: `[head, entry, dim]` in each page.",
         MHA(8, 128, order="hnd"),
     ),
     Format(
         "MHA fp8, NHD",
-        "e4m3 values, and in buffers of their own a float32 scale per token and head.",
+        "e4m3 values. Separate buffers have a float32 scale per token and head.",
         f"{OWN}.",
         MHA(8, 128),
         "fp8",
     ),
     Format(
         "MHA mxfp8, NHD",
-        "e4m3 values, and in buffers of their own a ue8m0 scale per 32 values.",
-        f"elements and scales: OCP Microscaling Formats 1.0 (MXFP8); the buffers are {OWN}.",
+        "e4m3 values. Separate buffers have a ue8m0 scale per 32 values.",
+        f"OCP Microscaling Formats 1.0 (MXFP8) for elements and scales; the buffers are {OWN}.",
         MHA(8, 128),
         "mxfp8",
     ),
     Format(
         "Sliding-window MHA bf16",
-        "gpt-oss-120b: 8 KV heads of 64 in pages of the window (128 tokens).",
-        f"{BOTH}: as any MHA page, with its own ids.",
+        "gpt-oss-120b: 8 KV heads of 64. A page is as long as the window (128 tokens).",
+        f"{BOTH}: as MHA pages, with page ids of their own.",
         MHA(8, 64),
         entries=128,
         prefix="swa.",
     ),
     Format(
         "MLA bf16",
-        "DeepSeek-V3: 512 latent and 64 rope elements in one row a token, the same on every rank.",
-        f"{BOTH}. {ASCEND} has latent and rope in two tensors: the same two regions.",
+        "DeepSeek-V3: 512 latent and 64 rope elements in one row per token, equal on every rank.",
+        f"{BOTH}. {ASCEND} has latent and rope in two tensors, which are the same two regions.",
         MLA(),
     ),
     Format(
@@ -106,20 +111,21 @@ FORMATS = (
     Format(
         "Index key bf16",
         "A sparse indexer's key of 128 elements, not quantised.",
-        f"{ASCEND}, which stacks layers in one tensor.",
+        f"{ASCEND}, with the layers stacked in one tensor.",
         IndexKey(),
     ),
     Format(
         "Index key fp8, 132 bytes",
-        "DeepSeek-V3.2: in each page all keys, then all scales, one per 128 elements.",
+        "DeepSeek-V3.2: each page has all keys, then all scales, one per 128 elements.",
         f"{BOTH}.",
         IndexKey(),
         "fp8",
     ),
     Format(
         "DeepSeek-V4 window latent bf16",
-        "448 latent and 64 rope elements, shared by K and V, in pages of the window (128 tokens).",
-        f"{OWN}: the rows of the fp8 format, not quantised.",
+        "448 latent and 64 rope elements, shared by K and V. A page is as long as the window (128 "
+        "tokens).",
+        f"{OWN}; the rows of the fp8 format, not quantised.",
         V4Latent(),
         entries=128,
         prefix="swa.",
@@ -154,7 +160,7 @@ FORMATS = (
     ),
     Format(
         "DeepSeek-V4 index key fp8",
-        "64 entries of 4 tokens in a page of 256 tokens, as any index key.",
+        "64 entries of 4 tokens in a page of 256 tokens; otherwise as other index keys.",
         f"{SGLANG}.",
         IndexKey(),
         "fp8",
@@ -163,8 +169,8 @@ FORMATS = (
     ),
     Format(
         "DeepSeek-V4 compressor state, ratio 4",
-        "Keys and gates of the last tokens, in two series as windows overlap: 2 x 2 x 512 float32 "
-        "per token. With speculation the ring has 16 entries.",
+        "Keys and gates of the last tokens, in two series because compression windows overlap: "
+        "2 x 2 x 512 float32 per token. With speculation the ring has 16 entries.",
         C4_RING,
         Ring("state", 2 * 2 * 512),
         entries=8,
@@ -182,9 +188,9 @@ FORMATS = (
     ),
     Format(
         "DeepSeek-V4 compressor state, ratio 128",
-        "Keys and gates of the open window: 2 x 512 float32 per token. With speculation the ring "
-        "has 256 entries.",
-        f"{SGLANG}; position p at p mod 128.",
+        "Keys and gates of the tokens that are not yet compressed: 2 x 512 float32 per token. With "
+        "speculation the ring has 256 entries.",
+        f"{SGLANG}: position p is at step p mod 128.",
         Ring("state", 2 * 512),
         entries=128,
         item="ring",
@@ -194,14 +200,14 @@ FORMATS = (
         "Gated DeltaNet, channels first",
         "Qwen3-Next-80B-A3B: the last 3 inputs of a convolution over q, k and v, and 32 heads of "
         "temporal state.",
-        f"{BOTH}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dv, Dk)` on a GPU, where this "
-        "has `(v_heads, Dk, Dv)`: the same region.",
+        f"{BOTH}: conv `(channels, kernel - 1)`, temporal `(v_heads, Dv, Dk)` on a GPU. kvpool has "
+        "`(v_heads, Dk, Dv)`; a transfer between the two transposes.",
         gated_delta_net(**GDN),
         **SLOT,
     ),
     Format(
         "Gated DeltaNet, taps first",
-        "The same with the taps outermost.",
+        "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
         gated_delta_net(**GDN, conv_layout="taps_first"),
         **SLOT,
@@ -209,14 +215,14 @@ FORMATS = (
     Format(
         "Kimi Delta Attention, taps first",
         "Kimi-Linear-48B: q, k and v over the same 32 heads.",
-        f"{SGLANG}: conv `(kernel - 1, channels)`, temporal `(heads, Dv, Dk)` on a GPU: the same "
-        "region.",
+        f"{SGLANG}: conv `(kernel - 1, channels)`, temporal `(heads, Dv, Dk)` on a GPU. kvpool has "
+        "`(heads, Dk, Dv)`; a transfer between the two transposes.",
         kda(**KDA),
         **SLOT,
     ),
     Format(
         "Kimi Delta Attention, channels first",
-        "The same with the taps innermost.",
+        "The same, with `tap` as the innermost axis.",
         f"{OWN}.",
         kda(**KDA, conv_layout="channels_first"),
         **SLOT,
@@ -230,7 +236,7 @@ FORMATS = (
     ),
     Format(
         "Mamba-2, taps first",
-        "The same with the taps outermost.",
+        "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
         mamba2(**MAMBA2, conv_layout="taps_first"),
         **SLOT,
@@ -258,8 +264,8 @@ FORMATS = (
     ),
     Format(
         "Compressed convolutional attention",
-        "Zaya, beside keys and values: 2 inputs of convolutions over 8 heads of q and 2 of k, and "
-        "128 values of the last token.",
+        "Zaya, in addition to keys and values: the last 2 inputs of convolutions over 8 heads of q "
+        "and 2 of k, and 128 values of the last token.",
         f"{OWN}.",
         cca(8, 2, 128, (2, 2)),
         **SLOT,

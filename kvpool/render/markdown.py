@@ -11,14 +11,14 @@ from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_
 from kvpool.pools.kinds import At, Kind, LinearState
 from kvpool.pools.placement import BufferSpec, Shard
 
-COLUMNS = "role", "dtype", "first byte", "cell, bytes", "axes: steps x stride", "a cell begins at"
+COLUMNS = "role", "dtype", "offset", "cell bytes", "axes: steps x stride", "first byte of a cell"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """A kind of state with concrete numbers, what it is and where its format comes from.
 
-    `entries`: entries an item. `item`: page, slot or ring. `tokens`: tokens an entry.
+    `entries`: entries per item. `item`: page, slot or ring. `tokens`: tokens per entry.
     """
 
     title: str
@@ -61,7 +61,7 @@ def written(template: Template) -> str:
 
 
 def _summary(formats: Sequence[Format]) -> Iterator[str]:
-    yield "| format | an entry | an item |"
+    yield "| format | bytes per entry | bytes per item |"
     yield "|---|---:|---:|"
     for each in formats:
         sizes = [part.item_bytes for part in each.buffers()]
@@ -101,12 +101,13 @@ def _row(region: Region) -> str:
 def _sizes(each: Format, part: BufferSpec, claimed: int) -> str:
     words = f"A {each.item} is {part.item_bytes:,} bytes"
     if each.item != "slot":
-        words += f", {_entry_bytes(part):,} an entry"
+        words += f", {_entry_bytes(part):,} per entry"
     spare = part.item_bytes - claimed
     words += f"; {spare:,} bytes are padding." if spare else "."
     kind = each.kind
-    if isinstance(kind, LinearState) and part.name == "temporal" and not kind.state_axis:
-        words += f" Its cells are `{list(kind.state_shape)}`, the last dim contiguous."
+    if isinstance(kind, LinearState) and part.name == "temporal":
+        shape = [] if kind.state_axis else list(kind.state_shape)
+        words += f" Its cells are `{shape}`, the last dim contiguous." if len(shape) > 1 else ""
     return words
 
 

@@ -48,7 +48,7 @@ def begins(title, role, **steps):
 def items(title):
     """(bytes, bytes an entry, bytes of padding) of each buffer of a section."""
     sizes = (
-        r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) an entry)?(?:; ([\d,]+) bytes are)?"
+        r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) per entry)?(?:; ([\d,]+) bytes are)?"
     )
     return [
         tuple(int(n.replace(",", "")) if n else None for n in found)
