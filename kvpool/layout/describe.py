@@ -66,7 +66,7 @@ def describe(
     - `item`: what one id addresses (required)
     - `layer`, `role`: stacked layers or roles (K and V in one tensor); the arguments `layer` and
       `role` name them in order
-    - `cell`: the dim whose elements are contiguous and never split (None: each element is a cell)
+    - `cell`: the dim whose elements are contiguous and not sharded (None: each element is a cell)
     - any other name is an axis; `entry` follows positions; `shards` gives (start, total) of sharded
       axes
 
