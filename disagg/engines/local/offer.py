@@ -30,8 +30,8 @@ MAX_SEGMENTS = 1 << 16
 MAX_FILES = 1024
 FILES_PER_MESSAGE = 250
 """Linux passes at most 253."""
-OFFER_SECONDS = 5.0
-"""How long an offer may take to arrive."""
+OFFER_SECONDS = 30.0
+"""How long a peer may send nothing of its offer."""
 ENDED = "the peer's process has ended, or has closed its engine."
 _PIECE = 1 << 16
 
@@ -138,7 +138,8 @@ class Incoming:
     def receive(self, wait: float) -> Offer | None:
         """The offer, once all of it is here; None if that takes more than `wait` seconds from now.
 
-        Raises TransferError if it is malformed, or takes more than OFFER_SECONDS.
+        Raises TransferError if it is malformed, or if nothing has come for OFFER_SECONDS and
+        nothing is here now.
         """
         until = time.monotonic() + wait
         while (lacking := self._lacking()) > 0:
@@ -146,6 +147,7 @@ class Incoming:
             self._link.settimeout(max(0.0, left))
             try:
                 self._take(min(lacking, _PIECE))
+                self._deadline = time.monotonic() + OFFER_SECONDS
             except (BlockingIOError, TimeoutError):
                 left = 0.0
             except OSError as error:

@@ -8,7 +8,6 @@ import os
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from disagg.engines.local.offer import (
     LENGTH,
     MAX_BYTES,
     MAX_FILES,
-    OFFER_SECONDS,
     Offer,
 )
 from disagg.host.unix_sockets import new_path, peer_credentials
@@ -40,7 +38,6 @@ class _Reader:
     connection: socket.socket
     left: memoryview
     files: Sequence[int]
-    deadline: float
 
 
 class OfferServer:
@@ -108,15 +105,7 @@ class OfferServer:
                     self._closing.wait(RETRY_SECONDS)
 
     def _turn(self) -> None:
-        now, wait = time.monotonic(), None
-        for reader in self._readers():
-            if reader.left and reader.deadline <= now:
-                log.warning("engine local: a peer did not take its offer in %g s", OFFER_SECONDS)
-                self._drop(reader)
-            elif reader.left:
-                left = reader.deadline - now
-                wait = left if wait is None else min(wait, left)
-        for key, events in self._selector.select(wait):
+        for key, events in self._selector.select():
             if key.data is None:
                 self._accept()
             elif events & selectors.EVENT_READ or not self._send(key.data):
@@ -138,12 +127,7 @@ class OfferServer:
             if problem is not None:
                 self._deny(connection, problem)
                 return
-            reader = _Reader(
-                connection,
-                memoryview(self._data),
-                self._files,
-                time.monotonic() + OFFER_SECONDS,
-            )
+            reader = _Reader(connection, memoryview(self._data), self._files)
             self._selector.register(connection, selectors.EVENT_WRITE, reader)
         except BaseException:
             connection.close()
