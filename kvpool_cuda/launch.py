@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from importlib import import_module
 from threading import Lock
 from typing import Any
 
@@ -26,8 +27,28 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 @contextmanager
 def _interpreting() -> Iterator[None]:
     """Triton's interpreter is shared by all threads. Its numpy warns of infinities and NaN."""
-    with _interpreter, np.errstate(all="ignore"):
+    with _interpreter, np.errstate(all="ignore"), _patching_once():
         yield
+
+
+@contextmanager
+def _patching_once() -> Iterator[None]:
+    """The interpreter puts its functions into triton.language for each launch, and again for each
+    call of a function in a kernel, which takes most of its time: here once a launch.
+    """
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        used = (each for each in function.__globals__.values() if each is tl or each is tl.core)
+        done = not any(tl.core.is_builtin(language.load) for language in used)
+        return interpreter._LangPatchScope() if done else patch(function)
+
+    interpreter._patch_lang = patch_once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
 
 
 @lru_cache(maxsize=4096)
