@@ -19,6 +19,7 @@ class KernelDevice:
 
     alignment = 256
     registration_limit: int | None = None
+    emulated = False
 
     def __init__(self, name: str) -> None:
         self.name = name

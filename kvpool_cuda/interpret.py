@@ -16,6 +16,7 @@ class InterpretedDevice(KernelDevice):
     """The kernels on memory of the CPU device."""
 
     memory_kind = "cpu"
+    emulated = True
     torch_device = torch.device("cpu")
     _host = CPUDevice()
 

@@ -48,6 +48,7 @@ class NPUDevice:
     def __init__(self, name: str = "npu:0", backend: TorchNPU | Reference | None = None) -> None:
         self.name, self._backend = name, backend
         self.memory_kind = "npu" if backend is None else backend.memory_kind
+        self.emulated = isinstance(backend, Reference)
         self._slabs: list[weakref.ref[torch.Tensor]] = []
 
     def availability(self) -> str | None:

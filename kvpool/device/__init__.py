@@ -50,6 +50,8 @@ class Device(Protocol):
     """In bytes: allocations start at multiples of it."""
     registration_limit: int | None
     """How many memory regions an engine can register at once; None: no known limit."""
+    emulated: bool
+    """Whether host code does the work of other hardware: slow, and its speed says nothing."""
 
     def availability(self) -> str | None:
         """None if the device can be used, else a sentence that says what is missing."""

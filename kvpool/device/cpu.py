@@ -35,6 +35,7 @@ class CPUDevice:
     memory_kind = "cpu"
     alignment = 64
     registration_limit = None
+    emulated = False
 
     def __init__(self, name: str = "cpu") -> None:
         self.name = name
@@ -117,6 +118,7 @@ class MetaDevice:
     memory_kind = "meta"
     alignment = 64
     registration_limit = None
+    emulated = False
 
     def __init__(self, name: str = "meta") -> None:
         self.name = name

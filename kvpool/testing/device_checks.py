@@ -17,7 +17,9 @@ from kvpool.testing.values import Bytes
 
 
 def its_properties_are_valid(device: Device) -> None:
-    """Availability, name, kind of memory, alignment, limit of registrations."""
+    """Availability, name, kind of memory, alignment, limit of registrations, whether
+    it is emulated.
+    """
     equal("availability", device.availability(), None)
     equal("the name of get_device(name)", get_device(device.name).name, device.name)
     if not device.memory_kind.isidentifier():
@@ -27,6 +29,7 @@ def its_properties_are_valid(device: Device) -> None:
     limit = device.registration_limit
     if limit is not None and limit < 1:
         fail(f"registration_limit: {limit} where None or a number from 1 is expected.")
+    equal("the type of emulated", type(device.emulated), bool)
 
 
 def a_device_that_is_not_there_is_refused_by_name(device: Device) -> None:

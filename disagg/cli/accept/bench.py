@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -22,19 +23,21 @@ TINY = replace(QUICK, entry_bytes=MIB // 32, pages=1, run_bytes=MIB // 4)
 
 
 def bench_rows(scope: Scope) -> list[Row]:
-    """A row for each case; if `quick`, each is checked and none is timed."""
-    sizes = TINY if scope.quick else sizes_for(scope.device, False)
+    """A row for each case; if `small`, each is checked and none is timed."""
+    sizes = TINY if scope.small else sizes_for(scope.device, False)
     cases = all_cases(sizes, engine_names(), HANDOFF_ENGINES)
     if scope.quick:
         cases = [case for case in cases if case.group not in OTHER_PROCESSES]
     gpu, rows = machine(scope.device)["name"], []
     with context_on(scope.device, sizes) as context:
         for number, case in enumerate(cases, 1):
-            scope.tell(f"{number} of {len(cases)}: {case.group}, {case.name}")
-            if scope.quick:
+            if scope.small:
                 rows.append(scope.tried(_name(case), partial(_checked, case, context)))
             else:
-                rows.append(bench_row(measured(case, context, sizes), gpu, scope.small))
+                scope.tell(f"{number} of {len(cases)}: {_name(case)}")
+                began = time.monotonic()
+                found = measured(case, context, sizes)
+                rows.append(bench_row(found, gpu, time.monotonic() - began))
     return rows
 
 
@@ -53,24 +56,24 @@ def _name(case: BenchCase) -> str:
     return f"{case.group}: {case.name}"
 
 
-def bench_row(found: Measurement, gpu: str, small: bool) -> Row:
-    """The row of a measurement on a device of that name. `small` sizes say nothing of rates."""
+def bench_row(found: Measurement, gpu: str, seconds: float = 0.0) -> Row:
+    """The row of a measurement that took so many seconds, on a device of that name."""
     case, target = found.case, target_of(found.case)
     name, figures = _name(case), {**as_dict(found), "target": target}
     if found.reason is not None or found.seconds is None or found.ratio is None:
         state = FAILED if found.failed else NOT_HERE
-        return Row(name, state, " ".join((found.reason or "not timed").split()), 0.0, figures)
-    state, verdict = _verdict(found.ratio, target, gpu, small)
+        return Row(name, state, " ".join((found.reason or "not timed").split()), seconds, figures)
+    state, verdict = _verdict(found.ratio, target, gpu)
     rate = f", {found.rate:.2f} GiB/s" if found.rate else ""
     bound = "a plain copy" if case.bound == COPY else case.bound
     times = f"{found.ratio:,.0f}" if found.ratio >= 10 else f"{found.ratio:.2g}"
     sentence = f"{time_of(found.seconds)}{rate}, {times} times as fast as {bound}{verdict}"
-    return Row(name, state, sentence, found.seconds * found.rounds, figures)
+    return Row(name, state, sentence, seconds, figures)
 
 
-def _verdict(ratio: float, target: float | None, gpu: str, small: bool) -> tuple[State, str]:
+def _verdict(ratio: float, target: float | None, gpu: str) -> tuple[State, str]:
     """Only the GPU that a target is for can miss it."""
-    if small or target is None or TARGET_GPU not in gpu:
+    if target is None or TARGET_GPU not in gpu:
         return PASSED, ""
     met = ratio >= target
     return (PASSED if met else FAILED), f"; target {target:.2f}: {'met' if met else 'not met'}"

@@ -80,7 +80,7 @@ ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048, 512)
 
 
 def sizes_for(device: Device, quick: bool) -> Sizes:
-    """Larger than the device's caches, or minimal if `quick` or in Triton's slow interpreter."""
-    if quick or device.name.partition(":")[0] == "interpret":
+    """Larger than the device's caches, or minimal if `quick` or on an emulated device."""
+    if quick or device.emulated:
         return QUICK
     return HOST_SIZES if device.memory_kind == "cpu" else ACCELERATOR
