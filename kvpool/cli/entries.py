@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,10 @@ def _broken(entry: EntryPoint, error: Exception) -> Broken:
 
 def _spec(module: str) -> ModuleSpec:
     """Where a module is; unlike importlib.util.find_spec, without importing its packages."""
-    spec, path = None, None
-    for name in accumulate(module.split("."), "{}.{}".format):
-        found = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((each for each in found if each is not None), None)
-        if spec is None:
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        path = spec.submodule_search_locations
-    assert spec is not None
+    package = module.rpartition(".")[0]
+    path = (_spec(package).submodule_search_locations or []) if package else None
+    found = (finder.find_spec(module, path) for finder in sys.meta_path)
+    spec = next((each for each in found if each is not None), None)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {module!r}")
     return spec

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from html import escape
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.render.drawing import STYLE, drawn
+from kvpool.render.drawing import STYLE
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import page
 from kvpool.render.script import SCRIPT
-from kvpool.render.svg import axes_words, facts, hatch, heading, palettes
+from kvpool.render.svg import axes_words, facts, hatching, heading, map_svg, palettes
 
 CSS = """
 .map { overflow: auto; max-height: 80vh; border: 1px solid var(--line); cursor: grab; }
@@ -52,23 +50,15 @@ def html(layout: PoolLayout, title: str = "layout") -> str:
     maps = item_maps(layout)
     # "</script>" in a string would end the script
     data = json.dumps([_data(item) for item in maps]).replace("<", "\\u003c")
-    shared = Element("svg", xmlns="http://www.w3.org/2000/svg", style="position:absolute;height:0")
-    shared.append(hatch())
     sections = [
         _section(number, item, colours)
         for number, (item, colours) in enumerate(zip(maps, palettes(maps)))
     ]
-    intro = f"<p>{HOW}</p>", ElementTree.tostring(shared, encoding="unicode")
     script = f"const maps = {data};\n{SCRIPT}"
-    return page(title, *intro, *sections, style=STYLE + CSS, script=script)
+    return page(title, f"<p>{HOW}</p>", hatching(), *sections, style=STYLE + CSS, script=script)
 
 
 def _section(number: int, item: ItemMap, colours: dict[Region, str]) -> str:
-    drawing, *size = drawn(item, colours)
-    width, height = (f"{pixels:.0f}" for pixels in size)
-    svg = Element("svg", xmlns="http://www.w3.org/2000/svg", width=width, height=height)
-    svg.set("viewBox", f"0 0 {width} {height}")
-    svg.append(drawing)
     rows = "\n".join(_region(item, number, colours) for number in range(len(item.regions)))
     table = "".join(f"<th>{name}</th>" for name in HEADS)
     buttons = "".join(
@@ -80,7 +70,7 @@ def _section(number: int, item: ItemMap, colours: dict[Region, str]) -> str:
         f'<section id="map-{number}">\n<h2>{name}</h2>\n<p>{escape(facts(item))}</p>\n'
         f'<div class="tools">{buttons}</div>\n'
         f'<div class="map" tabindex="0" role="application" aria-label="map: {name}">'
-        f"{ElementTree.tostring(svg, encoding='unicode')}</div>\n"
+        f"{map_svg(item, colours)}</div>\n"
         '<form class="look"><label>what is byte <input class="byte" type="number" min="0" '
         f'max="{item.item_bytes - 1}"></label><output class="what"></output></form>\n'
         f'<div class="scroll"><table>\n<tr>{table}</tr>\n{rows}\n</table></div>\n</section>'

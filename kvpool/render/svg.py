@@ -26,7 +26,7 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
     root = Element("svg", xmlns="http://www.w3.org/2000/svg")
     add(root, "title", title)
     add(root, "style", THEME + STYLE)
-    root.append(hatch())
+    root.append(_hatch())
     add(root, "rect", class_="paper", width="100%", height="100%")
     top, width = _lines(root, title, 14.0, class_="head"), 0.0
     maps = item_maps(layout)
@@ -44,7 +44,24 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def hatch() -> Element:
+def map_svg(item: ItemMap, colours: dict[Region, str]) -> str:
+    """The map of an item, to stand in a page that has `hatching` once."""
+    drawing, *size = drawn(item, colours)
+    width, height = (f"{pixels:.0f}" for pixels in size)
+    root = Element("svg", xmlns="http://www.w3.org/2000/svg", width=width, height=height)
+    root.set("viewBox", f"0 0 {width} {height}")
+    root.append(drawing)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def hatching() -> str:
+    """What fills bytes that no region claims, for all maps of a page."""
+    root = Element("svg", xmlns="http://www.w3.org/2000/svg", style="position:absolute;height:0")
+    root.append(_hatch())
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _hatch() -> Element:
     """The fill pattern of bytes that no region claims."""
     defs = Element("defs")
     pattern = add(

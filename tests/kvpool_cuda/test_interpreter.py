@@ -1,4 +1,4 @@
-"""The interpreter's functions are put into triton.language once in a launch, and taken out again."""
+"""The interpreter patches triton.language once a launch, and restores it."""
 
 from __future__ import annotations
 

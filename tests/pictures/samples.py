@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg.cli.accept import report as accept
+from disagg.cli.accept.html import html as accept_page
 from disagg.cli.bench.case import COPY, BenchCase
 from disagg.cli.bench.chart import chart_of
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
+from disagg.cli.explanation.hand_off import HandOff
+from disagg.cli.explanation.picture import page as explained
+from disagg.cli.explanation.sides import Geometry, read_side
 from disagg.protocol.metrics import RoomMetrics
 from disagg.timeline import timeline
 from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
@@ -47,6 +52,12 @@ RATIOS = {
         ("local, MLA, 1 token", 12_345.0, "the bare engine"),
     ],
 }
+
+
+LONG_SENTENCE = (
+    "IncompatibleLayouts: 1 reason.\n  target layer 61 index_key: prefill offers no such region "
+    "(it holds layers 0-60). /proc/driver/nvidia/" + "a_very_long_name_without_spaces_" * 4
+)
 
 
 class Clock:
@@ -153,14 +164,45 @@ def model(name: str) -> PoolLayout:
     return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
 
 
+def accepted(*failed: accept.Row) -> accept.Report:
+    """A device that passes but for what failed, and lacks an engine."""
+    bench = [accept.Row(f"handoff: {n}, in chunks of 2,048", "passed", "2 µs", n) for n in range(3)]
+    engines = [*failed, accept.Row("mori, large runs", "not here", "no AMD GPU. Run it on one.")]
+    sections = [
+        accept.SectionResult("engines", "every engine moves memory", 12.25, engines),
+        accept.SectionResult("bench", "every operation beside its bound", 1023.0, bench),
+    ]
+    return accept.Report(
+        *(accept.FORMAT, "cuda:0", not failed, False, True, "2026-11-23T12:00:00+00:00", 583.2),
+        *({"name": "NVIDIA H200", "properties": LONG_SENTENCE}, {"torch": "2.13.0"}, "0" * 40),
+        sections,
+    )
+
+
+def handing_over(model: str, prefill: Geometry, decode: Geometry) -> HandOff:
+    """What `kvpool explain` draws of a model that is split and stored so on both sides."""
+    sides = read_side("prefill", [model], prefill), read_side("decode", [model], decode)
+    return HandOff(*sides, TOKENS)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "map.html": lambda: html(model("deepseek_v4"), "deepseek_v4, fp8"),
     "map-long.html": lambda: html(long_names(), "Names " + "that are long " * 20),
     "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
     "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
+    "accept.html": lambda: accept_page(accepted()),
+    "accept-failed.html": lambda: accept_page(
+        accepted(accept.Row("local, small runs", "failed", LONG_SENTENCE, 1.5))
+    ),
     "bench.html": lambda: chart_html(chart_of(report()), report().header()),
     "bench.svg": lambda: chart_svg(chart_of(report())),
+    "explain.html": lambda: explained(
+        handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))
+    ),
+    "explain-states.html": lambda: explained(
+        handing_over("qwen3_next_80b", Geometry(tp=2, page_size=64), Geometry(tp=4, page_size=16))
+    ),
     "handoff.html": lambda: chart_html(timeline(rooms())),
     "handoff.svg": lambda: chart_svg(timeline(rooms())),
 }

@@ -1,113 +1,86 @@
-"""The report as one HTML page, which needs nothing else and is well-formed XML too."""
+"""The report as one HTML page, which needs nothing else."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from xml.etree.ElementTree import Element, SubElement, tostring
+from collections.abc import Iterable
+from html import escape
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Report, Row, SectionResult
+from kvpool.render.page import page
 
-NUMBER = re.compile(r"[\d,.]+")
 UNPRINTABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML cannot hold."""
-LONG = 50
-"""Letters from which a cell's words may be broken."""
-NUMBERS = PASSED, FAILED, NOT_HERE, "seconds"
-"""Titles above numbers."""
-CLASSES: dict[str, str] = {
-    PASSED: "state passed",
-    FAILED: "state failed",
-    NOT_HERE: "state not-here",
-}
-
+"""What a page, or a file in UTF-8, cannot hold."""
 CSS = """
-:root { color-scheme: light dark; --ink: #222; --paper: #fff; --faint: #666; --line: #ddd;
-        --passed: #1a7f37; --failed: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ddd; --paper: #161616; --faint: #999; --line: #383838;
-          --passed: #57ab5a; --failed: #ff7b72; } }
-body { font: 14px system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       margin: 24px auto; max-width: 1100px; padding: 0 16px; overflow-wrap: break-word; }
-h1 { font-size: 20px; } h2 { font-size: 16px; margin: 28px 0 4px; } p { margin: 4px 0; }
+:root { --passed: #1a7f37; }
+@media (prefers-color-scheme: dark) { :root { --passed: #57ab5a; } }
 table { border-collapse: collapse; width: 100%; margin: 6px 0; }
-th, td { text-align: left; vertical-align: top; padding: 3px 12px 3px 0;
-         border-bottom: 1px solid var(--line); }
-th { font-weight: normal; color: var(--faint); font-size: 12px; }
-.number { text-align: right; white-space: nowrap; width: 1%; padding: 3px 0 3px 12px;
-          font-variant-numeric: tabular-nums; }
-td.state { white-space: nowrap; width: 1%; }
-td.long { width: 65%; overflow-wrap: anywhere; } .not-here { color: var(--faint); }
-.passed { color: var(--passed); } .failed { color: var(--failed); font-weight: 600; }
+tr { border-bottom: 1px solid var(--line); }
+td { vertical-align: top; padding: 3px 12px 3px 0; }
+.number { text-align: right; padding: 3px 0 3px 12px; font-variant-numeric: tabular-nums; }
+.state, .number { white-space: nowrap; }
+.counts { width: auto; }
+.sentence { width: 60%; overflow-wrap: anywhere; }
+.passed { color: var(--passed); } .quiet, .not-here { color: var(--quiet); }
+.failed { color: var(--found); font-weight: 600; }
+@media (max-width: 700px) {
+  .rows tr, .rows td { display: block; width: auto; } .rows tr { padding: 5px 0; }
+  .rows td { text-align: left; padding: 1px 0; }
+}
 """
+Cell = tuple[str, str]
+"""Words, and the class that they are shown as."""
+STATES = PASSED, FAILED, NOT_HERE
+TITLES: list[Cell] = [("", ""), *((words, "number quiet") for words in (*STATES, "seconds"))]
 
 
 def html(report: Report) -> str:
     """The page: verdict, what failed, the sections, and the machine."""
-    page = Element("html", lang="en")
-    head = SubElement(page, "head")
-    SubElement(head, "meta", charset="utf-8")
-    viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
-    SubElement(head, "meta", viewport)
-    _text(head, "title", f"kvpool accept: {report.verdict}")
-    _text(head, "style", CSS)
-    body = SubElement(page, "body")
-    _text(body, "h1", report.verdict, "passed" if report.passed else "failed")
-    _text(body, "p", f"kvpool {report.versions.get('kvpool', '')}, {_place(report)}, {report.date}")
-    failed = [(each, row) for each in report.sections for row in each.failed]
+    version, source = report.versions.get("kvpool", ""), report.commit or "an installed package"
+    body = [f"<p>{_text(f'kvpool {version}, {source}, {report.date}')}</p>"]
+    failed = [
+        ((f"{section.name}: {row.name}", "failed"), (row.sentence, "sentence"))
+        for section in report.sections
+        for row in section.failed
+    ]
     if failed:
-        _text(body, "h2", "What failed")
-        _table(body, (), ((s.name, r.name, r.sentence) for s, r in failed))
-    _text(body, "h2", "Sections")
-    _table(body, ("", *NUMBERS), map(_line, report.sections))
+        body += ["<h2>What failed</h2>", _table(failed, "rows")]
+    body += ["<h2>Sections</h2>", _table([TITLES, *map(_line, report.sections)], "counts")]
     for section in report.sections:
-        _section(body, section)
+        body += [f"<h2>{_text(f'{section.name}: {section.title}')}</h2>"]
+        body += [_table(map(_row, section.rows), "rows")]
     for title, facts in (("The machine", report.machine), ("Packages", report.versions)):
-        _text(body, "h2", title)
-        _table(body, (), facts.items())
-    return f"<!DOCTYPE html>\n{tostring(page, encoding='unicode')}\n"
+        lines = (((name, ""), (value, "sentence")) for name, value in facts.items())
+        body += [f"<h2>{title}</h2>", _table(lines)]
+    colour = "passed" if report.passed else "found"
+    style = f"{CSS}h1 {{ color: var(--{colour}); }}\n"
+    return page(_printable(f"kvpool accept: {report.verdict}"), *body, style=style)
 
 
-def _place(report: Report) -> str:
-    return f"commit {report.commit}" if report.commit else "an installed package"
+def _line(section: SectionResult) -> list[Cell]:
+    counts = [f"{section.count(state):,}" for state in STATES]
+    numbers = [*counts, f"{section.seconds:,.1f}"]
+    return [(section.name, ""), *((number, "number") for number in numbers)]
 
 
-def _line(section: SectionResult) -> list[str]:
-    counts = [f"{section.count(state):,}" for state in (PASSED, FAILED, NOT_HERE)]
-    return [section.name, *counts, f"{section.seconds:.1f}"]
+def _row(row: Row) -> list[Cell]:
+    seconds = f"{row.seconds:.2f} s" if row.seconds else ""
+    state = f"state {row.state.replace(' ', '-')}"
+    return [(row.name, ""), (row.state, state), (row.sentence, "sentence"), (seconds, "number")]
 
 
-def _section(body: Element, section: SectionResult) -> None:
-    _text(body, "h2", f"{section.name}: {section.title}")
-    cells = ([row.name, row.state, row.sentence, _seconds(row)] for row in section.rows)
-    _table(body, ("", "", "", "seconds"), cells)
+def _table(lines: Iterable[Iterable[Cell]], kind: str = "") -> str:
+    rows = (
+        "".join(f'<td class="{shown}">{_text(words)}</td>' for words, shown in line)
+        for line in lines
+    )
+    written = "".join(f"<tr>{row}</tr>\n" for row in rows)
+    return f'<table class="{kind}">\n{written}</table>'
 
 
-def _seconds(row: Row) -> str:
-    return f"{row.seconds:.2f}" if row.seconds else ""
+def _text(words: str) -> str:
+    return escape(_printable(words))
 
 
-def _table(body: Element, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Cells that hold a state have its colour; numbers stand to the right."""
-    table = SubElement(body, "table")
-    if titles:
-        line = SubElement(SubElement(table, "thead"), "tr")
-        for title in titles:
-            _text(line, "th", title, "number" if title in NUMBERS else "")
-    lines = SubElement(table, "tbody")
-    for cells in rows:
-        line = SubElement(lines, "tr")
-        for cell in cells:
-            _text(line, "td", cell, _class(cell))
-
-
-def _class(cell: str) -> str:
-    if NUMBER.fullmatch(cell):
-        return "number"
-    return CLASSES.get(cell, "long" if len(cell) > LONG else "")
-
-
-def _text(parent: Element, tag: str, text: str, named: str = "") -> None:
-    """An element with text; never an empty one, which HTML would leave open."""
-    element = SubElement(parent, tag, {"class": named} if named else {})
-    element.text = UNPRINTABLE.sub("\ufffd", text) or "\u00a0"
+def _printable(words: str) -> str:
+    return UNPRINTABLE.sub("\ufffd", words)

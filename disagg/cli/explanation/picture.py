@@ -7,26 +7,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 from disagg.cli.explanation.hand_off import HandOff
 from disagg.cli.explanation.sides import Side
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
-from kvpool.layout import Buffer, Key, PoolLayout, Region
+from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
 from kvpool.layout.sentences import axis_steps
-from kvpool.render.drawing import HUES, STYLE, drawn
+from kvpool.render.drawing import HUES, STYLE
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import page as frame
-from kvpool.render.svg import facts, hatch, heading
+from kvpool.render.svg import facts, hatching, heading, map_svg
 
-STAYS = "#dcdcdc"
+STAYS = "var(--stays)"
 MOST_SOURCES = 4  # drawn for a decode rank
 COLOURS = [shade for shades in zip(*HUES) for shade in shades]
 CSS = """
-h3 { font-size: 15px; margin: 20px 0 2px; }
-.map { overflow-x: auto; }
+:root { --stays: #dcdcdc; }
+@media (prefers-color-scheme: dark) { :root { --stays: #7d858f; } }
+h3 { font-size: 15px; margin: 20px 0 8px; }
+.map { overflow-x: auto; margin-bottom: 16px; }
 ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; }
 i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
 """
@@ -48,8 +48,6 @@ def page(hand_off: HandOff) -> str:
         for numbers, told in hand_off.explained
         for line in _section(hand_off, plans[numbers[0]], numbers, told.nbytes, colours)
     ]
-    shared = Element("svg", xmlns="http://www.w3.org/2000/svg", style="position:absolute;height:0")
-    shared.append(hatch())
     swatches = [(colour, " ".join(name)) for name, colour in colours.items()] + [(STAYS, "stays")]
     legend = "".join(f'<li><i style="background:{c}"></i>{escape(t)}</li>' for c, t in swatches)
     title = f"{hand_off.prefill.words(range(len(hand_off.prefill.ranks)))} to "
@@ -59,7 +57,7 @@ def page(hand_off: HandOff) -> str:
         "<p>One item of each kind, rows of equal length, to scale. Bytes that travel have the "
         "colour of their role, the same on both sides.</p>",
         f'<ul class="legend">{legend}</ul>',
-        ElementTree.tostring(shared, encoding="unicode"),
+        hatching(),
         *sections,
         style=CSS + STYLE,
     )
@@ -99,17 +97,15 @@ def _cut(region: Region, box: Box) -> tuple[Region | None, list[Region]]:
         if axis.stop <= low or axis.start >= high:
             return None, [*outside, region]
         if axis.start < low:
-            outside.append(_steps(region, name, axis.start, low))
+            outside.append(_steps(region, axis, axis.start, low))
         if axis.stop > high:
-            outside.append(_steps(region, name, high, axis.stop))
-        region = _steps(region, name, max(low, axis.start), min(high, axis.stop))
+            outside.append(_steps(region, axis, high, axis.stop))
+        region = _steps(region, axis, max(low, axis.start), min(high, axis.stop))
     return region, outside
 
 
-def _steps(region: Region, name: str, low: int, high: int) -> Region:
+def _steps(region: Region, axis: Axis, low: int, high: int) -> Region:
     """The steps `low` to `high` of an axis of a region, as a region."""
-    axis = region.axis(name)
-    assert axis is not None
     axes = [replace(a, start=low, size=high - low) if a is axis else a for a in region.axes]
     offset = region.offset + (low - axis.start) * axis.stride
     return replace(region, offset=offset, axes=tuple(axes))
@@ -122,9 +118,9 @@ def _section(
     nbytes: int,
     colours: dict[tuple[str, str], str],
 ) -> Iterator[str]:
-    each = f", as {hand_off.decode.words(numbers[1:])}" if numbers[1:] else ""
-    yield f"<h2>{escape(hand_off.decode.words(numbers[:1]) + each)}</h2>"
-    yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.</p>"
+    alike = f" Filled alike: {hand_off.decode.words(numbers[1:])}." if numbers[1:] else ""
+    yield f"<h2>{escape(hand_off.decode.words(numbers[:1]))}</h2>"
+    yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.{escape(alike)}</p>"
     sources = made.contributors()
     for source in sources[:MOST_SOURCES]:
         yield from _rank(
@@ -154,9 +150,9 @@ def _rank(
                 paint[drawn_as] = colours[part.owner, part.role] if moves else STAYS
                 words += [_words(part)] if moves else []
         if words:
-            yield f"<p><b>{escape(heading(item))}</b>. {escape(facts(item))}</p>"
-            yield f"<p>travels: {escape('; '.join(words))}</p>"
-            yield _svg(replace(item, regions=tuple(paint)), paint)
+            yield f"<p><b>{escape(heading(item))}</b></p>"
+            yield f"<p>{escape(facts(item))}</p><p>travels: {escape('; '.join(words))}</p>"
+            yield f'<div class="map">{map_svg(replace(item, regions=tuple(paint)), paint)}</div>'
         else:
             yield f"<p><b>{escape(heading(item))}</b>: nothing travels</p>"
 
@@ -178,12 +174,3 @@ def _items(layout: PoolLayout, travels: Travels) -> Iterator[ItemMap]:
 def _words(region: Region) -> str:
     axes = ", ".join(axis_steps(axis) for axis in region.axes_by_stride)
     return f"{region.role} ({axes or 'whole'})"
-
-
-def _svg(item: ItemMap, colours: dict[Region, str]) -> str:
-    drawing, wide, height = drawn(item, colours)
-    width = f"{wide:.0f}"
-    svg = Element("svg", xmlns="http://www.w3.org/2000/svg", width=width, height=f"{height:.0f}")
-    svg.set("viewBox", f"0 0 {width} {height:.0f}")
-    svg.append(drawing)
-    return f'<div class="map">{ElementTree.tostring(svg, encoding="unicode")}</div>'

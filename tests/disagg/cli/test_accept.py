@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -52,8 +52,11 @@ def rows_of(report, section):
 
 
 def words_of(page):
-    """The text of a page, which must be well-formed."""
-    return "".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")).itertext())
+    """The pieces of text of a page."""
+    found, parser = [], HTMLParser()
+    parser.handle_data = found.append
+    parser.feed(page)
+    return found
 
 
 OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("interpret", "npu-reference")]
@@ -81,7 +84,7 @@ def test_a_device_of_this_machine_passes(folder, device):
         staged = moved[f"{engine}, small runs, staged"]
         assert staged.state == ("not here" if engine == "local" else "passed"), staged
     text = words_of(page)
-    assert report.verdict in text
+    assert f"kvpool accept: {report.verdict}" in text
     assert all(row.sentence in text for each in report.sections for row in each.rows)
     assert not re.search(r"(?:src|href)=|url\(|@import|https?:|<script", page)
 
@@ -252,8 +255,7 @@ def test_json_is_read_back_and_another_form_is_refused(report):
 
 
 def test_markup_in_names_is_text(report):
-    tree = ElementTree.fromstring(html(report).removeprefix("<!DOCTYPE html>"))
-    assert "<b>&\ufffd" in [cell.text for cell in tree.iter("td")]
+    assert "<b>&\ufffd" in words_of(html(report))
 
 
 def test_a_section_with_a_failure_has_failed_and_one_without_rows_that_ran_is_not_here(report):
@@ -296,7 +298,7 @@ def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path)
     assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 9
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
     assert [each.name for each in report.sections] == ["graphs"] and not report.complete
-    assert report.verdict in words_of((tmp_path / "accept.html").read_text())
+    assert f"kvpool accept: {report.verdict}" in words_of((tmp_path / "accept.html").read_text())
 
 
 @pytest.mark.parametrize(

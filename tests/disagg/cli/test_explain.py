@@ -223,7 +223,7 @@ def test_both_sides_are_drawn_with_what_travels_in_one_colour(tmp_path):
         "prefill llama_3_1_70b rank 0",
         "decode llama_3_1_70b rank 0",
     )
-    box = r'<rect class="cell" fill="(#\w+)" [^>]*data-from="(\d+)" data-to="(\d+)"'
+    box = r'<rect class="cell" fill="([^"]+)" [^>]*data-from="(\d+)" data-to="(\d+)"'
     seen = [
         [(c, int(a), int(b)) for c, a, b in re.findall(box, side[1])] for side in (prefill, decode)
     ]
@@ -234,7 +234,7 @@ def test_both_sides_are_drawn_with_what_travels_in_one_colour(tmp_path):
     assert {colour for colour, _, _ in seen[1]} == ours
     for colour in ours:
         assert f"background:{colour}" in page
-    assert "decode llama_3_1_70b rank 0, as decode llama_3_1_70b ranks 1-3" in page
+    assert "Filled alike: decode llama_3_1_70b ranks 1-3." in page
 
 
 def test_layers_that_do_not_travel_are_said_and_not_drawn(tmp_path):
