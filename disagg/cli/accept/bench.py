@@ -19,7 +19,14 @@ from disagg.engines.base import engine_names
 
 OTHER_PROCESSES = ("transfer", "handoff")
 """Groups that `quick` leaves to the sections that compare their bytes."""
-TINY = replace(QUICK, entry_bytes=MIB // 32, pages=1, run_bytes=MIB // 4)
+TINY = replace(
+    QUICK,
+    entry_bytes=MIB // 32,
+    pages=1,
+    run_bytes=MIB // 4,
+    handoff_tokens=(1, 128),
+    handoff_chunk=64,
+)
 
 
 def bench_rows(scope: Scope) -> list[Row]:

@@ -27,15 +27,17 @@ def accept(
         Path, typer.Option(help=f"Folder for {JSON_NAME} and {HTML_NAME}; made if missing.")
     ] = Path("accept"),
 ) -> None:
-    """Try a device, its engines and real models on this machine, and write a report.
+    """Try a device, its engines and real models, and write a report.
 
     Sections: conformance, streams, graphs, ipc, engines, models, bench.
-
-    Example: kvpool accept --device cuda:0 --out reports/h200
 
     Exit status 1 if anything failed, with one line for each, 2 if the device is missing. What a
     device or machine does not have is "not here" and fails nothing. docs/accept.md describes the
     sections and the JSON.
+
+    \b
+    Example:
+      kvpool accept --device cuda:0 --out reports/h200
     """
     from disagg.cli.accept.facts import commit, facts
     from disagg.cli.accept.html import html

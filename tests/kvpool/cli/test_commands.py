@@ -19,7 +19,8 @@ from kvpool.models import declare
 from tests.kvpool.cli.plugins import package
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
-OURS = {"bench", "budget", "demo", "describe", "doctor", "explain", "keys", "simulate", "snapshot"}
+OURS = {"accept", "bench", "budget", "demo", "describe", "doctor", "explain", "keys", "simulate"}
+OURS |= {"snapshot"}
 every_command = pytest.mark.parametrize("name", sorted(OURS))
 GREETS = '''
 print("imported")
@@ -44,14 +45,14 @@ def run(*arguments, **environment):
 
 @pytest.fixture
 def plugins(tmp_path):
-    """Commands of another package, of which one works, one raises, and one has no module; and an
-    engine that raises.
+    """Commands of another package, of which one works, one raises, and two have no module; and
+    an engine that raises.
     """
     (tmp_path / "greeting.py").write_text(GREETS)
     (tmp_path / "raising.py").write_text('raise OSError("libvendor.so: undefined symbol")')
     (tmp_path / "needing.py").write_text("import not_installed_anywhere")
     lines = ["greet = greeting:greet", "raising = raising:run", "gone = nowhere.at.all:run"]
-    lines += ["needing = needing:run"]
+    lines += ["needing = needing:run", "inside = raising.needing:run"]
     lines += ["[disagg.engines]", "pigeon = raising:Engine"]
     package(tmp_path, "vendor-tools", "\n".join(["[kvpool.commands]", *lines]))
     return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -69,8 +70,9 @@ def test_a_list_of_commands_imports_none_and_cuts_no_sentence(plugins):
 
 def test_a_broken_command_is_named_with_its_package_and_error(plugins):
     listed = " ".join(run("--help", **plugins).stdout.split())
-    gone = "command 'gone' of package vendor-tools is broken: ModuleNotFoundError: No module named "
-    assert gone + "'nowhere'" in listed
+    for name, module in (("gone", "nowhere"), ("inside", "raising.needing")):
+        error = f"ModuleNotFoundError: No module named {module!r}"
+        assert f"command {name!r} of package vendor-tools is broken: {error}" in listed
     for name, error in (
         ("raising", "OSError: libvendor.so: undefined"),
         ("gone", "ModuleNotFound"),

@@ -75,8 +75,9 @@ def fill(pool: KVPool, table: RequestAddress) -> None:
     tokens = range(table.num_tokens)
     for region, space, entries in _live(pool.layout, tokens):
         where = _locations(space, table, entries)
-        held = pool.gather(region.role, region.layer, where)
-        written = _rows(region, entries).view(held.dtype).view(held.shape).to(held.device)
+        kind = pool.gather(region.role, region.layer, where[:0])
+        rows = _rows(region, entries).view(kind.dtype).view(-1, *kind.shape[1:])
+        written = rows.to(kind.device)
         pool.scatter(region.layer, where, {region.role: written})
 
 
