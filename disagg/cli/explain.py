@@ -80,11 +80,11 @@ def explain(
     refusals = hand_off.refusals()
     if as_json:
         typer.echo(json.dumps(_as_dict(hand_off, rate)))
-    elif not refusals:
-        _print(hand_off, rate)
-    for sources, dests, line in refusals:
-        if not as_json:
+    elif refusals:
+        for sources, dests, line in refusals:
             typer.echo(f"refused: {sources} -> {dests}: {line}")
+    else:
+        _print(hand_off, rate)
     if refusals:
         raise typer.Exit(1)
     if html is not None:

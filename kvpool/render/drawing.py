@@ -29,6 +29,7 @@ HUES = (
     ("#fff099", "#8c6d1f"),
     ("#d9c2a7", "#7f4f24"),
 )
+SHADES = [shade for shades in zip(*HUES) for shade in shades]  # all light ones first
 DARK = {dark for _, dark in HUES}
 STYLE = f"""
 svg text {{ font: 12px {FONT}; fill: var(--ink); }}

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.sentences import axis_steps, steps
-from kvpool.render.drawing import HUES, LEFT, LETTER, LINE, RIGHT, STYLE, WIDTH, add, drawn
+from kvpool.render.drawing import HUES, LEFT, LETTER, LINE, RIGHT, SHADES, STYLE, WIDTH, add, drawn
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import THEME
 from kvpool.render.text import space_words
@@ -116,8 +116,7 @@ def palettes(maps: Sequence[ItemMap]) -> list[dict[Region, str]]:
         dark = [region.role.endswith(".scale") for region in item.regions]
         colours = [hue[_root(region)][d] for region, d in zip(item.regions, dark)]
         if len(set(colours)) < len(colours):
-            flat = [colour for shade in zip(*HUES) for colour in shade]
-            colours = [flat[n % len(flat)] for n in range(len(colours))]
+            colours = [SHADES[n % len(SHADES)] for n in range(len(colours))]
         found.append(dict(zip(item.regions, colours)))
     return found
 

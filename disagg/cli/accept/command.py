@@ -46,11 +46,14 @@ def accept(
     from disagg.cli.bench.cases import measurable
     from disagg.cli.bench.machine import now, packages
     from kvpool.device import DeviceUnavailable
+    from kvpool.layout.sentences import nearest
 
     names = [section.name for section in SECTIONS]
     for name in only or ():
         if name not in names:
-            raise typer.BadParameter(f"--only {name}: one of {', '.join(names)}.")
+            raise typer.BadParameter(
+                f"--only {name}: one of {', '.join(names)}.{nearest(name, names)}"
+            )
     try:
         found = measurable(device)
         out.mkdir(parents=True, exist_ok=True)

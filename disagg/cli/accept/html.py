@@ -25,7 +25,7 @@ td { vertical-align: top; padding: 3px 12px 3px 0; }
 .failed { color: var(--found); font-weight: 600; }
 @media (max-width: 700px) {
   .rows tr, .rows td { display: block; width: auto; } .rows tr { padding: 5px 0; }
-  .rows td { text-align: left; padding: 1px 0; }
+  .rows td { text-align: left; padding: 1px 0; } .rows td:first-child { font-weight: 600; }
 }
 """
 Cell = tuple[str, str]

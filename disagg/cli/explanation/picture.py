@@ -14,14 +14,13 @@ from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
 from kvpool.layout.sentences import axis_steps
-from kvpool.render.drawing import HUES, STYLE
+from kvpool.render.drawing import SHADES, STYLE
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import page as frame
 from kvpool.render.svg import facts, hatching, heading, map_svg
 
 STAYS = "var(--stays)"
 MOST_SOURCES = 4  # drawn for a decode rank
-COLOURS = [shade for shades in zip(*HUES) for shade in shades]
 CSS = """
 :root { --stays: #dcdcdc; }
 @media (prefers-color-scheme: dark) { :root { --stays: #7d858f; } }
@@ -42,7 +41,7 @@ def page(hand_off: HandOff) -> str:
     plans = hand_off.plans
     keys = dict.fromkeys(key for made in plans.values() for part in made.parts for key in part.keys)
     names = dict.fromkeys((owner, role) for owner, _, role in keys)
-    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(names)}
+    colours = {name: SHADES[n % len(SHADES)] for n, name in enumerate(names)}
     sections = [
         line
         for numbers, told in hand_off.explained

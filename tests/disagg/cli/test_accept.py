@@ -90,10 +90,10 @@ def test_a_device_of_this_machine_passes(folder, device):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", ["cpu", "interpret", "npu-reference"])
 def test_a_device_of_this_machine_passes_at_full_length(folder, device):
-    status, said, report, _ = accepted(folder, device, timeout=1800)
+    status, said, report, _ = accepted(folder, device, timeout=900)
     assert status == 0 and report.passed, said
     assert len(rows_of(report, "models")) == 2 * len(MODELS)
 
@@ -305,6 +305,7 @@ def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path)
     ("options", "words"),
     [
         (["--only", "speed"], "--only speed: one of conformance, streams, graphs, ipc, engines"),
+        (["--only", "graph"], "bench. Did you mean 'graphs'?"),
         (["--device", "tpu"], "no installed package offers 'tpu'"),
         (["--device", "meta"], "has no memory to measure"),
         (["--out", "/proc/none"], "/proc/none"),
