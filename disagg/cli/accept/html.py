@@ -24,8 +24,8 @@ td { vertical-align: top; padding: 3px 12px 3px 0; }
 .passed { color: var(--passed); } .quiet, .not-here { color: var(--quiet); }
 .failed { color: var(--found); font-weight: 600; }
 @media (max-width: 700px) {
-  .rows tr, .rows td { display: block; width: auto; } .rows tr { padding: 5px 0; }
-  .rows td { text-align: left; padding: 1px 0; } .rows td:first-child { font-weight: 600; }
+  .rows tr, .rows td:first-child { display: block; } .rows tr { padding: 5px 0; }
+  .rows td { display: inline; padding: 0 8px 0 0; } .rows td:first-child { font-weight: 600; }
 }
 """
 Cell = tuple[str, str]

@@ -85,7 +85,7 @@ class Handed(CPUDevice):
         return MappedFile(np.frombuffer(memory, dtype=np.uint8)[offset:])
 
 
-class Shifted(Handed):
+class Beyond(Handed):
     """Maps memory a byte too far."""
 
     def share(self, base, nbytes):
@@ -118,6 +118,6 @@ class Unordered(Late):
 
 def install(folder: Path) -> None:
     """The devices above, as a package installs them."""
-    kinds = WrongByte, Handed, Shifted, Late, Waiting, Unordered
+    kinds = WrongByte, Handed, Beyond, Late, Waiting, Unordered
     lines = [f"{kind.__name__.lower()} = {__name__}:{kind.__name__}" for kind in kinds]
     package(folder, "accepted", "\n".join(["[kvpool.devices]", *lines]))

@@ -112,7 +112,7 @@ def test_a_wrong_byte_in_a_store_fails_with_a_line_that_names_it(folder, tmp_pat
     assert line.removeprefix(named) in words_of(page)
 
 
-@pytest.mark.parametrize(("device", "right"), [("handed", True), ("shifted", False)])
+@pytest.mark.parametrize(("device", "right"), [("handed", True), ("beyond", False)])
 def test_memory_of_a_handle_is_read_by_another_process(folder, device, right):
     rows = ipc.ipc_rows(Scope(get_device(device), True))
     assert [row.state for row in rows[:2]] == ["passed" if right else "failed"] * 2, rows
