@@ -63,7 +63,7 @@ def _name(case: BenchCase) -> str:
     return f"{case.group}: {case.name}"
 
 
-def bench_row(found: Measurement, gpu: str, seconds: float = 0.0) -> Row:
+def bench_row(found: Measurement, gpu: str, seconds: float) -> Row:
     """The row of a measurement that took so many seconds, on a device of that name."""
     case, target = found.case, target_of(found.case)
     name, figures = _name(case), {**as_dict(found), "target": target}

@@ -195,7 +195,7 @@ CASES = {f"{case.group}: {case.name}": case for case in all_cases(HOST_SIZES, ["
 )
 def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, state, words):
     found = Measurement(CASES[case], 1e-3, ratio * 1e-3, ratio, 0.0, 9)
-    row = bench_row(found, f"NVIDIA {gpu}")
+    row = bench_row(found, f"NVIDIA {gpu}", 0.2)
     assert row.state == state and row.sentence.endswith(words)
     assert row.figures["ratio"] == ratio and row.figures["target"] == target_of(CASES[case])
 
@@ -203,7 +203,7 @@ def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, state, words):
 def test_a_case_with_a_wrong_result_fails_and_one_that_cannot_run_is_not_here():
     case = CASES["gather: 4 KiB"]
     for failed, state in ((True, "failed"), (False, "not here")):
-        row = bench_row(Measurement(case, reason="wrong: run 3", failed=failed), "H200")
+        row = bench_row(Measurement(case, reason="wrong: run 3", failed=failed), "H200", 0.2)
         assert (row.state, row.sentence) == (state, "wrong: run 3")
 
 
