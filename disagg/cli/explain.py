@@ -37,6 +37,9 @@ def explain(
         str | None,
         typer.Option("--packing", "--dtype", help=f"How entries are stored: {BOTH} Default: bf16."),
     ] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="The draft (MTP) layers of models too, on both sides.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
     link: Annotated[
         str | None,
@@ -53,8 +56,8 @@ def explain(
     Layouts are files of PoolLayout.to_json or to_msgpack, or those of the ranks of a model: a
     config.json, a directory that holds one, or the name of a shipped config. How a model is split
     and stored is said for both sides (--tp 8) or for each (--tp 8:4; --tp 8: leaves decode its
-    default). Its ranks are numbered stage by stage. Decode ranks that are filled alike are
-    explained once.
+    default). Its ranks are numbered stage by stage; the last stage has the draft's layers. Decode
+    ranks that are filled alike are explained once.
 
     Exit status 1 if decode cannot be filled: all reasons are listed, with the files or ranks that
     each is about.
@@ -73,7 +76,7 @@ def explain(
 
     try:
         rate = None if link is None else parse_link(link)
-        prefill, decode = _sides(what, tp, pp, page_size, packing)
+        prefill, decode = _sides(what, tp, pp, page_size, packing, draft)
         hand_off = HandOff(prefill, decode, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -92,7 +95,12 @@ def explain(
 
 
 def _sides(
-    whats: list[str], tp: str | None, pp: str | None, page_size: str | None, packing: str | None
+    whats: list[str],
+    tp: str | None,
+    pp: str | None,
+    page_size: str | None,
+    packing: str | None,
+    draft: bool,
 ) -> list[Side]:
     """Prefill and decode. Raises ValueError."""
     from disagg.cli.explanation.sides import MAX_RANKS, Geometry, both, read_side, whole
@@ -103,10 +111,12 @@ def _sides(
         ("prefill", "decode"), (whats[:-1] or whats, whats[-1:]), values
     ):
         split = whole("--tp", t, MAX_RANKS), whole("--pp", p, MAX_RANKS)
-        geometry = Geometry(*split, whole("--page-size", size, 1 << 20), packed)
+        geometry = Geometry(*split, whole("--page-size", size, 1 << 20), packed, draft)
         found.append(read_side(name, given, geometry))
     if len(whats) == 1 and found[0].files:
         raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
+    if draft and all(side.files for side in found):
+        raise ValueError("--draft cannot change layout files. Leave it out, or give a model.")
     return found
 
 

@@ -17,6 +17,7 @@ from kvpool.render.text import human
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvpool.models import Declaration
     from kvpool.models.sizing import Figures, Share
 
 DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
@@ -110,15 +111,13 @@ def budget(
     Example:
       kvpool budget llama_3_1_70b --memory 80GiB --tp 4 --weights 33GiB
     """
-    from kvpool.models import declare, declare_draft
+    from kvpool.models import declare
     from kvpool.models.sizing import DoesNotFit, figures, parse_memory
 
     try:
-        drafted = declare_draft(config) if draft else None
-        if draft and drafted is None:
-            raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
-        options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size, "draft": drafted}
+        options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
+        options |= {"draft": draft_of(config) if draft else None}
         options |= {"utilisation": utilisation, "weights": parse_memory(weights) if weights else 0}
         linear = {"conv_dtype": conv_dtype, "temporal_dtype": temporal_dtype}
         options |= {name: _float(name, value) for name, value in linear.items() if value}
@@ -147,6 +146,15 @@ def storage(dtype: str) -> dict[str, str]:
         known = (*DTYPE_NAMES, *PACKINGS)
         raise ValueError(f"dtype {dtype!r}: one of {STORED}.{nearest(dtype, known)}")
     return {"dtype": DTYPE_NAMES[dtype]}
+
+
+def draft_of(config: str) -> Declaration:
+    """The draft layers of a config that has some, for --draft. Raises ValueError."""
+    from kvpool.models import declare_draft
+
+    if (found := declare_draft(config)) is None:
+        raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
+    return found
 
 
 def _float(name: str, value: str) -> str:

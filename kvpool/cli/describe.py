@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.budget import model_names, storage
+from kvpool.cli.budget import draft_of, model_names, storage
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.render.text import layout_table, space_words
@@ -40,7 +40,7 @@ def describe(
         typer.Option(min=2, max=1 << 30, help="Pages, window pages and slots. Default: 1024."),
     ] = None,
     draft: Annotated[
-        bool, typer.Option("--draft", help="The draft (MTP) layers too, as one layout.")
+        bool, typer.Option("--draft", help="The draft (MTP) layers too, and rings for speculation.")
     ] = False,
     as_json: Annotated[
         bool,
@@ -91,7 +91,8 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
 
     `options` are the given options of the command. Raises ValueError where they do not fit.
     """
-    from kvpool.models import declare, declare_draft
+    from kvpool.models import declare
+    from kvpool.models.sizing import stage_pools
     from kvpool.pools.placement import ITEM_COUNTS, Shard
 
     dtype, tp = options.get("--dtype", "bf16"), options.get("--tp", 1)
@@ -100,12 +101,8 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
     common |= dict.fromkeys(ITEM_COUNTS, options.get("--items", 1024))
     target = declare(config)
     common["page_size"] = options.get("--page-size", target.page_size)
-    layout = target.build(**common).layout
-    if "--draft" in options:
-        drafted = declare_draft(config)
-        if drafted is None:
-            raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
-        layout = PoolLayout.merge(layout, drafted.build(**common).layout)
+    (pools,) = stage_pools(target, draft_of(config) if "--draft" in options else None, 1, **common)
+    layout = PoolLayout.merge(*(pool.layout for pool in pools))
     words = [target.model, dtype, f"pages of {common['page_size']}"]
     return layout, ", ".join(words + [f"rank {shard.rank} of {tp}"] * (tp > 1))
 

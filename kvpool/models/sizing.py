@@ -7,7 +7,7 @@ stage are alike, so one is computed for all. Pools are built on the meta device.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -139,15 +139,9 @@ def figures(
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
-    speculation = target.pool.speculation_arguments if draft else {}
     stages = []
-    for n, layers in enumerate(split(target.layers, pp)):
-        pools = [target.build(layers=layers, **speculation, **common)]
-        drafted: tuple[int, ...] = ()
-        if draft is not None and n == pp - 1:
-            shared = {name: v for name, v in common.items() if name not in LINEAR_DTYPES}
-            pools.append(draft.build(**draft.pool.speculation_arguments, **shared))
-            drafted = draft.layers
+    for n, pools in enumerate(stage_pools(target, draft, pp, **common)):
+        layers, drafted = pools[0].layers, pools[1].layers if len(pools) > 1 else ()
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
         items = fit(pools, state, requests, 1, step, where)
@@ -159,6 +153,21 @@ def figures(
     blocks = storage.get("placement") == "block"
     found = target.model, memory, weights, utilisation, state, tp, per_page, blocks
     return Figures(*found, requests, tokens, tuple(stages))
+
+
+def stage_pools(
+    target: Declaration, draft: Declaration | None, pp: int, **common: Any
+) -> Iterator[list[KVPool]]:
+    """The pools of a rank of each pipeline stage: the target's, which speculates if there is a
+    draft, and in the last stage the draft's, which shares its ids.
+    """
+    for layers in split(target.layers, pp):
+        speculation = target.pool.speculation_arguments if draft else {}
+        pools = [target.build(layers=layers, **speculation, **common)]
+        if draft and layers[-1] == target.layers[-1]:
+            shared = {name: v for name, v in common.items() if name not in LINEAR_DTYPES}
+            pools.append(draft.build(**draft.pool.speculation_arguments, **shared))
+        yield pools
 
 
 def shares(layout: PoolLayout) -> tuple[Share, ...]:

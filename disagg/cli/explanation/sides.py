@@ -17,12 +17,15 @@ MAX_RANKS = 4096  # of a model
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a side splits and stores models: None for what is not asked, the model's default."""
+    """How a side splits and stores models: None for what is not asked, the model's default. With
+    `draft`, its models have their draft layers, and its layout files what they have.
+    """
 
     tp: int | None = None
     pp: int | None = None
     page_size: int | None = None
     packing: str | None = None
+    draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
         else:
             ranks.append(Rank(what, None, layout, is_file=True))
     side = Side(name, tuple(ranks))
-    if side.files and geometry != Geometry():
+    if side.files and geometry != Geometry(draft=geometry.draft):
         raise ValueError(
             f"{', '.join(whats)}: --tp, --pp, --page-size and --packing cannot change a layout "
             f"file. Leave {name}'s out, or give a model config."
@@ -109,9 +112,9 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
 
 
 def _of_model(config: str, geometry: Geometry) -> list[Rank]:
-    from kvpool.cli.budget import storage
+    from kvpool.cli.budget import draft_of, storage
     from kvpool.models import declare
-    from kvpool.models.sizing import split
+    from kvpool.models.sizing import stage_pools
     from kvpool.pools.placement import ITEM_COUNTS, Shard
 
     target, tp, pp = declare(config), geometry.tp or 1, geometry.pp or 1
@@ -119,10 +122,12 @@ def _of_model(config: str, geometry: Geometry) -> list[Rank]:
         raise ValueError(f"{config}: {tp * pp:,} ranks, at most {MAX_RANKS:,} are explained.")
     common: dict[str, Any] = {"device": "meta", "page_size": geometry.page_size or target.page_size}
     common |= {**dict.fromkeys(ITEM_COUNTS, ITEMS), **storage(geometry.packing or "bf16")}
+    drafted = draft_of(config) if geometry.draft else None
+    shards = [stage_pools(target, drafted, pp, shard=Shard(n, tp), **common) for n in range(tp)]
     layouts = [
-        target.build(layers=layers, shard=Shard(shard, tp), **common).layout
-        for layers in split(target.layers, pp)
-        for shard in range(tp)
+        PoolLayout.merge(*(pool.layout for pool in pools))
+        for stage in zip(*shards)
+        for pools in stage
     ]
     numbers = range(len(layouts)) if len(layouts) > 1 else [None]
     return [Rank(config, number, layout) for number, layout in zip(numbers, layouts)]

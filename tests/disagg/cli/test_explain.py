@@ -76,6 +76,26 @@ def test_a_model_is_explained_as_the_files_of_its_ranks_are(tmp_path):
     assert mixed["plans"] == model["plans"]
 
 
+def test_the_last_stage_has_the_draft_layers():
+    """A row of 512 and 64 bfloat16, and an index key of 128 e4m3 with its scale."""
+    found = told("deepseek_v32", "--draft", "--pp", "1:2", "--tokens", 64)
+    first, last = ([row for row in each["rows"] if row["bytes"]] for each in found["plans"])
+    assert {(row["owner"], row["layers"][-1]) for row in first} == {("target", 30)}
+    assert {(row["owner"], row["layers"][-1]) for row in last} == {("target", 60), ("draft", 61)}
+    drafts = [row["bytes"] for row in last if row["owner"] == "draft"]
+    assert sum(drafts) == 64 * ((512 + 64) * 2 + 128 + 4)
+
+
+def test_a_draft_that_prefill_lacks_is_refused(tmp_path):
+    words = ["describe", "deepseek_v3", "--json"]
+    (tmp_path / "p.json").write_text(CliRunner().invoke(app, words).stdout)
+    refused = told(tmp_path / "p.json", "deepseek_v3", "--draft", status=1)["refused"]
+    lacking = [each["reason"].partition(":")[0] for each in refused]
+    assert lacking == ["draft layer 61 latent", "draft layer 61 rope"]
+    (tmp_path / "p.json").write_text(CliRunner().invoke(app, [*words, "--draft"]).stdout)
+    assert told(tmp_path / "p.json", "deepseek_v3", "--draft")["refused"] == []
+
+
 def test_a_table_names_the_decode_ranks_that_it_is_of():
     said = run("llama_3_1_70b", "--tp", "4:2", "--pp", "1:2", "--tokens", 64).stdout
     assert "decode llama_3_1_70b ranks 0-1, each: plan for 64 tokens" in said
@@ -167,6 +187,8 @@ def test_a_reason_names_the_ranks_that_it_is_about():
         (["llama_3_1_70b", "--pp", "1:81"], "81 stages for 80 layers"),
         (["llama_3_1_70b", "--tp", "4096", "--pp", "2"], "8,192 ranks, at most 4,096"),
         (["llama_3_1_70b", "--packing", "bf16:fp9"], "dtype 'fp9': one of bf16"),
+        (["llama_3_1_70b", "--draft"], "llama_3_1_70b: the config has no draft layers."),
+        (["FILE", "FILE", "--draft"], "--draft cannot change layout files."),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path, arguments, reason):

@@ -111,6 +111,17 @@ def test_a_draft_is_described_beside_its_target():
     assert PoolLayout.from_json(said) == PoolLayout.merge(*parts)
 
 
+def test_a_target_speculates_beside_its_draft():
+    """Rings hold twice as many entries."""
+    sizes = []
+    for options in ((), ("--draft",)):
+        layout = PoolLayout.from_json(run("deepseek_v4", *options, "--json").stdout)
+        sizes.append(
+            [layout.space_by_name[f"c{ratio}.ring"].entries_per_item for ratio in (4, 128)]
+        )
+    assert sizes == [[8, 128], [16, 256]]
+
+
 def test_what_describe_writes_explain_reads(tmp_path):
     paths = []
     for rank in range(2):
