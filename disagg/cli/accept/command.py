@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from disagg.cli.accept.report import SectionResult
     from disagg.cli.accept.sections import Section
     from kvpool.device import Device
@@ -26,6 +28,9 @@ def accept(
     out: Annotated[
         Path, typer.Option(help=f"Folder for {JSON_NAME} and {HTML_NAME}; made if missing.")
     ] = Path("accept"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help=f"Print {JSON_NAME} too; all else on stderr.")
+    ] = False,
 ) -> None:
     """Try a device, its engines and real models, and write a report.
 
@@ -39,6 +44,8 @@ def accept(
     Example:
       kvpool accept --device cuda:0 --out reports/h200
     """
+    from rich.console import Console
+
     from disagg.cli.accept.facts import commit, facts
     from disagg.cli.accept.html import html
     from disagg.cli.accept.report import FAILED, FORMAT, Report
@@ -81,17 +88,21 @@ def accept(
 
     results: list[SectionResult] = []
     report = write(results)
-    for result in _run([each for each in SECTIONS if each.name in (only or names)], found, quick):
+    chosen = [section for section in SECTIONS if section.name in (only or names)]
+    for result in _run(chosen, found, quick, Console(stderr=as_json)):
         results.append(result)
         report = write(results)  # what is known is kept if a later section ends the process
-    typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}")
+    typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
+    if as_json:
+        typer.echo(report.as_json(), nl=False)
     if not report.passed:
         raise typer.Exit(1)
 
 
-def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[SectionResult]:
+def _run(
+    sections: Sequence[Section], device: Device, quick: bool, console: Console
+) -> Iterator[SectionResult]:
     """Runs sections, with a bar on a terminal; prints a line for each, and one for each failure."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -102,7 +113,6 @@ def _run(sections: Sequence[Section], device: Device, quick: bool) -> Iterator[S
 
     from disagg.cli.accept.scope import Scope
 
-    console = Console()
     done = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     now = TextColumn("{task.description}", markup=False)
     hidden = not console.is_terminal

@@ -4,7 +4,6 @@ process and with transformers' own cache.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
@@ -21,7 +20,6 @@ from kvpool.extras import needs
 DTYPE = "bfloat16"
 PACKINGS = (DTYPE, "fp8")
 QUICK_MODEL = "llama"
-VERDICT = re.compile(r"^(PASS|FAIL) (.*)$", re.M)
 
 
 def model_rows(scope: Scope) -> list[Row]:
@@ -46,13 +44,11 @@ def _played(scope: Scope, peer: PrefillProcess, model: str, packing: str) -> str
     settings = Settings(
         *(model, "local", (tokens,), chunk, DTYPE, packing, 0, 1, 0, 0, scope.device.name)
     )
-    told = StringIO()
     peer.pipe.send(settings)
-    good = decode_process(peer, settings, steps, Console(file=told, width=200))
-    said = VERDICT.findall(told.getvalue())
-    if not good:
-        raise Wrong("; ".join(what for verdict, what in said if verdict == "FAIL"))
-    return "; ".join(what for _, what in said)
+    (decoded,) = decode_process(peer, settings, steps, Console(file=StringIO()))
+    if wrong := [check.found for check in decoded.checks if not check.passed]:
+        raise Wrong("; ".join(wrong))
+    return "; ".join(check.found for check in decoded.checks)
 
 
 def _serve(pipe: Connection) -> None:

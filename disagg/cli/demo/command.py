@@ -7,6 +7,7 @@ cache.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.run import START_TIMEOUT, DecodeSide, offer, say
+from disagg.cli.demo.run import START_TIMEOUT, Check, Decoded, DecodeSide, offer, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 from kvpool.extras import needs
@@ -72,6 +73,9 @@ def demo(
         str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")
     ] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")
+    ] = False,
     timeline: Annotated[
         Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
     ] = None,
@@ -81,9 +85,13 @@ def demo(
     Beside them the same prompts are run in a single process. Exit status 1 if a logit of a decoded
     step or a live byte of the decode pool differs.
 
+    JSON: model, engine, device, dtype, packing; passed; failure (what ended it early, or null);
+    prompts (tokens, bytes, runs, bytes_per_second, bind_seconds; checks, each with passed and
+    found).
+
     \b
     Example:
-      kvpool demo --model deepseek_v4 --engine nixl --decode-page 16
+      kvpool demo --model qwen3_next --engine nixl --decode-page 16
     """
     from rich.console import Console
 
@@ -117,20 +125,28 @@ def demo(
         decode_page,
         device,
     )
-    console = Console()
+    console, failure = Console(stderr=as_json), None
+    found: list[Decoded] = []
     try:
-        good = run(settings, new_tokens, console, timeline)
+        for each in run(settings, new_tokens, console, timeline):
+            found.append(each)
     except PROBLEMS as error:
-        say(console, False, _sentence(error))
-        good = False
-    if not good:
+        failure = _sentence(error)
+        say(console, Check(False, failure))
+    passed = failure is None and all(check.passed for each in found for check in each.checks)
+    if as_json:
+        names = ("model", "engine", "device", "dtype", "packing")
+        made = {name: getattr(settings, name) for name in names}
+        made |= {"passed": passed, "failure": failure, "prompts": [*map(asdict, found)]}
+        typer.echo(json.dumps(made))
+    if not passed:
         raise typer.Exit(1)
 
 
 def run(
     settings: Settings, new_tokens: int, console: Console, timeline: Path | None = None
-) -> bool:
-    """Runs the demo; whether all comparisons were equal. Draws its hand-offs to `timeline`."""
+) -> Iterator[Decoded]:
+    """Runs the demo, prompt by prompt. Draws its hand-offs to `timeline`."""
     from kvpool.device import get_device
 
     get_device(settings.device)
@@ -138,9 +154,8 @@ def run(
     if reason is not None:
         raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
     with spawned(prefill_process, settings) as peer:
-        good = decode_process(peer, settings, new_tokens, console, timeline)
+        yield from decode_process(peer, settings, new_tokens, console, timeline)
         peer.process.join(5)
-        return good
 
 
 @dataclass(frozen=True)
@@ -205,8 +220,8 @@ def decode_process(
     new_tokens: int,
     console: Console,
     drawing: Path | None = None,
-) -> bool:
-    """The decode process: receives from prefill, decodes and compares."""
+) -> Iterator[Decoded]:
+    """The decode process: receives every prompt from prefill, decodes and compares."""
     from disagg.engines.base import create_engine
     from disagg.runtime.decode_endpoint import DecodeEndpoint
     from kvpool.render.text import layout_table
@@ -225,11 +240,11 @@ def decode_process(
             peer.go()
             _watch(endpoint, room, nbytes, peer, console)
 
-        good = [side.decode(endpoint, room, watch) for room in range(len(settings.prompts))]
+        for room in range(len(settings.prompts)):
+            yield side.decode(endpoint, room, watch)
         if drawing is not None:
             _draw(endpoint, settings, drawing)
             console.print(f"wrote {drawing}", markup=False, soft_wrap=True)
-        return all(good)
 
 
 def _draw(endpoint: DecodeEndpoint, settings: Settings, path: Path) -> None:

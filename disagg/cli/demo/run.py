@@ -14,11 +14,30 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from disagg.cli.demo.check import ByteCount
     from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 START_TIMEOUT = 600.0
 MAX_ROUNDING = 0.1  # error of a quantised pool, relative to the largest logit
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison: whether it passed, and what it found."""
+
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A prompt of `tokens` tokens that was moved in `runs` runs and decoded; its comparisons."""
+
+    tokens: int
+    bytes: int
+    runs: int
+    bytes_per_second: float
+    bind_seconds: float
+    checks: tuple[Check, ...]
 
 
 def offer(pipe: Connection, settings: Settings) -> None:
@@ -99,8 +118,8 @@ class DecodeSide:
 
     def decode(
         self, endpoint: DecodeEndpoint, room: int, watch: Callable[[str, int], None]
-    ) -> bool:
-        """Receives one prompt, decodes from it and compares; whether all was equal.
+    ) -> Decoded:
+        """Receives one prompt, decodes from it and compares.
 
         `watch(room, nbytes)` starts prefill, and returns once the room has succeeded.
         """
@@ -123,15 +142,19 @@ class DecodeSide:
             soft_wrap=True,
         )
         tell(f"decoding {self.new_tokens} tokens, then the whole prompt in a single process ...")
-        return self.compare(allocator, request, first)
+        checks = self.compare(allocator, request, first)
+        for check in checks:
+            say(self.console, check)
+        figures = moved.bytes_moved, moved.runs, moved.rate, moved.bind_seconds
+        return Decoded(tokens, *figures, checks)
 
-    def compare(self, allocator: Any, request: Any, first: int) -> bool:
+    def compare(self, allocator: Any, request: Any, first: int) -> tuple[Check, ...]:
         """Decodes from the received state, and compares with runs in this process over a pool of
         the same kind and over transformers' own cache.
         """
         import torch
 
-        from disagg.cli.demo.check import same_as_pool, same_as_transformers
+        from disagg.cli.demo.check import ByteCount, same_as_pool, same_as_transformers
         from kvpool.allocator import Allocator
         from kvpool.integrations.transformers import PoolCache
 
@@ -150,31 +173,31 @@ class DecodeSide:
             tokens3, logits3 = decode(self.model, own, firsts[1], self.new_tokens, forced)
         allocator.free(request)
         again.allocator.free(again.requests[0])
-        good = first == firsts[0] and tokens == tokens2
-        equal = sum(map(torch.equal, logits, logits2))
-        good &= equal == self.new_tokens and not live.wrong
-        steps = f"of {self.new_tokens} decoded steps bit-equal to one process"
-        say(self.console, good, f"logits of {equal} {steps}, same pool")
-        self._say_bytes(live, "live bytes of the pool equal")
-        if truth is None:
+
+        def steps(others: list[torch.Tensor], same: bool, where: str) -> Check:
+            equal = sum(map(torch.equal, logits, others))
+            words = f"logits of {equal} of {self.new_tokens} decoded steps bit-equal to one process"
+            return Check(same and equal == self.new_tokens, f"{words}, {where}")
+
+        def held(count: ByteCount, what: str) -> Check:
+            right = f"{count.checked - count.wrong:,} of {count.checked:,}"
+            return Check(not count.wrong, f"{right} {what} equal")
+
+        same = first == firsts[0] and tokens == tokens2
+        found = [steps(logits2, same, "same pool"), held(live, "live bytes of the pool")]
+        if truth is not None:
+            found.append(steps(logits3, tokens == tokens3, "transformers' own cache"))
+            found.append(held(truth, "bytes that transformers' own cache holds"))
+        else:
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, logits3))
-            sentence = f"largest logit error of {self.settings.packing}: {error:.2%} of the largest"
-            say(self.console, error <= MAX_ROUNDING, f"{sentence} (at most {MAX_ROUNDING:.0%})")
-            return good and error <= MAX_ROUNDING
-        equal = sum(map(torch.equal, logits, logits3))
-        same = equal == self.new_tokens and tokens == tokens3
-        say(self.console, same, f"logits of {equal} {steps}, transformers' own cache")
-        self._say_bytes(truth, "bytes that transformers' own cache holds equal")
-        return good and same and not truth.wrong
-
-    def _say_bytes(self, found: ByteCount, what: str) -> None:
-        right = f"{found.checked - found.wrong:,} of {found.checked:,}"
-        say(self.console, not found.wrong, f"{right} {what}")
+            words = f"largest logit error of {self.settings.packing}: {error:.2%} of the largest"
+            found.append(Check(error <= MAX_ROUNDING, f"{words} (at most {MAX_ROUNDING:.0%})"))
+        return tuple(found)
 
 
-def say(console: Console, good: bool, sentence: str) -> None:
-    """Prints PASS or FAIL, and a sentence."""
+def say(console: Console, check: Check) -> None:
+    """Prints PASS or FAIL, and what was found."""
     from rich.text import Text
 
-    verdict = ("PASS", "green") if good else ("FAIL", "red")
-    console.print(Text.assemble(verdict, " ", sentence), soft_wrap=True)
+    verdict = ("PASS", "green") if check.passed else ("FAIL", "red")
+    console.print(Text.assemble(verdict, " ", check.found), soft_wrap=True)

@@ -112,6 +112,13 @@ def test_a_wrong_byte_in_a_store_fails_with_a_line_that_names_it(folder, tmp_pat
     assert line.removeprefix(named) in words_of(page)
 
 
+def test_json_is_the_report_and_all_else_is_on_standard_error(folder, tmp_path):
+    options = "--device", "cpu", "--quick", "--only", "streams", "--out", str(tmp_path), "--json"
+    done = CliRunner().invoke(app, options)
+    assert done.stdout_bytes == (tmp_path / "accept.json").read_bytes()
+    assert done.stderr.startswith("streams") and str(tmp_path) in done.stderr
+
+
 @pytest.mark.parametrize(("device", "right"), [("handed", True), ("beyond", False)])
 def test_memory_of_a_handle_is_read_by_another_process(folder, device, right):
     rows = ipc.ipc_rows(Scope(get_device(device), True))

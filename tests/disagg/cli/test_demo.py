@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -66,10 +67,11 @@ def play():
         peer, console = peers[-1], Console(file=StringIO(), width=200)
         peer.pipe.send(settings)
         try:
-            good = demo.decode_process(peer, settings, 4, console)
+            found = list(demo.decode_process(peer, settings, 4, console))
         except BaseException:
             peer.process.kill()
             raise
+        good = all(check.passed for each in found for check in each.checks)
         return good, console.file.getvalue()
 
     yield run
@@ -132,6 +134,30 @@ def test_the_command_runs_both_processes_and_prints_the_verdict(tmp_path, engine
     text = drawing.read_text()
     for words in ("<h2>5 tokens: ", "<h2>130 tokens: ", "tokens 100-129", "prefill releases"):
         assert words in text
+
+
+def test_json_is_one_object_and_the_tables_are_on_standard_error():
+    done = kvpool(
+        "demo", "--json", "--prompt-tokens", 5, "--prompt-tokens", 40, "--new-tokens", 2,
+        "--prefill-page", 8, "--decode-page", 8,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["model"], found["passed"], found["failure"]) == ("llama", True, None)
+    whole = 8 * 2 * 4 * 32 * 4  # bytes of a token: layers, k and v, heads of 32 float32
+    assert [each["tokens"] for each in found["prompts"]] == [5, 40]
+    assert [each["bytes"] for each in found["prompts"]] == [5 * whole, 40 * whole]
+    for each in found["prompts"]:
+        assert len(each["checks"]) == 4 and all(check["passed"] for check in each["checks"])
+        assert all(f"PASS {check['found']}\n" in done.stderr for check in each["checks"])
+
+
+def test_json_has_the_reason_of_a_failure(capsys):
+    with pytest.raises(Exit):
+        demo.demo(device="gpu", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and found["prompts"] == []
+    assert found["failure"].startswith("device 'gpu': no installed package offers 'gpu'")
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss", "qwen3_next", "deepseek_v4"])

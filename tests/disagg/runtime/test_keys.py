@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
@@ -12,12 +13,14 @@ import threading
 import msgspec
 import pytest
 import zmq
+from typer.testing import CliRunner
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.protocol import messages
 from disagg.runtime.keys import read_keys, write_keys
 from kvpool import MLAPool
+from kvpool.cli import app
 from tests import oracle
 from tests.disagg.waiting import until
 
@@ -184,6 +187,17 @@ def test_files_of_keys_are_their_owners_alone_and_are_never_overwritten(tmp_path
     again = subprocess.run(command, capture_output=True, text=True)
     assert (again.returncode, (path / "decode.key").read_bytes()) == (1, before)
     assert "File exists" in again.stderr
+
+
+def test_the_command_says_as_json_what_it_wrote(tmp_path):
+    done = CliRunner().invoke(app, ["keys", str(tmp_path / "k"), "--json"])
+    sides = [read_keys(tmp_path / "k", side) for side in ("prefill", "decode")]
+    expected = [
+        {"side": keys.side, "file": f"{tmp_path}/k/{keys.side}.key", "public": keys.public}
+        for keys in sides
+    ]
+    assert json.loads(done.stdout) == expected
+    assert not any(keys.secret in done.output for keys in sides)
 
 
 def test_each_side_needs_its_own_file_only(keys):

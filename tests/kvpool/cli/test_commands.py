@@ -122,6 +122,7 @@ def test_every_help_has_an_example_and_a_first_sentence_that_fits(name):
     assert done.exit_code == 0, done.output
     assert re.search(rf"Examples?:\n    kvpool {name} ", done.output), done.output
     assert max(map(len, done.output.splitlines())) <= 80
+    assert "--json " in done.output
     listed = terminal.invoke(app, ["--help"]).output
     (line,) = [each for each in listed.splitlines() if each.startswith(f"  {name} ")]
     assert line.endswith(".") and len(line) <= 80
@@ -177,6 +178,7 @@ def test_completion_is_installed_for_a_shell(tmp_path):
         (["bench", "--device", "cup"], "Did you mean 'cpu'?"),
         (["bench", "--only", "transfer", "--engine", "nxil"], "Did you mean 'nixl'?"),
         (["demo", "--model", "lama"], "Did you mean 'llama'?"),
+        (["accept", "--only", "stream"], "Did you mean 'streams'?"),
         (["simulate", "--grow", "fleets"], "Did you mean 'fleet'?"),
     ],
 )
