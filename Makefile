@@ -99,7 +99,7 @@ screenshots: venv chromium  ## every picture on a phone, a tablet and a desktop,
 LOWEST_VENV ?= .venv-lowest
 LOWEST_TORCH ?= $(TORCH)
 LOWEST_EXTRAS := cli,metrics,viz,test
-LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
+LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/test_document_commands.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
 	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
 	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_discovery.py tests/disagg/runtime/test_strangers.py \
 	tests/fuzz/test_hostile.py

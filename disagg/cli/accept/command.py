@@ -64,8 +64,10 @@ def accept(
     try:
         found = measurable(device)
         out.mkdir(parents=True, exist_ok=True)
-    except (DeviceUnavailable, OSError) as error:
+    except DeviceUnavailable as error:
         raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
     date, began, where, source = now(), time.monotonic(), facts(found), commit()
 
     def write(results: Sequence[SectionResult]) -> Report:

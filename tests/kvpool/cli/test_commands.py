@@ -206,6 +206,7 @@ def test_the_library_says_the_nearest_too():
         ("explain {} llama_3_1_70b", "neither a readable file (No such file or directory)"),
         ("snapshot show {}", "No such file or directory."),
         ("keys {}/a/b", "No such file or directory."),
+        ("accept --out /dev/null{}", "Not a directory."),
         ("describe llama_3_1_70b --svg {}/a.svg", "No such file or directory."),
         ("explain llama_3_1_70b --html {}/a.html", "No such file or directory."),
     ],
