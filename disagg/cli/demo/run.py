@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from disagg.cli.demo.check import ByteCount
     from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 START_TIMEOUT = 600.0
@@ -154,7 +155,7 @@ class DecodeSide:
         """
         import torch
 
-        from disagg.cli.demo.check import ByteCount, same_as_pool, same_as_transformers
+        from disagg.cli.demo.check import same_as_pool, same_as_transformers
         from kvpool.allocator import Allocator
         from kvpool.integrations.transformers import PoolCache
 
