@@ -135,8 +135,8 @@ def demo(
         say(console, Check(False, failure))
     passed = failure is None and all(check.passed for each in found for check in each.checks)
     if as_json:
-        names = ("model", "engine", "device", "dtype", "packing")
-        made = {name: getattr(settings, name) for name in names}
+        shown = ("model", "engine", "device", "dtype", "packing")
+        made = {name: getattr(settings, name) for name in shown}
         made |= {"passed": passed, "failure": failure, "prompts": [*map(asdict, found)]}
         typer.echo(json.dumps(made))
     if not passed:
