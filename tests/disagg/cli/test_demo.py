@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from typer import Exit
 
-from disagg.cli.demo import command as demo
+from disagg.cli.demo import check, command as demo
 from disagg.cli.demo.check import locations, same_as_pool, same_as_transformers
 from disagg.cli.demo.models import MODELS, Settings
 from disagg.cli.demo.run import prefill, transformers_cache
@@ -150,6 +150,18 @@ def test_json_is_one_object_and_the_tables_are_on_standard_error():
     for each in found["prompts"]:
         assert len(each["checks"]) == 4 and all(check["passed"] for check in each["checks"])
         assert all(f"PASS {check['found']}\n" in done.stderr for check in each["checks"])
+
+
+def test_json_says_which_comparison_failed(monkeypatch, capsys):
+    """Of 8 bytes 7 are equal, whatever the pools hold."""
+    monkeypatch.setattr(check, "same_as_pool", lambda *pools: check.ByteCount(1, 8))
+    with pytest.raises(Exit) as ended:
+        demo.demo(prompt_tokens=[40], new_tokens=2, prefill_page=8, decode_page=8, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.exit_code == 1 and not found["passed"] and found["failure"] is None
+    (prompt,) = found["prompts"]
+    failed = [each["found"] for each in prompt["checks"] if not each["passed"]]
+    assert failed == ["7 of 8 live bytes of the pool equal"]
 
 
 def test_json_has_the_reason_of_a_failure(capsys):
