@@ -13,8 +13,8 @@ from rich.console import Console
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, Row
 from disagg.cli.accept.scope import Scope, Wrong
-from disagg.cli.demo.command import PrefillProcess, decode_process, prefill_process, spawned
 from disagg.cli.demo.models import MODELS, Settings
+from disagg.cli.demo.processes import PrefillProcess, decode_process, prefill_process, spawned
 from kvpool.extras import needs
 
 DTYPE = "bfloat16"

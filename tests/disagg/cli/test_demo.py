@@ -23,7 +23,8 @@ from typer import Exit
 from disagg.cli.demo import check, command as demo
 from disagg.cli.demo.check import locations, same_as_pool, same_as_transformers
 from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.run import prefill, transformers_cache
+from disagg.cli.demo.processes import PrefillProcess
+from disagg.cli.demo.run import offer, prefill, transformers_cache
 from disagg.engines.base import engine_names
 from kvpool.allocator import Allocator
 from kvpool.integrations.transformers import PoolCache
@@ -46,7 +47,7 @@ def kvpool(*arguments):
 def prefill_side(pipe):
     """Runs prefill's side of one demo after the other."""
     while settings := pipe.recv():
-        demo.offer(pipe, settings)
+        offer(pipe, settings)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def play():
     verdict and what was printed.
     """
     spawn = multiprocessing.get_context("spawn")
-    peers: list[demo.PrefillProcess] = []
+    peers: list[PrefillProcess] = []
 
     def run(settings):
         if not peers or not peers[-1].process.is_alive():
@@ -63,7 +64,7 @@ def play():
             process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
             process.start()
             there.close()
-            peers.append(demo.PrefillProcess(here, process))
+            peers.append(PrefillProcess(here, process))
         peer, console = peers[-1], Console(file=StringIO(), width=200)
         peer.pipe.send(settings)
         try:
@@ -237,7 +238,7 @@ def stop_listening(pipe, settings):
         os._exit(5)
 
     pipe.recv = close
-    demo.offer(pipe, settings)
+    offer(pipe, settings)
 
 
 @pytest.mark.parametrize(
