@@ -104,7 +104,7 @@ class CopyBatch:
         if 0 < self.runs <= max_runs and self.total <= max_bytes:
             yield CopyBatch(self.src, self.dst, self.nbytes)
             return
-        whole = self._cut(max_bytes)
+        whole = self.cut(max_bytes)
         edge = np.cumsum(whole.nbytes)
         start = 0
         while start < whole.runs:
@@ -115,7 +115,7 @@ class CopyBatch:
             yield CopyBatch(src, dst, nbytes)
             start = stop
 
-    def _cut(self, most: int) -> CopyBatch:
+    def cut(self, most: int) -> CopyBatch:
         """The same bytes in runs of at most `most` bytes."""
         if not self.runs or int(self.nbytes.max()) <= most:
             return self

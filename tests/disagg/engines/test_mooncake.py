@@ -141,6 +141,31 @@ def test_a_long_read_asks_with_pauses_and_a_short_one_waits_in_mooncake(memory, 
     made.close()
 
 
+def test_a_long_run_is_read_in_pieces(memory, other):
+    lengths = []
+
+    class Counted:
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self._engine, name)
+
+        def batch_transfer_async_read(self, at, dst, src, nbytes):
+            lengths.extend(nbytes)
+            return self._engine.batch_transfer_async_read(at, dst, src, nbytes)
+
+    made = MooncakeEngine()
+    made.register([slab(memory)])
+    raw = made._reading
+    made._reading = lambda: Counted(raw())
+    run = (9 << 20) + 5
+    finish(made, made.read(made.connect(other.metadata), blocks(other, memory, 1, width=run)))
+    assert np.array_equal(memory[:run], pattern(SIZE)[:run]) and not memory[run:].any()
+    assert sorted(lengths)[-3:] == [(1 << 20) + 5, 4 << 20, 4 << 20]
+    made.close()
+
+
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
     count = 4 * CALL_RUNS + 3
     finish(engine, engine.read(engine.connect(other.metadata), blocks(other, memory, count)))
