@@ -57,11 +57,14 @@ class Files:
             stop = min(high, slab.end)
             file = self._index(device, inode) if shared else PRIVATE
             start = 0 if file == PRIVATE else offset + reached - low
-            part = Segment(reached, stop - reached, file, start)
+            nbytes = stop - reached
+            if file != PRIVATE:  # what is mapped of a file's last page may lie beyond its end
+                nbytes = min(nbytes, os.fstat(self.handles[file]).st_size - start)
+            part = Segment(reached, nbytes, file, start)
             if found and _continues(found[-1], part):
                 whole = found[-1].nbytes + part.nbytes
                 found[-1] = msgspec.structs.replace(found[-1], nbytes=whole)
-            else:
+            elif nbytes > 0:
                 found.append(part)
             reached = stop
         if reached < slab.end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
@@ -162,6 +163,26 @@ def test_shared_memory_of_a_process_that_has_ended_stays_readable():
         other.close()
         read(engine, peer, batch_of((source.ctypes.data, memory.ctypes.data, SIZE)))
     assert np.array_equal(memory, pattern(SIZE))
+
+
+def test_a_slab_may_reach_over_the_end_of_a_file_in_its_last_page():
+    nbytes, page = SIZE + 512, mmap.PAGESIZE
+    whole = -(-nbytes // page) * page
+    held = {
+        each.ctypes.data: each for each in (CPUDevice().allocate(nbytes).numpy() for _ in range(64))
+    }
+    low = next(base for base in held if base + whole in held)  # mapped side by side
+    memory, sources = blank(2 * nbytes), (held[low], held[low + whole])
+    for number, source in enumerate(sources):
+        source[:] = np.resize(np.roll(pattern(SIZE), number), nbytes)
+    with closing(LocalEngine()) as other, reading(memory) as engine:
+        other.register([Slab(low, whole + nbytes)])  # as of buffers that are less than a page apart
+        runs = [
+            (each.ctypes.data, memory.ctypes.data + n * nbytes, nbytes)
+            for n, each in enumerate(sources)
+        ]
+        read(engine, engine.connect(other.metadata()), batch_of(*runs))
+    assert np.array_equal(memory, np.concatenate(sources))
 
 
 def test_one_read_takes_runs_of_several_segments_in_any_order():
