@@ -281,7 +281,7 @@ class Lane:
         none does, but each is read for itself. The next read, or the next part of another,
         reconnects.
         """
-        if len(begun.reads) > 1 and not isinstance(error, Stuck):
+        if len({read.room for read in begun.reads}) > 1 and not isinstance(error, Stuck):
             begun.apart = error
         else:
             begun.problem = problem_of(begun.reads[0], error)
