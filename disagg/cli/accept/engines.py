@@ -15,7 +15,7 @@ import torch
 from disagg.cli.accept.report import NOT_HERE, Row
 from disagg.cli.accept.scope import NotHere, Scope, Wrong
 from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED, OtherProcess
-from disagg.engines.base import create_engine, engine_class, engine_names
+from disagg.engines.base import TransferError, create_engine, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import STAGING_BYTES, DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -166,7 +166,8 @@ class _Prefill:
 
     def send(self) -> None:
         """Offers the request."""
-        assert self._endpoint is not None
+        if self._endpoint is None:
+            raise TransferError("nothing is served: `open` was refused, or has not been called.")
         self._endpoint.send(ROOM, self._side.address)
 
     def check(self) -> None:

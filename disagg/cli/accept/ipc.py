@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ import torch
 from disagg.cli.accept.report import NOT_HERE, Row
 from disagg.cli.accept.scope import Scope, Wrong
 from disagg.cli.bench.peer import OtherProcess, pattern
-from kvpool.device import Device, DeviceUnavailable, IpcHandle, Sharing, get_device
+from kvpool.device import DeviceUnavailable, IpcHandle, Sharing, get_device
 
 NBYTES = 1 << 20
 PARTS = {"a whole allocation": (0, NBYTES), "a part of an allocation": (4096, 100_003)}
@@ -24,15 +26,20 @@ def ipc_rows(scope: Scope) -> list[Row]:
         return [Row("ipc", NOT_HERE, "not for this device: it has no `share` and no `attach`.")]
     with closing(OtherProcess(_serve, scope.device.name)) as other:
         parts = [
-            scope.tried(name, partial(_mapped, scope.device, other, *part))
+            scope.tried(name, partial(_mapped, scope.device, scope.device.allocate, other, *part))
             for name, part in PARTS.items()
         ]
     return [*parts, scope.tried("what is no handle is refused", partial(_refused, scope.device))]
 
 
-def _mapped(device: Device, other: OtherProcess, start: int, nbytes: int) -> str:
-    assert isinstance(device, Sharing)
-    memory = device.allocate(NBYTES)
+def _mapped(
+    device: Sharing,
+    allocate: Callable[[int], torch.Tensor],
+    other: OtherProcess,
+    start: int,
+    nbytes: int,
+) -> str:
+    memory = allocate(NBYTES)
     memory.copy_(pattern(NBYTES))
     device.record().synchronize()
     found = other.call("read", device.share(memory.data_ptr() + start, nbytes), nbytes)
@@ -53,8 +60,7 @@ def _refused(device: Sharing) -> str:
 
 def _serve(pipe: Connection, name: str) -> None:
     """The other process: maps memory, copies it to its own, and sends the bytes."""
-    device = get_device(name)
-    assert isinstance(device, Sharing)
+    device = cast("Sharing", get_device(name))  # as `ipc_rows` has found
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             _, (handle, nbytes) = pipe.recv()

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from disagg.engines.base import TransferError
 from disagg.protocol.events import ReadFailed
 from disagg.runtime.reads.begun import BegunReads
 from disagg.runtime.reads.context import ReadContext, problem_of
@@ -16,15 +17,16 @@ log = logging.getLogger("disagg")
 @dataclass(eq=False, slots=True)
 class Fence:
     """`reads` are those whose bytes may land until it is passed: the one that has failed, and
-    others from the same peer.
+    others from the same peer. `since` is when the peer was given up.
     """
 
     peer: Any
     reads: list[BegunReads]
+    since: float
 
     def passed(self, context: ReadContext) -> bool:
         """Whether no byte of `reads` can land. A read of which that can never be certain leaves
-        them: it stays in quarantine.
+        them: it stays in quarantine. Rooms that have not failed do so if it takes too long.
         """
         waits = False
         for begun in list(self.reads):
@@ -33,17 +35,28 @@ class Fence:
             except Exception as error:
                 self._quarantine(context, begun, error)
         try:
-            return not waits and context.engine.fence(self.peer, 0)
+            passed = not waits and context.engine.fence(self.peer, 0)
         except Exception as error:
             for begun in list(self.reads):
                 self._quarantine(context, begun, error)
             return True
+        if not passed and context.clock() - self.since > context.timeout:
+            late = TransferError(
+                f"its peer was given up {context.timeout:g} s ago, and bytes may still land."
+            )
+            for begun in self.reads:
+                self._fail(context, begun, late)
+        return passed
+
+    def _fail(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
+        """Its rooms fail, unless they have."""
+        if begun.problem is None:
+            begun.problem = problem_of(begun.reads[0], begun.apart or error)
+            context.events += [ReadFailed(read, begun.problem) for read in begun.reads]
 
     def _quarantine(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
         log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
-        if begun.problem is None:
-            for read in begun.reads:
-                context.events.append(ReadFailed(read, problem_of(read, begun.apart or error)))
+        self._fail(context, begun, error)
         context.stage.mark_lost(len(begun.buffers))
         context.quarantined.extend(begun.reads)
         self.reads.remove(begun)

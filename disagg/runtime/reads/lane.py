@@ -105,7 +105,7 @@ class Lane:
         self.queue.clear()
         self._begun.clear()
         if self.connected:
-            self.fences.append(Fence(self._peer, landing))
+            self.fences.append(Fence(self._peer, landing, self._context.clock()))
 
     def _connect(self, hello: Hello) -> None:
         """Connects the engine, unless it is."""
@@ -269,7 +269,7 @@ class Lane:
 
     def _finish(self, begun: BegunReads) -> None:
         """Ends reads of which nothing can land any more, or begins each of them anew."""
-        if begun.apart is not None and not self._dropped:
+        if begun.apart is not None and begun.problem is None and not self._dropped:
             self._apart.update(begun.reads)
             self.queue.extendleft(reversed(begun.reads))
             return
@@ -290,7 +290,7 @@ class Lane:
             return
         if begun.problem is not None:
             self._context.events += [ReadFailed(read, begun.problem) for read in begun.reads]
-        fence = Fence(self._peer, self._begun)
+        fence = Fence(self._peer, self._begun, self._context.clock())
         self._begun, self._peer, self.connected = [], None, False
         self._fence(fence)
 

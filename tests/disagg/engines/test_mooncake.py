@@ -118,52 +118,53 @@ def test_a_polled_read_has_all_bytes_when_it_ends(memory, other, count, width):
     hasten(raw)
 
 
-def test_a_long_read_asks_with_pauses_and_a_short_one_waits_in_mooncake(memory, other):
-    asked = []
+class Noted:
+    """A `TransferEngine`; keeps the names of its calls, and the lengths of what was read."""
 
-    class Counted:
-        def __init__(self, engine):
-            self._engine = engine
+    def __init__(self, engine):
+        self._engine, self.calls, self.lengths = engine, [], []
 
-        def __getattr__(self, name):
-            asked.append(name)
-            return getattr(self._engine, name)
+    def __getattr__(self, name):
+        self.calls.append(name)
+        return getattr(self._engine, name)
 
-    made = MooncakeEngine()
+    def batch_transfer_async_read(self, at, dst, src, nbytes):
+        self.lengths.extend(nbytes)
+        return self._engine.batch_transfer_async_read(at, dst, src, nbytes)
+
+
+@pytest.fixture
+def noted(memory):
+    """An engine, and what it reads with, once a read has begun."""
+    made, used = MooncakeEngine(), []
     made.register([slab(memory)])
     raw = made._reading
-    made._reading = lambda: Counted(raw())
-    peer = made.connect(other.metadata)
-    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES - 1)))
-    assert "transfer_check_status" not in asked
-    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES)))
-    assert "transfer_check_status" in asked
+
+    def reading():
+        used.append(Noted(raw()))
+        return used[-1]
+
+    made._reading = reading
+    yield made, used
+    used.clear()
     made.close()
 
 
-def test_a_long_run_is_read_in_pieces(memory, other):
-    lengths = []
+def test_a_long_read_asks_with_pauses_and_a_short_one_waits_in_mooncake(noted, memory, other):
+    made, used = noted
+    peer = made.connect(other.metadata)
+    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES - 1)))
+    assert "transfer_check_status" not in used[0].calls
+    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES)))
+    assert "transfer_check_status" in used[0].calls
 
-    class Counted:
-        def __init__(self, engine):
-            self._engine = engine
 
-        def __getattr__(self, name):
-            return getattr(self._engine, name)
-
-        def batch_transfer_async_read(self, at, dst, src, nbytes):
-            lengths.extend(nbytes)
-            return self._engine.batch_transfer_async_read(at, dst, src, nbytes)
-
-    made = MooncakeEngine()
-    made.register([slab(memory)])
-    raw = made._reading
-    made._reading = lambda: Counted(raw())
+def test_a_long_run_is_read_in_pieces(noted, memory, other):
+    made, used = noted
     run = (9 << 20) + 5
     finish(made, made.read(made.connect(other.metadata), blocks(other, memory, 1, width=run)))
     assert np.array_equal(memory[:run], pattern(SIZE)[:run]) and not memory[run:].any()
-    assert sorted(lengths)[-3:] == [(1 << 20) + 5, 4 << 20, 4 << 20]
-    made.close()
+    assert sorted(used[0].lengths)[-3:] == [(1 << 20) + 5, 4 << 20, 4 << 20]
 
 
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):

@@ -105,6 +105,25 @@ def test_where_no_fence_is_sure_all_fail_with_what_failed_first(both):
         assert "injected" in made.decode.failure(room).reason and made.decode.reading(room)
 
 
+def test_where_a_fence_takes_too_long_all_fail_and_keep_their_pages_until_it_is_passed():
+    with stepped(decode_engine=Reads(), decode_read_timeout=2.0) as made:
+        source, dest = made.pools
+        engine = made.decode.engine
+        engine.wrong, fence = where(dest, ROOMS - 2), engine.fence
+        engine.fence = lambda peer, timeout=None: False
+        hand_over(made, source, [16] * ROOMS)
+        made.step(20)
+        assert not any(made.decode.poll(room).ended for room in range(ROOMS))
+        made.clock.now += 2.1
+        made.step(5)
+        for room in range(ROOMS):
+            assert made.decode.poll(room) is KVPoll.Failed and made.decode.reading(room)
+            assert "injected" in made.decode.failure(room).reason
+        engine.fence = fence
+        made.step(5)
+        assert not any(made.decode.reading(room) for room in range(ROOMS))
+
+
 def test_of_a_peer_that_is_stuck_all_fail_at_once():
     with stepped(decode_read_timeout=2.0) as made:
         source, _ = made.pools
