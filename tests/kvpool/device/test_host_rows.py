@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvpool import _native
 from kvpool._native import rows as native
@@ -93,6 +93,8 @@ def geometries(draw):
     return shape, draw(st.integers(1, 4)), block, order, draw(st.sampled_from([0, 1, 5, 16]))
 
 
+NAN_OF_EITHER_SIGN = torch.float16, torch.float8_e4m3fn, torch.float32
+"""torch's sign of a NaN depends on where it lies in the tensor."""
 SEEDS = st.integers(0, 2**32 - 1)
 NUMBERS = st.sampled_from(["any bits", "like magnitudes", "codes and ties", "with an odd one"])
 ODD = [0, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F7FFFFF]
@@ -124,6 +126,7 @@ def same_codes(found, expected, dtype):
 
 @settings(max_examples=100)
 @given(geometries(), st.sampled_from(FORMATS), NUMBERS, SEEDS)
+@example(([1, 1], 2, 1, [0], 0), NAN_OF_EITHER_SIGN, "with an odd one", 1)
 def check_stores(geometry, formats, numbers, seed):
     shape, blocks, block, order, gap = geometry
     floats, code, scale = formats
@@ -138,7 +141,9 @@ def check_stores(geometry, formats, numbers, seed):
         factors = view_of([*shape, blocks], scale, order, gap)
         store_rows([WriteRow(held[1], given, factors[1])], where)
         made.append((held[0], factors[0]))
-    assert all(torch.equal(*both) for both in zip(*made))
+    (ours, our_factors), (plain, plain_factors) = made
+    same_codes(ours.numpy(), plain.numpy(), name(code))
+    assert torch.equal(our_factors, plain_factors)
     if floats is not torch.float64:  # the oracle takes float32
         exact = decode(raw(given), name(floats)).astype(np.float32)
         codes, factor_bytes = quantise(exact, blocks, name(scale), name(code))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvpool import Allocator, Space
 from kvpool.models.sizing import shares
@@ -27,6 +27,11 @@ def numbers(pool) -> dict[str, int]:
 
 def grows(pool) -> bool:
     return pool.bytes_per_token > 0
+
+
+def enough(refused) -> int:
+    """The bytes that a refusal says are enough."""
+    return int(str(refused).split()[-4].replace(",", ""))
 
 
 def fits_exactly(build, nbytes, **more):
@@ -67,16 +72,21 @@ def test_a_budget_is_used_up_where_pages_are_no_multiples_of_the_alignment(
     st.integers(1, 4),
     st.integers(1, 40),
 )
+@example("dsv4, rings of pages", 60_000, "layer", 3, 16)
 def test_any_budget_is_used_up(name, nbytes, placement, requests, chunk_tokens):
     more = {"placement": placement, "requests": requests, "chunk_tokens": chunk_tokens}
-    fits_exactly(CLASSES[name], nbytes, **more)
+    try:
+        fits_exactly(CLASSES[name], nbytes, **more)
+    except DoesNotFit as refused:
+        least = enough(refused)
+        assert nbytes < least == CLASSES[name].from_budget(least, **META, **more).nbytes
 
 
 @every
 def test_the_least_budget_holds_one_page_and_a_byte_less_is_refused(build):
     with pytest.raises(ValueError, match="target: 1 bytes are too few for a page of") as refused:
         build.from_budget(1, **META)
-    least = int(str(refused.value).split()[-4].replace(",", ""))
+    least = enough(refused.value)
     assert build.from_budget(least, **META).num_pages == 2
     assert build.from_budget(least, **META).nbytes == least
     with pytest.raises(ValueError, match=f"{least:,} bytes are enough"):
