@@ -28,7 +28,9 @@ BENCH ?= --device cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NPU_FILES := $(abspath $(VENV)/torch-npu)
-SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n auto
+# one more than there are cores: a third of the time a test waits for a peer to be given up, or to start
+WORKERS ?= $(shell expr $$(nproc) + 1)
+SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n $(WORKERS)
 # compiled on installation
 NATIVE := setup.py $(wildcard kvpool/_native/*.[ch]) disagg/plan/native/bind.c
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -108,7 +110,7 @@ LOWEST_STAMP := $(LOWEST_VENV)/.installed
 
 .PHONY: lowest
 lowest: $(LOWEST_STAMP)  ## what needs no model, with the lowest versions that pyproject.toml allows
-	$(LOWEST_BIN)/python -m pytest -n auto -k 'not nixl' $(LOWEST_TESTS) $(TESTS)
+	$(LOWEST_BIN)/python -m pytest -n $(WORKERS) -k 'not nixl' $(LOWEST_TESTS) $(TESTS)
 
 # the build takes the constraints from the environment, of pip 25.3 and newer by a name of its own
 $(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
