@@ -51,10 +51,11 @@ def by_layers(sentences: Iterable[tuple[Key, str]]) -> list[str]:
     ]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'cuda'?`, of the known name most like this; empty if none is."""
-    alike = get_close_matches(name, [*known], n=1)
-    return f" Did you mean {alike[0]!r}?" if alike else ""
+def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+    """` Did you mean 'cuda'?`, of the known names most like this; empty if none is."""
+    alike = [repr(other) for other in get_close_matches(name, [*known], most)]
+    named = " or ".join(filter(None, (", ".join(alike[:-1]), *alike[-1:])))
+    return f" Did you mean {named}?" if alike else ""
 
 
 def _spans(numbers: Iterable[int]) -> list[list[int]]:

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.layout.sentences import nearest
-from kvpool.models.config import Fields, read_config, shipped as shipped
+from kvpool.models.config import Fields, read_config, shipped as shipped, short
 from kvpool.models.drafts import DRAFTS
 from kvpool.models.families import FAMILIES, TARGETS, WRAPPERS
 from kvpool.models.layers import Need
+from kvpool.models.refused import CROSS, REFUSED
 from kvpool.models.rules import refuse_unread
 from kvpool.pools.base import KVPool
+
+BY_HAND = (
+    "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool with the "
+    "model's heads, dims and layers, or subclass KVPool and define declare() (docs/add-a-pool.md)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +106,38 @@ def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
     """The fields of the text model, and its type."""
     values = read_config(config)
     model = values.get("model_type")
-    fields = Fields(values, model if isinstance(model, str) else "")
-    text: object = model
+    if not isinstance(model, str):
+        wrong = "it is missing" if model is None else f"got {short(model)}"
+        name = "config" if values is config else f"config {str(config)!r}"
+        raise ValueError(f"{name}: give model_type, as the model's config.json does ({wrong}).")
+    fields, text = Fields(values, model), model
     wrapped = isinstance(values.get("text_config"), Mapping)
-    if isinstance(model, str) and model not in TARGETS and (wrapped or model in WRAPPERS):
+    if model in REFUSED:
+        raise ValueError(_unknown(model, model, values))
+    if model not in TARGETS and (wrapped or model in WRAPPERS):
         fields = fields.inner("text_config")
-        text = fields.values.get("model_type", WRAPPERS.get(model))
-    if not isinstance(text, str) or text not in TARGETS:
-        inside = "" if text is model else f" with a text_config of {text!r}"
-        raise ValueError(
-            f"model_type {model!r}{inside}: known are {', '.join(known())}."
-            f"{nearest(str(text), known())} For another model "
-            "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool "
-            "with its heads, dims and layers, or subclass KVPool and define declare() "
-            "(docs/add-a-pool.md)."
+        inside = fields.values.get("model_type", WRAPPERS.get(model))
+        if not isinstance(inside, str):
+            raise fields.wrong("model_type", "given: it says how the text model is read")
+        text = inside
+    if text in TARGETS:
+        return fields, text
+    raise ValueError(_unknown(model, text, values))
+
+
+def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
+    """Why a type cannot be declared, and what to do."""
+    name = short(model) if text == model else f"{short(model)} with a text_config of {short(text)}"
+    encoder = CROSS if values.get("is_encoder_decoder") is True else None
+    if reason := REFUSED.get(text, encoder):
+        return (
+            f"model_type {name} cannot be declared: {reason}. For a part of its state, {BY_HAND}."
         )
-    return fields, text
+    if "vision" in text or "patch_size" in values:
+        advice = "A vision model keeps no KV state: give the config of the model that contains it"
+    else:
+        advice = f"docs/models.md and kvpool.models.known() list what is. For another, {BY_HAND}"
+    return f"model_type {name} is not known.{nearest(text.lower(), known(), 3)} {advice}."
 
 
 def _layers(fields: Fields, text: str) -> int:

@@ -15,9 +15,9 @@ MAX_VALUE = 1 << 31
 MAX_LAYERS = 1 << 16
 _CONFIGS = resources.files("kvpool.models") / "configs"
 ALIASES = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "layers"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
-    "hidden_size": ("n_embd", "d_model"),
+    "hidden_size": ("n_embd", "d_model", "embed_dim"),
     "head_dim": ("attention_head_dim",),
     "sliding_window": ("sliding_window_size", "attention_window_size"),
 }
@@ -45,7 +45,7 @@ class Fields:
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error for a field that does not fit."""
         held = self.get(name)
-        found = "it is missing" if held is None else f"got {_short(held)}"
+        found = "it is missing" if held is None else f"got {short(held)}"
         return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {found}.")
 
     def whole(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
@@ -113,7 +113,7 @@ class Fields:
             )
             raise ValueError(
                 f"{self.model} config: {self.inside}{name} must list values of {choice}, got "
-                f"{_short(strange[0])}."
+                f"{short(strange[0])}."
             )
 
     @property
@@ -143,8 +143,8 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     if not isinstance(config, (str, Path)):
         raise ValueError(
-            f"config: a path, a name or a mapping, got {type(config).__name__}. For a transformers "
-            "config, give config.to_dict()."
+            "config: give config.to_dict() of a transformers config, a path, a shipped name or a "
+            f"mapping; got {type(config).__name__}."
         )
     try:
         if isinstance(config, str) and config in shipped():
@@ -156,15 +156,16 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"config {str(config)!r}: neither a readable file ({reason}) nor a shipped config "
-            f"({', '.join(shipped())}).{nearest(str(config), shipped())}"
+            f"config {str(config)!r}: {reason}.{nearest(str(config), shipped())} Give the path "
+            "of a config.json or of its directory, the fields as a mapping, or a shipped config: "
+            f"{', '.join(shipped())}. A model type alone has no sizes, and nothing is downloaded."
         ) from None
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: not JSON: {error}.") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{name}: must hold a JSON object, got {_short(values)}.")
+        raise ValueError(f"{name}: must hold a JSON object, got {short(values)}.")
     return values
 
 
@@ -174,6 +175,7 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in an error, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

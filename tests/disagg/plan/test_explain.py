@@ -110,7 +110,7 @@ def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
     [
         (b"", "neither JSON nor a msgpack layout"),
         (b"hello", "neither JSON nor a msgpack layout"),
-        (b"{}", "model_type None: known are"),
+        (b"{}", "give model_type, as the model's config.json does (it is missing)"),
         (b'{"buffers": [], "version": 9}', "layout version 9"),
     ],
 )

@@ -309,7 +309,7 @@ def test_the_installed_command_prints_tables_of_roles_and_stages():
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["gpt2"], 2, "nor a shipped config"),
+        (["gpt2"], 2, "or a shipped config"),
         (["llama_3_1_70b", "--tp", "3"], 2, "8 heads cannot be split over 3"),
         (["llama_3_1_70b", "--pp", "81"], 2, "81 stages for 80 layers"),
         (["llama_3_1_70b", "--memory", "141G"], 2, "such as 141GiB"),

@@ -201,9 +201,9 @@ def test_the_library_says_the_nearest_too():
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("describe {}", "neither a readable file (No such file or directory)"),
-        ("budget {}", "neither a readable file (No such file or directory)"),
-        ("explain {} llama_3_1_70b", "neither a readable file (No such file or directory)"),
+        ("describe {}", "No such file or directory. Give the path"),
+        ("budget {}", "No such file or directory. Give the path"),
+        ("explain {} llama_3_1_70b", "No such file or directory. Give the path"),
         ("snapshot show {}", "No such file or directory."),
         ("keys {}/a/b", "No such file or directory."),
         ("accept --out /dev/null{}", "Not a directory."),

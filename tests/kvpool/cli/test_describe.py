@@ -205,8 +205,8 @@ def test_layers_that_go_on_as_they_begin_are_cut_short(numbers, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "config 'nowhere': neither a readable file"),
-        (["a\0b"], "neither a readable file (embedded null byte)"),
+        (["nowhere"], "config 'nowhere': No such file or directory. Give the path"),
+        (["a\0b"], "embedded null byte. Give the path"),
         (["deepseek_v3", "--tp", "4", "--rank", "4"], "shard: rank 4 of 4"),
         (["deepseek_v3", "--rank", "1"], "shard: rank 1 of 1"),
         (["deepseek_v3", "--dtype", "bf17"], "dtype 'bf17': one of bf16"),
@@ -231,7 +231,7 @@ def test_what_cannot_be_described_is_refused_with_a_sentence(arguments, says):
         (b'{"buffers": [], "version": 9}', "layout version 9"),
         (b'{"regions": 1}', "malformed layout"),
         (b"{" * 100_000, "neither JSON nor a msgpack layout"),
-        (b'{"model_type": "nothing"}', "model_type 'nothing': known are"),
+        (b'{"model_type": "nothing"}', "model_type 'nothing' is not known."),
     ],
 )
 def test_a_file_that_is_neither_layout_nor_config_is_refused(tmp_path, content, says):

@@ -11,48 +11,9 @@ import transformers
 
 from kvpool.models import declare
 from kvpool.models.drafts import DRAFTS
+from kvpool.models.refused import REFUSED
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
-CROSS = "also caches an encoder's keys and values"
-ENCODER = "an encoder; used as a decoder it also caches an encoder's keys and values"
-NOT_DECLARED = {
-    **dict.fromkeys(
-        (
-            *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"),
-            *("mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper"),
-            *("musicgen", "musicgen_melody"),
-        ),
-        CROSS,
-    ),
-    **dict.fromkeys(
-        (
-            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"),
-            *("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm"),
-            *("roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-        ),
-        ENCODER,
-    ),
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"),
-        "a draft model that reads its target's cache and has none of its own",
-    ),
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"),
-        "also caches the 3D positions (time, height, width) of all tokens, for its indexer",
-    ),
-    "blt": "a model of bytes around a model of patches, each with its own cache",
-    "cpmant": "every forward pass inserts a prompt of 32 entries before the tokens",
-    "git": "the entries of an image precede those of the tokens",
-    "mllama": "cross-attention layers cache the keys and values of an image",
-    "moshi": "an audio model and a text model, each with its own cache",
-    "openai-gpt": "has no cache",
-    "recurrent_gemma": "keeps its recurrent state in the module, not in a cache object",
-    "reformer": "caches hidden states, in a cache class of its own",
-    "rwkv": "keeps its state in a list, not in a cache object",
-    "xlm": "takes its cache as `cache`, not as `past_key_values`",
-    "xlnet": "keeps hidden states (`mems`), no keys and values",
-    "xlstm": "keeps its state in a cache class of its own",
-}
 # not run: their models need an image, or a package for images
 AS_TEXT = ("dots3_note", "gemma3n", "gemma4", "gemma4_unified")
 HEAD = """# Models
@@ -61,8 +22,9 @@ The model types of transformers for which kvpool can build a pool.
 
 transformers {version} registers {total} types as causal language models.
 `kvpool.models.declare(config)` accepts {declared} of them; [Why not](#why-not) gives the reason for
-each of the others. `python -m tests.kvpool.models.table > docs/models.md` writes this page, and a
-test fails if it differs from the installed transformers.
+each of the others, as the refusal of `declare` does.
+`python -m tests.kvpool.models.table > docs/models.md` writes this page, and a test fails if it
+differs from the installed transformers.
 
 Each type is tested with a tiny random model in float32, which runs over `PoolCache` and over
 transformers' own cache, with the prompt in one piece and in chunks. The logits are bit-equal, and
@@ -120,12 +82,11 @@ hidden states in place of logits.
 
 def main() -> str:
     """The document."""
-    declared = sum(name not in NOT_DECLARED for name in TYPES)
+    declared = sum(name not in REFUSED for name in TYPES)
     numbers = {"total": len(TYPES), "declared": declared, "version": transformers.__version__}
     left: dict[str, list[str]] = {}
-    for name, why in sorted(NOT_DECLARED.items()):
-        if name in TYPES:
-            left.setdefault(why, []).append(f"`{name}`")
+    for name, why in sorted(REFUSED.items()):
+        left.setdefault(why, []).append(f"`{name}`")
     drafts = ", ".join(f"`{name}`" for name in DRAFTS)
     end = (
         "\n## Drafts\n\n"
@@ -141,7 +102,7 @@ def _table(names: Iterable[str]) -> str:
 
 
 def _row(name: str) -> str:
-    if name in NOT_DECLARED:
+    if name in REFUSED:
         return f"| `{name}` | | | | | [no](#why-not) |"
     config = transformers.AutoConfig.for_model(name, **({} if name in AS_TEXT else changes(name)))
     if name in AS_TEXT:

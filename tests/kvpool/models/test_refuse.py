@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvpool.models import declare, declare_draft, known, shipped
+from kvpool.models.refused import REFUSED
 
 CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
 
@@ -18,13 +19,63 @@ def config_of(name, **changes):
     return {k: v for k, v in {**held, **changes}.items() if v is not ...}
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "no_such_type"}, {"model_type": ["llama"]}])
-def test_an_unknown_type_lists_the_known_and_says_how_to_declare_by_hand(config):
+def refusal(config):
     with pytest.raises(ValueError) as caught:
         declare(config)
-    told = str(caught.value)
-    assert all(model in told for model in known())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["no_such_type", "x" * 5000])
+def test_an_unknown_type_is_told_where_the_known_are_listed_and_how_to_declare_by_hand(model):
+    told = refusal({"model_type": model})
+    assert told.startswith(f"model_type '{model[:50]}")
+    assert "kvpool.models.known()" in told
     assert all(word in told for word in ("MHAPool", "KVPool", "declare()", "docs/add-a-pool.md"))
+    assert sum(model in told.split() for model in known()) == 0
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("model", "near"),
+    [
+        ("lama", "'llama', "),
+        ("Llama", "'llama', "),
+        ("DeepseekV3ForCausalLM", "'deepseek_v3' or 'deepseek_v32'? "),
+    ],
+)
+def test_the_types_nearest_to_an_unknown_one_are_named_first(model, near):
+    told = refusal({"model_type": model})
+    assert told.startswith(f"model_type '{model}' is not known. Did you mean {near}")
+
+
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 64}, {"model_type": ["llama"]}])
+def test_a_config_without_a_type_is_told_to_give_one(config, tmp_path):
+    told = "give model_type, as the model's config.json does"
+    assert refusal(config).startswith(f"config: {told}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(tmp_path).startswith(f"config {str(tmp_path)!r}: {told}")
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "clip_vision_model"}, {"model_type": "vit", "patch_size": 16}]
+)
+def test_a_vision_model_is_told_to_give_the_model_that_contains_it(config):
+    assert "give the config of the model that contains it" in refusal(config)
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_type_that_no_pool_holds_is_refused_with_its_reason(model):
+    text = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1}
+    for config in ({}, {"text_config": {**text, "hidden_size": 8}}):
+        told = refusal({"model_type": model, **config})
+        assert told.startswith(f"model_type '{model}' cannot be declared: {REFUSED[model]}. ")
+    told = refusal({"model_type": "llava", "text_config": {"model_type": model}})
+    assert f"with a text_config of '{model}' cannot be declared: {REFUSED[model]}. " in told
+
+
+def test_an_encoder_with_a_decoder_is_refused_whatever_its_type():
+    told = refusal({"model_type": "t5", "is_encoder_decoder": True})
+    assert "also caches an encoder's keys and values" in told
 
 
 NEEDED = {
@@ -84,10 +135,15 @@ def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, told):
     with pytest.raises(ValueError, match=f"some.json: {told}"):
         declare(path)
     for missing in (tmp_path / "none", "no_such_name", "\0", "x" * 5000):
-        with pytest.raises(ValueError, match="nor a shipped config"):
+        with pytest.raises(
+            ValueError, match=r"Give the path of a config\.json or of its directory"
+        ):
             declare(missing)
-    with pytest.raises(ValueError, match="to_dict"):
-        declare(object())
+    for other in (object(), None, [], 7):
+        with pytest.raises(
+            ValueError, match=r"^config: give config\.to_dict\(\) of a transformers"
+        ):
+            declare(other)
 
 
 ANY = st.recursive(

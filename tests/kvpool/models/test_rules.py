@@ -173,7 +173,7 @@ def test_names_of_one_number_must_agree():
 def test_a_wrapper_of_an_unknown_type_is_read_as_its_text_model():
     declared = declare({"model_type": "llava", "vision_config": {}, "text_config": LLAMA})
     assert declared.arguments == declare(LLAMA).arguments
-    with pytest.raises(ValueError, match=r"llava' with a text_config of 'bert'"):
+    with pytest.raises(ValueError, match=r"llava' with a text_config of 'bert' cannot be declared"):
         declare({"model_type": "llava", "text_config": {"model_type": "bert"}})
 
 
