@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpool.models.config import Fields
 from kvpool.models.deepseek_v4 import deepseek_v4
+from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
 from kvpool.models.layers import Layer, Need
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
@@ -20,7 +21,6 @@ from kvpool.models.rules import (
     FULL,
     HEAD_DIM,
     HEADS,
-    INDEXED,
     SLIDING,
     Family,
     all_windowed,
@@ -30,7 +30,6 @@ from kvpool.models.rules import (
     grouped,
     head_dim,
     heads,
-    latent,
     listed,
     window_state,
 )
@@ -230,53 +229,6 @@ def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
     return held, State(IndexKey(fields.whole("index_head_dim")))
 
 
-def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:
-    """Window layers have rows of their own, which per_layer_config gives."""
-    if name == SLIDING and not fields.has("per_layer_config"):
-        raise fields.wrong("per_layer_config", "given, as transformers writes it")
-    return latent(fields, name, needs)
-
-
-def _glm4_moe_lite(fields: Fields, name: str, needs: Needs) -> Layer:
-    """Another name of the rope key's dim is head_dim."""
-    rope = fields.whole("qk_rope_head_dim")
-    if fields.has(HEAD_DIM) and fields.get(HEAD_DIM) != rope:
-        raise fields.wrong(HEAD_DIM, f"qk_rope_head_dim, {rope}")
-    return latent(fields, name, needs)
-
-
-def _indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
-    """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
-    of the last full layer and have no keys.
-    """
-    if fields.has("indexer_types"):
-        held = fields.each("indexer_types", ("full", "shared"), len(layers))
-        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
-        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
-    if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
-        raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
-    return layers
-
-
-def _hy_v4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
-    """Without indexer_types: full on the first layer, and on every fourth from the second."""
-    if fields.has("indexer_types"):
-        return _indexed(fields, layers, needs)
-    return [one if n == 0 or n % 4 == 1 else one[:1] for n, one in enumerate(layers)]
-
-
-def _all_indexed(fields: Fields, count: int) -> Sequence[str]:
-    return [INDEXED] * count
-
-
-def _two_a_block(fields: Fields) -> int:
-    """A block has two attentions; num_hidden_layers, where it is given, counts these."""
-    if fields.has("num_layers"):
-        fields.get("num_hidden_layers")
-        return 2 * fields.whole("num_layers")
-    return fields.num_layers
-
-
 def _cycles(fields: Fields) -> int:
     """Layers run several times, each time with keys of their own."""
     if fields.has("num_layers_per_stack"):
@@ -371,17 +323,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
     "hunyuan_vl_text": Family(grouped),
-    # latents
-    **_all("axk1 deepseek_v2 deepseek_v3 minicpm3 youtu", Family(latent)),
-    "glm4_moe_lite": Family(_glm4_moe_lite),
-    "longcat_flash": Family(latent, layers=_two_a_block),
-    "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"),
-        Family(latent, _all_indexed, names=(FULL, INDEXED), also=_indexed),
-    ),
-    "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
-    "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
+    **LATENT_FAMILIES,
     **LINEAR_FAMILIES,
 }
 TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": deepseek_v4}

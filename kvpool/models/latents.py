@@ -1,0 +1,80 @@
+"""Model types that keep a latent a token, and those of them with an indexer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpool.models.config import Fields
+from kvpool.models.layers import Layer
+from kvpool.models.rules import (
+    FULL,
+    HEAD_DIM,
+    INDEXED,
+    SLIDING,
+    Family,
+    latent,
+    listed,
+)
+
+Needs = frozenset[str]
+
+
+def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Window layers have rows of their own, which per_layer_config gives."""
+    if name == SLIDING and not fields.has("per_layer_config"):
+        raise fields.wrong("per_layer_config", "given, as transformers writes it")
+    return latent(fields, name, needs)
+
+
+def _glm4_moe_lite(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Another name of the rope key's dim is head_dim."""
+    rope = fields.whole("qk_rope_head_dim")
+    if fields.has(HEAD_DIM) and fields.get(HEAD_DIM) != rope:
+        raise fields.wrong(HEAD_DIM, f"qk_rope_head_dim, {rope}")
+    return latent(fields, name, needs)
+
+
+def _indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+    """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
+    of the last full layer and have no keys.
+    """
+    if fields.has("indexer_types"):
+        held = fields.each("indexer_types", ("full", "shared"), len(layers))
+        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
+        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
+    if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
+        raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
+    return layers
+
+
+def _hy_v4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+    """Without indexer_types: full on the first layer, and on every fourth from the second."""
+    if fields.has("indexer_types"):
+        return _indexed(fields, layers, needs)
+    return [one if n == 0 or n % 4 == 1 else one[:1] for n, one in enumerate(layers)]
+
+
+def _all_indexed(fields: Fields, count: int) -> Sequence[str]:
+    return [INDEXED] * count
+
+
+def _two_a_block(fields: Fields) -> int:
+    """A block has two attentions; num_hidden_layers, where it is given, counts these."""
+    if fields.has("num_layers"):
+        fields.get("num_hidden_layers")
+        return 2 * fields.whole("num_layers")
+    return fields.num_layers
+
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "minicpm3", "youtu"), Family(latent)),
+    "glm4_moe_lite": Family(_glm4_moe_lite),
+    "longcat_flash": Family(latent, layers=_two_a_block),
+    "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        Family(latent, _all_indexed, names=(FULL, INDEXED), also=_indexed),
+    ),
+    "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
+    "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
+}
