@@ -134,6 +134,25 @@ def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
     return window_state(fields, name, swa)
 
 
+def _step3p5(fields: Fields, name: str, needs: Needs) -> Layer:
+    """Published configs name KV heads num_attention_groups. Window layers may have other query
+    heads; transformers gives them the KV heads of the other layers.
+    """
+    groups, setting = "num_attention_groups", "attention_other_setting"
+    fields.get("num_sliding_attention_heads")
+    if fields.has(groups):
+        count = fields.whole(groups)
+        if fields.has(HEADS) and fields.get(HEADS) != count:
+            raise fields.wrong(groups, f"{HEADS}, {fields.get(HEADS)}")
+        fields = replace(fields, values={**fields.values, HEADS: count})
+    full = heads(fields, needs)
+    own = fields.inner(setting) if fields.has(setting) else replace(fields, values={})
+    for field, size in ((groups, full.num_kv_heads), (HEAD_DIM, full.head_dim)):
+        if own.has(field) and own.get(field) != size:
+            raise own.wrong(field, f"{size}, as on layers without a window")
+    return window_state(fields, name, full)
+
+
 def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
     """The published 4B, 12B and 27B configs leave out the defaults of transformers'
     Gemma3TextConfig: 4 KV heads of 256.
@@ -318,11 +337,17 @@ FAMILIES: dict[str, Family] = {
     ),
     **_all("cosmos3_edge_text molmo2_text qwen3_vl_text", Family(grouped, needs=BOTH)),
     **_all(
-        "qwen2_5_vl_text qwen2_vl_text",
+        "qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
         Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
     ),
     **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
-    "hunyuan_vl_text": Family(grouped),
+    **_all("granite4_vision_text hunyuan_vl_text", Family(grouped)),
+    "deepseek_ocr2_text": Family(grouped, ignores=ONLY_DIM),
+    **_all("ernie4_5_vl_moe_text qwen3_omni_moe_text", Family(grouped, needs=ONLY_HEADS)),
+    **_all("kosmos_2_text_model kosmos_2_5_text_model", Family(grouped, ignores=BOTH)),
+    "paddleocr_vl_text": Family(grouped, needs=BOTH),
+    "step3p5": Family(_step3p5, needs=BOTH),
+    "voxtral_realtime_text": Family(grouped, given_window, needs=BOTH),
     **LATENT_FAMILIES,
     **LINEAR_FAMILIES,
 }
@@ -341,4 +366,5 @@ WRAPPERS = {
     "moss_transcribe_diarize": "qwen3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "step3p7": "step3p5",
 }

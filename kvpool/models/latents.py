@@ -67,7 +67,9 @@ def _two_a_block(fields: Fields) -> int:
 
 
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "minicpm3", "youtu"), Family(latent)),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "youtu"), Family(latent)
+    ),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "longcat_flash": Family(latent, layers=_two_a_block),
     "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),

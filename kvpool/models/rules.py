@@ -181,6 +181,15 @@ def from_max_window_layers(fields: Fields, count: int) -> Sequence[str]:
     return [FULL if n < first else SLIDING for n in range(count)]
 
 
+def _listed_layers(fields: Fields, name: str, count: int) -> int:
+    """How many layers a list is of: draft layers may follow the model's own."""
+    listed = fields.get(name)
+    if not isinstance(listed, (list, tuple)) or len(listed) == count:
+        return count
+    both = count + fields.num_draft_layers
+    return both if len(listed) == both else count
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a config of a model type cannot say.
@@ -228,7 +237,8 @@ def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
         for unread in ("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW):
             fields.get(unread)  # what the list was made of
         older = [old for old, new in RENAMED.items() if new in family.names]
-        found = fields.each(name, (*family.names, *older), count)
+        named = (*family.names, *older)
+        found = fields.each(name, named, _listed_layers(fields, name, count))[:count]
         return [RENAMED.get(each, each) for each in found]
     for name in WINDOW if family.types is not all_full else ():
         fields.get(name)

@@ -46,7 +46,7 @@ layers, it is used; otherwise the pool is a `LayeredPool`, which takes any combi
 
 - `layer_types` or `layers_block_type` lists the type of each layer. Without it, the rule of the
   model type applies (`kvpool/models/families.py`, `linear.py`). A config with neither is refused;
-  transformers' `config.to_dict()` contains the list.
+  transformers' `config.to_dict()` contains the list. Entries of draft layers may follow.
 - `sliding_window` includes the current token, so the pool's window is one token less.
 - `attention_chunk_size` is read as a sliding window of that size: no token attends to more.
 - `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size /
@@ -75,8 +75,8 @@ COLUMNS = """
 WITHIN = """
 ## Text models of multimodal models
 
-Types that appear only as the `text_config` of other types. They are tested in the same way, with
-hidden states in place of logits.
+Types that `AutoModelForCausalLM` does not make: most appear only as the `text_config` of another
+type. They are tested in the same way, with hidden states in place of logits.
 """
 
 

@@ -134,6 +134,7 @@ OWN_DEFAULTS = {  # of fields that must be given, or that contradict each other
     "emu3_text_model": "known to transformers as a part of emu3",
     "glm4_moe": UNEVEN,
     "glm4v_moe_text": UNEVEN,
+    "qwen3_omni_moe_text": "28 heads do not divide a hidden size of 2048",
     "lfm2_moe": "its layer_types must be given",
 }
 

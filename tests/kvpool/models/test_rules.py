@@ -242,6 +242,47 @@ def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(con
     assert (declared.pool, declared.arguments) == (SWAPool, arguments)
 
 
+STEP = {
+    **LLAMA,
+    "model_type": "step3p5",
+    "num_key_value_heads": ...,
+    "num_attention_groups": 2,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": [FULL, SWA, SWA, SWA, SWA],
+    "num_nextn_predict_layers": 1,
+}
+
+
+def step(groups=2, dim=16, **more):
+    own = {"num_attention_heads": 6, "num_attention_groups": groups, "head_dim": dim}
+    fields = {**STEP, "attention_other_setting": own, **more}
+    return {name: value for name, value in fields.items() if value is not ...}
+
+
+def test_window_layers_of_step_have_more_query_heads_and_a_list_of_layers_may_end_with_drafts():
+    declared = declare(step())
+    swa = {"full": MHA(2, 16), "window_layers": (1, 2, 3), "window": 8}
+    assert (declared.pool, declared.arguments) == (SWAPool, swa)
+    assert declare({"model_type": "step3p7", "text_config": step()}).arguments == swa
+    with pytest.raises(ValueError, match="layer_types must be a list of 4 values"):
+        declare(step(num_nextn_predict_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"groups": 1}, r"attention_other_setting\.num_attention_groups must be 2, .* got 1"),
+        ({"dim": 8}, r"attention_other_setting\.head_dim must be 16, .* got 8"),
+        ({"num_key_value_heads": 4}, "num_attention_groups must be num_key_value_heads, 4, got 2"),
+        ({"num_attention_groups": ...}, "num_key_value_heads must be .* it is missing"),
+    ],
+)
+def test_kv_heads_of_step_that_contradict_each_other_are_refused(changes, told):
+    with pytest.raises(ValueError, match=f"step3p5 config: {told}"):
+        declare(step(**changes))
+
+
 def test_the_letters_of_nemotron_h_are_its_layers():
     config = {
         **LLAMA,

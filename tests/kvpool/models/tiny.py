@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,13 +16,29 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvpool.models.families import WRAPPERS
 
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-# text models that are found in multimodal ones only
+# text models that AutoModelForCausalLM does not make: most are found in multimodal ones only
 TEXTS = (
-    *("cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text"),
-    *("granite_docling_text", "hunyuan_vl_text", "molmo2_text"),
-    *("muse_glimmer_text", "muse_spark_text", "qwen2_5_vl_text", "qwen2_vl_text"),
-    *("qwen3_vl_moe_text", "qwen3_vl_text"),
+    *("cosmos3_edge_text", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "glm4v_moe_text"),
+    *("glm4v_text", "glm_image_text", "glm_ocr_text", "granite4_vision_text"),
+    *("granite_docling_text", "hunyuan_vl_text", "kosmos_2_5_text_model", "kosmos_2_text_model"),
+    *("mistral4", "molmo2_text"),
+    *("muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text"),
+    *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
+    *("qwen3_vl_text", "step3p5", "voxtral_realtime_text"),
 )
+# models of them that AutoModel does not make by themselves
+CLASSES = {
+    "deepseek_ocr2_text": "deepseek_ocr2.modeling_deepseek_ocr2.DeepseekOcr2TextModel",
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe.modeling_ernie4_5_vl_moe.Ernie4_5_VLMoeTextModel",
+    "granite4_vision_text": "granite4_vision.modeling_granite4_vision.Granite4VisionTextModel",
+    "kosmos_2_5_text_model": "kosmos2_5.modeling_kosmos2_5.Kosmos2_5TextModel",
+    "kosmos_2_text_model": "kosmos2.modeling_kosmos2.Kosmos2TextModel",
+    "paddleocr_vl_text": "paddleocr_vl.modeling_paddleocr_vl.PaddleOCRTextModel",
+    "qwen2_5_omni_text": "qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextModel",
+    "step3p5": "step3p7.modeling_step3p7.Step3p7TextModel",
+    "voxtral_realtime_text": "voxtral_realtime.modeling_voxtral_realtime.VoxtralRealtimeTextModel",
+}
 WINDOW = 9  # with the token itself
 # what a config of this type has of these
 SIZES: dict[str, Any] = {
@@ -122,6 +139,7 @@ def mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 
 QWEN_VL = {**mrope(2, 3, 3), "use_sliding_window": True, "max_window_layers": 2}
+KOSMOS = {**TOKENS, "embed_dim": 64, "layers": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), LATENT),
@@ -163,6 +181,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             "heavily_compressed_attention": 16,
         },
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["sparse"] * 4, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "num_key_value_heads": 4,
         "layer_types": ["indexed_attention", SWA, "indexed_attention", SWA],
@@ -172,6 +191,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **TOKENS,
     },
     "emu3": TOKENS,
+    "ernie4_5_vl_moe_text": {**mrope(3, 3, 2), "moe_intermediate_size": [32, 32]},
     "exaone4": {"layer_types": [SWA, FULL, SWA, FULL]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
@@ -211,6 +231,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
     },
     "kolibri1": {"num_hidden_layers": 5},
+    "kosmos_2_5_text_model": KOSMOS,
+    "kosmos_2_text_model": KOSMOS,
     "laguna": {"layer_types": [SWA, FULL] * 2, "num_attention_heads_per_layer": [4, 8, 4, 8]},
     "lfm2": {"full_attn_idxs": [2]},
     "lfm2_moe": {"layer_types": [CONV, CONV, FULL, CONV]},
@@ -225,6 +247,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
+    "mistral4": {"num_key_value_heads": 4},
     "modernbert-decoder": {"local_attention": 16, "cls_token_id": 0, "sep_token_id": 0, **TOKENS},
     "nemotron_h": {
         "layers_block_type": ["mlp", LINEAR, FULL, LINEAR],
@@ -235,14 +258,22 @@ CHANGES: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
     "olmo_hybrid": {"linear_num_value_heads": 2, "num_key_value_heads": 4},
+    "paddleocr_vl_text": {**mrope(4, 4, 4), **TOKENS},
+    "qwen2_5_omni_text": QWEN_VL,
     "qwen2_5_vl_text": QWEN_VL,
     "qwen2_vl_text": QWEN_VL,
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 4},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3_moe": {"use_sliding_window": True},
+    "qwen3_omni_moe_text": {**mrope(2, 3, 3), "sliding_window": None},
     "qwen3_vl_moe_text": {"sliding_window": None},
     "smollm3": {"use_sliding_window": True},
+    "step3p5": {
+        **TOKENS,
+        "layer_types": [SWA, FULL, SWA, SWA],
+        "num_sliding_attention_heads": 8,
+    },
     "zamba": {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
@@ -285,6 +316,10 @@ def tiny(model: str) -> Any:
     """A random float32 model."""
     config = transformers.AutoConfig.for_model(model, **changes(model))
     torch.manual_seed(7)
+    if model in CLASSES:
+        module, _, name = CLASSES[model].rpartition(".")
+        found = getattr(import_module(f"transformers.models.{module}"), name)
+        return found._from_config(config, dtype=torch.float32).eval()
     kind = transformers.AutoModel if model in TEXTS else transformers.AutoModelForCausalLM
     return kind.from_config(config, dtype=torch.float32).eval()
 
@@ -304,7 +339,10 @@ def run(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...]) -> l
     names = inspect.signature(model.forward).parameters
     name = "cache_params" if "cache_params" in names else "past_key_values"
     parts = torch.split(ids, chunks, dim=1)
-    said = [model(input_ids=part, use_cache=True, **{name: cache}) for part in parts]
+    more = {name: cache, "use_cache": True}
+    if model.config.model_type == "voxtral_realtime_text":  # the delay of the transcription
+        more["t_cond"] = torch.linspace(-1, 1, model.config.hidden_size)[None]
+    said = [model(input_ids=part, **more) for part in parts]
     return [each.logits if "logits" in each else each.last_hidden_state for each in said]
 
 
