@@ -97,26 +97,31 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         kind, at = self._need(self.attention, "keys and values")
         pool = self.cache.pool
         both = self._checked(kind, at, key_states, value_states)
-        paired = isinstance(kind, MLA) and kind.rope_pairs
+        paired = isinstance(kind, MLA) and kind.rope_pairs and kind.qk_rope_head_dim > 0
         if paired:
             both[1] = pairs_of_halves(both[1])
         rows, _, tokens, _ = key_states.shape
         start = self.cache.advance(self.layer, "attention", tokens)
         where, end = self._where(kind, at), self.cache.columns
-        cells = [pool.view(role, self.layer).shape[2:] for role in self._roles()]
-        flat = [x.transpose(1, 2).reshape(-1, *cell) for x, cell in zip(both, cells)]
+        # of a latent without a rope key the second is [N, 0]
+        cells = [*(pool.view(role, self.layer).shape[2:] for role in self._roles()), (0,)]
+        flat = [x.transpose(1, 2).reshape(rows * tokens, *cell) for x, cell in zip(both, cells)]
         pool.set_kv_buffer(self.layer, *self.cache.tokens_only(where[:, start:end], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
         alive = where[:, first:end].flatten()
         loaded = self.cache.read(alive, partial(pool.get_kv_buffer, self.layer))
         found = [
-            x.reshape(rows, end - first, -1, x.shape[-1]).transpose(1, 2).contiguous()
+            x.reshape(rows, end - first, x.shape[1:-1].numel(), x.shape[-1])
+            .transpose(1, 2)
+            .contiguous()
             for x in loaded
         ]
         if paired:
             found[1] = halves_of_pairs(found[1])
         if kind.shared_kv:
             found = [torch.cat(found, dim=-1)] * 2
+        # models ask for the shape; the memory is the pool's
+        self.keys, self.values = (x.to("meta") for x in found)
         return tuple(found)
 
     def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
@@ -196,6 +201,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             sizes = [view.shape[-1] for view in views]
             total = given[0].shape[-1]
             states = list(torch.split(given[0], sizes if sum(sizes) == total else total, dim=-1))
+        if len(roles) == 1 and given[1].numel():
+            raise ValueError(
+                f"{regions[0]}: the model gives a rope key {list(given[1].shape)}, the pool has "
+                "none. Build the pool for this model."
+            )
         for region, view, state in zip(regions, views, states):
             heads, dim = (1, *view.shape[2:])[-2:]
             shape = [self.batch_size, heads, given[0].shape[2], dim]

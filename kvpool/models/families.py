@@ -31,6 +31,7 @@ from kvpool.models.rules import (
     head_dim,
     heads,
     listed,
+    rotated_layers,
     window_state,
 )
 from kvpool.pools.kinds import MHA, IndexKey
@@ -74,20 +75,12 @@ def _smollm3(fields: Fields, count: int) -> Sequence[str]:
     windowed = fields.flag("use_sliding_window") and fields.has("sliding_window")
     if not windowed:
         return [FULL] * count
-    return [FULL if rotated else SLIDING for rotated in _rotated(fields, count)]
+    return [FULL if rotated else SLIDING for rotated in rotated_layers(fields, count)]
 
 
 def _llama4(fields: Fields, count: int) -> Sequence[str]:
     """Chunks on layers with rotation."""
-    return [CHUNKED if rotated else FULL for rotated in _rotated(fields, count)]
-
-
-def _rotated(fields: Fields, count: int) -> Sequence[int]:
-    if fields.get("no_rope_layers"):
-        found: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
-        return found
-    step = fields.whole_or("no_rope_layer_interval", 4)
-    return [int((n + 1) % step != 0) for n in range(count)]
+    return [CHUNKED if rotated else FULL for rotated in rotated_layers(fields, count)]
 
 
 def _exaone(fields: Fields, count: int) -> Sequence[str]:
@@ -342,8 +335,11 @@ FAMILIES: dict[str, Family] = {
     ),
     **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
     **_all("granite4_vision_text hunyuan_vl_text", Family(grouped)),
-    "deepseek_ocr2_text": Family(grouped, ignores=ONLY_DIM),
-    **_all("ernie4_5_vl_moe_text qwen3_omni_moe_text", Family(grouped, needs=ONLY_HEADS)),
+    **_all("chameleon deepseek_ocr2_text", Family(grouped, ignores=ONLY_DIM)),
+    **_all(
+        "ernie4_5_vl_moe_text qwen3_omni_moe_text",
+        Family(grouped, needs=ONLY_HEADS),
+    ),
     **_all("kosmos_2_text_model kosmos_2_5_text_model", Family(grouped, ignores=BOTH)),
     "paddleocr_vl_text": Family(grouped, needs=BOTH),
     "step3p5": Family(_step3p5, needs=BOTH),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvpool.models.config import Fields
 from kvpool.models.layers import Layer
@@ -12,9 +13,13 @@ from kvpool.models.rules import (
     INDEXED,
     SLIDING,
     Family,
+    indexed,
     latent,
+    latent_row,
     listed,
+    rotated_layers,
 )
+from kvpool.pools.layered import State
 
 Needs = frozenset[str]
 
@@ -34,23 +39,29 @@ def _glm4_moe_lite(fields: Fields, name: str, needs: Needs) -> Layer:
     return latent(fields, name, needs)
 
 
-def _indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
-    """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
-    of the last full layer and have no keys.
+def _mistral_large4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+    """Layers that no_rope_layers lists as 0 have no rope key, and those whose kv_source_layers is
+    another layer read that layer's latents: they keep an indexer's key, or nothing.
     """
-    if fields.has("indexer_types"):
-        held = fields.each("indexer_types", ("full", "shared"), len(layers))
-        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
-        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
-    if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
-        raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
-    return layers
+    count = len(layers)
+    rotated = rotated_layers(fields, count)
+    sources = tuple(range(count))
+    if fields.has("kv_source_layers"):
+        sources = fields.each("kv_source_layers", range(count), count)
+    if any(source > n or sources[source] != source for n, source in enumerate(sources)):
+        raise fields.wrong("kv_source_layers", "earlier layers that are their own source")
+    kept: list[Layer] = []
+    row = latent_row(fields)
+    for n, (_, *keys) in enumerate(indexed(fields, layers, needs)):
+        own = State(row if rotated[n] else replace(row, qk_rope_head_dim=0))
+        kept.append((own, *keys) if sources[n] == n else tuple(keys))
+    return kept
 
 
 def _hy_v4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     """Without indexer_types: full on the first layer, and on every fourth from the second."""
     if fields.has("indexer_types"):
-        return _indexed(fields, layers, needs)
+        return indexed(fields, layers, needs)
     return [one if n == 0 or n % 4 == 1 else one[:1] for n, one in enumerate(layers)]
 
 
@@ -75,8 +86,9 @@ FAMILIES: dict[str, Family] = {
     "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"),
-        Family(latent, _all_indexed, names=(FULL, INDEXED), also=_indexed),
+        Family(latent, _all_indexed, names=(FULL, INDEXED), also=indexed),
     ),
     "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
+    "mistral_large4_text": Family(latent, _all_indexed, names=(INDEXED,), also=_mistral_large4),
     "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
 }

@@ -70,7 +70,7 @@ def _latent(layers: Sequence[Layer]) -> Need | None:
     if not index:
         return MLAPool, dims
     key = next(iter(index))
-    if not isinstance(key, IndexKey):
+    if not isinstance(key, IndexKey) or key.pooled:
         return None
     held = tuple(n for n, layer in enumerate(layers) if len(layer) > 1)
     return NSAPool, {**dims, "index_head_dim": key.head_dim, "index_layers": held}

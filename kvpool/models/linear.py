@@ -11,11 +11,14 @@ from kvpool.models.rules import (
     FULL,
     HEAD_DIM,
     HEADS,
+    INDEXED,
     LINEAR,
     SLIDING,
     Family,
+    every,
     grouped,
     heads,
+    indexed,
     latent,
     latent_row,
     listed,
@@ -23,6 +26,7 @@ from kvpool.models.rules import (
 )
 from kvpool.pools.kinds import (
     MHA,
+    IndexKey,
     LinearState,
     cca,
     gated_delta_net,
@@ -114,6 +118,14 @@ def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
         every = f"a list of the layers from 1 to {count} that kda_layers leave out"
         raise inner.wrong("full_attn_layers", every)
     return [LINEAR if n in kinds[0] else FULL for n in numbers]
+
+
+def _glm5_next(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    """A latent without a rope key, and what an indexer pools: the keys of index_kpool tokens."""
+    for unread in ("index_kpool", "index_kpool_always_select_tail"):
+        fields.get(unread)
+    row = latent_row(fields, rope=range(1))
+    return State(row), State(IndexKey(fields.whole("index_head_dim"), pooled=True))
 
 
 def _mamba2(
@@ -269,6 +281,9 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("inkling2_text", "inkling_text"),
         Family(_inkling, listed, (HYBRID, HYBRID_SLIDING), needs=BOTH),
+    ),
+    "glm5_next_text": Family(
+        beside(_kda, _glm5_next), every(4, rest=LINEAR), (FULL, INDEXED, LINEAR), also=indexed
     ),
     "jamba": Family(
         beside(_mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvpool.models.config import ALIASES, Fields
+from kvpool.models.config import ALIASES, MAX_VALUE, Fields
 from kvpool.models.layers import Layer, Need, need
 from kvpool.pools.kinds import MHA, MLA, IndexKey
 from kvpool.pools.layered import State
@@ -38,7 +38,7 @@ STATELESS = re.compile(
     r"index_(n_heads|topk|block_size|local_blocks|topk_blocks|share_for_mtp_iteration|skip_topk_offset)|"
     r"indexer_rope_interleave|cla_share_factor|layernorm_\w+_(alpha|beta)|"
     r"mlp_layer_types|moe_layer_\w+|mtp_\w+|\w+_per_layer_input|scale_attn_by_inverse_layer_idx|"
-    r"(full|linear)_attn_(alpha|beta)_factor|linear_(a_log|dt|allow)_\w+|ssm_\w*multipliers?|"
+    r"(full|linear)_attn_(alpha|beta)_factor|linear_(a_log|dt|allow|lower)_\w+|ssm_\w*multipliers?|"
     r"mamba_\w*norm\w*|mamba_dt_\w+|\w*_act|\w+_bias|num_ln_in_parallel_attn|lm_head\w*|"
     r"output_hidden_states|hidden_states_\w+|use_cache|cache_implementation|keep_window_size|"
     r"chunk_size_feed_forward|quantization_config"
@@ -110,11 +110,26 @@ def latent(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     return State(row), State(IndexKey(fields.whole("index_head_dim")))
 
 
-def latent_row(fields: Fields) -> MLA:
-    """A latent and a rope key. Heads are made of it, so their dims are none of the state's."""
+def latent_row(fields: Fields, rope: range = range(1, MAX_VALUE + 1)) -> MLA:
+    """A latent and a rope key, of one of `rope` dims. Heads are made of it, so their dims are none
+    of the state's.
+    """
     for unread in (HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim"):
         fields.get(unread)
-    return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim"))
+    return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim", rope[0], rope[-1]))
+
+
+def indexed(fields: Fields, layers: list[Layer], needs: frozenset[str]) -> list[Layer]:
+    """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
+    of the last full layer and have no keys.
+    """
+    if fields.has("indexer_types"):
+        held = fields.each("indexer_types", ("full", "shared"), len(layers))
+        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
+        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
+    if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
+        raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
+    return layers
 
 
 def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MHA:
@@ -171,6 +186,15 @@ def every(full: int, field: str = "", rest: str = SLIDING, offset: int = 1) -> T
         return [rest if (n + offset) % step else FULL for n in range(count)]
 
     return types
+
+
+def rotated_layers(fields: Fields, count: int) -> Sequence[int]:
+    """1 for each layer with rotation: listed, or all but every fourth."""
+    if fields.get("no_rope_layers"):
+        found: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
+        return found
+    step = fields.whole_or("no_rope_layer_interval", 4)
+    return [int((n + 1) % step != 0) for n in range(count)]
 
 
 def from_max_window_layers(fields: Fields, count: int) -> Sequence[str]:

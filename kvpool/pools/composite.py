@@ -85,17 +85,24 @@ class UnionPool(KVPool):
         part: str = "",
     ) -> None:
         """Writes K and V `[N, head, dim]`, or latent and rope `[N, dim]`, of a layer's attention to
-        flat locations `[N]` of its space. `part="c4"` or `"c128"`: compressed entries.
+        flat locations `[N]` of its space. `part="c4"` or `"c128"`: compressed entries. Of a latent
+        without a rope key `second` is `[N, 0]`.
         """
         roles = self.roles(layer, *ATTENTION, part=part)
+        if len(roles) == 1 and second.numel():
+            raise ValueError(
+                f"{self.owner} layer {layer} {roles[0]}: it has no rope key, got one of "
+                f"{list(second.shape)}. Give [N, 0], or build the pool with qk_rope_head_dim."
+            )
         self.write(layer, locations, dict(zip(roles, (first, second))))
 
     def get_kv_buffer(
         self, layer: int, locations: ArrayLike, *, part: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads K and V, or latent and rope, in the pool's dtype."""
+        """Reads K and V, or latent and rope (without a rope key `[N, 0]`), in the pool's dtype."""
         roles, dtype = self.roles(layer, *ATTENTION, part=part), getattr(torch, self.dtype)
-        first, second = self.read_roles(roles, layer, locations)
+        first, *others = self.read_roles(roles, layer, locations)
+        second = others[0] if others else first[:, :0]
         return first.to(dtype), second.to(dtype)
 
     def set_index_key(self, layer: int, locations: ArrayLike, keys: torch.Tensor) -> None:

@@ -114,7 +114,8 @@ class MHA:
 
 @dataclass(frozen=True, slots=True)
 class MLA:
-    """Multi-head latent attention: one row a token, the latent and then the rope key.
+    """Multi-head latent attention: one row a token, the latent and then the rope key. Without
+    dims for it there is no rope key (layers without rotation).
 
     Packing `fp8`: rows of 512 e4m3, 4 float32 scales and 64 bf16 rope, 656 bytes (FlashMLA's sparse
     format of DeepSeek-V3.2).
@@ -127,17 +128,23 @@ class MLA:
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     rope_pairs: bool = field(default=True, repr=False)
-    inputs = ("latent", "rope")
     shared_kv = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Latent and rope key, or the latent alone."""
+        return ("latent", "rope") if self.qk_rope_head_dim else ("latent",)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One row a token."""
+        row: tuple[Cell, ...]
         if at.takes(self, "fp8"):
-            latent = scaled("latent", self.kv_lora_rank, 128)
-            row = Seq(*latent, Cell("rope", self.qk_rope_head_dim, "bf16"))
+            row, rope = scaled("latent", self.kv_lora_rank, 128), "bf16"
         else:
-            row = _row(self.kv_lora_rank, self.qk_rope_head_dim, at.packing)
-        yield at.buffer("kv", Repeat("entry", at.entries, row))
+            row, rope = (Cell("latent", self.kv_lora_rank, at.packing),), at.packing
+        if self.qk_rope_head_dim:
+            row = *row, Cell("rope", self.qk_rope_head_dim, rope)
+        yield at.buffer("kv", Repeat("entry", at.entries, Seq(*row)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,8 @@ class V4Latent:
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One page of rows."""
         if not at.takes(self, "fp8"):
-            row = _row(self.latent_dim, self.qk_rope_head_dim, at.packing)
+            latent = Cell("latent", self.latent_dim, at.packing)
+            row = Seq(latent, Cell("rope", self.qk_rope_head_dim, at.packing))
             yield at.buffer("latent", Repeat("entry", at.entries, row))
             return
         latent, scales = scaled("latent", self.latent_dim, 64, "ue8m0")
@@ -174,13 +182,22 @@ class IndexKey:
 
     Packing `fp8`: per page all e4m3 keys, then all float32 scales (one per 128): 132 bytes an entry
     (the index cache of DeepSeek-V3.2).
+
+    `pooled`: the indexer pools the keys of several tokens when it reads them (GLM-5-Next). A row is
+    a token's key, as many weights, and whether the token counts; it is not quantised.
     """
 
     head_dim: int = 128
+    pooled: bool = field(default=False, repr=False)
     inputs = ("index_key",)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One page of keys."""
+        if self.pooled:
+            at.takes(self)
+            row = Cell("index_key", 2 * self.head_dim + 1, at.packing)
+            yield at.buffer("index_key", Repeat("entry", at.entries, row))
+            return
         if at.takes(self, "fp8"):
             parts = scaled("index_key", self.head_dim, 128)
             page: Template = Seq(*(Repeat("entry", at.entries, cell) for cell in parts))
@@ -372,7 +389,3 @@ def cca(q_heads: int, kv_heads: int, dim: int, kernels: tuple[int, int]) -> Line
     return LinearState(
         sections, taps, kv_heads * dim // 2, (), temporal_dtype="", conv_inputs=False
     )
-
-
-def _row(latent: int, rope: int, dtype: str) -> Seq:
-    return Seq(Cell("latent", latent, dtype), Cell("rope", rope, dtype))

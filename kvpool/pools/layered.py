@@ -99,8 +99,9 @@ class LayeredPool(UnionPool):
             prefix = f"linear{number}." if number else ""
             mamba = StateType.MAMBA
             return self.at(layers, "state", 1, packing=conv, prefix=prefix, state=mamba)
-        indexed = isinstance(state.kind, IndexKey)
-        packing = self.index_packing if indexed else None
+        indexed, packing = isinstance(state.kind, IndexKey), None
+        if isinstance(state.kind, IndexKey):
+            packing = self.dtype if state.kind.pooled else self.index_packing
         if state.window is not None:
             name, entries = self.window_spaces[state.window], self.window_page_size
             return self.at(

@@ -153,6 +153,8 @@ POOLS: dict[str, Example] = {
     },
     "mha f32": mha.but(packing="f32"),
     "mla f32": mla.but(packing="f32"),
+    "mla bf16 without rope": mla.but(qk_rope_head_dim=0),
+    "mla fp8 without rope": mla.but(qk_rope_head_dim=0, packing="fp8"),
     "mha f16": mha.but(packing="f16"),
     "mha mxfp8": mha.but(packing="mxfp8", head_dim=64, v_head_dim=32),
     "mha hnd mxfp8": mha.but(packing="mxfp8", head_dim=64, v_head_dim=32, order="hnd"),

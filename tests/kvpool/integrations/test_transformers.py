@@ -513,6 +513,11 @@ def test_other_dims_other_rows_and_gradients_are_refused():
     )
     with pytest.raises(ValueError, match=r"latent: .*\[1, 1, 29, 32\].*\[1, 1, 29, 16\]"):
         run(model, PoolCache.new(pool, Allocator(pool)), ids, chunks=(PROMPT,), steps=0)
+    pool = MLAPool(
+        kv_lora_rank=32, qk_rope_head_dim=0, layers=range(3), num_pages=9, page_size=4, dtype="f32"
+    )
+    with pytest.raises(ValueError, match=r"latent: .* gives a rope key \[1, 1, 29, 8\], .* none"):
+        run(model, PoolCache.new(pool, Allocator(pool)), ids, chunks=(PROMPT,), steps=0)
     pool = pool_of(model)
     with pytest.raises(ValueError, match=r"\[1, 1, 29, 32\].*\[2, 1, 29, 32\]"):
         run(model, PoolCache.new(pool, Allocator(pool), 2), ids, chunks=(PROMPT,), steps=0)
@@ -606,7 +611,7 @@ def test_pool_for_takes_the_pool_that_the_model_needs():
     }
     for family, width in elements.items():
         assert pool_of(model_of(family)).bytes_per_token == width * 4
-    with pytest.raises(ValueError, match=r"bert.*deepseek_v3.*llama"):
+    with pytest.raises(ValueError, match=r"bert.*cannot be declared: an encoder"):
         pool_for(transformers.BertConfig(), num_pages=4, page_size=4, dtype="f32")
 
 

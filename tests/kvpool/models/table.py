@@ -45,8 +45,9 @@ with or without a window (`kvpool/models/layers.py`). If a pool class exists for
 layers, it is used; otherwise the pool is a `LayeredPool`, which takes any combination.
 
 - `layer_types` or `layers_block_type` lists the type of each layer. Without it, the rule of the
-  model type applies (`kvpool/models/families.py`, `linear.py`). A config with neither is refused;
-  transformers' `config.to_dict()` contains the list. Entries of draft layers may follow.
+  model type applies (`kvpool/models/families.py`, `latents.py`, `linear.py`). A config with neither
+  is refused; transformers' `config.to_dict()` contains the list. Entries of draft layers may
+  follow.
 - `sliding_window` includes the current token, so the pool's window is one token less.
 - `attention_chunk_size` is read as a sliding window of that size: no token attends to more.
 - `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size /

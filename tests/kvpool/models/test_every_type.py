@@ -11,10 +11,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
+
 from kvpool import Allocator  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
+from kvpool.models import known  # noqa: E402
 from kvpool.models.families import FAMILIES, WRAPPERS  # noqa: E402
+from kvpool.models.refused import REFUSED  # noqa: E402
 from tests.kvpool.models.table import AS_TEXT, main  # noqa: E402
 from tests.kvpool.models.tiny import TEXTS, TYPES, kept, own_cache, run, tiny  # noqa: E402
 
@@ -32,7 +36,9 @@ FEW = (
     "gemma4_text",
     "glm_moe_dsa",
     "gpt2",
+    "glm5_next_text",
     "longcat_flash",
+    "mistral_large4_text",
     "llama4_text",
     "inkling_text",
     "mimo_v2_flash",
@@ -81,6 +87,17 @@ def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
         for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
             assert torch.equal(a, b), f"chunk {step} of {chunks}"
         del ours
+
+
+# no model of them keeps the keys of a text: encoders, models of images and of audio
+OTHER = {"embedding_gemma2_text", "kyutai_speech_to_text", "sam3_lite_text", "speech_to_text"}
+OTHER |= {"pp_formulanet_text", "qwen3_omni_moe_talker_text", "t5gemma2_text"}
+
+
+def test_every_text_type_of_this_transformers_is_declared_or_refused_by_name():
+    names = {name for name in CONFIG_MAPPING_NAMES if name.endswith("_text")} | {*TYPES}
+    assert names - OTHER - {*known(), *REFUSED} == set()
+    assert {*known()} & {*REFUSED} == set()
 
 
 def test_the_document_names_the_types_of_this_transformers():

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import LayeredPool, MHAPool, SWAPool
 from kvpool.models import declare
-from kvpool.pools.kinds import MHA, MLA, IndexKey, mamba2
+from kvpool.pools.kinds import MHA, MLA, IndexKey, kda, mamba2
 from kvpool.pools.layered import State
 
 LLAMA = {
@@ -240,6 +240,67 @@ PUBLISHED = [
 def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(config, arguments):
     declared = declare(config)
     assert (declared.pool, declared.arguments) == (SWAPool, arguments)
+
+
+LARGE4 = {
+    **LLAMA,
+    "model_type": "mistral_large4_text",
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "index_head_dim": 16,
+    "no_rope_layers": [1, 0, 1, 1],
+    "kv_source_layers": [0, 1, 0, 0],
+    "indexer_types": ["full", "shared", "full", "shared"],
+}
+
+
+def test_a_layer_without_rotation_has_no_rope_key_and_one_that_reads_another_s_latents_has_none():
+    declared = declare(LARGE4)
+    states = {
+        0: (State(MLA(32, 8)), State(IndexKey(16))),
+        1: (State(MLA(32, 0)),),
+        2: (State(IndexKey(16)),),
+    }
+    assert (declared.pool, declared.arguments) == (LayeredPool, {"states": states})
+    pool = declared.build(page_size=4, index_packing="f32", **FEW)
+    roles = {n: {r.role for r in pool.layout.regions if r.layer == n} for n in range(4)}
+    assert roles == {0: {"latent", "rope", "index_key"}, 1: {"latent"}, 2: {"index_key"}, 3: set()}
+    own = {**LARGE4, "kv_source_layers": None, "no_rope_layers": None, "indexer_types": None}
+    rows = [layer[0].kind for layer in declare(own).arguments["states"].values()]
+    assert rows == [MLA(32, 8)] * 3 + [MLA(32, 0)]  # all but every fourth rotate
+
+
+@pytest.mark.parametrize("sources", [[0, 1, 3, 3], [0, 0, 1, 3], [0, 1, 2], [0, 1, 2, 4]])
+def test_layers_that_read_a_later_one_or_one_without_latents_are_refused(sources):
+    with pytest.raises(ValueError, match="mistral_large4_text config: kv_source_layers must"):
+        declare({**LARGE4, "kv_source_layers": sources})
+
+
+GLM5 = {
+    **LLAMA,
+    "model_type": "glm5_next_text",
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 0,
+    "index_head_dim": 16,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def test_every_fourth_layer_of_glm5_has_latents_and_the_rows_that_its_indexer_pools():
+    linear, row = (State(kda(2, 8, 4)),), (State(MLA(32, 0)), State(IndexKey(16, pooled=True)))
+    expected = {"states": {0: linear, 1: linear, 2: linear, 3: row}}
+    listed = ["linear_attention"] * 3 + [FULL]  # as published
+    for config in (GLM5, {**GLM5, "layer_types": listed}):
+        assert (declare(config).pool, declare(config).arguments) == (LayeredPool, expected)
+    pool = declare(config).build(page_size=4, **{**FEW, "dtype": None, "packing": "bf16"})
+    assert pool.view("index_key", 3).shape == (2, 4, 33)
+    assert pool.layout.region_by_key["target", 3, "index_key"].dtype == "bfloat16"
+    full = dict.fromkeys(range(4), row)
+    assert declare({**GLM5, "layer_types": [FULL] * 4}).arguments == {"states": full}
+    with pytest.raises(ValueError, match="qk_rope_head_dim must be a whole number from 0 to 0"):
+        declare({**GLM5, "qk_rope_head_dim": 8})
 
 
 STEP = {

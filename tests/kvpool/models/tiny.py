@@ -18,10 +18,10 @@ from kvpool.models.families import WRAPPERS
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # text models that AutoModelForCausalLM does not make: most are found in multimodal ones only
 TEXTS = (
-    *("cosmos3_edge_text", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "glm4v_moe_text"),
-    *("glm4v_text", "glm_image_text", "glm_ocr_text", "granite4_vision_text"),
-    *("granite_docling_text", "hunyuan_vl_text", "kosmos_2_5_text_model", "kosmos_2_text_model"),
-    *("mistral4", "molmo2_text"),
+    *("chameleon", "cosmos3_edge_text", "deepseek_ocr2_text", "ernie4_5_vl_moe_text"),
+    *("glm4v_moe_text", "glm4v_text", "glm5_next_text", "glm_image_text", "glm_ocr_text"),
+    *("granite4_vision_text", "granite_docling_text", "hunyuan_vl_text", "kosmos_2_5_text_model"),
+    *("kosmos_2_text_model", "mistral4", "mistral_large4_text", "molmo2_text"),
     *("muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text", "qwen2_5_omni_text"),
     *("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text"),
     *("qwen3_vl_text", "step3p5", "voxtral_realtime_text"),
@@ -120,7 +120,7 @@ MAMBA2 = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
-CONV, LINEAR = "conv", "linear_attention"
+CONV, LINEAR, INDEXED = "conv", "linear_attention", "indexed_attention"
 INKLING = {
     "layer_types": ["hybrid_sliding", "hybrid"] * 2,
     "sliding_window_size": WINDOW,
@@ -153,6 +153,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
     },
     "biogpt": {"head_dim": ...},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 5},
+        "vq_config": {"base_channels": 32, "num_embeddings": 16, "channel_multiplier": [1]},
+    },
     "cohere_compass_text": {
         "head_dim": 16,
         "layer_types": [SWA, FULL, SWA, FULL],
@@ -184,7 +188,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["sparse"] * 4, "num_experts_per_tok": 2},
     "dots3_note_text": {
         "num_key_value_heads": 4,
-        "layer_types": ["indexed_attention", SWA, "indexed_attention", SWA],
+        "layer_types": [INDEXED, SWA, INDEXED, SWA],
         "per_layer_config": {
             str(n): {"kv_lora_rank": 40, "qk_nope_head_dim": 20, "head_dim": 28} for n in (1, 3)
         },
@@ -208,6 +212,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "glm4v_moe_text": mrope(2, 1, 1, partial_rotary_factor=0.5),
     "glm4v_text": mrope(2, 3, 3),
+    "glm5_next_text": {
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 0,
+        "head_dim": 0,
+        "layer_types": [LINEAR, INDEXED, INDEXED, LINEAR, LINEAR, INDEXED],
+        "indexer_types": ["full", "full", "shared", "full", "full", "full"],
+        "index_kpool": 3,
+        "index_topk": 6,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+    },
     "glm_image_text": {**mrope(2, 3, 3), **TOKENS},
     "glm_ocr_text": mrope(2, 3, 3),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
@@ -246,6 +263,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": [FULL, "minimax_m3_sparse"] * 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,
+    },
+    "mistral_large4_text": {
+        **LATENT,
+        "num_hidden_layers": 6,
+        "no_rope_layers": [1, 0, 1, 0, 1, 1],
+        "kv_source_layers": [0, 1, 0, 1, 4, 4],
+        "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
     },
     "mistral4": {"num_key_value_heads": 4},
     "modernbert-decoder": {"local_attention": 16, "cls_token_id": 0, "sep_token_id": 0, **TOKENS},

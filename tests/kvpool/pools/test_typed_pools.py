@@ -295,6 +295,30 @@ def test_latents_and_index_keys_come_back(packing, placement):
         pool.set_index_key(2, LOCATIONS, keys)
 
 
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+def test_a_latent_without_a_rope_key_comes_back_alone(packing):
+    pool = mla(packing=packing, kv_lora_rank=256, qk_rope_head_dim=0)
+    latent = draw(4, 256, dtype=dtype_of(packing))
+    pool.set_kv_buffer(3, LOCATIONS, latent, latent[:, :0])
+    read, rope = pool.get_kv_buffer(3, LOCATIONS)
+    agree(read, latent, packing, 128)
+    assert rope.shape == (4, 0)
+    assert "rope" not in {region.role for region in pool.layout.regions}
+    with pytest.raises(ValueError, match=r"target layer 3 latent: it has no rope key, got .*4, 8"):
+        pool.set_kv_buffer(3, LOCATIONS, latent, draw(4, 8, dtype=dtype_of(packing)))
+
+
+@pytest.mark.parametrize("packing", ["bf16", "f32", "fp8"])
+def test_rows_that_an_indexer_pools_are_not_quantised(packing):
+    states = {0: (State(ROW), State(IndexKey(16, pooled=True)))}
+    pool = LayeredPool(
+        states=states, layers=[0], num_pages=9, num_slots=2, page_size=4, packing=packing
+    )
+    rows = draw(4, 33, dtype=dtype_of(packing))
+    pool.set_index_key(0, LOCATIONS, rows)
+    assert torch.equal(pool.get_index_key(0, LOCATIONS), rows)
+
+
 @pytest.mark.parametrize("index_packing", ["bf16", "f32"])
 def test_index_keys_of_a_float_packing_come_back_exactly(index_packing):
     pool = nsa(index_packing=index_packing)
