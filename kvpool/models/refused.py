@@ -16,7 +16,7 @@ GROUPS = {
     "rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
     "a draft model that reads its target's cache and has none of its own": "gemma4_assistant "
     "gemma4_unified_assistant",
-    "also caches the 3D positions (time, height, width) of all tokens, for its indexer": (
+    "also caches the 3D positions of all tokens, for its indexer, and ids of tokens, for n-grams": (
         "qwen4_exp qwen4_exp_text"
     ),
     AUDIO: "moshi voxtral_realtime",
