@@ -133,11 +133,14 @@ def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
         return (
             f"model_type {name} cannot be declared: {reason}. For a part of its state, {BY_HAND}."
         )
-    if "vision" in text or "patch_size" in values:
-        advice = "A vision model keeps no KV state: give the config of the model that contains it"
+    if "vision" in text or ("patch_size" in values and "text_config" not in values):
+        advice = " A vision model keeps no KV state: give the config of the model that contains it."
     else:
-        advice = f"docs/models.md and kvpool.models.known() list what is. For another, {BY_HAND}"
-    return f"model_type {name} is not known.{nearest(text.lower(), known(), 3)} {advice}."
+        advice = nearest(text.lower(), known(), 3)
+    return (
+        f"model_type {name} is not known.{advice} docs/models.md and kvpool.models.known() list "
+        f"what is. For another, {BY_HAND}."
+    )
 
 
 def _layers(fields: Fields, text: str) -> int:

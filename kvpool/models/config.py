@@ -146,17 +146,17 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             "config: give config.to_dict() of a transformers config, a path, a shipped name or a "
             f"mapping; got {type(config).__name__}."
         )
+    path = Path(config)
     try:
         if isinstance(config, str) and config in shipped():
             name, data = f"shipped config {config}", (_CONFIGS / f"{config}.json").read_bytes()
         else:
-            path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             name, data = str(path), path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"config {str(config)!r}: {reason}.{nearest(str(config), shipped())} Give the path "
+            f"config {str(path)!r}: {reason}.{nearest(str(config), shipped())} Give the path "
             "of a config.json or of its directory, the fields as a mapping, or a shipped config: "
             f"{', '.join(shipped())}. A model type alone has no sizes, and nothing is downloaded."
         ) from None

@@ -15,11 +15,10 @@ from kvpool.models.rules import (
     Family,
     indexed,
     latent,
-    latent_row,
     listed,
     rotated_layers,
 )
-from kvpool.pools.layered import State
+from kvpool.pools.kinds import MLA
 
 Needs = frozenset[str]
 
@@ -51,10 +50,10 @@ def _mistral_large4(fields: Fields, layers: list[Layer], needs: Needs) -> list[L
     if any(source > n or sources[source] != source for n, source in enumerate(sources)):
         raise fields.wrong("kv_source_layers", "earlier layers that are their own source")
     kept: list[Layer] = []
-    row = latent_row(fields)
-    for n, (_, *keys) in enumerate(indexed(fields, layers, needs)):
-        own = State(row if rotated[n] else replace(row, qk_rope_head_dim=0))
-        kept.append((own, *keys) if sources[n] == n else tuple(keys))
+    for n, (row, *keys) in enumerate(indexed(fields, layers, needs)):
+        if isinstance(row.kind, MLA) and not rotated[n]:
+            row = replace(row, kind=replace(row.kind, qk_rope_head_dim=0))
+        kept.append((row, *keys) if sources[n] == n else tuple(keys))
     return kept
 
 

@@ -139,6 +139,9 @@ def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, told):
             ValueError, match=r"Give the path of a config\.json or of its directory"
         ):
             declare(missing)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty.config\.json': No such file or directory"):
+        declare(tmp_path / "empty")
     for other in (object(), None, [], 7):
         with pytest.raises(
             ValueError, match=r"^config: give config\.to_dict\(\) of a transformers"

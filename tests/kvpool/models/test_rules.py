@@ -268,6 +268,8 @@ def test_a_layer_without_rotation_has_no_rope_key_and_one_that_reads_another_s_l
     own = {**LARGE4, "kv_source_layers": None, "no_rope_layers": None, "indexer_types": None}
     rows = [layer[0].kind for layer in declare(own).arguments["states"].values()]
     assert rows == [MLA(32, 8)] * 3 + [MLA(32, 0)]  # all but every fourth rotate
+    narrow = declare({**LARGE4, "per_layer_config": {"1": {"kv_lora_rank": 16}}})
+    assert narrow.arguments["states"][1] == (State(MLA(16, 0)),)
 
 
 @pytest.mark.parametrize("sources", [[0, 1, 3, 3], [0, 0, 1, 3], [0, 1, 2], [0, 1, 2, 4]])
