@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.sentences import ranges
 from kvpool.truncation import alive_start, first_whole
 
 NO_ITEM = -1
@@ -77,11 +78,24 @@ class BlockTable:
         return self._table[rows[:, None], numbers]
 
     def shared(self, row: int, first: int) -> Ints:
-        """Ids of a request's items from number `first` on that other requests hold, or may begin
+        """The numbers, from `first` on, of a request's items that other requests hold, or may begin
         with.
         """
-        ids = self._table[row, max(first, self._first[row]) : self._stop[row]]
-        return self.free_list.wanted(ids)
+        first = max(first, int(self._first[row]))
+        ids = self._table[row, first : self._stop[row]]
+        return first + np.flatnonzero(self.free_list.is_wanted(ids))
+
+    def sharers(self, row: int, numbers: Ints) -> str:
+        """Items of a request that `shared` lists and what else needs them, for errors: `items 1-2
+        of space kv, which 1 other request holds`.
+        """
+        ids = self._table[row, numbers]
+        others = int(np.isin(self._table, ids).any(axis=1).sum()) - 1
+        clauses = [f"{others} other request{'s hold' if others > 1 else ' holds'}"] * (others > 0)
+        if self.free_list.is_kept(ids).any():
+            clauses.append("the prefix cache keeps")
+        which = " and ".join(clauses or ["a pinned prefix holds"])
+        return f"items {ranges(ids.tolist())} of space {self.space.name}, which {which}"
 
     def start(self, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

@@ -61,10 +61,13 @@ class FreeList:
         """Which of held items have several holders."""
         return np.asarray(self._counts[ids] > 1)
 
-    def wanted(self, ids: Ints) -> Ints:
-        """Those of held items that have several holders, or are kept for more."""
-        several = self.is_shared(ids)
-        return ids[several if self.kept is None else several | self.kept.known[ids]]
+    def is_wanted(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which of held items have several holders, or are kept for more."""
+        return self.is_shared(ids) | self.is_kept(ids)
+
+    def is_kept(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which items are a known prefix's."""
+        return np.zeros(ids.shape, np.bool_) if self.kept is None else self.kept.known[ids]
 
     def freed_by(self, ids: Ints) -> int:
         """How many items `release(ids)` would free."""

@@ -38,20 +38,14 @@ class Pins:
                 f"this block table is of {pin.address.num_tokens} tokens, the request has {tokens} "
                 f"by now and has lost {lost}. Take request.address() anew."
             )
-        for name, each in self._lists.items() if pin.side == "received" else ():
-            shared = each.shared(row, pin.start // each.space.tokens_per_item)
-            if shared.size:
-                raise ValueError(
-                    f"room {pin.room!r} would write to items {ranges(shared.tolist())} of space "
-                    f"{name}, which other requests hold too, or are kept for others. Receive what "
-                    "follows that prefix."
-                )
+        if pin.side == "received":
+            self._check_unshared(row, pin)
         for other in self.held(row):
             same = (other.room, other.side) == (pin.room, pin.side)  # its endpoint has an answer
             if same or other.side == pin.side == "offered" or not pin.meets(other):
                 continue
-            offered = f"room {pin.room!r} would offer what is not there yet"
-            received = f"room {pin.room!r} would write to the same items"
+            offered = f"{pin.claimant} would offer what is not there yet"
+            received = f"{pin.claimant} would write to the same items"
             raise other.refusal(offered if pin.side == "offered" else received)
         with self._lock:
             self._by_row.setdefault(row, []).append(pin)
@@ -99,6 +93,25 @@ class Pins:
             spans = ((name, each.span(row)[0].tolist()) for name, each in self._lists.items())
             items = (f"items {ranges(ids)} of space {name}" for name, ids in spans if ids)
             raise pin.refusal(f"free would give up {', '.join(items)}")
+
+    def _check_unshared(self, row: int, pin: Pin) -> None:
+        """Raises ValueError if others need an item of a row that would be written from the pin's
+        first position on. Slots and rings are never shared.
+        """
+        tokens, shared, own = pin.address.num_tokens, [], 0  # nothing is shared from `own` on
+        for each in self._lists.values():
+            size = each.space.tokens_per_item
+            numbers = each.shared(row, pin.start // size)
+            if numbers.size:
+                shared.append(each.sharers(row, numbers))
+                own = max(own, min((int(numbers[-1]) + 1) * size, tokens))
+        if shared:
+            raise ValueError(
+                f"{pin.claimant} would write positions {pin.start} to {tokens - 1} of this "
+                f"request to {'; '.join(shared)}. Begin at position {own} (start={own}, of a "
+                f"snapshot tokens=range({own}, {tokens})), or give a request that shares nothing: "
+                "new_request() without tokens."
+            )
 
     def _taken_back(self, row: int, tokens: int, pin: Pin) -> str | None:
         """What a truncation has taken of a pin's block table; None if nothing."""

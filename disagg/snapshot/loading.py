@@ -13,8 +13,8 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.snapshot.copies import MAX_GAP, Staging, batches, windows
 from disagg.snapshot.files import SnapshotFile
 from disagg.snapshot.header import Header, SnapshotRefused
-from disagg.snapshot.saving import pinned
 from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.pin import pinned_by_call
 
 Path = str | os.PathLike[str]
 
@@ -70,7 +70,7 @@ def load(
         _check_agree(files, layout, total, conventions)
         made = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
         what = f"load of {files[0].path}"
-        stack.enter_context(pinned(address, layout, what, "received", wanted.start))
+        stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
         staging = Staging(layout)
 
         def moved(number: int) -> Iterator[CopyBatch]:

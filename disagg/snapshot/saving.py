@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal
 
 from disagg.digest.digest import digests
 from disagg.plan import plan
@@ -16,7 +14,8 @@ from disagg.snapshot.copies import Staging, batches, windows
 from disagg.snapshot.files import replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, checked_request
 from disagg.snapshot.portable import block_table, live_pieces, portable
-from kvpool.layout import Key, Pin, PoolLayout, RequestAddress
+from kvpool.layout import Key, PoolLayout, RequestAddress
+from kvpool.layout.pin import pinned_by_call
 
 
 def save(
@@ -54,7 +53,8 @@ def save(
     start = len(header.encode())
     made, into = plan([layout], there), block_table(there, count)
     staging = Staging(layout)
-    with pinned(address, layout, f"save to {path}", "offered"), replacing(path) as file:
+    what = f"save to {path}"
+    with pinned_by_call(what, address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
         for batch in batches(made, 0, address, into, range(count)):
             for at, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
@@ -67,23 +67,3 @@ def save(
         values = [value for part in parts for value in part.tolist()]
         known = dict(zip(empty, values))
         write(file, 0, replace(header, digests=known).encode())
-
-
-@contextmanager
-def pinned(
-    address: RequestAddress,
-    layout: PoolLayout,
-    what: str,
-    side: Literal["offered", "received"],
-    start: int = 0,
-) -> Iterator[None]:
-    """Pins the request whose block table it is, as a room of the name `what` does."""
-    if address.holder is None:
-        yield
-        return
-    pin = Pin(what, side, address, layout, last=True, held=lambda: True, start=start)
-    address.holder.pin(pin)
-    try:
-        yield
-    finally:
-        address.holder.unpin(pin)

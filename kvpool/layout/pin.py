@@ -1,12 +1,14 @@
 """Pins: a request that a room offers or receives keeps its items until the room needs them no more.
 
-A block table names the request whose it is as its holder. An endpoint that is given one pins it;
-the allocator asks the pins before it changes or frees what they name.
+A block table names the request whose it is as its holder. An endpoint that is given one pins it, as
+does a call that reads or writes its items (`pinned_by_call`); the allocator asks the pins before it
+changes or frees what they name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -26,7 +28,8 @@ class Pin:
 
     They are read by peers (`offered`), or written by reads, from position `start` on (`received`).
     With `last`, all that is alive at `address.num_tokens` tokens must stay; without, more of the
-    request will be offered.
+    request will be offered. `call`: not a room but a call of the name `room` reads or writes them,
+    until it returns.
     """
 
     room: int | str
@@ -37,6 +40,12 @@ class Pin:
     held: Callable[[], bool] = field(repr=False)
     """Whether the room still needs them. Any thread may ask: it takes no lock."""
     start: int = 0
+    call: bool = False
+
+    @property
+    def claimant(self) -> str:
+        """What claims the items, as the subject of a sentence."""
+        return str(self.room) if self.call else f"room {self.room!r}"
 
     def lost(self, tokens: int, first: Callable[[str], int]) -> str | None:
         """What a request has lost of this block table once it has `tokens` tokens, and of an id
@@ -73,12 +82,15 @@ class Pin:
 
     def refusal(self, change: str) -> RequestPinned:
         """The error of a call that would make `change`."""
-        does, ended = "offers", "has ended"
-        if self.side == "received":
-            does, ended = "receives", f"has ended and reading({self.room!r}) is false"
+        does = "offers" if self.side == "offered" else "receives"
+        wait = "Wait until the room has ended; abort it if it is not needed."
+        if self.call:
+            wait = "Wait until that call has returned."
+        elif self.side == "received":
+            wait = wait.replace(";", f" and reading({self.room!r}) is false;")
         return RequestPinned(
-            f"room {self.room!r} {does} the {self.address.num_tokens} tokens of this request: "
-            f"{change}. Wait until the room {ended}; abort it if it is not needed."
+            f"{self.claimant} {does} the {self.address.num_tokens} tokens of this request: "
+            f"{change}. {wait}"
         )
 
 
@@ -97,3 +109,34 @@ class Holder(Protocol):
 
     def pins(self) -> Sequence[Pin]:
         """The pins that are held."""
+
+
+@contextmanager
+def pinned_by_call(
+    name: str,
+    address: RequestAddress,
+    layout: PoolLayout,
+    side: Literal["offered", "received"],
+    start: int = 0,
+) -> Iterator[None]:
+    """Pins the request whose block table it is while a call reads its items, or writes them from
+    position `start` on. Raises what Holder.pin does; without a holder nothing is checked.
+    """
+    if address.holder is None:
+        yield
+        return
+    pin = Pin(
+        room=name,
+        side=side,
+        address=address,
+        layout=layout,
+        last=True,
+        held=lambda: True,
+        start=start,
+        call=True,
+    )
+    address.holder.pin(pin)
+    try:
+        yield
+    finally:
+        address.holder.unpin(pin)

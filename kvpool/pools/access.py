@@ -57,6 +57,9 @@ class TypedAccess:
 
         Roles with scales are quantised. Other values may be widened, and are rounded only in a pool
         with a quantised packing. Raises ValueError where shape or dtype do not fit.
+
+        Locations name no request: that no other request shares a page, and no room reads or writes
+        it, is not checked. Those that `extend` returns are a request's own.
         """
         where, rows = self._locations(values, layer, locations), []
         for role, given in values.items():

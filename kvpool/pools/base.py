@@ -271,6 +271,9 @@ class KVPool(TypedAccess):
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
         those of spaces that share its ids. Raises IndexError for ids that are out of range.
+
+        Ids name no request: that no other request shares an item of `dst`, and no room reads or
+        writes it, is not checked.
         """
         lists = {s.name: s.id_list for s in self.layout.spaces}
         held = [b for b in self.layout.buffers if lists[b.space] == space]
@@ -286,16 +289,25 @@ class KVPool(TypedAccess):
 
     def save(self, address: RequestAddress) -> Saved:
         """Copies a request's live items of every space to host memory. Raises RequestPinned while a
-        room receives the request.
+        room receives the request, and ValueError if the request is no longer what its block table
+        says.
         """
         return save_items(self, address)
 
-    def load(self, address: RequestAddress, saved: Saved) -> None:
-        """Writes saved items to another block table with as many tokens: that of a request extended
-        with `received=True`. If pool, tokens or items do not fit, raises ValueError, and
-        RequestPinned while a room offers or receives that request; both write nothing.
+    def load(self, address: RequestAddress, saved: Saved, *, start: int = 0) -> None:
+        """Writes saved state to another block table with as many tokens: that of a request extended
+        with `received=True`.
+
+        Positions before `start` stay as they are: those of a request that begins with a prefix
+        which is there (`new_request(tokens)`, then `start=request.num_tokens`). Of a page that
+        `start` lies in, entries before it stay; slots and rings come whole, whatever `start` is.
+
+        Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
+        block table says, or if other requests or the prefix cache need a page that would be
+        written; RequestPinned while a room offers or receives the request. All write nothing. Of a
+        block table that you made yourself, nothing is known of who shares its pages.
         """
-        load_items(self, address, saved)
+        load_items(self, address, saved, start)
 
     def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
         """A buffer's items as bytes, uint8 `[item, byte]`."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from kvpool.device import DeviceUnavailable
-from kvpool.layout import Buffer, PoolLayout, RequestAddress
+from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
+from kvpool.layout.grid import Ints
+from kvpool.layout.pin import pinned_by_call
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -30,24 +34,32 @@ class Saved:
         return sum(rows.numel() for rows in self.items.values())
 
 
+class _Live(NamedTuple):
+    """The items of a buffer in which a request has live entries `alive`: ids `[I]`, the first being
+    item number `first` of the request.
+    """
+
+    buffer: Buffer
+    space: Space
+    alive: range
+    first: int
+    ids: Ints
+
+
 def save_items(pool: KVPool, address: RequestAddress) -> Saved:
     """See KVPool.save."""
-    for pin in address.holder.pins() if address.holder else ():
-        if pin.side == "received":
-            raise pin.refusal("save would copy what is not there yet")
     rows = {}
-    for buffer, ids in list(_alive(pool.layout, address)):
-        view = _bytes(pool, buffer)
-        where = torch.from_numpy(ids.copy()).to(view.device)
-        rows[buffer.name] = view.index_select(0, where).cpu()
+    with pinned_by_call("save", address, pool.layout, "offered"):
+        for live in list(_live_items(pool.layout, address)):
+            view = _bytes(pool, live.buffer)
+            where = torch.from_numpy(live.ids.copy()).to(view.device)
+            rows[live.buffer.name] = view.index_select(0, where).cpu()
     return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
-def load_items(pool: KVPool, address: RequestAddress, saved: Saved) -> None:
+def load_items(pool: KVPool, address: RequestAddress, saved: Saved, start: int) -> None:
     """See KVPool.load."""
-    for pin in address.holder.pins() if address.holder else ():
-        raise pin.refusal("load would write to its items")
-    shape = _shape(pool.layout)
+    shape, start = _shape(pool.layout), index(start)
     if shape != saved.shape:
         other = sorted({*shape, *saved.shape})
         name = next(n for n in other if shape.get(n) != saved.shape.get(n))
@@ -59,11 +71,52 @@ def load_items(pool: KVPool, address: RequestAddress, saved: Saved) -> None:
         raise ValueError(
             f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
         )
-    rows = list(_alive(pool.layout, address))
-    for buffer, ids in rows:
-        view = _bytes(pool, buffer)
-        where = torch.from_numpy(ids.copy()).to(view.device)
-        view.index_copy_(0, where, saved.items[buffer.name].to(view.device))
+    if not 0 <= start <= saved.num_tokens:
+        raise ValueError(
+            f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
+        )
+    with pinned_by_call("load", address, pool.layout, "received", start):
+        for live in list(_live_items(pool.layout, address)):
+            _write(pool, live, saved.items[live.buffer.name], start)
+
+
+def _write(pool: KVPool, live: _Live, rows: torch.Tensor, start: int) -> None:
+    """Writes saved rows `[item, byte]` to the live items of a buffer, from position `start` on."""
+    view, space = _bytes(pool, live.buffer), live.space
+    size, kept = space.entries_per_item, 0
+    if not space.per_request:  # slots and rings come whole
+        # rows of an open window change until it closes, so they come together
+        step = space.window_step if space.wraps else 1
+        first = start // space.tokens_per_entry // step * step
+        kept = max(-(-first // size) - live.first, 0)  # items of which all or some entries stay
+        at = first // size - live.first
+        if 0 <= at < min(kept, live.ids.size):
+            end = min((live.first + at + 1) * size, live.alive.stop)
+            chosen = _entry_bytes(pool.layout, live, range(max(first, live.alive.start), end))
+            here = torch.from_numpy(chosen).to(view.device)
+            part = rows[at][torch.from_numpy(chosen)].to(view.device)
+            view[int(live.ids[at])].index_copy_(0, here, part)
+    where = torch.from_numpy(live.ids[kept:].copy()).to(view.device)
+    view.index_copy_(0, where, rows[kept:].to(view.device))
+
+
+def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
+    """Offsets `[N]` in an item of the bytes of its `entries`, and of all those of regions without
+    entries, which are one unit.
+    """
+    space, buffer = live.space, live.buffer
+    steps = np.arange(entries.start, entries.stop) % space.entries_per_item % space.steps
+    chosen = np.zeros(buffer.item_bytes, dtype=np.bool_)
+    for region in (region for region in layout.regions if region.buffer == buffer.name):
+        sizes = (*(axis.size for axis in region.axes), region.width)
+        strides = (*(axis.stride for axis in region.axes), 1)
+        cells = as_strided(chosen[region.offset :], sizes, strides)
+        axes = [axis.name for axis in region.axes]
+        if "entry" in axes:
+            np.moveaxis(cells, axes.index("entry"), 0)[steps] = True
+        else:
+            cells[...] = True
+    return np.flatnonzero(chosen)
 
 
 def _bytes(pool: KVPool, buffer: Buffer) -> torch.Tensor:
@@ -75,31 +128,29 @@ def _bytes(pool: KVPool, buffer: Buffer) -> torch.Tensor:
     return view
 
 
-def _alive(layout: PoolLayout, address: RequestAddress) -> Iterator[tuple[Buffer, np.ndarray]]:
-    """Buffers, and the ids of their live items."""
+def _live_items(layout: PoolLayout, address: RequestAddress) -> Iterator[_Live]:
+    """The live items of a request, by buffer."""
     for buffer in layout.buffers:
         space = layout.space_by_name[buffer.space]
-        alive = space.alive(address.num_tokens)
+        alive, items = space.alive(address.num_tokens), space.alive_items(address.num_tokens)
         if not alive:
             continue
         span = address.spans.get(space.id_list)
         if span is None:
             raise ValueError(f"no ids for space {space.id_list!r} of buffer {buffer.name}.")
-        first = 0 if space.per_request else alive.start // space.entries_per_item
-        last = 0 if space.per_request else (alive.stop - 1) // space.entries_per_item
-        held = range(span.first_item, span.first_item + span.ids.size)
-        if first < held.start or last >= held.stop:
+        stop = span.first_item + span.ids.size
+        if items.start < span.first_item or items.stop > stop:
             raise ValueError(
-                f"space {space.name}: items {first} to {last} of the request are live, its ids "
-                f"cover {held.start} to {held.stop - 1}."
+                f"space {space.name}: items {items.start} to {items.stop - 1} of the request are "
+                f"live, its ids cover {span.first_item} to {stop - 1}."
             )
-        ids = span.ids[first - span.first_item : last + 1 - span.first_item]
+        ids = span.ids[items.start - span.first_item : items.stop - span.first_item]
         if ids.min() < space.reserved or ids.max() >= buffer.items:
             raise ValueError(
                 f"space {space.name}: ids from {int(ids.min())} to {int(ids.max())}, items are "
                 f"{space.reserved} to {buffer.items - 1}."
             )
-        yield buffer, ids
+        yield _Live(buffer, space, alive, items.start, ids)
 
 
 def _shape(layout: PoolLayout) -> dict[str, object]:

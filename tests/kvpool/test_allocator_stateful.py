@@ -227,7 +227,7 @@ class Lives(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="anew"):
                 held.request.pin(named)
         elif side == "received" and shared:
-            with pytest.raises(ValueError, match="other requests hold too"):
+            with pytest.raises(ValueError, match="of this request to items"):
                 held.request.pin(named)
         elif clash:
             with pytest.raises(RequestPinned):

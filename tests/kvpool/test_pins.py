@@ -138,7 +138,7 @@ def test_an_offered_request_is_saved_and_not_loaded():
     _, request = started(pool, 9)
     Room(request)
     saved = pool.save(request.address())
-    with pytest.raises(RequestPinned, match="load would write to its items"):
+    with pytest.raises(RequestPinned, match="load would write to the same items"):
         pool.load(request.address(), saved)
     pool.load(RequestAddress(9, request.address().spans), saved)  # nobody's block table
 

@@ -331,7 +331,7 @@ def test_pages_that_requests_share_are_not_received():
         prefix = there.request(40)
         request = there.allocator.fork(prefix, 40)
         there.allocator.extend(request, TOKENS - 40, received=True)
-        with pytest.raises(ValueError, match="items 2 of space kv, which other requests hold too"):
+        with pytest.raises(ValueError, match="items 2 of space kv, which 1 other request holds"):
             decode.receive("r", request.address(), start=31)
         decode.receive("r", request.address(), start=32)
         prefill.send("r", here.request(TOKENS).address())

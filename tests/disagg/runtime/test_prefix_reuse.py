@@ -103,5 +103,5 @@ def test_pages_that_are_kept_for_others_cannot_be_received_again():
         _, dest, *_ = hand_over(here, prefill, there, decode, 1, PROMPT)
         there.allocator.free(dest)
         again = there.allocator.new_request(PROMPT)
-        with pytest.raises(ValueError, match=r"kept for others\. Receive what follows"):
+        with pytest.raises(ValueError, match=r"the prefix cache keeps\. Begin at position"):
             decode.receive(2, again.address(), start=0)

@@ -260,7 +260,7 @@ def test_a_request_is_pinned_while_it_is_saved_and_loaded():
     oracle.fill(pool, request.address())
     with saved([pool], [request.address()]) as paths:
         fork = allocator.fork(request, 8)
-        with pytest.raises(ValueError, match="which other requests hold too"):
+        with pytest.raises(ValueError, match="items 1-2 of space kv, which 1 other request holds"):
             load(paths, pool.layout, fork.address())
         allocator.extend(fork, 2)
         load(paths, pool.layout, fork.address(), tokens=range(8, 10))
