@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvpool import Allocator, OutOfPages, PrefixCache, Request
 from kvpool.integrations.transformers import PoolCache, pool_for
+from kvpool.pools.offload import Saved
 
 ROWS, PAGE, CHUNK, ANSWER = 4, 16, 32, 40  # requests at a time; tokens: a page, prefill, answers
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 512}
@@ -19,6 +20,7 @@ class Job:
     tokens: list[int]  # the prompt, then what was generated; all but the last are in the pool
     end: int  # tokens when it is done
     request: Request | None = None
+    saved: Saved | None = None  # its state on the host, after it was preempted
 
 
 class Batcher:
@@ -38,14 +40,22 @@ class Batcher:
                 break
             job = self.waiting.popleft()
             job.request, prompt = self.allocator.new_request(job.tokens[:-1]), len(job.tokens)
-            while job.request.num_tokens < prompt:  # what follows the prefix that is there
+            start = job.request.num_tokens  # of a stored prefix, which others may share
+            if job.saved is not None:  # it was preempted: what follows comes back from the host
+                self.allocator.extend(job.request, prompt - 1 - start, received=True)
+                self.pool.load(job.request.address(), job.saved, start=start)
+                self.allocator.store(job.request, job.tokens[start:-1])
+                job.saved = None
+            while job.request.num_tokens < prompt:
                 self.forward([job])
             self.running.append(job)
         try:
             self.forward(self.running)
         except OutOfPages:  # nothing was changed: all rows get their tokens, or none
-            self.waiting.appendleft(self.running.pop())  # the youngest is computed again later
-            self.allocator.free(self.waiting[0].request)  # its pages are reused until taken
+            job = self.running.pop()  # the youngest goes on later
+            job.saved = self.pool.save(job.request.address())
+            self.allocator.free(job.request)  # its stored pages are reused until taken
+            self.waiting.appendleft(job)
         for job in [job for job in self.running if len(job.tokens) >= job.end]:
             self.running.remove(job)
             self.allocator.free(job.request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,19 @@ def alone(model, tokens, answer):
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_a_batcher_of_any_family_preempts_and_reuses(example, name, monkeypatch):
+def test_a_batcher_of_any_family_preempts_and_computes_no_token_twice(example, name, monkeypatch):
     sizes = example.SIZES | MORE[name] | {"hidden_size": 64, "intermediate_size": 96}
     monkeypatch.setattr(example, "SIZES", sizes)
     batcher = example.Batcher(name, 13)
+    forward, computed = batcher.forward, Counter()
+
+    def counting(jobs):
+        before = [job.request.num_tokens for job in jobs]
+        forward(jobs)
+        for job, start in zip(jobs, before):
+            computed.update((job, n) for n in range(start, job.request.num_tokens))
+
+    monkeypatch.setattr(batcher, "forward", counting)
     generator = torch.Generator().manual_seed(5)
     system, *tails = (
         torch.randint(512, (n,), generator=generator).tolist() for n in (48, 16, 16, 16)
@@ -66,6 +76,7 @@ def test_a_batcher_of_any_family_preempts_and_reuses(example, name, monkeypatch)
     assert [tokens[:64] for tokens in answers] == sorted(system + tail for tail in tails)
     for tokens in answers:
         assert tokens == alone(batcher.model, tokens, 40)
+    assert set(computed.values()) == {1}
     usage = batcher.allocator.usage()
     assert usage.prefix.lookups > len(tails)  # some began again
     assert usage.prefix.found_tokens > 0
