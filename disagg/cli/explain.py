@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli.budget import model_names
+from kvpool.cli.output import check_output, write_output
 
 if TYPE_CHECKING:
     from disagg.cli.explanation.hand_off import HandOff
@@ -74,6 +75,7 @@ def explain(
     """
     from disagg.cli.explanation.hand_off import HandOff, parse_link
 
+    check_output("--html", html)
     try:
         rate = None if link is None else parse_link(link)
         prefill, decode = _sides(what, tp, pp, page_size, packing, draft)
@@ -91,7 +93,9 @@ def explain(
     if refusals:
         raise typer.Exit(1)
     if html is not None:
-        _draw(hand_off, html)
+        from disagg.cli.explanation.picture import page
+
+        write_output("--html", html, page(hand_off))
 
 
 def _sides(
@@ -174,13 +178,3 @@ def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
         "seconds": None if rate is None or refused else most / rate,
         "refused": refused,
     }
-
-
-def _draw(hand_off: HandOff, path: Path) -> None:
-    from disagg.cli.explanation.picture import page
-
-    try:
-        path.write_text(page(hand_off), encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"--html {path}: {error.strerror}.") from None
-    typer.echo(f"wrote {path}", err=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli.budget import draft_of, model_names, storage
+from kvpool.cli.output import check_output, write_output
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.render.text import layout_table, space_words
@@ -62,6 +63,8 @@ def describe(
     Example:
       kvpool describe deepseek_v4 --packing fp8 --html map.html
     """
+    for option, path in (("--svg", svg), ("--html", html)):
+        check_output(option, path)
     options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
     options |= {"--items": items, "--draft": draft or None}
     given = {name: value for name, value in options.items() if value is not None}
@@ -80,10 +83,14 @@ def describe(
         typer.echo(layout.to_json())
     else:
         print_layout(layout, title)
-    for path, kind in ((svg, "svg"), (html, "html")):
-        if path is not None:
-            _draw(layout, title, path, kind)
-            typer.echo(f"wrote {path}", err=True)
+    if svg is not None:
+        from kvpool.render.svg import svg as map_svg
+
+        write_output("--svg", svg, map_svg(layout, title))
+    if html is not None:
+        from kvpool.render.html import html as map_page
+
+        write_output("--html", html, map_page(layout, title))
 
 
 def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:
@@ -116,14 +123,3 @@ def print_layout(layout: PoolLayout, title: str) -> None:
     console.print(layout_table(layout, escape(title)), crop=False)
     for space in layout.spaces:
         console.print(escape(space_words(space)), highlight=False)
-
-
-def _draw(layout: PoolLayout, title: str, path: Path, kind: str) -> None:
-    from kvpool.render.html import html
-    from kvpool.render.svg import svg
-
-    text = (svg if kind == "svg" else html)(layout, title)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"--{kind} {path}: {error.strerror}.") from None

@@ -132,15 +132,6 @@ def linear_axis(high: float, words: Callable[[float], str], *, at_most: int = 5)
     return Axis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
 
 
-def chart_problem(path: Path) -> str | None:
-    """Why no chart can be written to `path`, or None."""
-    if path.suffix not in SUFFIXES:
-        return f"{path}: the name must end in {' or '.join(SUFFIXES)}."
-    if not path.absolute().parent.is_dir():
-        return f"{path}: there is no directory {path.parent}."
-    return None
-
-
 def write_chart(chart: Chart, path: Path, details: str = "") -> None:
     """Writes an SVG, or an HTML page with `details` below. Raises OSError."""
     page = path.suffix == ".html"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvpool.cli.output import check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -68,6 +70,8 @@ def accept(
         raise typer.BadParameter(str(error)) from None
     except OSError as error:
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
+    for name in (JSON_NAME, HTML_NAME):
+        check_output("--out", out / name)
     date, began, where, source = now(), time.monotonic(), facts(found), commit()
 
     def write(results: Sequence[SectionResult]) -> Report:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvpool.cli.output import check_output
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -80,7 +82,7 @@ def bench(
     from disagg.engines.base import engine_names
     from kvpool.device import DeviceUnavailable
     from kvpool.layout.sentences import nearest
-    from kvpool.render.chart import chart_problem, write_chart
+    from kvpool.render.chart import SUFFIXES, write_chart
 
     groups = only or GROUPS
     unknown = [group for group in groups if group not in GROUPS]
@@ -95,8 +97,7 @@ def bench(
         )
     for name in engine or ():
         _need_engine(name)
-    if chart is not None and (problem := chart_problem(chart)):
-        raise typer.BadParameter(f"--chart: {problem}")
+    check_output("--chart", chart, SUFFIXES)
     try:
         found = measurable(device)
     except DeviceUnavailable as error:

@@ -27,6 +27,7 @@ from disagg.cli.demo.processes import (
 )
 from disagg.cli.demo.run import Check, Decoded, say
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
+from kvpool.cli.output import check_output
 from kvpool.extras import needs
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import nearest
@@ -89,7 +90,7 @@ def demo(
     """
     from rich.console import Console
 
-    from kvpool.render.chart import chart_problem
+    from kvpool.render.chart import SUFFIXES
 
     for option, value, known in (
         ("--model", model, MODELS),
@@ -104,8 +105,7 @@ def demo(
             )
     if find_spec("transformers") is None:
         raise typer.BadParameter(f"the demo {needs('transformers')}")
-    if timeline is not None and (problem := chart_problem(timeline)):
-        raise typer.BadParameter(problem, param_hint="--timeline")
+    check_output("--timeline", timeline, SUFFIXES)
     settings = Settings(
         model,
         engine,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from disagg.cli.simulate.figures import Figures
@@ -36,15 +35,6 @@ PANELS: tuple[tuple[str, tuple[Line, ...]], ...] = (
         ((lambda run: run.memory.decode_room, "-"), (lambda run: run.memory.prefill_room, "--")),
     ),
 )
-
-
-def chart_problem(path: Path) -> str | None:
-    """Why no curves can be written to `path`, or None."""
-    if path.suffix not in SUFFIXES:
-        return f"{path}: the name must end in {' or '.join(SUFFIXES)}."
-    if find_spec("matplotlib") is None:
-        return "matplotlib is not installed. pip install 'kvpool[viz]'."
-    return None
 
 
 def write_chart(runs: Mapping[str, Sequence[Figures]], path: Path) -> None:

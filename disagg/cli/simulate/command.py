@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvpool.cli.output import check_output
+from kvpool.extras import needs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +88,7 @@ def simulate(
     """
     from rich.console import Console
 
-    from disagg.cli.simulate.chart import chart_problem, write_chart
+    from disagg.cli.simulate.chart import SUFFIXES, write_chart
     from disagg.cli.simulate.figures import to_json
     from disagg.cli.simulate.report import growth_table, one_table
     from disagg.cli.simulate.spec import Spec
@@ -97,10 +101,9 @@ def simulate(
     if chart is not None:
         if not grow:
             raise typer.BadParameter("--chart draws what --grow measures: add --grow fleet.")
-        if problem := chart_problem(chart):
-            raise typer.BadParameter(f"--chart: {problem}")
-        if not chart.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{chart}: there is no directory {chart.parent}.")
+        check_output("--chart", chart, SUFFIXES)
+        if find_spec("matplotlib") is None:
+            raise typer.BadParameter(f"--chart {needs('matplotlib')}")
     try:
         spec = Spec(
             *(prefill, decode, prefill_tp, decode_tp, rooms, in_flight, tokens, chunks, compute),

@@ -230,7 +230,7 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
         (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
         (["--engine", "local", "--only", "store"], "--engine selects transfers and hand-offs"),
-        (["--chart", "nowhere/x.svg"], "there is no directory nowhere"),
+        (["--chart", "nowhere/x.svg"], "nowhere/x.svg: there is no such directory"),
         (["--chart", "x.gif"], "x.gif: the name must end in .html or .svg."),
     ],
 )

@@ -241,7 +241,10 @@ def test_the_command_says_what_is_broken(monkeypatch):
         (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
         (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
         (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg or .png."),
-        (["--grow", "fleet", "--chart", "/no/such/a.svg"], "there is no directory /no/such."),
+        (
+            ["--grow", "fleet", "--chart", "/no/such/a.svg"],
+            "/no/such/a.svg: there is no such directory.",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(options, problem):

@@ -207,8 +207,8 @@ def test_the_library_says_the_nearest_too():
         ("snapshot show {}", "No such file or directory."),
         ("keys {}/a/b", "No such file or directory."),
         ("accept --out /dev/null{}", "Not a directory."),
-        ("describe llama_3_1_70b --svg {}/a.svg", "No such file or directory."),
-        ("explain llama_3_1_70b --html {}/a.html", "No such file or directory."),
+        ("describe llama_3_1_70b --svg {}/a.svg", "there is no such directory."),
+        ("explain llama_3_1_70b --html {}/a.html", "there is no such directory."),
     ],
 )
 def test_an_error_of_a_file_says_its_path_once(tmp_path, command, reason):
@@ -216,6 +216,30 @@ def test_an_error_of_a_file_says_its_path_once(tmp_path, command, reason):
     done = CliRunner(env={"COLUMNS": "300"}).invoke(app, command.format(path).split())
     assert done.exit_code in (1, 2) and reason in done.stderr
     assert done.stderr.count(path) == 1
+
+
+WRITING = {
+    "describe llama_3_1_70b --json --svg": ".svg",
+    "describe llama_3_1_70b --json --html": ".html",
+    "explain llama_3_1_70b --json --html": ".html",
+    "bench --quick --only plan --json --chart": ".svg",
+    "demo --json --timeline": ".html",
+    "simulate --json --grow fleet --chart": ".svg",
+}
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, command):
+    suffix = WRITING[command]
+    folder = tmp_path / f"folder{suffix}"
+    folder.mkdir()
+    for path, problem in (
+        (tmp_path / f"no/such{suffix}", "there is no such directory"),
+        (folder, "that is a directory"),
+    ):
+        done = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*command.split(), str(path)])
+        assert done.exit_code == 2 and done.stdout == ""
+        assert f"{command.split()[-1]} {path}: {problem}" in done.stderr
 
 
 def test_an_unreadable_layout_file_is_named_once(tmp_path):

@@ -214,7 +214,10 @@ def test_layers_that_go_on_as_they_begin_are_cut_short(numbers, says):
         (["deepseek_v4", "--page-size", "64"], "pages of 64 tokens are not a multiple of 128"),
         (["llama_3_1_70b", "--tp", "3"], "8 heads cannot be split over 3 ranks"),
         (["llama_3_1_70b", "--draft"], "has no draft layers"),
-        (["llama_3_1_70b", "--svg", "/nowhere/a.svg"], "--svg /nowhere/a.svg: No such file"),
+        (
+            ["llama_3_1_70b", "--svg", "/nowhere/a.svg"],
+            "--svg /nowhere/a.svg: there is no such directory.",
+        ),
     ],
 )
 def test_what_cannot_be_described_is_refused_with_a_sentence(arguments, says):

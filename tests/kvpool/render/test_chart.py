@@ -14,7 +14,6 @@ from kvpool.render.chart import (
     Panel,
     Row,
     chart_html,
-    chart_problem,
     chart_svg,
     linear_axis,
     log_axis,
@@ -81,16 +80,3 @@ def test_names_cannot_break_out_of_a_chart():
 def test_charts_need_nothing_from_elsewhere():
     for text in (chart_svg(one()), chart_html(one())):
         assert not re.findall(r"href|src|@import|fetch|http(?!://www.w3.org/2000/svg)", text)
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("a.png", "the name must end in .html or .svg."),
-        ("no/such/a.svg", "there is no directory"),
-        ("a.html", None),
-    ],
-)
-def test_a_name_that_cannot_be_written_is_refused(tmp_path, name, problem):
-    found = chart_problem(tmp_path / name)
-    assert found is None if problem is None else problem in found
