@@ -40,7 +40,7 @@ def budget(
         ),
     ],
     memory: Annotated[
-        str, typer.Option(help="Memory of each rank: 141GiB, 80GB, or bytes.")
+        str, typer.Option(help="Memory of each rank: 141GiB, 80GB, or bytes (1048576 or more).")
     ] = "141GiB",
     weights: Annotated[
         str | None,
@@ -118,7 +118,10 @@ def budget(
         options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
         options |= {"draft": draft_of(config) if draft else None}
-        options |= {"utilisation": utilisation, "weights": parse_memory(weights) if weights else 0}
+        options |= {
+            "utilisation": utilisation,
+            "weights": parse_memory(weights, "weights") if weights else 0,
+        }
         linear = {"conv_dtype": conv_dtype, "temporal_dtype": temporal_dtype}
         options |= {name: _float(name, value) for name, value in linear.items() if value}
         options |= {"placement": "block"} if block_pool else {}

@@ -233,7 +233,8 @@ def test_memory_that_holds_no_page_is_refused_with_what_would():
         ("141GiB", 141 << 30),
         ("80GB", 80 * 10**9),
         (" 1.5 tib ", 3 << 39),
-        ("4096", 4096),
+        ("1048576", 1 << 20),
+        ("80b", 80),
         ("1kB", 1000),
         ("2b", 2),
     ],
@@ -248,6 +249,17 @@ def test_memory_is_read_in_either_kind_of_unit(text, nbytes):
 def test_memory_that_is_ambiguous_is_refused(text):
     with pytest.raises(ValueError, match="such as 141GiB"):
         parse_memory(text)
+
+
+@pytest.mark.parametrize("text", ["80", "4096", "80.5", "1048575"])
+def test_a_small_number_without_a_unit_is_refused(text):
+    with pytest.raises(
+        ValueError, match=rf"memory '{text}': a number alone is bytes, of 1,048,576"
+    ):
+        parse_memory(text)
+    for option in ("--memory", "--weights"):
+        done = run("llama_3_1_70b", option, text)
+        assert done.exit_code == 2 and f"{option[2:]} '{text}'" in done.stderr
 
 
 def test_json_has_the_documented_keys_and_the_figures():
