@@ -20,6 +20,7 @@ from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
+from kvpool.prefix.keys import token_ids
 from kvpool.prefix_cache import PrefixCache, PrefixStats
 from kvpool.truncation import alive_start, first_kept, need_kept, overwritten
 
@@ -174,13 +175,16 @@ class Allocator:
 
     def new_request(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Request:
         """A request that begins with the longest prefix of `tokens`, int `[T]`, whose state is
-        there; `num_tokens` says how many. Without a prefix cache, one without tokens.
+        there; `num_tokens` says how many: none without a prefix cache. To allocate items for a
+        number of tokens, `extend` it.
 
         Where the last token is to be computed, give all but that. Requests of different `salt`
         share nothing: what else the state depends on (an adapter, a tenant) belongs in it. In place
         of an image, tokens are numbers made of its hash. Raises ValueError for tokens outside 0 to
         2**31 - 1, OutOfPages where a pinned checkpoint cannot be copied.
         """
+        if self.prefix is None:
+            token_ids(tokens)  # the same mistakes are refused with a cache and without
         request = self._new_row()
         if self.prefix is not None:
             try:

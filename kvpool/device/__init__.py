@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -134,6 +134,10 @@ class Sharing(Protocol):
         """See Device."""
 
 
+OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "host": "cpu"}
+"""Kinds by other names that users give them."""
+
+
 def device_entries() -> dict[str, EntryPoint]:
     """Entry points of the installed devices, by kind; none is imported."""
     return {entry.name: entry for entry in entry_points(group="kvpool.devices")}
@@ -149,7 +153,7 @@ def get_device(name: str) -> Device:
     if kind not in known:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{', '.join(sorted(known)) or 'none'}).{nearest(kind, known)} "
+            f"{', '.join(sorted(known)) or 'none'}).{_suggestion(name, known)} "
             "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
@@ -165,3 +169,13 @@ def get_device(name: str) -> Device:
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")
     return device
+
+
+def _suggestion(name: str, known: Collection[str]) -> str:
+    """` Did you mean 'cuda:0'?`, of a device whose kind is not known; empty if none is meant."""
+    kind, colon, number = name.lower().partition(":")
+    other = OTHER_NAMES.get(kind, kind)
+    if other in known:
+        return f" Did you mean {other + colon + number!r}?"
+    # an unknown kind of hardware is as like another kind as its misspelling: tpu and npu
+    return nearest(kind, [each for each in known if each[0] == kind[:1]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 from kvpool.layout.sentences import ranges
 from kvpool.layout.types import Buffer, Key, LayoutError, Region
@@ -60,6 +62,12 @@ def total_layers(given: int | None, held: Sequence[int], owner: str) -> int:
             f"{owner} total_kv_layers: not given, and layers {ranges(held)} alone do not say how "
             "many the target model has. Give total_kv_layers."
         )
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise LayoutError(
+            f"{owner} total_kv_layers: how many layers the target model has, one whole number, got "
+            f"{given!r}."
+        )
+    given = index(given)
     if owner == "target" and held and given <= held[-1]:
         raise LayoutError(f"{owner} total_kv_layers: {given}, but layer {held[-1]} is there.")
     return given

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from operator import index
 from types import MappingProxyType
 from typing import Any, ClassVar, TypedDict, get_args
 from weakref import ReferenceType
@@ -34,6 +33,7 @@ from kvpool.pools.placement import (
     Shard,
     count_argument,
     grouped,
+    layer_numbers,
     place,
     used_spaces,
 )
@@ -107,9 +107,7 @@ class KVPool(TypedAccess):
         own_spaces: bool = False,
         model: str = "",
     ) -> None:
-        self.layers = tuple(sorted(map(index, layers)))
-        if not self.layers or len(set(self.layers)) != len(self.layers) or self.layers[0] < 0:
-            raise ValueError(f"{owner} layers: distinct numbers from 0, got {list(self.layers)}.")
+        self.layers = layer_numbers(layers, owner)
         known = get_args(Placement)
         if placement not in known:
             raise ValueError(f"{owner} placement: one of {known}, got {placement!r}.")
@@ -176,7 +174,8 @@ class KVPool(TypedAccess):
         which state gets `nbytes * utilisation - weights`:
         `MLAPool.from_budget(141 << 30, weights=80 << 30, utilisation=0.9, layers=..., ...)`.
 
-        Other arguments are those of the class. Raises ValueError if no page of tokens fits.
+        Other arguments are those of the class. Raises ValueError if no page of tokens fits, and
+        TypeError for bytes that are no number (`kvpool.models.sizing.parse_memory` reads `80GiB`).
         """
         step = get_device(str(arguments.get("device", "cpu"))).alignment
         small = dict.fromkeys(ITEM_COUNTS, 2)

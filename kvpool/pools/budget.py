@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from kvpool.layout import Space
@@ -31,8 +32,15 @@ def items_per_request(space: Space, chunk_tokens: int) -> int:
 
 def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> int:
     """Bytes for state of a device of `memory` bytes: the fraction `utilisation` of them, less
-    `weights`. Raises DoesNotFit, beginning with `where`, if none are left.
+    `weights`. Raises DoesNotFit, beginning with `where`, if none are left, and TypeError for what
+    is no number.
     """
+    for name, value in (("nbytes", memory), ("weights", weights), ("utilisation", utilisation)):
+        if not isinstance(value, Real):
+            raise TypeError(
+                f"{where} {name}: a number, got {value!r}. Bytes are a number here: 80 << 30 is "
+                "80 GiB. kvpool.models.sizing.parse_memory reads text with a unit."
+            )
     if weights < 0 or not 0 < utilisation <= 1:
         raise ValueError(
             "weights: 0 bytes or more; utilisation: over 0, up to 1; got "

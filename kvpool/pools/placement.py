@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Literal
 
 from kvpool.layout.template import Template, alignment, item_bytes, item_regions
@@ -81,6 +82,21 @@ class BufferSpec:
 
 
 Declared = BufferSpec  # the public name of kvpool 0.1
+
+
+def layer_numbers(layers: Iterable[int], owner: str) -> tuple[int, ...]:
+    """The layers of a pool, in order. Raises TypeError and ValueError for anything else."""
+    try:
+        numbers = tuple(sorted(map(index, layers)))
+    except TypeError:
+        instead = f"range({layers})" if isinstance(layers, int) else "range(2) or [0, 3]"
+        raise TypeError(
+            f"{owner} layers: the numbers of the layers that the pool holds, got {layers!r}. "
+            f"Give them, such as {instead}."
+        ) from None
+    if not numbers or len(set(numbers)) != len(numbers) or numbers[0] < 0:
+        raise ValueError(f"{owner} layers: distinct numbers from 0, got {[*numbers]}.")
+    return numbers
 
 
 def count_argument(list_space: Space) -> str:

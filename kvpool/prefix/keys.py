@@ -28,6 +28,11 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
     2**31 - 1.
     """
     given = np.asarray(tokens)
+    if not given.ndim:
+        raise ValueError(
+            f"tokens: the ids of the tokens, a flat list of integers, got {tokens!r}. Items for a "
+            "number of tokens are allocated by extend."
+        )
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"tokens: a flat list of integers, got {given.dtype}{given.shape}.")
     outside = given.astype(np.int64, copy=False) >> 31 if given.size else given

@@ -323,3 +323,21 @@ def test_keys_do_not_depend_on_how_tokens_came_and_differ_between_prefixes(token
     longer = token_ids([*tokens[:whole], *[0] * page])
     keys = {key.tobytes() for key in hashing.follow(hashing.root(""), 0, longer)}
     assert len(keys) == whole // page + 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (100, "tokens: the ids of the tokens, .* got 100. .* allocated by extend"),
+        (None, "got None"),
+        ("abc", "got 'abc'"),
+        ([1.5], "a flat list of integers"),
+        ([-1], "0 to"),
+    ],
+)
+def test_what_is_no_list_of_token_ids_begins_no_request(cached, tokens, says):
+    alloc = Allocator(mla(), prefix=PrefixCache() if cached else None)
+    with pytest.raises(ValueError, match=says):
+        alloc.new_request(tokens)
+    assert alloc.usage().requests == 0

@@ -78,6 +78,28 @@ def test_the_kind_is_what_stands_before_the_colon(vendor):
         get_device("")
 
 
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("gpu", "cuda"),
+        ("gpu:1", "cuda:1"),
+        ("GPU", "cuda"),
+        ("CUDA:0", "cuda:0"),
+        ("nvidia", "cuda"),
+        ("cdua", "cuda"),
+        ("ascend:3", "npu:3"),
+        ("host", "cpu"),
+        ("tpu", None),
+        ("mps", None),
+    ],
+)
+def test_another_name_of_a_kind_leads_to_it_and_other_hardware_to_none(name, suggested):
+    with pytest.raises(DeviceUnavailable) as refusal:
+        get_device(name)
+    said = str(refusal.value)
+    assert f"Did you mean {suggested!r}?" in said if suggested else "Did you mean" not in said
+
+
 def test_a_refusal_has_the_devices_own_reason(vendor):
     for ask in (get_device, lambda name: MLAPool(**SHAPE, device=name)):
         with pytest.raises(DeviceUnavailable) as refusal:

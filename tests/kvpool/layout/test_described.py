@@ -57,6 +57,12 @@ def test_layers_of_the_model_are_counted_or_given(layers, owner, given, total):
     assert layout.total_kv_layers == total
 
 
+@pytest.mark.parametrize("given", [{"target": 2}, "2", 2.5, [1], True])
+def test_layers_of_the_model_are_one_number(given):
+    with pytest.raises(LayoutError, match=r"target total_kv_layers: .* one whole number, got"):
+        PoolLayout.of(rows()[1], spaces=[PAGES], total_kv_layers=given)
+
+
 def test_a_draft_beside_its_target_does_not_count():
     parts = rows()[1], rows(owner="draft", layer=7)[1]
     assert PoolLayout.of(*parts, spaces=[PAGES]).total_kv_layers == 1

@@ -245,3 +245,21 @@ def test_rings_of_pages_are_counted_with_the_pages_of_the_window():
     layout = dsv4(page_rings=True, layers=[1], device="meta").layout
     found = {share.role: share.nbytes for share in shares(layout)}
     assert found["c2.state"] == 3 * 4 * (4 * 12) * 4
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "more", "says"),
+    [
+        ("80GiB", {}, r"target nbytes: a number, got '80GiB'\. .* 80 << 30 is 80 GiB"),
+        (None, {}, "target nbytes: a number, got None"),
+        (1 << 20, {"weights": "1GiB"}, "target weights: a number, got '1GiB'"),
+        (1 << 20, {"utilisation": "0.9"}, "target utilisation: a number, got '0.9'"),
+    ],
+)
+def test_bytes_are_a_number_and_no_text(nbytes, more, says):
+    with pytest.raises(TypeError, match=says):
+        mla.from_budget(nbytes, **META, **more)
+
+
+def test_a_budget_may_be_a_float():
+    assert mla.from_budget(1e6, **META).nbytes == mla.from_budget(10**6, **META).nbytes

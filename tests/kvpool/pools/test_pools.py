@@ -665,3 +665,17 @@ def test_arguments_that_cannot_be_are_refused_with_a_sentence(build, wrong, says
 def test_an_argument_that_does_not_exist_is_refused(wrong):
     with pytest.raises(TypeError, match=next(iter(wrong))):
         mla(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        (2, r"target layers: the numbers of the layers .*, got 2\. Give them, such as range\(2\)"),
+        ("2", r"got '2'\. Give them, such as range\(2\) or \[0, 3\]"),
+        ([0.5], r"got \[0\.5\]\. Give them"),
+        (None, "got None. Give them"),
+    ],
+)
+def test_layers_are_numbers_and_not_how_many(layers, says):
+    with pytest.raises(TypeError, match=says):
+        MLAPool(layers=layers, kv_lora_rank=4, qk_rope_head_dim=2, page_size=4, num_pages=3)
