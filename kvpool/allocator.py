@@ -43,6 +43,8 @@ class Usage(NamedTuple):
 
 FREED = -1
 """The row of a request that was freed."""
+SETTLED = -1
+"""In place of the least tokens of a request of which the number of tokens is known."""
 
 
 class Request:
@@ -73,6 +75,8 @@ class Request:
 
     def pin(self, pin: Pin) -> None:
         """See Holder.pin; endpoints call it."""
+        if pin.side == "offered":
+            self._allocator._check_settled(np.array([self._live_row()]))
         self._allocator._pins.add(self._live_row(), self.num_tokens, pin)
 
     def unpin(self, pin: Pin) -> None:
@@ -136,6 +140,8 @@ class Allocator:
         self._tokens: Ints = np.zeros(0, dtype=np.int64)
         # tokens after the last receipt: entries that were dead then were never received
         self._received: Ints = np.zeros(0, dtype=np.int64)
+        # of requests that receive at most so many tokens, the fewest that they can have then
+        self._least: Ints = np.zeros(0, dtype=np.int64)
         # entries before it were overwritten by tokens that a truncation took back, by ring
         rings = [space.name for space in self.spaces if space.wraps]
         self._lost: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in rings}
@@ -208,8 +214,10 @@ class Allocator:
         `checkpoint_tokens`. Raises ValueError for more tokens than the request has, RequestPinned
         while a room receives it.
         """
-        (row,) = self._rows_of([request]).tolist()
+        rows = self._rows_of([request])
+        (row,) = rows.tolist()
         self._pins.check_written(row, "others would reuse")
+        self._check_settled(rows)
         if self.prefix is not None:
             held, received = int(self._tokens[row]), int(self._received[row])
             self.prefix.store(row, tokens, held, received)
@@ -220,6 +228,7 @@ class Allocator:
             more = max(16, rows)
             self._tokens = np.append(self._tokens, np.zeros(more, dtype=np.int64))
             self._received = np.append(self._received, np.zeros(more, dtype=np.int64))
+            self._least = np.append(self._least, np.full(more, SETTLED, dtype=np.int64))
             for name, lost in self._lost.items():
                 self._lost[name] = np.append(lost, np.zeros(more, dtype=np.int64))
             self._rows.extend(range(rows + more - 1, rows - 1, -1))
@@ -227,26 +236,41 @@ class Allocator:
                 each.add_rows(more)
         return Request(self, self._rows.pop())
 
-    def extend(self, request: Request, tokens: int, *, received: bool = False) -> dict[str, Ints]:
+    def extend(
+        self, request: Request, tokens: int, *, received: bool = False, at_most: bool = False
+    ) -> dict[str, Ints]:
         """Allocates `tokens` more tokens; returns their flat locations by space.
 
         Locations are int64 `[tokens]`: the token's entry (a compressed entry has several tokens) or
         its slot; -1 where a later token of the same call overwrites it in a ring. Pages that have
         left a window are freed first. `received`: the tokens are computed elsewhere, so entries
-        that are dead at the end get no page, and -1. If too few items are free, raises OutOfPages;
-        RequestPinned if a room needs a state that the tokens would overwrite, or a page of a window
-        that they would free. Both change nothing.
+        that are dead at the end get no page, and -1.
+
+        `at_most`: they are received, and how many of them come is not known yet
+        (`DecodeEndpoint.receive(..., at_most=True)`). Every page is allocated that is alive at any
+        number of them, so a window takes pages for all `tokens`. Once the number is known,
+        `truncate(request, number)` gives back what is beyond it, and has to be called, also if all
+        came: until then the request is not extended, forked, stored, offered or saved.
+
+        If too few items are free, raises OutOfPages; RequestPinned if a room needs a state that the
+        tokens would overwrite, or a page of a window that they would free. Both change nothing.
         """
-        found = self.extend_batch([request], _whole(tokens), received=received)
+        found = self.extend_batch([request], _whole(tokens), received=received, at_most=at_most)
         return {space: rows[0] for space, rows in found.items()}
 
     def extend_batch(
-        self, requests: Sequence[Request], tokens: npt.ArrayLike, *, received: bool = False
+        self,
+        requests: Sequence[Request],
+        tokens: npt.ArrayLike,
+        *,
+        received: bool = False,
+        at_most: bool = False,
     ) -> dict[str, Ints]:
         """`extend` for a batch, all requests or none: `tokens` is one number, or one of each
         request `[B]`. Returns int64 `[B, most tokens]` by space, -1 after the tokens of a request.
         """
         rows = self._rows_of(requests)
+        self._check_settled(rows)
         more = _of_each(rows, tokens)
         before = self._tokens[rows]
         if more.min(initial=0) < 0:
@@ -256,8 +280,9 @@ class Allocator:
                 f"tokens: {tokens!r} more exceed {MAX_TOKENS}, the limit of a request."
             )
         after = before + more
-        # computed tokens read what is alive before them, received ones what is alive at the end
-        reach = after if received else before
+        # computed tokens read what is alive before them, received ones what is alive at the end,
+        # which may be anywhere from `before` on if at most so many come
+        reach = after if received and not at_most else before
         changes = {name: each.prepare(rows, reach, after) for name, each in self.lists.items()}
         needed = {name: change.needed for name, change in changes.items()}
         gone = {name: each.ids(changes[name].gone) for name, each in self.lists.items()}
@@ -270,8 +295,10 @@ class Allocator:
         for name, each in self.lists.items():
             each.fill(changes[name])
         self._tokens[rows] = after
-        if received:
+        if received or at_most:
             self._received[rows] = after
+        if at_most:
+            self._least[rows] = before
         if (more == width).all():
             return self._locate(rows, positions, after)
         there = positions < after[:, None]
@@ -279,9 +306,9 @@ class Allocator:
         return {name: np.where(there, located, -1) for name, located in found.items()}
 
     def truncate(self, request: Request, tokens: int) -> None:
-        """Takes back all but the first `tokens` tokens, such as drafts that were rejected; their
-        items are freed, and the next `extend` goes on after them. A last page that other requests
-        hold too is copied.
+        """Takes back all but the first `tokens` tokens, such as drafts that were rejected, or what
+        did not come of `extend(..., at_most=True)`; their items are freed, and the next `extend`
+        goes on after them. A last page that other requests hold too is copied.
 
         `before = request.num_tokens; allocator.extend(request, 4)`, of which two are accepted:
         `allocator.truncate(request, before + 2)`.
@@ -300,18 +327,25 @@ class Allocator:
         request `[B]`.
         """
         rows = self._rows_of(requests)
-        before, after = self._tokens[rows], _of_each(rows, tokens)
-        wrong = np.flatnonzero((after < 0) | (after > before))
+        before, after, least = self._tokens[rows], _of_each(rows, tokens), self._least[rows]
+        wrong = np.flatnonzero((after < np.maximum(least, 0)) | (after > before))
         if wrong.size:
-            held, asked = int(before[wrong[0]]), int(after[wrong[0]])
-            raise ValueError(f"tokens: 0 to {held}, which the request has, got {asked}.")
-        fewer = after < before
+            low, held, asked = (int(each[wrong[0]]) for each in (least, before, after))
+            raise ValueError(f"tokens: {max(low, 0)} to {held}, which it has, got {asked}.")
+        unsettled = least != SETTLED
+        for row in rows[unsettled].tolist():
+            self._pins.check_written(row, "truncate would count")
+        fewer = (after < before) | unsettled
         rows, before, after = rows[fewer], before[fewer], after[fewer]
         if rows.size:
             self._truncate(rows, before, after)
 
     def _truncate(self, rows: Ints, before: Ints, after: Ints) -> None:
-        lost = self._lost_at(rows, before, after)
+        unsettled = self._least[rows] != SETTLED
+        # of requests that receive at most so many tokens, nothing after those that came was written
+        written = np.where(unsettled, after, before)
+        received = np.where(unsettled, after, self._received[rows])
+        lost = self._lost_at(rows, written, after, received)
         cuts = {name: each.prepare_cut(rows, after) for name, each in self.lists.items()}
         copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
         self._pins.check_truncate(rows, after, copied)
@@ -327,12 +361,12 @@ class Allocator:
         if self.prefix is not None:
             for row, left in zip(rows.tolist(), after.tolist()):
                 self.prefix.truncate(row, left)
-        self._tokens[rows] = after
-        self._received[rows] = np.minimum(self._received[rows], after)
+        self._tokens[rows], self._least[rows] = after, SETTLED
+        self._received[rows] = np.minimum(received, after)
         for name, entries in lost.items():
             self._lost[name][rows] = entries
 
-    def _lost_at(self, rows: Ints, before: Ints, after: Ints) -> dict[str, Ints]:
+    def _lost_at(self, rows: Ints, before: Ints, after: Ints, received: Ints) -> dict[str, Ints]:
         """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
         again, by space. Raises ValueError if state after those tokens is gone.
         """
@@ -344,7 +378,7 @@ class Allocator:
                 )
             else:
                 gone = self.lists[space.id_list].freed(rows) * space.entries_per_item
-            need_kept(space, before, after, self._received[rows], gone)
+            need_kept(space, before, after, received, gone)
         return lost
 
     def locations(self, request: Request) -> dict[str, Ints]:
@@ -367,6 +401,7 @@ class Allocator:
         tokens = _whole(tokens)
         (row,) = self._rows_of([request])
         self._pins.check_written(request._row, "a fork would share and copy")
+        self._check_settled(np.array([row]))
         held, received = int(self._tokens[row]), self._received[row : row + 1]
         if not 0 <= tokens <= held:
             raise ValueError(f"tokens: 0 to {held}, which the request has, got {tokens}.")
@@ -425,6 +460,7 @@ class Allocator:
         else:
             self.prefix.free(request._row, lambda: self._release(rows))
         self._tokens[rows] = self._received[rows] = 0
+        self._least[rows] = SETTLED
         for lost in self._lost.values():
             lost[rows] = 0
         self._rows.append(request._row)
@@ -466,6 +502,17 @@ class Allocator:
                 there &= entries >= first_kept(space, entries, after[:, None], lost[:, None])
             found[space.name] = np.where(there, items * space.steps + entries % space.steps, -1)
         return found
+
+    def _check_settled(self, rows: Ints) -> None:
+        """Raises ValueError if of one of the rows it is not known how many tokens came."""
+        unsettled = np.flatnonzero(self._least[rows] != SETTLED)
+        if unsettled.size:
+            row = rows[unsettled[0]]
+            raise ValueError(
+                f"this request receives from {self._least[row]} to {self._tokens[row]} tokens, and "
+                "how many came was not said. Call truncate with that number first, such as "
+                "decode.num_tokens(room)."
+            )
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
         known = [r._row if r._allocator is self else FREED for r in requests]

@@ -56,7 +56,7 @@ def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Int
     tokens were received, entries that were dead then never came.
     """
     if space.kind == "slot":
-        if (where := np.flatnonzero(after > 0)).size:
+        if (where := np.flatnonzero((after > 0) & (after < before))).size:
             at = where[0]
             raise ValueError(
                 f"space {space.name}: a slot holds the state after {before[at]} tokens, and there "

@@ -175,6 +175,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         read chunk by chunk. Windows, slots, rings and a packed page that is not full are read after
         a rank's last chunk, and no layer is ready before it. Of a window the block table lists
         every page that may be alive then; pages that are dead are not written.
+        `Allocator.extend(request, room, at_most=True)` makes such a block table, and after success
+        `Allocator.truncate(request, num_tokens(room))` gives back what did not come.
 
         `link` names the prefill, if several are connected. `aux` are names of values without which
         the room fails. The pages are leased until the room has ended and `reading(room)` is false:
