@@ -466,6 +466,20 @@ class Allocator:
         self._rows.append(request._row)
         request._row = FREED
 
+    def check_unshared(self, id_list: str, ids: Ints) -> None:
+        """Raises ValueError if several requests, or the prefix cache, need one of these items: then
+        nothing may write to it. Of a list that is not this allocator's, nothing is known.
+        """
+        table = self.lists.get(id_list)
+        if table is None:
+            return
+        shared = ids[table.free_list.is_wanted(ids)]
+        if shared.size:
+            raise ValueError(
+                f"a copy would write to {table.sharers(shared)}. Copy to items of one request that "
+                "shares nothing, or fork it."
+            )
+
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every item is free or has as many holders as its reference
         count, every request holds the items of its tokens, and the prefix cache lists what it has.

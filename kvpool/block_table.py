@@ -85,17 +85,17 @@ class BlockTable:
         ids = self._table[row, first : self._stop[row]]
         return first + np.flatnonzero(self.free_list.is_wanted(ids))
 
-    def sharers(self, row: int, numbers: Ints) -> str:
-        """Items of a request that `shared` lists and what else needs them, for errors: `items 1-2
-        of space kv, which 1 other request holds`.
+    def sharers(self, ids: Ints, row: int | None = None) -> str:
+        """Items that others than the request in `row` need, and which these are, for errors: `items
+        1-2 of space kv, which 1 other request holds`.
         """
-        ids = self._table[row, numbers]
-        others = int(np.isin(self._table, ids).any(axis=1).sum()) - 1
-        clauses = [f"{others} other request{'s hold' if others > 1 else ' holds'}"] * (others > 0)
+        rows = {*np.nonzero(np.isin(self._table, ids))[0].tolist()} - {row}
+        others, other = len(rows), "" if row is None else "other "
+        clauses = [f"{others} {other}request{'s hold' if others > 1 else ' holds'}"] * (others > 0)
         if self.free_list.is_kept(ids).any():
             clauses.append("the prefix cache keeps")
         which = " and ".join(clauses or ["a pinned prefix holds"])
-        return f"items {ranges(ids.tolist())} of space {self.space.name}, which {which}"
+        return f"items {ranges({*ids.tolist()})} of space {self.space.name}, which {which}"
 
     def start(self, tokens: Ints) -> Ints:
         """The first live entry of requests of `tokens` `[B]` tokens."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from threading import Lock
 
+import numpy as np
+
 from kvpool.block_table import BlockTable, Change
 from kvpool.layout import Pin
 from kvpool.layout.grid import Ints
@@ -103,7 +105,7 @@ class Pins:
             size = each.space.tokens_per_item
             numbers = each.shared(row, pin.start // size)
             if numbers.size:
-                shared.append(each.sharers(row, numbers))
+                shared.append(each.sharers(each.find(np.array([row]), numbers[None])[0], row))
                 own = max(own, min((int(numbers[-1]) + 1) * size, tokens))
         if shared:
             raise ValueError(

@@ -269,10 +269,10 @@ class KVPool(TypedAccess):
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
-        those of spaces that share its ids. Raises IndexError for ids that are out of range.
-
-        Ids name no request: that no other request shares an item of `dst`, and no room reads or
-        writes it, is not checked.
+        those of spaces that share its ids. Raises IndexError for ids that are out of range, and
+        ValueError if several requests or the prefix cache need an item of `dst` (ids on a device
+        are not read back for that). Ids name no request: whether a room reads or writes an item is
+        not checked.
         """
         lists = {s.name: s.id_list for s in self.layout.spaces}
         held = [b for b in self.layout.buffers if lists[b.space] == space]
@@ -283,6 +283,9 @@ class KVPool(TypedAccess):
         from_, to = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
         if from_.numel() != to.numel():
             raise ValueError(f"space {space}: {from_.numel()} source items, {to.numel()} targets.")
+        allocator = None if self.allocator is None else self.allocator()
+        if allocator is not None and to.device.type == "cpu":
+            allocator.check_unshared(space, to.numpy())
         views = [self.item_bytes_view(buffer) for buffer in held]
         self.device.copy_items(views, from_, to, disjoint=disjoint(src, dst))
 

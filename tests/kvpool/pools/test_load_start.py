@@ -223,3 +223,24 @@ def test_a_block_table_without_a_request_is_written_as_it_says():
     blank(pool, DEST)
     pool.load(RequestAddress(29, request.address().spans), saved)
     assert holds(pool, request.address())
+
+
+def test_shared_items_are_no_target_of_a_copy():
+    pool = mla(**MANY)
+    alloc = Allocator(pool, prefix=PrefixCache())
+    blank(pool)
+    request = computed(pool, alloc, TOKENS[:13], (13,))
+    alloc.fork(request, 8)
+    before = memory_of(pool)
+    for target, says in (
+        (2, "items 2 of space kv, which 2 requests hold and the prefix cache keeps"),
+        (3, "items 3 of space kv, which 1 request holds and the prefix cache keeps"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            pool.copy_items("kv", [9], [target])
+    for memory, was in zip(memory_of(pool), before):
+        np.testing.assert_array_equal(memory, was)
+    pool.copy_items("kv", [1], [4])  # its own last page
+    alloc.free(request)
+    with pytest.raises(ValueError, match="items 3 of space kv, which the prefix cache keeps"):
+        pool.copy_items("kv", [9], [3])
