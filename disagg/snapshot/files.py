@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import TracebackType
 
 import numpy as np
@@ -19,7 +20,7 @@ from disagg.digest.cell_hash import ReadCells
 from disagg.digest.digest import digests
 from disagg.snapshot.header import LENGTH, Header, SnapshotRefused, decode, header_bytes
 from disagg.snapshot.portable import block_table, live_pieces
-from kvpool.layout import Buffer, Key
+from kvpool.layout import Buffer, Key, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import by_layers
 
@@ -42,10 +43,14 @@ class SnapshotFile:
             with self._named():
                 self._status = self._stat()
                 self.header, self._start = self._header(self._status.st_size)
-            self.address = block_table(self.header.layout, self.header.tokens)
         except BaseException:
             self.close()
             raise
+
+    @cached_property
+    def address(self) -> RequestAddress:
+        """Where the request lies in the file. Of millions of tokens it is large: made when used."""
+        return block_table(self.header.layout, self.header.tokens)
 
     def read(self, at: int, into: Bytes) -> None:
         """Fills an array with the data from byte `at` on."""

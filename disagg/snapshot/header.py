@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -244,12 +245,12 @@ def _object(text: str, what: str) -> dict[str, Any]:
     """A JSON object, no name of it twice."""
 
     def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
             raise SnapshotRefused(f"{what}: {twice!r} is there twice.")
-        return found
+        return values
 
     try:
         found = json.loads(text, object_pairs_hook=once)

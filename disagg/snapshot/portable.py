@@ -70,11 +70,11 @@ def live_pieces(layout: PoolLayout, tokens: int) -> Iterator[Piece]:
     for region in layout.regions:
         space = layout.space_of(region)
         live = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
+        if not space.held.part(live):  # a length, as a header may name millions of positions
+            continue
         held = () if space.held == EVERY else (space.held,)
         box = tuple((axis.name, axis.start, axis.stop) for axis in region.inner_axes)
-        piece = Piece(region.key, box, live, held)
-        if live and piece.numbers().size:
-            yield piece
+        yield Piece(region.key, box, live, held)
 
 
 def _order(region: Region) -> tuple[int, str, int, str]:

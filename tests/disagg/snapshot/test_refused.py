@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -212,6 +213,14 @@ FILES = {
 def test_a_file_that_is_cut_or_damaged_is_refused(case):
     make, says = FILES[case]
     assert says in refusal(make())
+
+
+def test_of_a_hundred_thousand_names_the_one_that_is_there_twice_is_named_at_once():
+    names = [f'"{number}":1' for number in range(100_000)]
+    text = "{" + ",".join([*names, '"99999":2']) + "}"
+    began = time.thread_time()
+    assert "header: '99999' is there twice" in refusal(struct.pack("<Q", len(text)) + text.encode())
+    assert time.thread_time() - began < 5  # it took minutes
 
 
 def test_every_length_of_a_cut_file_is_refused():
