@@ -26,6 +26,8 @@ KEPT_REFUSALS = 100
 KEPT_HELLOS = 32
 MAX_LISTED = 20
 MAX_PEERS = 1024
+MAX_GREETED = 4 * MAX_PEERS
+"""Connections of which it is kept that their hello was answered: the latest."""
 
 Pair = tuple[str, str]
 """An owner and a role."""
@@ -71,6 +73,7 @@ class PrefillPeers:
         self._effects, self._layout = effects, layout
         self._pairs = pairs_of(layout.regions)
         self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[str]], Hello] = OrderedDict()
+        self._greeted: OrderedDict[bytes, None] = OrderedDict()
 
     def receive(
         self, peer: bytes, message: Message, now: float
@@ -80,8 +83,8 @@ class PrefillPeers:
         if decode is not None:
             self.liveness.heard(peer, now)
         if isinstance(message, Hello):
-            self._handshake(peer, message, now)
-        elif isinstance(message, messages.Refuse):
+            return self._handshake(peer, message, now)
+        if isinstance(message, messages.Refuse):
             self.refusals.append(messages.join_reasons(message.reasons))
             return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
         elif isinstance(message, messages.Disconnect):
@@ -119,7 +122,17 @@ class PrefillPeers:
         for peer in self.alive:
             self._effects.send(peer, messages.UnknownPeer(self.hello.generation))
 
-    def _handshake(self, peer: bytes, hello: Hello, now: float) -> None:
+    def _handshake(self, peer: bytes, hello: Hello, now: float) -> LostPeer | None:
+        """Answers a connection's hello, once: the answer is hundreds of times as large."""
+        decode = self.alive.get(peer)
+        if decode is not None and decode.generation == hello.generation:
+            return None  # a message that comes twice has no effect
+        if peer in self._greeted:
+            return self.refuse(
+                peer,
+                f"generation {hello.generation!r} says hello over a connection whose hello was "
+                "answered already. Connect again.",
+            )
         reasons = messages.handshake_problems(self.hello, hello)
         try:
             answer = self._answer(wanted_pairs(hello.layout)) if not reasons else None
@@ -127,13 +140,17 @@ class PrefillPeers:
             reasons = [reason_text(str(error), messages.MAX_TEXT)]
         if reasons:
             self._effects.send(peer, messages.Refuse(reasons))
-        elif peer not in self.alive and len(self.alive) >= MAX_PEERS:
+        elif len(self.alive) >= MAX_PEERS:
             full = f"{MAX_PEERS} decodes are connected already."
             self._effects.send(peer, messages.Refuse([full], final=False))
         elif answer is not None:
-            self.alive.setdefault(peer, Decode(hello.generation))
+            self.alive[peer] = Decode(hello.generation)
             self.liveness.heard(peer, now)
             self._effects.send(peer, answer)
+            self._greeted[peer] = None
+            if len(self._greeted) > MAX_GREETED:
+                self._greeted.popitem(last=False)
+        return None
 
     def _answer(self, wanted: frozenset[Pair]) -> Hello:
         """The hello for a decode that has regions of these pairs; raises ValueError if we share

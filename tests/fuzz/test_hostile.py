@@ -280,11 +280,12 @@ def test_reasons_of_a_peer_are_kept_shortened():
 
     def flooding():
         for number in range(200):
-            yield b"a", hello
-            yield b"a", messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
+            peer = b"%d" % number
+            yield peer, hello
+            yield peer, messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
             long = "y" * (messages.MAX_TEXT - 3) + str(number)
-            yield b"a", messages.Abort("g1", number, "a", long)
-            yield b"a", messages.Refuse([long] * 4)
+            yield peer, messages.Abort("g1", number, "a", long)
+            yield peer, messages.Refuse([long] * 4)
 
     rooms = flood(flooding())
     assert len(str(rooms.failure(199))) < 5000

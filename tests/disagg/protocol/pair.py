@@ -51,6 +51,7 @@ class Pair:
         self.link = Link(("x",))
         self.queues = {self.prefill: [], self.decode: []}
         self.reads, self.dials = [], []
+        self.peer = b""
         self.digests = {self.prefill: [], self.decode: []}
         self.tell(self.decode, ConnectLink(self.link))
         self.pump()
@@ -66,12 +67,14 @@ class Pair:
                 self.digests[machine].append(effect)
             elif isinstance(effect, (Dial, HangUp)):
                 self.dials.append((self.now, effect))
+                if isinstance(effect, Dial):  # prefill knows each connection by a name of its own
+                    self.peer += b"d"
 
     def pump(self) -> None:
         """Every message arrives, and every answer."""
         while any(self.queues.values()):
             for machine, other, peer in (
-                (self.decode, self.prefill, b"d"),
+                (self.decode, self.prefill, self.peer),
                 (self.prefill, self.decode, 0),
             ):
                 said, self.queues[machine] = self.queues[machine], []

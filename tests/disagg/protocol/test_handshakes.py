@@ -69,6 +69,43 @@ def test_a_final_refusal_is_sent_as_every_protocol_reads_it():
     assert messages.decode(data).final
 
 
+# one hello a connection
+
+
+def test_a_hello_is_answered_once_a_connection():
+    """The answer is hundreds of times as large."""
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    (answer,) = answers(prefill, b"d", hello("d"))
+    assert isinstance(answer, messages.Hello)
+    assert not answers(prefill, b"d", hello("d"))  # what comes twice has no effect
+    for generation in ("other", "d", "other", "d"):
+        (refused,) = answers(prefill, b"d", hello(generation))
+        assert not refused.final
+        assert f"generation '{generation}' says hello over a connection" in refused.reasons[0]
+        assert not prefill.peers.alive
+    (answer,) = answers(prefill, b"another connection", hello("d"))
+    assert isinstance(answer, messages.Hello)
+
+
+def test_of_the_connections_that_were_answered_the_latest_are_kept(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_GREETED", 2)
+    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    for name in (b"1", b"2", b"3"):
+        answers(prefill, name, hello("d"))
+        prefill.handle(Received(name, messages.Disconnect()), 0.0)
+    kinds = [type(*answers(prefill, name, hello("d"))) for name in (b"3", b"2", b"1")]
+    assert kinds == [messages.Refuse, messages.Refuse, messages.Hello]
+
+
+def test_a_decode_that_was_refused_for_a_second_hello_connects_again_and_is_served():
+    pair = Pair()
+    pair.tell(pair.prefill, Received(b"d", hello("another")))
+    pair.pump()
+    assert "says hello over a connection" in pair.link.lost
+    pair.wait(TIMEOUT)
+    assert pair.link.lost is None and pair.link.plan is not None
+
+
 REFUSED = messages.Refuse(["1024 decodes are connected already."], final=False)
 
 
