@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from disagg.host.forks import keep_for_ever
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
 from disagg.runtime.keys import Keys
+from disagg.runtime.sockets import connection, limits
+from disagg.runtime.transport import Lost
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -28,10 +31,30 @@ CLOSE_LINGER_SECONDS = 0.03
 """Time for the last messages to leave. ZeroMQ's own linger waits for ever for a peer that goes away
 just then.
 """
-QUEUED = 100_000
-"""Messages that wait for one peer before it is given up as one that does not listen."""
+IN_ZEROMQ = 100
+"""Messages of one peer that ZeroMQ holds each way. It counts no bytes: what is more waits here, where
+bytes are bounded.
+"""
+RETRY_SECONDS = 0.005
+"""Between two tries to hand over what waits."""
 SOCKETS = 16_384
 MESSAGES_A_TURN = 1000
+
+
+@dataclass(eq=False, slots=True)
+class Backlog:
+    """Messages for a peer that ZeroMQ does not take now."""
+
+    messages: deque[bytes] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def excess(self, data: bytes) -> str | None:
+        """Why no more waits for the peer, if it is too much."""
+        nbytes = self.nbytes + len(data)
+        if len(self.messages) < connection.QUEUED and nbytes <= connection.MAX_UNSENT:
+            return None
+        waiting = f"{len(self.messages):,} messages ({self.nbytes:,} bytes)"
+        return f"it does not read what is sent: {waiting} wait for it."
 
 
 class ZmqTransport:
@@ -50,6 +73,7 @@ class ZmqTransport:
         self._peers: dict[zmq.Socket[bytes], int] = {}
         self._dialled: deque[tuple[int, zmq.Socket[bytes] | None]] = deque()
         self._leaving: deque[tuple[float, zmq.Socket[bytes]]] = deque()
+        self._backlogs: dict[Peer, Backlog] = {}
         self._abandoned = False
 
     def bind(self, address: str) -> str:
@@ -88,23 +112,27 @@ class ZmqTransport:
     def send(self, peer: Peer, data: bytes) -> str | None:
         """See Transport."""
         self._plug()
+        backlog = self._backlogs.get(peer)
         try:
-            if isinstance(peer, int):
-                self._dealers[peer].send(data, zmq.NOBLOCK)
-            elif self._router is not None:
-                self._router.send_multipart([peer, data], zmq.NOBLOCK)
-        except zmq.Again:
-            return (
-                f"it takes no message: it does not read, and {QUEUED:,} wait for it, or its "
-                "connection is being made again."
-            )
+            if backlog is None and self._taken(peer, data):
+                return None
         except zmq.ZMQError as error:
             return f"it cannot be reached ({error})."
+        backlog = self._backlogs.setdefault(peer, Backlog())
+        problem = backlog.excess(data)
+        if problem is not None:
+            del self._backlogs[peer]
+            return problem
+        backlog.messages.append(data)
+        backlog.nbytes += len(data)
         return None
 
-    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
-        """See Transport."""
+    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
+        """See Transport. Lost is told of a peer only that does not read."""
         self._plug()
+        yield from self._hand_over()
+        if self._backlogs:
+            timeout = min(timeout, RETRY_SECONDS)
         if wake is not None:  # for this turn only: it is another's to close
             self._poller.register(wake, zmq.POLLIN)
         ready = dict(self._poller.poll(int(timeout * 1000)))
@@ -136,10 +164,39 @@ class ZmqTransport:
         self._abandoned = True
         keep_for_ever(self)
 
+    def _taken(self, peer: Peer, data: bytes) -> bool:
+        """Whether ZeroMQ has taken a message. Raises ZMQError if the peer cannot be reached."""
+        try:
+            if isinstance(peer, int):
+                self._dealers[peer].send(data, zmq.NOBLOCK)
+            elif self._router is not None:
+                self._router.send_multipart([peer, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _hand_over(self) -> Iterator[tuple[Peer, Lost]]:
+        """Hands over what waits; the peer for which the most does is lost if it is too much for
+        all.
+        """
+        for peer, backlog in list(self._backlogs.items()):
+            try:
+                while backlog.messages and self._taken(peer, backlog.messages[0]):
+                    backlog.nbytes -= len(backlog.messages.popleft())
+            except zmq.ZMQError:
+                backlog.messages.clear()  # it has left
+            if not backlog.messages:
+                del self._backlogs[peer]
+        while sum(each.nbytes for each in self._backlogs.values()) > limits.MAX_UNSENT_BY_ALL:
+            most = max(self._backlogs, key=lambda peer: self._backlogs[peer].nbytes)
+            nbytes = self._backlogs.pop(most).nbytes
+            yield most, Lost(f"{nbytes:,} bytes wait for it, the most of all peers.")
+
     def _plug(self) -> None:
         """Puts new sockets, and with them new identities, in the place of old ones."""
         while self._dialled:
             peer, dealer = self._dialled.popleft()
+            self._backlogs.pop(peer, None)
             old = self._dealers.pop(peer, None)
             if old is not None:
                 del self._peers[old]
@@ -156,11 +213,11 @@ class ZmqTransport:
         self._leaving.append((time.monotonic() + CLOSE_LINGER_SECONDS, socket))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that takes no message above the bound, queues many, and has the keys."""
+        """A socket that takes no message above the bound, queues few, and has the keys."""
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-        socket.setsockopt(zmq.SNDHWM, QUEUED)
-        socket.setsockopt(zmq.RCVHWM, QUEUED)
+        socket.setsockopt(zmq.SNDHWM, IN_ZEROMQ)
+        socket.setsockopt(zmq.RCVHWM, IN_ZEROMQ)
         socket.curve_publickey = self._keys.public.encode()
         socket.curve_secretkey = self._keys.secret.encode()
         return socket

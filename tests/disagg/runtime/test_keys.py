@@ -9,13 +9,15 @@ import stat
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 import zmq
 from typer.testing import CliRunner
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, ZmqTransport
 from disagg.engines.base import create_engine
 from disagg.protocol import messages
 from disagg.runtime.keys import read_keys, write_keys
@@ -256,3 +258,68 @@ def test_keys_that_are_no_pair_are_refused(keys, tmp_path):
     mixed = type(ours)("decode", ours.public, theirs.secret, ours.other)
     with pytest.raises(ValueError, match="no pair"):
         read_keys(forge(tmp_path / "mixed", "decode", mixed, ours.other), "decode")
+
+
+# a peer that does not read
+
+
+@contextmanager
+def transports(keys):
+    """One that listens, its address, and one that dials."""
+    listener, dialler = ZmqTransport(read_keys(keys, "prefill")), ZmqTransport(read_keys(keys, "decode"))
+    try:
+        yield listener, listener.bind(TCP), dialler
+    finally:
+        dialler.close()
+        listener.close()
+
+
+def name_of(listener, address, dialler):
+    """The name by which the listener knows who has dialled."""
+    dialler.connect(7, address)
+    assert dialler.send(7, b"hello") is None
+    return arrived(listener, 1)[0][0]
+
+
+def arrived(transport, count, *beside):
+    """The next `count` of what arrives, while the transports `beside` are turned as well."""
+    messages, end = [], time.monotonic() + 20
+    while len(messages) < count:
+        assert time.monotonic() < end, f"{len(messages)} arrived"
+        messages.extend(transport.poll(0.01))
+        for other in beside:
+            assert not [*other.poll(0.0)]
+    return messages
+
+
+def test_a_peer_with_a_key_that_does_not_read_holds_no_more_bytes_than_the_bound(
+    keys, monkeypatch
+):
+    monkeypatch.setattr("disagg.runtime.sockets.connection.MAX_UNSENT", 8 << 20)
+    with transports(keys) as (listener, address, dialler):
+        peer, sent = name_of(listener, address, dialler), 0
+        while (problem := listener.send(peer, bytes(100_000))) is None:
+            sent += 1
+        assert problem.startswith("it does not read what is sent: 83 messages (8,300,000 bytes)")
+        assert 83 < sent < 1000
+
+
+def test_what_waits_for_a_peer_with_a_key_arrives_in_order_once_it_reads(keys):
+    with transports(keys) as (listener, address, dialler):
+        peer = name_of(listener, address, dialler)
+        sent = [b"%d" % number + bytes(10_000) for number in range(3000)]
+        assert not any(listener.send(peer, message) for message in sent)
+        assert [data for _, data in arrived(dialler, 3000, listener)] == sent
+
+
+def test_the_peer_with_a_key_for_which_the_most_waits_is_lost_when_too_much_waits_for_all(
+    keys, monkeypatch
+):
+    monkeypatch.setattr("disagg.runtime.sockets.limits.MAX_UNSENT_BY_ALL", 8 << 20)
+    with transports(keys) as (listener, address, dialler):
+        peer, sent = name_of(listener, address, dialler), 0
+        while sent < 400:
+            assert listener.send(peer, bytes(100_000)) is None
+            sent += 1
+        ((lost, end),) = arrived(listener, 1)
+        assert lost == peer and "bytes wait for it, the most of all peers" in end.reason
