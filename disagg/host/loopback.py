@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 """The kernel's connections, a row each; see proc_pid_net(5)."""
 _TRIES = 3
-_REMOTE, _STATE, _UID, _INODE = 2, 3, 7, 9
+_LOCAL, _REMOTE, _STATE, _UID, _INODE = 1, 2, 3, 7, 9
 _LISTENING, _QUEUED = "0A", ("01", "03")
 
 
@@ -31,9 +31,9 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback and not mapped
 
 
-def peer_user(connection: socket.socket, *, dialled: bool = False) -> int | None:
-    """The user of the process at the other end of a connection over loopback. If it was `dialled`
-    and is not accepted yet, the user of the process that listens there.
+def peer_user(connection: socket.socket) -> int | None:
+    """The user of the process at the other end of a connection over loopback that was dialled. If
+    it is not accepted yet, the user of the process that listens there.
 
     None if the kernel names none: the other end is closed. Such an end is in the table as root's,
     without an inode: it must not count as root's. Raises OSError if the connection has ended, and,
@@ -41,7 +41,7 @@ def peer_user(connection: socket.socket, *, dialled: bool = False) -> int | None
     """
     for _ in range(_TRIES):  # the table is read in pieces: a row can be missed while others go
         user, queued = _other_end(connection)
-        if user is None and queued and dialled:
+        if user is None and queued:
             listening = _listening_user(connection)
             user, queued = _other_end(connection)  # who listens has changed if it is accepted now
             if user is None and queued:
@@ -49,6 +49,27 @@ def peer_user(connection: socket.socket, *, dialled: bool = False) -> int | None
         if user is not None:
             return user
     return None
+
+
+def accepted_users(connections: Iterable[socket.socket]) -> dict[socket.socket, int | None]:
+    """`peer_user` of many connections that this process has accepted, by few looks in the table:
+    reading it takes time by all connections of the host. Those that have ended are left out.
+    """
+    users: dict[socket.socket, int | None] = {}
+    ends: dict[tuple[int, str, str], socket.socket] = {}
+    for connection in connections:
+        with suppress(OSError):
+            here, there = connection.getsockname(), connection.getpeername()
+            ends[connection.family, _in_table(there), _in_table(here)] = connection
+    for _ in range(_TRIES):
+        for family in {family for family, _, _ in ends}:
+            for line in TABLES[socket.AddressFamily(family)].read_text().splitlines()[1:]:
+                row = line.split(maxsplit=_INODE + 1)
+                connection = ends.get((family, row[_LOCAL], row[_REMOTE]))
+                if connection is not None and row[_INODE] != "0":
+                    users[connection] = int(row[_UID])
+        ends = {end: connection for end, connection in ends.items() if connection not in users}
+    return users | dict.fromkeys(ends.values())
 
 
 def _other_end(connection: socket.socket) -> tuple[int | None, bool]:

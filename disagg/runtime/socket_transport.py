@@ -23,7 +23,7 @@ from disagg.runtime.sockets.address import Address, Dial
 from disagg.runtime.sockets.connection import Connection
 from disagg.runtime.sockets.dialling import Dialling
 from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
-from disagg.runtime.sockets.listener import Listener, distrust, tune
+from disagg.runtime.sockets.listener import Listener, distrusted, tune
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
@@ -252,15 +252,9 @@ class SocketTransport:
             return []
         try:
             messages = connection.take(data)
-            if not connection.trusted and (problem := distrust(connection.stream)) is not None:
-                raise ValueError(problem)
         except ValueError as error:
             self._refuse(connection, str(error))
             return []
-        except OSError:
-            self._end(connection, "its connection has ended.")
-            return []
-        connection.trusted = True
         if connection.more:
             self._again[connection] = None
         if connection.unread and (excess := limits.too_much_unread(self._watch.connections())):
@@ -268,31 +262,34 @@ class SocketTransport:
         return messages
 
     def _accept(self, listener: Listener) -> None:
+        streams = []
         for _ in range(ACCEPTS_A_TURN):
             try:
                 stream = listener.accept()
                 tune(stream)
             except BlockingIOError:
-                return
+                break
             except OSError as error:
                 if error.errno not in EXHAUSTED:
                     continue  # that one has left meanwhile
                 self._warn(f"{listener.address}: no connection is accepted: {error.strerror}.")
                 self._accept_at = time.monotonic() + ACCEPT_SECONDS
                 self._watch.listen(listener.socket, accepting=False)
-                return
+                break
+            streams.append(stream)
+        # before it speaks: who may not speak here must not take the place of one who may
+        checked = not self._insecure or listener.socket.family == socket.AF_UNIX
+        problems = distrusted(streams) if checked else {}
+        for stream in streams:
             connection = Connection(secrets.token_bytes(16))
             connection.up = True
             self._peers[connection.peer] = connection
             self._watch.add(connection, stream)
-            if len(self._watch) > self._most:
-                self._refuse(connection, f"{self._most} connections are open already.")
-            elif stream.family != socket.AF_UNIX:  # whose user is looked up when it speaks
-                connection.trusted = self._insecure
-            elif (problem := distrust(stream)) is not None:
-                self._refuse(connection, problem)
-            else:
-                connection.trusted = True
+            if stream in problems:
+                self._refuse(connection, problems[stream])
+            elif len(self._watch) > self._most:
+                full = f"{self._most} connections are open already."
+                self._refuse(limits.longest_silent(self._watch.connections()) or connection, full)
 
     def _end(self, connection: Connection, problem: str) -> None:
         """A connection has ended. Who was dialled and hung up without a word was not the peer, or

@@ -45,7 +45,6 @@ class Connection:
         "peer",
         "problem",
         "stream",
-        "trusted",
         "unread",
         "unsent",
         "unsent_bytes",
@@ -57,8 +56,6 @@ class Connection:
         self.stream: socket.socket | None = None
         self.up = False
         """Whether the stream is connected."""
-        self.trusted = False
-        """Whether the user at the other end needs no check, or has passed it."""
         self.heard = False
         """Whether a message has come."""
         self.problem: str | None = None
@@ -157,7 +154,7 @@ class Connection:
 
     def restart(self) -> None:
         """Prepares to dial again: the next stream begins as the last one did."""
-        self.problem, self.up, self.trusted, self.more, self.age = None, False, False, False, 0
+        self.problem, self.up, self.more, self.age = None, False, False, 0
         self.unread.clear()
         self.unsent = deque(self.opening or ())
         self.unsent_bytes = sum(map(len, self.unsent))

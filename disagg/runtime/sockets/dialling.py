@@ -72,7 +72,7 @@ class Dialling:
             )
             tune(stream)
             if not failed and (unix or not self._insecure):
-                problem = distrust(stream, dialled=True)
+                problem = distrust(stream)
         except OSError:
             failed = True
         if failed:
@@ -81,7 +81,7 @@ class Dialling:
             return None
         if problem is not None:
             return problem
-        connection.up = connection.trusted = True
+        connection.up = True
         connection.flush()
         self._watch.update(connection)
         return None

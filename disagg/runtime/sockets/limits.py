@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from disagg.runtime.sockets.connection import Connection
 
@@ -13,6 +13,8 @@ MAX_UNFINISHED = 30
 """Looks, a second apart, in which a message may be unfinished. Time would not do: a process that
 was stopped did not look.
 """
+MAX_SILENT = 5
+"""Looks in which nothing at all has come of a peer that has dialled in: it says hello at once."""
 MAX_UNSENT_BY_ALL = 1 << 30
 """Bytes that wait for all peers together."""
 MAX_CONNECTIONS = 4096
@@ -36,6 +38,13 @@ def unfinished(connections: Collection[Connection]) -> Iterator[Excess]:
             each.age += 1
             if each.age > MAX_UNFINISHED:
                 yield each, f"a message was not finished within {MAX_UNFINISHED} s."
+            elif each.age > MAX_SILENT and not each.unread:
+                yield each, f"it said nothing within {MAX_SILENT} s."
+
+
+def longest_silent(connections: Iterable[Connection]) -> Connection | None:
+    """Of connections by age, the oldest of a peer that has dialled in and not said a word."""
+    return next((each for each in connections if each.dial is None and not each.heard), None)
 
 
 def too_much_unread(connections: Collection[Connection]) -> Excess | None:

@@ -312,17 +312,55 @@ def send_all(stranger, data):
         stranger.socket.sendall(data)
 
 
-def test_connections_above_the_bound_are_closed_and_the_others_go_on(transports, monkeypatch):
+def test_above_the_bound_the_oldest_connection_that_has_said_nothing_makes_room(
+    transports, monkeypatch
+):
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 5)
     listener = transports()
     address = listener.bind("ipc://*")
     with ExitStack() as stack:
-        some = [stack.enter_context(dial(address)) for _ in range(8)]
-        assert not [*listener.poll(0.05)]
-        assert [stranger.closed(0.1) for stranger in some] == [False] * 5 + [True] * 3
-        for stranger in some[:5]:
+
+        def dialled():
+            return stack.enter_context(dial(address))
+
+        spoken = [dialled() for _ in range(3)]
+        for stranger in spoken:
             stranger.send(b"hello")
-        assert len(receive(listener, 5)) == 5
+        receive(listener, 3)
+        silent = [dialled() for _ in range(4)]
+        assert not [*listener.poll(0.05)]
+        assert [each.closed(0.1) for each in silent] == [True] * 2 + [False] * 2
+        for stranger in silent[2:]:
+            stranger.send(b"late")
+        assert len(receive(listener, 2)) == 2
+        late = dialled()  # of those who have spoken none makes room
+        assert not [*listener.poll(0.05)]
+        assert late.closed()
+        assert not any(each.closed(0.01) for each in (*spoken, *silent[2:]))
+
+
+def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
+    listener, dialler = transports(), transports()
+    address = listener.bind("tcp://127.0.0.1:*")
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(dial(address))
+        pair_of(listener, address, dialler)
+        for _ in range(100):
+            stack.enter_context(dial(address))
+        assert dialler.send(7, b"still there") is None
+        assert receive(listener, 1, beside=[dialler])[0][1] == b"still there"
+
+
+def test_a_peer_that_says_nothing_is_closed_before_one_that_is_slow(listening, monkeypatch):
+    listener, address = listening
+    monkeypatch.setattr(limits, "MAX_SILENT", 1)
+    with dial(address) as silent, dial(address) as slow:
+        slow.socket.sendall(frame(b"slow")[:-1])
+        collect(listener, lambda _: silent.closed(0.01))
+        slow.socket.sendall(frame(b"slow")[-1:])
+        assert receive(listener, 1)[0][1] == b"slow"
 
 
 @contextmanager

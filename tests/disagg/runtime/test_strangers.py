@@ -192,6 +192,14 @@ def say_and_listen(pipe, address, message):
         pipe.send(stranger.receive())
 
 
+def stay_silent(pipe, address, count):
+    """Connects so many times and says nothing; tells how many of these stay open."""
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(dial(address)) for _ in range(count)]
+        pipe.send(sum(not each.closed(5) for each in strangers))
+        pipe.recv()
+
+
 def squat(pipe, address):
     """Listens at an address; tells what each of three who connect says first."""
     scheme, _, place = address.partition("://")
@@ -246,6 +254,21 @@ def test_another_user_gets_no_answer_and_is_named(where, open_folder, caplog):
         assert not prefill.machine.peers.alive
         assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
         decode.connect([prefill.address], timeout=20)
+
+
+@pytest.mark.root
+def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(monkeypatch):
+    monkeypatch.setattr("disagg.runtime.sockets.limits.MAX_CONNECTIONS", 50)
+    pool = MLAPool(layers=range(2), **MLA)
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK) as prefill,
+        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
+    ):
+        process, pipe = as_user(OTHER_USER, stay_silent, prefill.address, 300)
+        assert pipe.poll(20) and pipe.recv() == 0
+        decode.connect([prefill.address], timeout=20)
+        pipe.send(None)
+        process.join(20)
 
 
 @pytest.mark.root
