@@ -186,14 +186,19 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
     return msgspec.msgpack.encode(_Pieces(made, which, [piece.key[1] for piece in pieces]))
 
 
-def from_wire(data: bytes) -> list[Piece]:
-    """Decodes pieces from untrusted bytes. Raises ValueError; `digests` checks their contents."""
+def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
+    """Decodes at most `most` pieces from untrusted bytes. Raises ValueError; `digests` checks their
+    contents.
+    """
     try:
         found = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"malformed pieces: {error}") from None
     if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
         raise ValueError("malformed pieces: a piece without its shape or its layer.")
+    for what, count in (("pieces", len(found.which)), ("shapes of pieces", len(found.shapes))):
+        if count > most:
+            raise ValueError(f"{count} {what}: at most {most} are digested at once.")
     shapes = [
         (
             *(k.owner, k.role, tuple(k.box), range(k.start, k.stop)),

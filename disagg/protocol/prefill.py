@@ -52,7 +52,7 @@ class PrefillMachine:
         self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._lease, self._now = lease, now
         self._rooms = PrefillRooms(layers_by_owner(layout))
-        self._digests = DigestAnswers(self._effects)
+        self._digests = DigestAnswers(layout, self._effects)
         self._ended_attempts = EndedAttempts()
         self._next_check = 0.0
         self.ended = self._rooms.ended
@@ -75,8 +75,7 @@ class PrefillMachine:
             case events.DigestComputed(
                 (bytes(peer), messages.DigestRequest() as request), values, problem
             ):
-                room = self._rooms.by_name.get(request.room)
-                self._digests.computed(peer, request, room, values, problem)
+                self._digests.computed(peer, request, values, problem)
             case events.OfferChunk():
                 self._offer(event)
             case events.AbortRoom(name, reason):

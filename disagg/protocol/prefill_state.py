@@ -53,7 +53,8 @@ class PrefillRoom:
     """Of the decodes that have asked."""
     told: frozenset[str] = frozenset()
     """Generations of the decodes that know of its failure, see `noted`."""
-    digesting: set[bytes] = field(default_factory=set)
+    digested: set[tuple[bytes, bool]] = field(default_factory=set)
+    """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
     ends_at: float | None = None
     """When the lease ends of what was sent; before, until when who has asked for it waits."""

@@ -85,10 +85,12 @@ class Comparisons:
 
 
 class DigestAnswers:
-    """Answers of prefill to requests for digests. `room.digesting` are the peers that wait."""
+    """Answers of prefill to requests for digests. `room.digested` are the peers that have asked,
+    each with whether for one of each entry.
+    """
 
-    def __init__(self, effects: Effects) -> None:
-        self._effects = effects
+    def __init__(self, layout: PoolLayout, effects: Effects) -> None:
+        self._layout, self._effects = layout, effects
 
     def asked(self, peer: bytes, request: DigestRequest, room: PrefillRoom | None) -> str | None:
         """Takes a request about `room`, None where the peer's room is none. Returns what is wrong
@@ -97,32 +99,26 @@ class DigestAnswers:
         if room is None or room.failure is not None or not room.whole or peer in room.done:
             self._answer(peer, request, b"", "the room's pages are not leased.")
             return None
-        if peer in room.digesting:
+        if (peer, request.each) in room.digested:
             return None  # a duplicate
         try:
-            wanted = from_wire(request.pieces)
+            # a decode reads a region from one rank in one piece; starting a piece takes time
+            wanted = from_wire(request.pieces, len(self._layout.regions))
         except ValueError as error:
             return str(error)
         if request.each and 16 * sum(len(piece.entries) for piece in wanted) > MAX_MESSAGE:
             most = f"{MAX_MESSAGE} bytes, the most of one message."
             self._answer(peer, request, b"", f"the digests are more than {most}")
             return None
-        room.digesting.add(peer)
+        room.digested.add((peer, request.each))
         key = peer, request
         self._effects.append(ComputeDigest(key, room.addresses[-1], wanted, request.each))
         return None
 
     def computed(
-        self,
-        peer: bytes,
-        request: DigestRequest,
-        room: PrefillRoom | None,
-        values: bytes | None,
-        problem: str,
+        self, peer: bytes, request: DigestRequest, values: bytes | None, problem: str
     ) -> None:
         """Sends the digests, or why there are none."""
-        if room is not None:
-            room.digesting.discard(peer)
         self._answer(peer, request, values or b"", problem)
 
     def _answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from disagg import Failure, KVPoll, Phase, UnknownRoom
+from disagg.digest.digest import from_wire, to_wire
 from disagg.protocol import messages, prefill_state
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Send
@@ -125,6 +127,41 @@ def test_without_a_bound_a_room_of_decode_waits_on():
     pair.pump()
     pair.wait(10 * TIMEOUT, step=1.0)
     assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
+
+
+# what a decode may ask of prefill
+
+
+def digest_request(pair):
+    """Decode's request for digests, taken from the wire."""
+    read_all(pair)
+    (request,) = (m for m in pair.lose(pair.decode) if isinstance(m, messages.DigestRequest))
+    return request
+
+
+def test_more_digests_than_prefill_has_regions_are_refused_before_one_is_computed():
+    pair = Pair(verify=True)
+    request = digest_request(pair)
+    asked = from_wire(request.pieces)
+    regions = len(pool().layout.regions)
+    assert len(asked) == regions
+    many = msgspec.structs.replace(request, pieces=to_wire(asked + asked[:1]))
+    pair.tell(pair.prefill, Received(pair.peer, many))
+    assert not pair.digests[pair.prefill]
+    (refused,) = pair.queues[pair.prefill]
+    assert f"{regions + 1} pieces: at most {regions} are digested at once" in refused.reasons[0]
+
+
+def test_a_decode_gets_the_digests_of_a_room_once_and_those_of_its_entries_once():
+    pair = Pair(verify=True)
+    request = digest_request(pair)
+    finer = msgspec.structs.replace(request, each=True)
+    for _ in range(3):
+        for message in (request, finer):
+            pair.tell(pair.prefill, Received(pair.peer, message))
+        for digest in pair.digests[pair.prefill]:
+            pair.tell(pair.prefill, DigestComputed(digest.key, b""))
+    assert [digest.each for digest in pair.digests[pair.prefill]] == [False, True]
 
 
 # prefill's lease
