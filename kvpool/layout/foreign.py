@@ -63,7 +63,7 @@ class ForeignBytes:
         self._gaps: list[_Gaps] = []
         found: list[_Stretch] = []
         blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]
-        for group, before, items in _interleaved(blocks):
+        for group, before, items in interleaved(blocks):
             first = group[0]
             reach = max(buffer.base + buffer.item_bytes for buffer in group) - first.base
             stride = first.item_stride if items > 1 else reach
@@ -101,7 +101,7 @@ class ForeignBytes:
         return found & (starts < ends)
 
 
-def _interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
+def interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
     """Buffers, by blocks, of which each has one in every stride, in memory order: the number of
     their first, and how many follow until one of them ends. Those of one block pool may overlap.
     """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from kvpool.layout.foreign import interleaved
 from kvpool.layout.grid import region_runs, run_count
 from kvpool.layout.types import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, Space
 
@@ -19,6 +21,13 @@ VERSION = 1
 MAX_RUNS = 1 << 18
 """Contiguous runs of all shapes of items, or of blocks of several, together: a small layout can
 describe very many.
+"""
+
+MAX_LISTED = 1 << 20
+"""Runs of all blocks that are not alike, of buffers that interleave."""
+MAX_ENDS = 16
+"""Different numbers of items of buffers that interleave: what lies between them is listed from each
+end to the next.
 """
 
 
@@ -57,13 +66,13 @@ def check_layout(layout: PoolLayout) -> None:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
         inside[region.buffer].append(region)
-    shapes: set[bytes] = set()
-    listed = 0
+    shapes = _Shapes()
     for name, regions in inside.items():
         buffer = layout.buffer_by_name[name]
-        size = layout.items_per_block(buffer)
-        listed += _check_item(buffer, size, regions, shapes, MAX_RUNS - listed)
-    _check_apart(layout)
+        _check_item(buffer, layout.items_per_block(buffer), regions, shapes)
+    blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]  # refuses strides too large
+    _check_apart(layout, blocks)
+    _check_together(blocks, shapes)
 
 
 def _check_unique(
@@ -168,14 +177,22 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_item(
-    buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: set[bytes], most: int
-) -> int:
-    """Checks that the regions of an item do not overlap; returns the number of runs of a block.
-
-    `shapes` are those of items already checked, encoded: hashes of tuples of numbers can be made to
-    collide.
+@dataclass(slots=True)
+class _Shapes:
+    """Shapes of items, or of blocks of several, that were checked: the number and the runs of each,
+    which each buffer has, and all runs. Shapes are encoded: hashes of tuples of numbers can be made
+    to collide.
     """
+
+    known: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    of: dict[str, tuple[int, int]] = field(default_factory=dict)
+    runs: int = 0
+
+
+def _check_item(
+    buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: _Shapes
+) -> None:
+    """Checks that the regions of an item do not overlap, and adds its shape to `shapes`."""
     for region in regions:
         if region.end > buffer.item_bytes:
             raise LayoutError(
@@ -184,10 +201,11 @@ def _check_item(
             )
     grids = [(r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions]
     shape = msgspec.msgpack.encode((buffer.item_bytes, per_block, grids))
-    if shape in shapes:
-        return 0
+    if shape in shapes.known:
+        shapes.of[buffer.name] = shapes.known[shape]
+        return
     runs = per_block * sum(run_count(region) for region in regions)
-    if runs > most:
+    if shapes.runs + runs > MAX_RUNS:
         what = "an item" if per_block == 1 else f"a block of {per_block} items"
         raise LayoutError(
             f"buffer {buffer.name}: {what} of {runs} separate runs, at most {MAX_RUNS} "
@@ -207,15 +225,45 @@ def _check_item(
             f"{first}: {what} in an item of buffer {buffer.name}: "
             f"bytes {starts[one]} to {ends[one]} and {starts[two]} to {ends[two]}."
         )
-    shapes.add(shape)
-    return runs
+    shapes.runs += runs
+    shapes.of[buffer.name] = shapes.known[shape] = len(shapes.known), runs
 
 
-def _check_apart(layout: PoolLayout) -> None:
-    """Checks that buffers lie apart, or interleave at one stride from block to block. Those that
-    interleave may overlap within a block if their ids are two lists of one block pool.
+def _check_together(blocks: Sequence[Buffer], shapes: _Shapes) -> None:
+    """Checks that it takes bounded work to list what lies between the regions of buffers that
+    interleave. That is done once for all groups of them that are alike.
     """
-    blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]  # refuses strides too large
+    known: set[bytes] = set()
+    listed = ends = 0
+    for group, before, items in interleaved(blocks):
+        first, parts, runs = group[0], [], 0
+        ends = ends + 1 if before else 1
+        if ends > MAX_ENDS:
+            raise LayoutError(
+                f"buffer {first.name}: the buffers that interleave with it have more than "
+                f"{MAX_ENDS} different numbers of items. Give them all the same."
+            )
+        for buffer in group:
+            number, count = shapes.of.get(buffer.name, (-1, 1))
+            parts.append((buffer.base - first.base, buffer.padding, number))
+            runs += count
+        shape = msgspec.msgpack.encode((first.item_stride, items > 1, parts))
+        if shape in known:
+            continue
+        known.add(shape)
+        listed += runs
+        if runs > MAX_RUNS or listed > MAX_LISTED:
+            raise LayoutError(
+                f"buffer {first.name}: a block of it and of the buffers that interleave with it is "
+                f"{runs} separate runs, at most {MAX_RUNS} are supported; {listed} with the blocks "
+                f"of others, at most {MAX_LISTED}."
+            )
+
+
+def _check_apart(layout: PoolLayout, blocks: Sequence[Buffer]) -> None:
+    """Checks that buffers, by blocks, lie apart, or interleave at one stride from block to block.
+    Those that interleave may overlap within a block if their ids are two lists of one block pool.
+    """
     solid = [buffer for buffer in blocks if buffer.memory != "meta"]
     first = last = None  # of buffers that interleave: the first, and where their blocks reach
     by_list: dict[str, Buffer] = {}
