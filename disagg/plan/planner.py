@@ -239,18 +239,26 @@ def _matched(
     sources, dest, paired = pair(sources, dest)
     # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in paired.offered}
-    pairs = {(owner, role) for owner, _, role in paired.offered}
+    layers: dict[tuple[str, str], set[int]] = {}
+    for owner, layer, role in paired.offered:
+        layers.setdefault((owner, role), set()).add(layer)
+    absences: dict[tuple[str, str], str] = {}
     problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
     for alike in paired.alike:
         region = alike.region
+        name = region.owner, region.role
         without_owner = region.owner in allow_missing and region.owner not in owners
-        without_role = region.role in allow_missing and (region.owner, region.role) not in pairs
+        without_role = region.role in allow_missing and name not in layers
         if without_owner or without_role:
             missing.update(alike.keys)
             continue
-        reasons = mismatches(alike) if alike.holders else {absent(region, paired.offered): []}
+        reasons = mismatches(alike)
+        if not alike.holders:
+            if name not in absences:
+                absences[name] = absent(region, layers.get(name, ()))
+            reasons = {absences[name]: []}
         if not reasons:
             found, gaps = tile(alike)
             overlaps.extend(found)

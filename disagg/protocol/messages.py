@@ -20,7 +20,7 @@ from disagg.errors import RoomError, WireError
 from disagg.plan.offered import LayerRange
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.layout.types import MAX_NAME, MAX_REASON
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON
 
 PROTOCOL = 7
 MAX_MESSAGE = 64 << 20
@@ -139,7 +139,7 @@ class ChunkReady(_OfRoom, frozen=True, tag="chunk_ready"):
     stop: Count
     last: bool
     num_tokens: Count
-    spans: dict[Name, WireSpan]
+    spans: Annotated[dict[Name, WireSpan], Meta(max_length=MAX_PARTS)]
     aux: bytes
     """A msgpack map of names to values, see `Aux`."""
     layers: LayerRange | None = None

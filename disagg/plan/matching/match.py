@@ -63,12 +63,11 @@ class Turn(NamedTuple):
 ALONE = Turn(0, 1)
 
 
-def absent(region: Region, offered: Collection[Key]) -> str:
-    """The reason that no source offers a region, with what they offer of its owner and role."""
-    held = sorted(
-        {layer for owner, layer, role in offered if (owner, role) == (region.owner, region.role)}
-    )
-    where = f"it holds layers {ranges(held)}" if held else "it holds none"
+def absent(region: Region, layers: Collection[int]) -> str:
+    """The reason that no source offers a region, with the layers that they offer of its owner and
+    role.
+    """
+    where = f"it holds layers {ranges(layers)}" if layers else "it holds none"
     cure = "" if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}"
     return f"prefill offers no such region ({where}). Give prefill that region too{cure}."
 
