@@ -1,0 +1,98 @@
+"""Time as an oracle: what an input costs grows as its bytes do.
+
+Processor time of one thread, and of several tries the least: how busy the machine is makes some
+tries slower, and never all that are needed. What takes time by the square of its input takes sixteen
+times as much a byte when that is sixteen times as large.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tests.fuzz.guard import Finding
+from tests.fuzz.trees import Grower
+
+SMALL, TIMES = 4 << 10, 16
+"""Bytes of the smallest input, and how many times as large the next one is."""
+MAX_GROWTH = 6.0
+"""Of the cost of a byte from one input to the next."""
+NOISE_SECONDS = 0.01
+"""An input that costs less grows into nothing that could be measured."""
+MAX_SECONDS_A_BYTE, BASE_SECONDS = 10e-6, 0.1
+TRIES = 6
+
+
+@dataclass(frozen=True)
+class Growth:
+    """`run` takes an input, whatever it is; `growers` make larger and larger ones."""
+
+    run: Callable[[bytes], object]
+    growers: Mapping[str, Grower]
+
+
+@dataclass
+class Cost:
+    """Of one grower: microseconds a byte at most, and how much that has grown at most."""
+
+    microseconds: float = 0.0
+    growth: float = 0.0
+
+
+def sized(grow: Grower, size: int, most: int = 1 << 22) -> bytes:
+    """The first input of at least `size` bytes, of twice as many parts each time; or the largest,
+    where the sample does not grow.
+    """
+    count, data = 1, grow(1)
+    while len(data) < size and count < most:
+        count *= 2
+        data = grow(count)
+    return data
+
+
+def measured(run: Callable[[bytes], object], data: bytes, enough: float, tries: int = 1) -> float:
+    """Seconds of processor time for an input: the least of several tries, or the first that is
+    `enough`.
+    """
+    least = float("inf")
+    gc.disable()  # a collection of what other tests left is no input's cost
+    try:
+        for _ in range(tries):
+            began = time.thread_time()
+            run(data)
+            least = min(least, time.thread_time() - began)
+            if least <= enough:
+                break
+    finally:
+        gc.enable()
+    return least
+
+
+def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> Cost:
+    """Runs inputs of `SMALL` bytes and of `TIMES` as many each time, up to `largest`. Raises
+    Finding where a byte costs more than it may, or more and more.
+    """
+    cost, before = Cost(), None
+    size = SMALL
+    while size <= largest:
+        data = sized(growth.growers[name], size)
+        allowed = BASE_SECONDS + MAX_SECONDS_A_BYTE * len(data)
+        if before is not None:
+            allowed = min(allowed, max(NOISE_SECONDS, MAX_GROWTH * before * len(data)))
+        last = size * TIMES > largest  # what others are compared with is measured with care
+        seconds = measured(growth.run, data, allowed if last else 0.0, TRIES if last else 3)
+        each = seconds / len(data)
+        if before is not None and seconds > NOISE_SECONDS:
+            cost.growth = max(cost.growth, each / before)
+        if seconds > allowed and not last:
+            seconds = min(seconds, measured(growth.run, data, allowed, TRIES))
+        if seconds > allowed:
+            was = "" if before is None else f", {1e6 * before:.2f} us a byte of a smaller one"
+            raise Finding(
+                f"{name}: {seconds:.3f} s for {len(data)} bytes, {1e6 * each:.2f} us a byte{was}."
+            )
+        cost.microseconds = max(cost.microseconds, 1e6 * each)
+        before, size = each, size * TIMES
+    return cost
