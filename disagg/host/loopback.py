@@ -65,9 +65,9 @@ def accepted_users(connections: Iterable[socket.socket]) -> dict[socket.socket, 
         for family in {family for family, _, _ in ends}:
             for line in TABLES[socket.AddressFamily(family)].read_text().splitlines()[1:]:
                 row = line.split(maxsplit=_INODE + 1)
-                connection = ends.get((family, row[_LOCAL], row[_REMOTE]))
-                if connection is not None and row[_INODE] != "0":
-                    users[connection] = int(row[_UID])
+                accepted = ends.get((family, row[_LOCAL], row[_REMOTE]))
+                if accepted is not None and row[_INODE] != "0":
+                    users[accepted] = int(row[_UID])
         ends = {end: connection for end, connection in ends.items() if connection not in users}
     return users | dict.fromkeys(ends.values())
 

@@ -87,13 +87,13 @@ class PrefillPeers:
         if isinstance(message, messages.Refuse):
             self.refusals.append(messages.join_reasons(message.reasons))
             return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
-        elif isinstance(message, messages.Disconnect):
+        if isinstance(message, messages.Disconnect):
             return self._drop(peer, Failure("decode", "decode has disconnected.", "abort"))
-        elif isinstance(message, messages.DropRoom):
+        if isinstance(message, messages.DropRoom):
             return message
-        elif not isinstance(message, messages.ToPrefill):
+        if not isinstance(message, messages.ToPrefill):
             return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
-        elif decode is None or message.generation != self.hello.generation:
+        if decode is None or message.generation != self.hello.generation:
             self._effects.send(peer, messages.UnknownPeer(message.generation))
         elif isinstance(message, messages.Ping):
             self._effects.send(peer, messages.Pong(message.generation))

@@ -32,7 +32,7 @@ CLOSE_LINGER_SECONDS = 0.03
 just then.
 """
 IN_ZEROMQ = 100
-"""Messages of one peer that ZeroMQ holds each way. It counts no bytes: what is more waits here, where
+"""Messages of one peer that ZeroMQ holds each way. It counts no bytes: the others wait here, where
 bytes are bounded.
 """
 RETRY_SECONDS = 0.005

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -189,9 +189,7 @@ class _Shapes:
     runs: int = 0
 
 
-def _check_item(
-    buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: _Shapes
-) -> None:
+def _check_item(buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: _Shapes) -> None:
     """Checks that the regions of an item do not overlap, and adds its shape to `shapes`."""
     for region in regions:
         if region.end > buffer.item_bytes:

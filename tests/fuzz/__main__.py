@@ -3,7 +3,7 @@
 Each target runs in a process of its own, on Atheris (libFuzzer), with its address space limited.
 Only inputs that are findings are kept.
 
-`--grow BYTES` needs no Atheris: it grows valid samples, and asks whether a byte costs more and more.
+`--grow BYTES` needs no Atheris: it grows valid samples and fails where a byte costs more and more.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import permutations
-from itertools import count
 from typing import Any
 
 import msgspec

@@ -1,8 +1,8 @@
 """Time as an oracle: what an input costs grows as its bytes do.
 
-Processor time of one thread, and of several tries the least: how busy the machine is makes some
-tries slower, and never all that are needed. What takes time by the square of its input takes sixteen
-times as much a byte when that is sixteen times as large.
+It is processor time of one thread, and of several tries the least: a busy machine makes some tries
+slower, and not all. Work by the square of the input costs sixteen times as much a byte where the
+input is sixteen times as large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents as trees that may say more than a valid one: names twice, lists of any length, any depth.
+"""Documents as trees, with names that are there twice, lists of any length, and any depth.
 
 A valid sample is grown at one place; how large it gets follows from a number.
 """

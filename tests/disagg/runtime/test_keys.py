@@ -266,7 +266,7 @@ def test_keys_that_are_no_pair_are_refused(keys, tmp_path):
 @contextmanager
 def transports(keys):
     """One that listens, its address, and one that dials."""
-    listener, dialler = ZmqTransport(read_keys(keys, "prefill")), ZmqTransport(read_keys(keys, "decode"))
+    listener, dialler = (ZmqTransport(read_keys(keys, side)) for side in ("prefill", "decode"))
     try:
         yield listener, listener.bind(TCP), dialler
     finally:
@@ -292,9 +292,7 @@ def arrived(transport, count, *beside):
     return messages
 
 
-def test_a_peer_with_a_key_that_does_not_read_holds_no_more_bytes_than_the_bound(
-    keys, monkeypatch
-):
+def test_a_peer_with_a_key_that_does_not_read_holds_no_more_bytes_than_the_bound(keys, monkeypatch):
     monkeypatch.setattr("disagg.runtime.sockets.connection.MAX_UNSENT", 8 << 20)
     with transports(keys) as (listener, address, dialler):
         peer, sent = name_of(listener, address, dialler), 0
