@@ -173,9 +173,18 @@ def accepted(*failed: accept.Row) -> accept.Report:
         accept.SectionResult("bench", "every operation beside its bound", 1023.0, bench),
     ]
     return accept.Report(
-        *(accept.FORMAT, "cuda:0", not failed, False, True, "2026-11-23T12:00:00+00:00", 583.2),
-        *({"name": "NVIDIA H200", "properties": LONG_SENTENCE}, {"kvpool": "1.0"}, "0" * 40),
-        sections,
+        format=accept.FORMAT,
+        device="cuda:0",
+        passed=not failed,
+        interrupted=None,
+        quick=False,
+        complete=True,
+        date="2026-11-23T12:00:00+00:00",
+        seconds=583.2,
+        machine={"name": "NVIDIA H200", "properties": LONG_SENTENCE},
+        versions={"kvpool": "1.0"},
+        commit="0" * 40,
+        sections=sections,
     )
 
 

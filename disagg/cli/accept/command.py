@@ -38,9 +38,9 @@ def accept(
 
     Sections: conformance, streams, graphs, ipc, engines, models, bench.
 
-    Exit status 1 if anything failed, with one line for each, 2 if the device is missing. What a
-    device or machine does not have is "not here" and fails nothing. docs/accept.md describes the
-    sections and the JSON.
+    Exit status 1 if anything failed, with one line for each, 2 if the device is missing, 130 after
+    Ctrl-C. What a device or machine does not have is "not here" and fails nothing. docs/accept.md
+    describes the sections and the JSON.
 
     \b
     Example:
@@ -74,11 +74,16 @@ def accept(
         check_output("--out", out / name)
     date, began, where, source = now(), time.monotonic(), facts(found), commit()
 
-    def write(results: Sequence[SectionResult]) -> Report:
+    chosen = [section for section in SECTIONS if section.name in (only or names)]
+    results: list[SectionResult] = []
+
+    def write() -> Report:
+        interrupted = chosen[len(results)].name if len(results) < len(chosen) else None
         report = Report(
             format=FORMAT,
             device=device,
-            passed=all(result.state != FAILED for result in results),
+            passed=not interrupted and all(result.state != FAILED for result in results),
+            interrupted=interrupted,
             quick=quick,
             complete=[result.name for result in results] == names,
             date=date,
@@ -92,17 +97,18 @@ def accept(
         (out / HTML_NAME).write_text(html(report), encoding="utf-8")
         return report
 
-    results: list[SectionResult] = []
-    report = write(results)
-    chosen = [section for section in SECTIONS if section.name in (only or names)]
-    for result in _run(chosen, found, quick, Console(stderr=as_json)):
-        results.append(result)
-        report = write(results)  # what is known is kept if a later section ends the process
+    try:
+        report = write()  # before each section: one that ends the process is named in the file
+        for result in _run(chosen, found, quick, Console(stderr=as_json)):
+            results.append(result)
+            report = write()
+    except KeyboardInterrupt:
+        report = write()
     typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
     if as_json:
         typer.echo(report.as_json(), nl=False)
     if not report.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(130 if report.interrupted else 1)
 
 
 def _run(

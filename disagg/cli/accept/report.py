@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT = "kvpool-accept-1"
+FORMAT = "kvpool-accept-2"
 
 State = Literal["passed", "failed", "not here"]
 PASSED: State = "passed"
@@ -58,12 +58,15 @@ class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [head, *(f"  FAIL {row.name}: {row.sentence}" for row in self.failed)]
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run of `kvpool accept` found, and the machine that it ran on."""
+class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run of `kvpool accept` found, and the machine that it ran on. `interrupted` is the
+    section that was running when this was written, None once the run has ended.
+    """
 
     format: str
     device: str
     passed: bool
+    interrupted: str | None
     quick: bool
     complete: bool
     date: str
@@ -83,6 +86,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         extent = "" if self.complete else ", some sections"
         size = ", quick" if self.quick else ""
         word = "passed" if self.passed else "failed"
+        if self.interrupted is not None:
+            word = f"interrupted in {self.interrupted}"
         return f"{self.device} {word}: {', '.join(counts)}{extent}{size}, {self.seconds:.0f} s"
 
     def as_json(self) -> bytes:

@@ -5,7 +5,11 @@ report has the form that docs/accept.md describes.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -240,8 +244,18 @@ def report():
     rows = Row("<b>&\x00", "failed", "0x01 found", 1.5), Row("other", "not here", "no")
     section = SectionResult("engines", "moves", 2.0, rows)
     return Report(
-        *(FORMAT, "cpu", False, True, False, "2026-11-23T00:00:00+00:00", 2.0),
-        *({"device": "cpu"}, {"torch": "2"}, None, [section]),
+        format=FORMAT,
+        device="cpu",
+        passed=False,
+        interrupted=None,
+        quick=True,
+        complete=False,
+        date="2026-11-23T00:00:00+00:00",
+        seconds=2.0,
+        machine={"device": "cpu"},
+        versions={"torch": "2"},
+        commit=None,
+        sections=[section],
     )
 
 
@@ -305,7 +319,33 @@ def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path)
     assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 9
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
     assert [each.name for each in report.sections] == ["graphs"] and not report.complete
+    assert report.interrupted == "ipc" and not report.passed
     assert f"kvpool accept: {report.verdict}" in words_of((tmp_path / "accept.html").read_text())
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ended(
+    tmp_path, number, status
+):
+    command = [sys.executable, "-m", "kvpool", "accept", "--only=streams", "--only=engines"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout.readline().startswith("streams")
+        while b'"interrupted": "engines"' not in (tmp_path / "accept.json").read_bytes():
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, number)  # as Ctrl-C of a terminal does
+        text = process.stdout.read()
+    report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
+    assert process.returncode == status and not report.passed, text
+    assert [section.name for section in report.sections] == ["streams"]
+    assert report.interrupted == "engines" and "interrupted in engines" in report.verdict
+    if number == signal.SIGINT:
+        assert text.startswith(report.verdict)
 
 
 @pytest.mark.parametrize(
