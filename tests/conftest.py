@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from kvpool import _native
+from tests.leftovers import Guard
 
 settings.register_profile(
     "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.register_profile("long", settings.get_profile("kvpool"), max_examples=500)
 settings.load_profile("kvpool")
+GUARD = pytest.StashKey[Guard]()
 
 
 @pytest.fixture(params=["outside Python", "in Python"])
@@ -35,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--long"):
         settings.load_profile("long")
+    if not hasattr(config, "workerinput"):  # a worker ends within the run that started it
+        config.stash[GUARD] = Guard()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,11 +50,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Fails the run if tests were skipped that must not be, or if processes are left now that all
+    workers have ended; kills those.
+    """
+    yield
+    guard = session.config.stash.get(GUARD, None)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.getoption("--forbid-skips") and reporter and reporter.stats.get("skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if guard is not None and (lines := guard.end()):
+        reporter.ensure_newline()
+        reporter.section("processes that outlived the tests, killed now", red=True)
+        for line in lines:
+            reporter.write_line(line)
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="module")

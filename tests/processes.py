@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from contextlib import contextmanager
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "disagg.runtime.endpoint", "tests.oracle", "tests.pools"])
@@ -19,6 +22,19 @@ def stands_still(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False  # a thread has just ended
     return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+
+
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process, as `subprocess.Popen` starts it, in a group of its own: what it has started ends
+    with it, where it is itself only a script that waits for another program too.
+    """
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,29 @@ class Launcher:
         socket.send_fds(self._line, [json.dumps(told).encode()], [line.fileno()])
         return int(self._line.recv(64))
 
+    def close(self) -> None:
+        """Ends it, once it has started what it was told to."""
+        self._line.close()
+        self._process.wait()
 
-@cache
+
+_launchers: dict[tuple[object, ...], Launcher] = {}
+
+
 def launcher(
     module: str, python: str = sys.executable, environ: tuple[tuple[str, str], ...] = ()
 ) -> Launcher:
     """One for all tests."""
-    return Launcher(module, python, environ)
+    key = module, python, environ
+    if key not in _launchers:
+        _launchers[key] = Launcher(module, python, environ)
+    return _launchers[key]
+
+
+def end_launchers() -> None:
+    """Ends all of them."""
+    while _launchers:
+        _launchers.popitem()[1].close()
 
 
 def serve(descriptor: int, run: Callable[[socket.socket, dict[str, Any]], None]) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.processes import started
+
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
@@ -31,14 +33,11 @@ def browser(folder: Path) -> Iterator[Page]:
     from websockets.sync.client import connect
 
     command = [program() or "", f"--user-data-dir={folder}", *FLAGS]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    # Debian's program is a script, which does not hand a signal on to the browser
+    with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         port, path = _address(folder / "DevToolsActivePort", process)
         with connect(f"ws://127.0.0.1:{port}{path}", max_size=None) as socket:
             yield Page(socket)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _address(file: Path, process: subprocess.Popen[bytes]) -> list[str]:

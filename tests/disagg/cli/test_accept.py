@@ -36,6 +36,7 @@ from kvpool.device import get_device
 from tests.disagg.cli.accepting import accepted, install
 from tests.disagg.engines.peers import ENGINES
 from tests.kvpool.testing.test_conformance import Late
+from tests.processes import started
 
 DOCS = Path(__file__).parents[3] / "docs"
 app = typer.Typer()
@@ -328,12 +329,8 @@ def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ende
     tmp_path, number, status
 ):
     command = [sys.executable, "-m", "kvpool", "accept", "--only=streams", "--only=engines"]
-    with subprocess.Popen(
-        [*command, "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    command += ["--out", str(tmp_path)]
+    with started(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().startswith("streams")
         while b'"interrupted": "engines"' not in (tmp_path / "accept.json").read_bytes():
             assert process.poll() is None
