@@ -199,5 +199,11 @@ accept: venv  ## everything on DEVICE (cuda:0, npu:0), with a report
 long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 	$(SUITE) --long $(TESTS)
 
+MINUTES ?= 30
+SOAK ?=
+.PHONY: soak
+soak: venv  ## endpoints under load and faults for MINUTES (30), and nothing grows; a report in build/soak
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
+
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(LOWEST_VENV) $(DOCS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

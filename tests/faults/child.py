@@ -21,6 +21,7 @@ from typing import Any
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, UnknownRoom
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
+from kvpool.allocator import Request
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
 from tests.faults.trips import Trip, TrippedTransport
@@ -35,10 +36,12 @@ PREFIX_SALT = 500
 class Child:
     """The endpoint, its pool and its orders."""
 
+    prefix_salt = PREFIX_SALT
+
     def __init__(self, pipe: Any, setup: Setup) -> None:
         self._pipe, self._speaking = pipe, threading.Lock()
         self._receives = setup.bind is None
-        self.stock = Stock(setup.pool(), setup.salts)
+        self.stock = self.filled(setup)
         layout = self.stock.pool.layout
         engine = setup.make() if setup.make else create_engine(setup.engine)
         engine.max_bytes = setup.max_bytes
@@ -55,6 +58,18 @@ class Child:
         self._attempts: dict[str, Order] = {}
         self._balanced, self._closed = 0.0, False
         logging.getLogger("disagg").addHandler(Errors(self.say))
+
+    def filled(self, setup: Setup) -> Stock:
+        """The pool, full of fillers."""
+        return Stock(setup.pool(), setup.salts)
+
+    def take(self, order: Order) -> Request | None:
+        """Pages for an order; None if there are none now."""
+        return self.stock.take(order.course.tokens, received=self._receives)
+
+    def write(self, order: Order, positions: range) -> None:
+        """Prefill's state of these positions."""
+        put(self.stock.pool, order.address, positions, order.course.salt)
 
     def run(self) -> None:
         """Until the order to close."""
@@ -82,6 +97,11 @@ class Child:
         """Connects to a prefill, all its ranks."""
         self.links[name] = self.endpoint.connect(addresses)
 
+    def do_reconnect(self, name: str, addresses: list[str]) -> None:
+        """Gives a prefill up, and connects to it again."""
+        self.endpoint.disconnect(self.links.pop(name))
+        self.do_connect(name, addresses)
+
     def do_abort(self, number: int, reason: str) -> None:
         """Aborts an order that has begun."""
         order = self.orders.get(number)
@@ -94,7 +114,8 @@ class Child:
         if order is None or not order.asked:
             return
         try:
-            self.endpoint.receive(order.room, order.address, link=self.links[order.link])
+            start, link = order.course.start, self.links[order.link]
+            self.endpoint.receive(order.room, order.address, start=start, link=link)
         except ValueError as error:
             answer = str(error)
         else:
@@ -187,7 +208,7 @@ class Child:
             others = (each for each in self.orders.values() if each.room == order.room)
             if now < order.due or next(others) is not order:
                 return False
-            order.request = self.stock.take(order.course.tokens, received=self._receives)
+            order.request = self.take(order)
             if order.request is None:
                 return False
             order.address = order.request.address()
@@ -205,7 +226,7 @@ class Child:
         edges = (0, *course.stops, course.tokens)
         if order.chunks < len(edges) - 1 and now >= order.due and not state.ended:
             start, stop = edges[order.chunks : order.chunks + 2]
-            put(self.stock.pool, order.address, range(start, stop), course.salt)
+            self.write(order, range(start, stop))
             last = stop == course.tokens
             self.endpoint.send(order.room, order.address, tokens=range(start, stop), last=last)
             order.asked = True
@@ -225,7 +246,7 @@ class Child:
         if not self._begun(order, now):
             return False
         if not order.asked:
-            start, salt = order.course.start, order.course.salt + PREFIX_SALT
+            start, salt = order.course.start, order.course.salt + self.prefix_salt
             put(self.stock.pool, order.address, range(start), salt)
             link = self.links[order.link]
             order.asked = True  # before the request is sent: see `_sending`
@@ -252,7 +273,7 @@ class Child:
     def _wrong(self, order: Order) -> int:
         pool, address, course = self.stock.pool, order.address, order.course
         count = wrong(pool, address, range(course.start, course.tokens), course.salt)
-        return count + wrong(pool, address, range(course.start), course.salt + PREFIX_SALT)
+        return count + wrong(pool, address, range(course.start), course.salt + self.prefix_salt)
 
     def _sending(self, message: Any) -> None:
         """Before decode sends ReadDone, all bytes must be there."""
@@ -299,7 +320,7 @@ class Errors(logging.Handler):
         self._say("problem", self.format(record))
 
 
-def main(pipe: Any, setup: Setup) -> None:
+def main(pipe: Any, setup: Setup, child: type[Child] = Child) -> None:
     """The process. It dies with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(setup.environment)
@@ -307,7 +328,7 @@ def main(pipe: Any, setup: Setup) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        Child(pipe, setup).run()
+        child(pipe, setup).run()
     except (EOFError, BrokenPipeError):
         os._exit(1)  # the parent is gone
     except BaseException:

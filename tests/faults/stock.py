@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import cycle
 
-from kvpool import Allocator, OutOfPages
+from kvpool import Allocator, OutOfPages, PrefixCache
 from kvpool.allocator import Request
 from kvpool.pools.base import KVPool
 from tests.faults.values import MOST_TOKENS, put, wrong
@@ -13,22 +13,30 @@ from tests.faults.values import MOST_TOKENS, put, wrong
 
 class Stock:
     """Allocates from a pool whose other items belong to filler requests. Their bytes are checked
-    before they are freed: a change means that a page was freed too early.
+    before they are freed: a change means that a page was freed too early. `spare` is the share of
+    all items that fillers leave free: what a prefix cache keeps is among these.
     """
 
-    def __init__(self, pool: KVPool, salts: range) -> None:
-        self.pool, self.allocator = pool, Allocator(pool)
+    def __init__(
+        self, pool: KVPool, salts: range, prefix: PrefixCache | None = None, spare: float = 0.0
+    ) -> None:
+        self.pool, self.allocator = pool, Allocator(pool, prefix=prefix)
+        self._spare = spare
         self.problems: list[str] = []
         self._salts = cycle(salts)
         self._fillers: deque[tuple[Request, int]] = deque()
         self._fill()
 
-    def take(self, tokens: int, received: bool = False) -> Request | None:
-        """Allocates a request by freeing fillers; None if other requests hold too much."""
-        request = self.allocator.new_request()
+    def take(
+        self, tokens: int, received: bool = False, request: Request | None = None
+    ) -> Request | None:
+        """Allocates a request, or extends one to so many tokens, by freeing fillers; None if other
+        requests hold too much, and then the request is freed.
+        """
+        request = request or self.allocator.new_request()
         while True:
             try:
-                self.allocator.extend(request, tokens, received=received)
+                self.allocator.extend(request, tokens - request.num_tokens, received=received)
                 break
             except OutOfPages:
                 if not self._fillers:
@@ -58,10 +66,13 @@ class Stock:
     def _fill(self) -> None:
         lists = [each.free_list for each in self.allocator.lists.values()]
         size = self.pool.page_size
-        while (pages := self.allocator.free_pages) and all(each.num_free for each in lists):
+        spare = max(int(self._spare * each.usable) for each in lists)
+        while (pages := self.allocator.free_pages - spare) > 0:
+            if any(each.num_free <= int(self._spare * each.usable) for each in lists):
+                break
             request, salt = self.allocator.new_request(), next(self._salts)
             tokens = min(pages * size, MOST_TOKENS)
-            self.allocator.extend(request, tokens)
+            self.allocator.extend(request, tokens, received=True)  # no page for dead entries
             put(self.pool, request.address(), range(tokens), salt)
             self._fillers.append((request, salt))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg.engines.base import Engine
 from disagg.protocol.status import KVPoll
-from tests.faults.child import main
+from tests.faults.child import Child, main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
 from tests.ports import free_port
@@ -92,8 +92,9 @@ class World:
     """The processes p0, p1, d0 and d1. `ensure` replaces those that have died.
 
     `engines` makes the engines of some processes; `expected` is a part of the problems that are
-    allowed. `mortal` are processes that may die; the death of any other is a violation. `logs` is
-    the folder of their output; it is kept unless all of them close properly.
+    allowed. `child` is what runs in each. `mortal` are processes that may die; the death of any
+    other is a violation. `logs` is the folder of their output; it is kept unless all of them close
+    properly.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class World:
         read_timeout: float = READ_TIMEOUT,
         engines: Mapping[str, Callable[[], Engine]] | None = None,
         expected: str | None = None,
+        child: type[Child] = Child,
     ) -> None:
+        self._child = child
         self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
         self._read_timeout = read_timeout
         self._engines, self._expected = engines or {}, expected
@@ -125,15 +128,19 @@ class World:
             self._start(name)
         if not self.until(lambda: all(p.generation for p in self.peers.values()), PATIENCE):
             raise Violation("a process does not start")
-        for name, prefills in self.shape.links().items():
+        for link in self.shape.links():
             for decode in ("d0", "d1"):
                 if decode in fresh:
-                    self.tell(decode, "connect", name, [self._ports[p] for p in prefills])
+                    self.tell(decode, "connect", link, self.addresses(link))
         until = time.monotonic() + PATIENCE
         while not all(self._settled(d) for d in ("d0", "d1") if d not in stopped):
             if time.monotonic() > until:
                 raise Violation("a link does not become ready")
             self.pump(0.01)
+
+    def addresses(self, link: str) -> list[str]:
+        """Those of a link's prefills."""
+        return [self._ports[prefill] for prefill in self.shape.links()[link]]
 
     def tell(self, name: str, *order: Any) -> None:
         """Sends an order to one process; it is lost if the process has died."""
@@ -259,7 +266,7 @@ class World:
             self._engines.get(name),
         )
         here, there = FORKS.Pipe()
-        process = FORKS.Process(target=main, args=(there, setup), daemon=True)
+        process = FORKS.Process(target=main, args=(there, setup, self._child), daemon=True)
         process.start()
         there.close()
         self.peers[name] = Peer(process, here)
