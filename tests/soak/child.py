@@ -6,6 +6,7 @@ document's tokens up to there, so requests of one document share what a prefix c
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ CHECKPOINT = 64
 """Tokens between two states of slots and rings that a prefix cache keeps."""
 SPARE = 0.4
 """The share of a pool's items that no filler holds: for what the prefix cache keeps."""
+PR_SET_THP_DISABLE = 41
 STEP = 4
 """Positions that a window has at least."""
 SAVED_EVERY = 5
@@ -41,6 +43,7 @@ class SoakChild(Child):
 
     def filled(self, setup: Setup) -> Stock:
         self._saved = f"{setup.log}.state"
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # memory grows by small pages
         gc.freeze()  # what is imported is not looked at in each collection
         prefix = PrefixCache(checkpoint_tokens=CHECKPOINT)
         return Stock(setup.pool(), setup.salts, prefix, SPARE)
