@@ -185,6 +185,8 @@ class Child:
 
     def _end(self) -> dict[str, Any]:
         lists = self.stock.audit()
+        if not self.orders:  # no attempt goes on
+            self._attempts.clear()
         return {
             "problems": self.stock.problems,
             "items": lists,
