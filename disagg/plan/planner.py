@@ -14,7 +14,7 @@ from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.columns import Columns
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.matching.group import Group, share_out
-from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, tile
+from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, named_pairs, tile
 from disagg.plan.matching.pairing import pair
 from disagg.plan.proof import prove
 from disagg.plan.routes import routes_of
@@ -243,6 +243,7 @@ def _matched(
     for owner, layer, role in paired.offered:
         layers.setdefault((owner, role), set()).add(layer)
     absences: dict[tuple[str, str], str] = {}
+    others: str | None = None
     problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
@@ -257,7 +258,8 @@ def _matched(
         reasons = mismatches(alike)
         if not alike.holders:
             if name not in absences:
-                absences[name] = absent(region, layers.get(name, ()))
+                others = named_pairs(layers) if others is None else others
+                absences[name] = absent(region, layers.get(name, ()), others)
             reasons = {absences[name]: []}
         if not reasons:
             found, gaps = tile(alike)

@@ -24,7 +24,6 @@ from kvpool.layout.types import MAX_PARTS, MAX_REASON
 
 KEPT_REFUSALS = 100
 KEPT_HELLOS = 32
-MAX_LISTED = 20
 MAX_PEERS = 1024
 MAX_GREETED = 4 * MAX_PEERS
 """Connections of which it is kept that their hello was answered: the latest."""
@@ -72,7 +71,7 @@ class PrefillPeers:
         self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
         self._effects, self._layout = effects, layout
         self._pairs = pairs_of(layout.regions)
-        self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[str]], Hello] = OrderedDict()
+        self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[Pair]], Hello] = OrderedDict()
         self._greeted: OrderedDict[bytes, None] = OrderedDict()
 
     def receive(
@@ -153,27 +152,33 @@ class PrefillPeers:
         return None
 
     def _answer(self, wanted: frozenset[Pair]) -> Hello:
-        """The hello for a decode that has regions of these pairs; raises ValueError if we share
-        none.
+        """The hello for a decode that has regions of these pairs. If none of them is here, other
+        ranks of prefill may hold all that decode needs: only its plan, over all ranks, can tell.
+        Raises ValueError for a decode without any region.
         """
+        if not wanted:
+            raise ValueError("decode's layout has no region: there is nothing to hand over to it.")
         shared = wanted & self._pairs
-        if not shared:
-            raise ValueError(
-                f"decode holds {_listed(wanted)}, prefill {_listed(self._pairs)}: no region of one "
-                "is the other's. Connect pools of the same model."
-            )
-        # an owner that decode may allow to be missing must be seen where prefill has it
-        held = {owner for owner, _ in self._pairs - shared}
-        owners = held & {owner for owner, _ in wanted - shared} - {owner for owner, _ in shared}
-        key = shared, frozenset(owners)
-        known = self._hellos.get(key)
-        if known is None:
-            part = shared_part(self._layout, shared, owners)
-            known = self._hellos[key] = structs.replace(self.hello, layout=part.to_msgpack())
+        # an owner that decode may allow to be missing must be seen where prefill has it, and if
+        # nothing is shared a refusal names what is here
+        owners = {owner for owner, _ in shared}
+        theirs = {owner for owner, _ in wanted}
+        shown = frozenset(
+            (owner, role)
+            for owner, role in self._pairs
+            if owner not in owners and (owner in theirs or not shared)
+        )
+        key = shared, shown
+        answer = self._hellos.get(key)
+        if answer is None:
+            part = shared_part(self._layout, shared, shown)
+            metadata = self.hello.metadata if shared else b""  # no engine connects to this rank
+            answer = structs.replace(self.hello, layout=part.to_msgpack(), metadata=metadata)
+            self._hellos[key] = answer
             if len(self._hellos) > KEPT_HELLOS:
                 self._hellos.popitem(last=False)
         self._hellos.move_to_end(key)
-        return known
+        return answer
 
     def _drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
         decode = self.alive.pop(peer, None)
@@ -205,15 +210,15 @@ def wanted_pairs(layout: bytes) -> frozenset[Pair]:
 
 
 def shared_part(
-    layout: PoolLayout, pairs: Collection[Pair], owners: Collection[str] = ()
+    layout: PoolLayout, pairs: Collection[Pair], shown: Collection[Pair] = ()
 ) -> PoolLayout:
-    """What a decode with regions of `pairs` needs of a layout: these regions of all layers, and the
-    first of each other owner in `owners`, with their buffers and spaces. Bytes of the others are
-    foreign then, not padding.
+    """What a decode with regions of `pairs` needs of a layout: these regions of all layers, and one
+    region of each pair of `shown`, with their buffers and spaces. Bytes of the others are foreign
+    then, not padding.
     """
     regions = [region for region in layout.regions if (region.owner, region.role) in pairs]
-    for owner in sorted(owners):
-        regions += [region for region in layout.regions if region.owner == owner][:1]
+    first = {(region.owner, region.role): region for region in reversed(layout.regions)}
+    regions += [first[pair] for pair in sorted(shown)]
     inside = {region.buffer for region in regions}
     cut = {region.buffer for region in set(layout.regions).difference(regions)}
     buffers = tuple(
@@ -229,10 +234,3 @@ def shared_part(
         buffers=buffers,
         spaces=tuple(space for space in layout.spaces if space.name in lists),
     )
-
-
-def _listed(pairs: Iterable[Pair]) -> str:
-    """At most a few pairs, for a sentence."""
-    names = [" ".join(pair) for pair in sorted(pairs)]
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more if names else "no region"

@@ -20,6 +20,9 @@ from kvpool.layout import Interleave, Key, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
+MAX_LISTED = 20
+"""Owners and roles that a reason names."""
+
 Holders = tuple[int, ...]
 """Source ranks that hold the same."""
 
@@ -63,13 +66,23 @@ class Turn(NamedTuple):
 ALONE = Turn(0, 1)
 
 
-def absent(region: Region, layers: Collection[int]) -> str:
+def absent(region: Region, layers: Collection[int], others: str) -> str:
     """The reason that no source offers a region, with the layers that they offer of its owner and
-    role.
+    role, or in its place `others`, see `named_pairs`.
     """
-    where = f"it holds layers {ranges(layers)}" if layers else "it holds none"
-    cure = "" if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}"
-    return f"prefill offers no such region ({where}). Give prefill that region too{cure}."
+    where, cure = f"layers {ranges(layers)}", "Give prefill that region too"
+    if not layers:
+        where = f"none, but {others}" if others else "none"
+        cure = "Connect pools of the same model, or give prefill that region too"
+    missing = "" if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}"
+    return f"prefill offers no such region (it holds {where}). {cure}{missing}."
+
+
+def named_pairs(pairs: Collection[tuple[str, str]]) -> str:
+    """Owners and roles for a sentence, at most a few."""
+    names = [" ".join(pair) for pair in sorted(pairs)]
+    more = [f"{len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+    return ", ".join([*names[:MAX_LISTED], *more])
 
 
 def mismatches(alike: Alike) -> dict[str, list[int]]:

@@ -247,12 +247,37 @@ def test_spaces_are_told_with_those_whose_ids_they_share():
     assert {space.name for space in told.spaces} == {"kv", *(space.name for space in used)}
 
 
-def test_a_decode_that_shares_nothing_with_prefill_is_refused_and_told_nothing_else():
-    empty = PoolLayout((), (), (), 0)
-    for layout in (empty, MLAPool(layers=[0], total_kv_layers=3, **MLA, owner="draft").layout):
-        answer = heard(BOTH.layout, layout)
-        assert isinstance(answer, messages.Refuse) and answer.final
-        assert "no region of one is the other's" in answer.reasons[0]
+def test_a_decode_without_any_region_is_refused_and_told_nothing_else():
+    answer = heard(BOTH.layout, PoolLayout((), (), (), 0))
+    assert isinstance(answer, messages.Refuse) and answer.final
+    assert "decode's layout has no region" in answer.reasons[0]
+
+
+@pytest.mark.parametrize("owner", ["target", "draft"])
+def test_a_decode_that_needs_nothing_of_prefill_is_told_one_region_of_each_role_and_no_memory(
+    owner,
+):
+    here = CLASSES["mha"](layers=[0], owner=owner).layout
+    told = PoolLayout.from_msgpack(heard(BOTH.layout, here).layout)
+    roles = {(region.owner, region.role) for region in BOTH.layout.regions}
+    assert {(region.owner, region.role) for region in told.regions} == roles
+    assert len(told.regions) == len(roles) < len(BOTH.layout.regions)
+    prefill = PrefillMachine(
+        msgspec.structs.replace(hello("p"), metadata=b"memory"), BOTH.layout, now=0.0
+    )
+    (needed,) = answers(prefill, b"d1", hello("d1", BOTH.layout))
+    (unneeded,) = answers(prefill, b"d2", hello("d2", here))
+    assert (needed.metadata, unneeded.metadata) == (b"memory", b"")
+
+
+def test_pools_of_different_models_are_refused_with_what_prefill_holds():
+    link = planned(BOTH.layout, CLASSES["mha"](layers=[0]).layout)
+    assert isinstance(link.error, IncompatibleLayouts)
+    said = (
+        "target layer 0 k: prefill offers no such region (it holds none, but target index_key, "
+        "target index_key.scale, target latent, target rope). Connect pools of the same model"
+    )
+    assert said in link.refusal
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from disagg import (
     DecodeEndpoint,
-    HandshakeRefused,
     KVPoll,
     PrefillEndpoint,
     SocketTransport,
@@ -20,6 +19,7 @@ from disagg import (
 )
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
+from disagg.plan import IncompatibleLayouts
 from disagg.protocol import messages
 from disagg.protocol.events import AbortAll
 from disagg.protocol.messages import (
@@ -367,9 +367,11 @@ def test_a_connect_that_is_refused_leaves_nothing():
     with prefill_side() as (prefill, _):
         other = mha(layers=[0], page_size=4)
         with DecodeEndpoint(other.layout, create_engine("local")) as decode:
-            with pytest.raises(HandshakeRefused, match="no region of one is the other's"):
+            with pytest.raises(IncompatibleLayouts, match="it holds none, but target latent"):
                 decode.connect([prefill.address], timeout=20)
             assert decode.machine.peers.links == []
+            until(prefill, prefill.refusals)
+            assert "target layer 0 k: prefill offers no such region" in prefill.refusals()[0]
         assert peers_of(prefill) == 0
 
 

@@ -1,0 +1,131 @@
+"""The hand-off between pipeline stages whose layers are of different kinds: no rank holds every
+role of the model, and some ranks of prefill hold nothing that a decode rank needs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.plan import IncompatibleLayouts
+from kvpool.layout import RequestAddress
+from kvpool.pools.placement import Shard
+from tests.disagg.waiting import until
+from tests.oracle import SOURCE, assert_holds, blank, merged, place, state, write
+from tests.pools import CLASSES, hybrid, mha, mla, swa
+
+TOKENS, CUT = 21, 13
+FIRST, LAST = range(2), range(2, 4)
+WINDOWS_FIRST = swa.but(window_layers=(0, 1))
+"""Layers 0 and 1 have a window, 2 and 3 have none: PP 2 cuts between the kinds."""
+
+
+def stages(build, cuts, tp=1):
+    """Pools of all ranks, stage by stage."""
+    build = build.but(num_pages=40, num_window_pages=40)
+    return [
+        build(layers=range(*bounds), shard=Shard(rank, tp))
+        for bounds in zip((0, *cuts), (*cuts, 4))
+        for rank in range(tp)
+    ]
+
+
+def endpoints(stack, kind, holders, **options):
+    made = (kind(state(each).layout, create_engine("local"), **options) for each in holders)
+    return [stack.enter_context(each) for each in made]
+
+
+def send(prefill, holder, table, room="r", by_layer=False):
+    """Writes and sends a request in two chunks, each whole or layer by layer."""
+    layers = sorted({region.layer for region in state(holder).layout.regions})
+    for start, stop in ((0, CUT), (CUT, TOKENS)):
+        write(holder, table, range(start, stop))
+        part = table if stop == TOKENS else RequestAddress(stop, table.spans)
+        for layer in layers if by_layer else [None]:
+            last = stop == TOKENS and layer in (None, layers[-1])
+            some = None if layer is None else range(layer, layer + 1)
+            prefill.send(room, part, tokens=range(start, stop), layers=some, last=last)
+
+
+def hand_over(sources, dests, *, by_layer=False, readers=None, **options):
+    """Moves a request; every byte of every destination is right, and all ranks are released."""
+    with ExitStack() as stack:
+        prefills = endpoints(stack, PrefillEndpoint, sources)
+        decodes, tables = [], []
+        for number, dest in enumerate(dests):
+            ranks = readers(number) if readers else len(dests)
+            (decode,) = endpoints(stack, DecodeEndpoint, [dest], ranks=ranks, **options)
+            decode.connect([each.address for each in prefills], timeout=30)
+            blank(dest)
+            tables.append(place(dest, TOKENS, 90 + number))
+            decode.receive("r", tables[-1])
+            decodes.append(decode)
+        for seed, (prefill, source) in enumerate(zip(prefills, sources)):
+            blank(source, SOURCE)
+            send(prefill, source, place(source, TOKENS, seed), by_layer=by_layer)
+        for decode, dest, table in zip(decodes, dests, tables):
+            assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+            assert_holds(dest, table)
+        for prefill in prefills:
+            assert prefill.wait("r", 30) is KVPoll.Success, prefill.failure("r")
+            assert not any(prefill.leases().leased.values())
+
+
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+@pytest.mark.parametrize("build", [WINDOWS_FIRST, hybrid.but(linear_layers=(0, 1))])
+def test_a_stage_reads_from_a_prefill_whose_other_stage_has_no_role_of_it(build, by_layer):
+    sources, dests = stages(build, (2,)), stages(build, (2,))
+    theirs, ours = ({r.role for r in pool.layout.regions} for pool in (sources[1], dests[0]))
+    assert theirs.isdisjoint(ours)
+    hand_over(sources, dests, by_layer=by_layer, verify="checksum")
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_stages_of_any_kinds_hand_over_to_any_other_stages(data):
+    build = CLASSES[data.draw(st.sampled_from(sorted(CLASSES)), label="pool")]
+    sides = [
+        stages(
+            build,
+            sorted(data.draw(st.sets(st.integers(1, 3), min_size=0, max_size=2), label="cuts")),
+            data.draw(st.sampled_from((1, 2)), label="tp"),
+        )
+        for _ in range(2)
+    ]
+    hand_over(*sides, by_layer=data.draw(st.booleans(), label="by layer"))
+
+
+def test_what_no_rank_holds_is_refused_on_decode_and_on_every_rank_with_all_reasons():
+    sources = stages(WINDOWS_FIRST, (2,))
+    dest = WINDOWS_FIRST(layers=range(1, 5), total_kv_layers=5, page_size=4)
+    with ExitStack() as stack:
+        prefills = endpoints(stack, PrefillEndpoint, sources)
+        (decode,) = endpoints(stack, DecodeEndpoint, [dest])
+        with pytest.raises(IncompatibleLayouts) as refused:
+            decode.connect([each.address for each in prefills], timeout=30)
+        assert "target layer 4 k: prefill offers no such region (it holds layers 2-3)" in str(
+            refused.value
+        )
+        for prefill in prefills:
+            until(prefill, prefill.refusals)
+            assert prefill.refusals() == [str(refused.value)]
+
+
+def test_a_draft_that_prefill_holds_on_a_rank_of_its_own_in_another_form_is_not_missing():
+    """No rank of prefill shares a role of the draft, and one has its owner."""
+    draft = {"owner": "draft", "layers": [4], "total_kv_layers": 5, "num_pages": 40}
+    sources = [mha(num_pages=40), mha(**draft)]
+    dest = merged(mha(num_pages=40), mla(**draft))
+    with ExitStack() as stack:
+        prefills = endpoints(stack, PrefillEndpoint, sources)
+        (decode,) = endpoints(stack, DecodeEndpoint, [dest], allow_missing={"draft"})
+        with pytest.raises(IncompatibleLayouts, match="draft layer 4 latent: prefill offers no"):
+            decode.connect([each.address for each in prefills], timeout=30)
+
+
+def test_a_rank_that_holds_only_a_draft_is_released_by_a_decode_without_one():
+    draft = mha(owner="draft", layers=[4], total_kv_layers=5, num_pages=40)
+    hand_over([mla(num_pages=40), draft], [mla(num_pages=40)], verify="checksum")
