@@ -156,7 +156,7 @@ class PrefillMachine:
         ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)
         messages.encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._rooms.at(name, self._now)
-        self._rooms.forgotten.drop(name)
+        room.doubtful |= self._rooms.forgotten.pop(name)
         self._rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
@@ -164,7 +164,7 @@ class PrefillMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
         if room.failure is None:
-            room.ends_at = self._lease_end()
+            room.ends_at = self._lease_end(room)
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
         else:  # who tracks rooms from `send` on has not heard of it
@@ -185,7 +185,7 @@ class PrefillMachine:
             if room.ends_at is None or self._now < room.ends_at:
                 continue
             if room.chunks:
-                reason = f"its lease ended: {room.missing} within {self._lease:g} s."
+                reason = f"its lease ended: {room.missing} within {self._lease_of(room):g} s."
                 self._fail(name, room, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
@@ -231,7 +231,7 @@ class PrefillMachine:
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        room.ends_at = self._lease_end() if room.chunks else room.asked_until(self._now)
+        room.ends_at = self._lease_end(room) if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
             self._rooms.read.add(request.room)
@@ -249,9 +249,9 @@ class PrefillMachine:
         """Why a decode may not read a room."""
         room = self._rooms.by_name.get(request.room)
         if room is not None and room.failure is not None:
-            room.told = noted(room.told, decode.generation)
+            room.tell(request, decode.generation)
             return room.failure.reason
-        forgotten = self._rooms.forgotten.untold(request.room, decode.generation, self._now)
+        forgotten = self._rooms.forgotten.untold(request, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
         if len(decode.rooms) >= MAX_REQUESTED:
@@ -328,5 +328,11 @@ class PrefillMachine:
         waiting = self._rooms.unpublished
         (waiting.add if room.unpublished else waiting.discard)(name)
 
-    def _lease_end(self) -> float | None:
-        return None if self._lease is None else self._now + self._lease
+    def _lease_end(self, room: PrefillRoom) -> float | None:
+        lease = self._lease_of(room)
+        return None if lease is math.inf else self._now + lease
+
+    def _lease_of(self, room: PrefillRoom) -> float:
+        """Seconds; those of a living peer's silence where it may be that none asks any more."""
+        lease = math.inf if self._lease is None else self._lease
+        return min(lease, self.hello.timeout) if room.doubtful and not room.requests else lease

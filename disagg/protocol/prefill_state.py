@@ -49,10 +49,16 @@ class PrefillRoom:
     """By the peer that has asked."""
     patience: float | None = 0.0
     """The longest time-out of these."""
+    readers: int = 0
+    """How many decodes read it, as the first that has asked says; 0 before."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
     told: frozenset[str] = frozenset()
     """Generations of the decodes that know of its failure, see `noted`."""
+    doubtful: bool = False
+    """Whether a decode that asked for it may have been told of an earlier room of its name: then
+    none may ask any more.
+    """
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
     """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
@@ -81,11 +87,6 @@ class PrefillRoom:
         return self.closed and not self.unpublished
 
     @property
-    def readers(self) -> int:
-        """How many read it; 0 while none has asked."""
-        return next(iter(self.requests.values())).readers if self.requests else 0
-
-    @property
     def full(self) -> bool:
         """Whether every reader has asked for it."""
         return 0 < self.readers == len(self.requests)
@@ -110,7 +111,11 @@ class PrefillRoom:
     @property
     def missing(self) -> str:
         """What did not happen while its lease lasted."""
-        return "not every reader was done" if self.requests else "no decode asked for it"
+        if self.requests:
+            return "not every reader was done"
+        if self.doubtful:
+            return "a decode was told of an earlier room of this name, and none asked for this one"
+        return "no decode asked for it"
 
     def asked_until(self, now: float) -> float | None:
         """Until when the decodes that have asked, one of them now, wait for a chunk."""
@@ -119,9 +124,15 @@ class PrefillRoom:
     def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
         """Notes a request that has no reason against it."""
         self.requests[peer] = request
+        self.readers = self.readers or request.readers
         self.generations.append(generation)
         known = None not in (self.patience, request.timeout)
         self.patience = max(self.patience or 0.0, request.timeout or 0.0) if known else None
+
+    def tell(self, request: ReadRequest, generation: str) -> None:
+        """Notes that a decode which asks late is told of the failure."""
+        self.readers = self.readers or request.readers
+        self.told = noted(self.told, generation)
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""
@@ -163,39 +174,51 @@ def noted(told: frozenset[str], *generations: str) -> frozenset[str]:
 
 
 class ForgottenRoom(NamedTuple):
-    """Why a room failed that was forgotten at time `at`, and who knows."""
+    """Why a room failed that was forgotten at time `at`, how many read it (0: none has said), and
+    which of them know. `refused`: one was told after the room was forgotten.
+    """
 
     reason: str
+    readers: int
     told: frozenset[str]
     at: float
+    refused: bool = False
 
 
 class ForgottenRooms:
-    """Failed rooms that prefill has forgotten. A decode that asks for one and does not know of the
-    failure is told once; who knows may use the name anew, and a new chunk ends the memory.
+    """Failed rooms that prefill has forgotten, until every reader knows of the failure.
+
+    A decode that asks for one and does not know is told once, as it may be a reader of the failed
+    room that asks late. It may also be the first reader of the next room of that name: nothing in
+    a request tells them apart. So at most as many are told as read the failed room, and none once
+    all of these know. A new chunk ends the memory.
     """
 
     def __init__(self) -> None:
         self._rooms: OrderedDict[Room, ForgottenRoom] = OrderedDict()
 
     def add(self, name: Room, room: PrefillRoom, now: float) -> None:
-        """Remembers a room, if it has failed."""
-        self.drop(name)
-        if room.failure is not None:
-            self._rooms[name] = ForgottenRoom(room.failure.reason, room.told, now)
+        """Remembers a room, if it has failed and not every reader knows."""
+        self._rooms.pop(name, None)
+        if room.failure is not None and not 0 < room.readers <= len(room.told):
+            self._rooms[name] = ForgottenRoom(room.failure.reason, room.readers, room.told, now)
         if len(self._rooms) > MAX_FORGOTTEN:
             self._rooms.popitem(last=False)
 
-    def drop(self, name: Room) -> None:
-        """The name stands for another room from now on."""
-        self._rooms.pop(name, None)
+    def pop(self, name: Room) -> bool:
+        """The name stands for another room from now on: whether a decode that asked since the last
+        one was forgotten was told of that one.
+        """
+        forgotten = self._rooms.pop(name, None)
+        return forgotten is not None and forgotten.refused
 
-    def untold(self, name: Room, generation: str, now: float) -> str | None:
+    def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
         """Why the room has failed, for a decode that does not know; from now on it does."""
         while self._rooms and now - next(iter(self._rooms.values())).at > FORGOTTEN_SECONDS:
             self._rooms.popitem(last=False)
-        kept = self._rooms.get(name)
-        if kept is None or generation in kept.told:
+        room = self._rooms.get(request.room)
+        if room is None or generation in room.told or 0 < room.readers <= len(room.told):
             return None
-        self._rooms[name] = kept._replace(told=noted(kept.told, generation))
-        return kept.reason
+        told, readers = noted(room.told, generation), room.readers or request.readers
+        self._rooms[request.room] = room._replace(told=told, readers=readers, refused=True)
+        return room.reason

@@ -334,13 +334,72 @@ def test_a_decode_that_has_restarted_is_another_one_and_is_told_as_well():
     world.ask("one", "a1")
     world.pair.abort(world.prefill)
     world.pair.forget(world.prefill)
-    assert world.ask("restarted", "b1", 1) == ["gave up"]
-    assert world.ask("restarted", "b2", 1) == []
+    assert world.ask("restarted", "b1") == ["gave up"]
+    assert world.ask("restarted", "b2") == []
     world.pair.abort(world.prefill, "again")
     world.pair.forget(world.prefill)
     # the same generation over another connection
-    assert world.ask("again", "a2", 1) == ["again"]
-    assert world.ask("again", "a3", 1) == []
+    assert world.ask("again", "a2") == ["again"]
+    assert world.ask("again", "a3") == []
+
+
+@pytest.mark.parametrize("readers", [("one",), ("one", "two")], ids=["one reader", "two readers"])
+def test_a_name_is_free_for_any_decode_once_every_reader_of_the_failed_room_knows(readers):
+    world = Readers(one="g1", two="g2", other="g3")
+    for peer in readers:
+        world.ask(peer, peer, len(readers))
+    world.pair.abort(world.prefill)
+    world.pair.forget(world.prefill)
+    assert world.ask("other", "c1", len(readers)) == []
+
+
+def test_no_more_decodes_are_told_than_the_failed_room_had_readers():
+    world = Readers(one="g1", two="g2", other="g3")
+    world.pair.offer()
+    world.pair.abort(world.prefill)
+    assert world.ask("one", "a1") == ["gave up"]
+    world.pair.forget(world.prefill)
+    assert world.ask("two", "b1") == ["gave up"]
+    assert world.ask("other", "c1") == []
+
+
+@pytest.mark.parametrize("lease", [300.0, None])
+def test_pages_do_not_wait_for_the_lease_if_who_asked_for_them_was_told_of_an_earlier_room(lease):
+    pair = Pair(lease=lease)
+    pair.offer()
+    pair.abort(pair.prefill)
+    pair.forget(pair.prefill)
+    pair.request()
+    pair.pump()
+    assert str(pair.decode.failure("r")) == "prefill: gave up"
+    for tokens in (range(16), range(16, 30)):
+        pair.offer(tokens, tokens.stop == 30)
+        pair.wait(TIMEOUT / 2)
+        assert pair.prefill.poll("r") is KVPoll.Bootstrapping
+    pair.wait(TIMEOUT * 3 / 4)
+    failure = pair.prefill.failure("r")
+    assert failure.kind == "lease"
+    assert failure.reason == (
+        "its lease ended: a decode was told of an earlier room of this name, and none asked for "
+        "this one within 10 s."
+    )
+
+
+def test_a_retry_has_its_whole_lease_once_a_decode_has_asked():
+    pair = Pair(lease=300.0)
+    pair.offer()
+    pair.abort(pair.prefill)
+    pair.forget(pair.prefill)
+    pair.request()
+    pair.pump()
+    pair.forget(pair.decode)
+    pair.offer()
+    pair.request()
+    pair.wait(3 * TIMEOUT)
+    assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
+    pair.read()
+    pair.pump()
+    assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
 def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():

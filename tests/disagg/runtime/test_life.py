@@ -128,6 +128,28 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
         oracle.assert_holds(dest, address)
 
 
+@pytest.mark.parametrize("first", ["decode asks", "prefill sends"])
+def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_either_order(first):
+    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        until(prefill, lambda: "r" in prefill.machine.rooms())
+        decode.close()
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        prefill.forget("r")
+        with decode_side() as (other, dest, where):
+            other.connect([prefill.address], timeout=20)
+            if first == "prefill sends":
+                prefill.send("r", given)
+            other.receive("r", where)
+            if first == "decode asks":
+                until(prefill, lambda: "r" in prefill.machine.rooms())
+                prefill.send("r", given)
+            assert other.wait("r", 20) is KVPoll.Success, other.failure("r")
+            assert prefill.wait("r", 20) is KVPoll.Success, prefill.failure("r")
+            oracle.assert_holds(dest, where)
+
+
 @pytest.mark.parametrize(
     ("side", "lost"),
     [
