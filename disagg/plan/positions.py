@@ -86,23 +86,36 @@ class BlockLookup:
         self.span: Span | None = address.spans.get(space.id_list)
 
     def ids(self, index: Ints, who: str) -> Ints:
-        """Ids of the request's items number `index`. Raises ValueError outside the buffer."""
+        """Ids of the request's items number `index`, which ascend. Raises IncompleteTransfer for
+        items that are not listed, ValueError for ids outside the buffer.
+        """
+        if self.space.per_request:
+            return self.consecutive(0, 1, who)[np.zeros_like(index)]
+        first, stop = int(index[0]), int(index[-1]) + 1
+        if stop - first == index.size and (index[1:] > index[:-1]).all():
+            return self.consecutive(first, stop, who)
+        return self._inside(self._listed(first, stop, who)[index - first], who)
+
+    def consecutive(self, first: int, stop: int, who: str) -> Ints:
+        """As `ids`, of items number `first` to `stop`."""
+        return self._inside(self._listed(first, stop, who), who)
+
+    def _listed(self, first: int, stop: int, who: str) -> Ints:
         span = self.span
         if span is None:
             raise ValueError(f"{who}: its block table has no ids for space {self.space.id_list!r}.")
-        at = index - span.first_item if self.space.kind == "paged" else np.zeros_like(index)
-        if at[0] < 0 or at[-1] >= span.ids.size:
-            wanted = self._positions(int(index[0]), int(index[-1]) + 1)
-            held = self._positions(span.first_item, span.first_item + span.ids.size)
+        start = 0 if self.space.per_request else span.first_item
+        if first < start or stop > start + span.ids.size:
+            wanted = self._positions(first, stop)
+            listed = self._positions(start, start + span.ids.size)
             raise IncompleteTransfer(
                 f"{who}: space {self.space.name} needs items for positions {wanted}, its block "
-                f"table covers {held}. List the items of all of them."
+                f"table covers {listed}. List the items of all of them."
             )
-        if at[-1] - at[0] + 1 == at.size and (at[1:] > at[:-1]).all():
-            ids = span.ids[int(at[0]) : int(at[-1]) + 1]
-        else:
-            ids = span.ids[at]
-        low, high = int(ids.min()), int(ids.max())
+        return span.ids[first - start : stop - start]
+
+    def _inside(self, ids: Ints, who: str) -> Ints:
+        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
         if low < self.space.reserved or high >= self.items:
             wrong = low if low < self.space.reserved else high
             raise ValueError(

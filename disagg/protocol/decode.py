@@ -48,7 +48,7 @@ class DecodeMachine:
         self._effects = Effects()
         self.peers = DecodePeers(hello, layout, readers, self._effects, now, allow_missing)
         self._comparisons = Comparisons(layout, self._effects)
-        self._rooms = DecodeRooms(layout, offer_timeout)
+        self._rooms = DecodeRooms(layout, offer_timeout, allow_missing)
         self.ended = self._rooms.ended
         self.totals = Totals()
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
-from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
+from disagg.plan.block_tables import BlockTables
 from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects, RoomEnded
@@ -47,7 +46,7 @@ class PrefillMachine:
         self, hello: Hello, layout: PoolLayout, lease: float | None = None, *, now: float
     ) -> None:
         self.hello = hello
-        self._layout, self._columns = layout, Columns()
+        self._block_tables = BlockTables(layout)
         self._effects = Effects()
         self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._lease, self._now = lease, now
@@ -148,9 +147,12 @@ class PrefillMachine:
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, address, tokens = chunk.room, chunk.address, chunk.tokens
         known = self._rooms.by_name.get(name) or self._rooms.new()
-        problem = known.chunk_problem(chunk) or id_clash(self._layout, address, self._columns)
-        if problem is not None:
+        if problem := known.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
+        try:
+            self._block_tables.check(f"room {name!r}", address, tokens, last=chunk.last)
+        except ValueError as error:
+            raise RoomError(str(error)) from None
         rest = address.num_tokens, messages.spans_of(address), messages.pack_aux(chunk.aux)
         about = self.hello.generation, name, LONGEST_ATTEMPT, tokens.start, tokens.stop
         ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)

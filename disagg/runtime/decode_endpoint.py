@@ -185,10 +185,12 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
 
         Raises RoomError for a room that is there already, for items that another room writes (pages
-        before `start` are only kept, and may be shared), and for a block that the block table
-        lists for two spaces of its pool; ValueError if the request is not
-        what its block table says any more, or shares pages that would be written; RequestPinned
-        while another room offers or receives it.
+        before `start` are only kept, and may be shared), and for a block table that lacks items of
+        live positions from `start` on, that lists a reserved item or one outside the pool for them
+        (with `at_most` items of a window are not looked at), or a block for two spaces of its pool;
+        lists of owners or roles in `allow_missing` may be left out. Raises ValueError if the
+        request is not what its block table says any more, or shares pages that would be written;
+        RequestPinned while another room offers or receives it.
         """
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")

@@ -89,9 +89,10 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         of a layer come with its part of the chunk that holds the last position.
 
         Raises RoomError for a chunk that does not follow the one before, for layers that were sent
-        already, that are not here, or that are left out, and for a block that the block table
-        lists for two spaces of its pool; ValueError if the request is not what its block table says
-        any more, RequestPinned while a room receives it.
+        already, that are not here, or that are left out, and for a block table that lacks pages of
+        live positions of the chunk, that lists a reserved item or one outside the pool for them, or
+        a block for two spaces of its pool; ValueError if the request is not what its block table
+        says any more, RequestPinned while a room receives it.
         """
         name, some = room_name(room), layer_range(layers, owner)
         with self._lock:

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from disagg.errors import RoomError, UnknownRoom
-from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
+from disagg.plan.block_tables import BlockTables
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Room
@@ -25,28 +25,39 @@ class DecodeRooms:
     happens for longer than `offer_timeout` seconds is stuck.
     """
 
-    def __init__(self, layout: PoolLayout, offer_timeout: float | None) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        offer_timeout: float | None,
+        allow_missing: Collection[str] = (),
+    ) -> None:
         self.by_name: dict[Room, DecodeRoom] = {}
         self.open: set[Room] = set()
         self._of_link: dict[Link, dict[Room, None]] = {}
         self.ended = EndedRooms()
         self._written = WrittenItems(layout)
-        self._layout, self._columns = layout, Columns()
+        self._block_tables = BlockTables(layout, allow_missing)
         self._declined: deque[tuple[Room, DecodeRoom]] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, if its block table lists a block for two spaces of its pool, or if another room
-        writes some of its items.
+        not have, if its block table cannot be right (see BlockTables), or if another room writes
+        some of its items.
         """
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")
         total = room.address.num_tokens
         if not 0 <= room.start <= total:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
-        if clash := id_clash(self._layout, room.address, self._columns):
-            raise RoomError(f"room {name!r}: {clash}")
+        if not room.declined:
+            tokens = range(room.start, total)
+            try:
+                self._block_tables.check(
+                    f"room {name!r}", room.address, tokens, at_most=room.at_most
+                )
+            except ValueError as error:
+                raise RoomError(str(error)) from None
         self._written.claim(name, room.address, room.start, room.at_most)
         self.by_name[name] = room
         self.open.add(name)

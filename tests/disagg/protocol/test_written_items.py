@@ -165,10 +165,10 @@ def test_a_block_of_several_pages_is_one_room_s_and_one_space_s():
     pair.request("three", blocks(40, kv=[27, 28, 29], swa=[3, 5, 6, 7, 8], state=[1]))
 
 
-def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one():
+def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one_where_a_window_has_passed():
     pair = Pair(held=pooled())
-    pair.request("one", blocks(32, kv=[3, 4], swa=[6, 7, 8, 9], state=[0]), start=16)
-    pair.request("two", blocks(32, kv=[3, 5], swa=[10, 11, 12, 13], state=[0]), start=16)
+    pair.request("one", blocks(32, kv=[3, 4], swa=[0, 7, 8, 9], state=[14]), start=16)
+    pair.request("two", blocks(32, kv=[3, 5], swa=[0, 11, 12, 13], state=[15]), start=16)
 
 
 def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts
-from kvpool import MHAPool, MLAPool, RequestAddress, Shard, Span
+from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.waiting import until
@@ -146,20 +145,6 @@ def test_a_prompt_of_another_length_fails_by_name(pair):
     assert "75 tokens, decode made room for 74" in str(decode.failure("r"))
     assert prefill.wait("r", 10) is KVPoll.Failed
     assert "decode made room for 74" in str(prefill.failure("r"))
-
-
-def test_an_id_outside_the_pool_fails_that_room_and_no_other(pair):
-    prefill, given, decode, dest, address = pair
-    bad = RequestAddress(TOKENS, {"kv": Span(np.array([3, 4, 5, 6, 12]))})
-    decode.receive("bad", address)
-    prefill.send("bad", bad)
-    assert decode.wait("bad", 10) is KVPoll.Failed
-    assert "item 12 of space kv lies outside 1 to 11" in str(decode.failure("bad"))
-    assert not decode.reading("bad")
-    decode.receive("good", address)
-    prefill.send("good", given)
-    assert decode.wait("good", 10) is KVPoll.Success
-    oracle.assert_holds(dest, address)
 
 
 def test_either_side_can_abort_and_both_learn_why(pair):

@@ -1,0 +1,57 @@
+"""Whether a block table can be one of a layout, before anything is read or written by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from disagg.plan.block_pools import id_clash
+from disagg.plan.columns import Columns
+from disagg.plan.positions import BlockLookup, needed_entries
+from kvpool.layout import PoolLayout, RequestAddress
+
+
+class BlockTables:
+    """Checks the block tables of one layout. Spaces of which all regions are of owners or roles in
+    `allow_missing` may be left out of them.
+    """
+
+    def __init__(self, layout: PoolLayout, allow_missing: Collection[str] = ()) -> None:
+        self._layout, self._columns = layout, Columns()
+        needed = {
+            layout.space_of(region).name
+            for region in layout.regions
+            if region.owner not in allow_missing and region.role not in allow_missing
+        }
+        spaces = map(layout.space_by_name.__getitem__, layout.items_by_space)
+        self._spaces = [(space, space.name in needed) for space in spaces]
+
+    def check(
+        self,
+        who: str,
+        address: RequestAddress,
+        tokens: range,
+        *,
+        last: bool = True,
+        at_most: bool = False,
+    ) -> None:
+        """Raises ValueError, which begins with `who`, for a block table that lacks items for live
+        positions of `tokens`, that lists an item outside the buffers or a reserved one for them, or
+        a block for two spaces of its pool.
+
+        Slots and rings must be listed with the `last` chunk. With `at_most` the request may have
+        fewer tokens: which items of a window it needs is not known yet.
+        """
+        if clash := id_clash(self._layout, address, self._columns):
+            raise ValueError(f"{who}: {clash}")
+        for space, needed in self._spaces:
+            lookup = BlockLookup(space, self._layout, address)
+            if lookup.span is None and not (needed and (last or space.grows)):
+                continue
+            if at_most and space.window is not None and not space.per_request:
+                continue
+            entries = space.held.part(needed_entries(space, tokens, address.num_tokens))
+            if entries and space.per_request:
+                lookup.consecutive(0, 1, who)
+            elif entries:
+                size = space.entries_per_item
+                lookup.consecutive(entries.start // size, (entries.stop - 1) // size + 1, who)
