@@ -27,6 +27,8 @@ log = logging.getLogger("disagg")
 
 FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
+MAX_UNTOLD = 10_000
+"""Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
 KEPT_SHAPES = 64
 """Layouts whose regions others share: those of the latest."""
 
@@ -192,9 +194,16 @@ class DecodePeers:
             self._effects.send(link.first + source, message)
 
     def drop_room(self, link: Link, drop: messages.DropRoom, except_rank: int | None) -> None:
-        """Tells the ranks that are not lost of a room for which they will not be asked."""
+        """Tells the ranks of a room for which they will not be asked; those that are lost once they
+        are back, before they are asked for anything.
+        """
         for source, hello in enumerate(link.hellos):
-            if source != except_rank and (hello is not None or link.lost is None):
+            if hello is None and link.lost is not None:
+                untold = link.untold[source]
+                untold[drop.room] = drop
+                if len(untold) > MAX_UNTOLD:
+                    untold.popitem(last=False)
+            elif source != except_rank:
                 self.send(link, source, drop)
 
     def _dial(self, link: Link, source: int, now: float) -> None:
@@ -230,6 +239,9 @@ class DecodePeers:
         if problems := messages.handshake_problems(self.hello, hello):
             return self._refuse(link, problems, "decode")
         link.hellos[source] = hello
+        for drop in link.untold[source].values():
+            self.send(link, source, drop)
+        link.untold[source].clear()
         if hello.timeout < self._shortest:
             self._shortest, self._next_check = hello.timeout, 0.0
         hellos = [each for each in link.hellos if each is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,15 @@ from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
 from disagg.plan.offered import LayerRange, Offered
-from disagg.protocol.messages import Aux, ChunkReady, Hello, Room, pack_aux, unpack_aux
+from disagg.protocol.messages import (
+    Aux,
+    ChunkReady,
+    DropRoom,
+    Hello,
+    Room,
+    pack_aux,
+    unpack_aux,
+)
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from disagg.protocol.status import Failure, Phase
 from kvpool.layout import PoolLayout, RequestAddress
@@ -39,6 +48,8 @@ class Link:
     """Seconds before each rank is dialled again that refuses this decode for now."""
     redials: list[float | None] = field(default_factory=list)
     """When that will be; the rank is not connected until then."""
+    untold: list[OrderedDict[Room, DropRoom]] = field(default_factory=list)
+    """By rank, what it is to be told of rooms that failed while it was lost."""
     plan: TransferPlan | None = None
     plan_seconds: float = 0.0
     asks: Mapping[int, int] = field(default_factory=dict)
@@ -57,6 +68,7 @@ class Link:
         self.pinged = [0.0] * len(self.addresses)
         self.pauses = [0.0] * len(self.addresses)
         self.redials = [None] * len(self.addresses)
+        self.untold = [OrderedDict() for _ in self.addresses]
 
     @property
     def settled(self) -> bool:
