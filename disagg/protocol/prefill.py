@@ -20,7 +20,7 @@ from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
-from disagg.protocol.prefill_state import Decode, PrefillRoom, noted
+from disagg.protocol.prefill_state import Decode, PrefillRoom
 from disagg.protocol.rooms.ended import EndedAttempts
 from disagg.protocol.rooms.prefill_rooms import PrefillRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
@@ -158,7 +158,8 @@ class PrefillMachine:
         ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)
         messages.encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._rooms.at(name, self._now)
-        room.doubtful |= self._rooms.forgotten.pop(name)
+        if self._rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
+            self._rooms.doubtful.add(name)
         self._rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
@@ -166,7 +167,7 @@ class PrefillMachine:
         if room.phase is Phase.REQUESTED:
             room.phase = room.phase.to(Phase.TRANSFERRING)
         if room.failure is None:
-            room.ends_at = self._lease_end(room)
+            room.ends_at = self._lease_end(name)
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
         else:  # who tracks rooms from `send` on has not heard of it
@@ -187,7 +188,13 @@ class PrefillMachine:
             if room.ends_at is None or self._now < room.ends_at:
                 continue
             if room.chunks:
-                reason = f"its lease ended: {room.missing} within {self._lease_of(room):g} s."
+                doubt = (
+                    "a decode was told of an earlier room of this name, and "
+                    if name in self._rooms.doubtful
+                    else ""
+                )
+                seconds = self._lease_of(name)
+                reason = f"its lease ended: {doubt}{room.missing} within {seconds:g} s."
                 self._fail(name, room, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
@@ -230,10 +237,11 @@ class PrefillMachine:
             return
         room = self._rooms.at(request.room, self._now)
         room.ask(peer, request, decode.generation)
+        self._rooms.doubtful.discard(request.room)
         decode.rooms.add(request.room)
         if room.phase is Phase.HANDSHAKE:
             room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        room.ends_at = self._lease_end(room) if room.chunks else room.asked_until(self._now)
+        room.ends_at = self._lease_end(request.room) if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
             self._rooms.read.add(request.room)
@@ -251,7 +259,7 @@ class PrefillMachine:
         """Why a decode may not read a room."""
         room = self._rooms.by_name.get(request.room)
         if room is not None and room.failure is not None:
-            room.tell(request, decode.generation)
+            room.told = room.told.also([decode.generation], request.readers)
             return room.failure.reason
         forgotten = self._rooms.forgotten.untold(request, decode.generation, self._now)
         if forgotten is not None:
@@ -290,7 +298,7 @@ class PrefillMachine:
     ) -> None:
         room.failure = failure
         room.phase = room.phase.to(Phase.FAILED)
-        room.told = noted(room.told, *room.generations)
+        room.told = room.told.also(room.generations, room.readers)
         self._close(name, room)
         reason = reason_text(failure.reason)
         for peer, request in room.requests.items():
@@ -330,11 +338,11 @@ class PrefillMachine:
         waiting = self._rooms.unpublished
         (waiting.add if room.unpublished else waiting.discard)(name)
 
-    def _lease_end(self, room: PrefillRoom) -> float | None:
-        lease = self._lease_of(room)
+    def _lease_end(self, name: Room) -> float | None:
+        lease = self._lease_of(name)
         return None if lease is math.inf else self._now + lease
 
-    def _lease_of(self, room: PrefillRoom) -> float:
-        """Seconds; those of a living peer's silence where it may be that none asks any more."""
+    def _lease_of(self, name: Room) -> float:
+        """Seconds; those after which a silent peer is dead where none may ask any more."""
         lease = math.inf if self._lease is None else self._lease
-        return min(lease, self.hello.timeout) if room.doubtful and not room.requests else lease
+        return min(lease, self.hello.timeout) if name in self._rooms.doubtful else lease

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,28 @@ class Decode:
     rooms: set[Room] = field(default_factory=set)
 
 
+class Told(NamedTuple):
+    """Which decodes know of a room's failure, by generation, and how many read it (0: none has
+    said).
+    """
+
+    generations: frozenset[str] = frozenset()
+    readers: int = 0
+
+    def also(self, generations: Sequence[str], readers: int) -> Told:
+        """With these decodes, at most `MAX_TOLD` in all."""
+        known = self.generations.union(generations[: max(0, MAX_TOLD - len(self.generations))])
+        return Told(known, self.readers or readers)
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every reader knows."""
+        return 0 < self.readers <= len(self.generations)
+
+
+NOBODY = Told()
+
+
 @dataclass(slots=True)
 class PrefillRoom:
     """One request: what was computed, which readers ask for it, which have read it."""
@@ -49,16 +72,10 @@ class PrefillRoom:
     """By the peer that has asked."""
     patience: float | None = 0.0
     """The longest time-out of these."""
-    readers: int = 0
-    """How many decodes read it, as the first that has asked says; 0 before."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
-    told: frozenset[str] = frozenset()
-    """Generations of the decodes that know of its failure, see `noted`."""
-    doubtful: bool = False
-    """Whether a decode that asked for it may have been told of an earlier room of its name: then
-    none may ask any more.
-    """
+    told: Told = NOBODY
+    """Who knows of its failure."""
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
     """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
@@ -87,6 +104,11 @@ class PrefillRoom:
         return self.closed and not self.unpublished
 
     @property
+    def readers(self) -> int:
+        """How many read it; 0 while none has asked."""
+        return next(iter(self.requests.values())).readers if self.requests else 0
+
+    @property
     def full(self) -> bool:
         """Whether every reader has asked for it."""
         return 0 < self.readers == len(self.requests)
@@ -111,11 +133,7 @@ class PrefillRoom:
     @property
     def missing(self) -> str:
         """What did not happen while its lease lasted."""
-        if self.requests:
-            return "not every reader was done"
-        if self.doubtful:
-            return "a decode was told of an earlier room of this name, and none asked for this one"
-        return "no decode asked for it"
+        return "not every reader was done" if self.requests else "no decode asked for it"
 
     def asked_until(self, now: float) -> float | None:
         """Until when the decodes that have asked, one of them now, wait for a chunk."""
@@ -124,15 +142,9 @@ class PrefillRoom:
     def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
         """Notes a request that has no reason against it."""
         self.requests[peer] = request
-        self.readers = self.readers or request.readers
         self.generations.append(generation)
         known = None not in (self.patience, request.timeout)
         self.patience = max(self.patience or 0.0, request.timeout or 0.0) if known else None
-
-    def tell(self, request: ReadRequest, generation: str) -> None:
-        """Notes that a decode which asks late is told of the failure."""
-        self.readers = self.readers or request.readers
-        self.told = noted(self.told, generation)
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""
@@ -168,19 +180,13 @@ class PrefillRoom:
         return None
 
 
-def noted(told: frozenset[str], *generations: str) -> frozenset[str]:
-    """`told` and these, at most `MAX_TOLD`."""
-    return told.union(generations[: max(0, MAX_TOLD - len(told))])
-
-
 class ForgottenRoom(NamedTuple):
-    """Why a room failed that was forgotten at time `at`, how many read it (0: none has said), and
-    which of them know. `refused`: one was told after the room was forgotten.
+    """Why a room failed that was forgotten at time `at`, and who knows. `refused`: a decode has
+    asked for it since, and was told.
     """
 
     reason: str
-    readers: int
-    told: frozenset[str]
+    told: Told
     at: float
     refused: bool = False
 
@@ -200,14 +206,14 @@ class ForgottenRooms:
     def add(self, name: Room, room: PrefillRoom, now: float) -> None:
         """Remembers a room, if it has failed and not every reader knows."""
         self._rooms.pop(name, None)
-        if room.failure is not None and not 0 < room.readers <= len(room.told):
-            self._rooms[name] = ForgottenRoom(room.failure.reason, room.readers, room.told, now)
+        if room.failure is not None and not room.told.everyone:
+            self._rooms[name] = ForgottenRoom(room.failure.reason, room.told, now)
         if len(self._rooms) > MAX_FORGOTTEN:
             self._rooms.popitem(last=False)
 
     def pop(self, name: Room) -> bool:
-        """The name stands for another room from now on: whether a decode that asked since the last
-        one was forgotten was told of that one.
+        """The name stands for another room from now on. Whether a decode was told of the forgotten
+        one that may have meant this one.
         """
         forgotten = self._rooms.pop(name, None)
         return forgotten is not None and forgotten.refused
@@ -217,8 +223,8 @@ class ForgottenRooms:
         while self._rooms and now - next(iter(self._rooms.values())).at > FORGOTTEN_SECONDS:
             self._rooms.popitem(last=False)
         room = self._rooms.get(request.room)
-        if room is None or generation in room.told or 0 < room.readers <= len(room.told):
+        if room is None or room.told.everyone or generation in room.told.generations:
             return None
-        told, readers = noted(room.told, generation), room.readers or request.readers
-        self._rooms[request.room] = room._replace(told=told, readers=readers, refused=True)
+        told = room.told.also([generation], request.readers)
+        self._rooms[request.room] = room._replace(told=told, refused=True)
         return room.reason

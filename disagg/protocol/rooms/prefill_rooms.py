@@ -22,7 +22,8 @@ MAX_FAILED_UNSENT = 10_000
 class PrefillRooms:
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
     of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
-    those of which one knows some.
+    those of which one knows some; `doubtful` those that none has asked for, and of which one may
+    have been told that an earlier room of their name has failed.
     """
 
     def __init__(self, layers: Mapping[str, Ints]) -> None:
@@ -31,6 +32,7 @@ class PrefillRooms:
         self.unsent: set[Room] = set()
         self.unpublished: set[Room] = set()
         self.read: set[Room] = set()
+        self.doubtful: set[Room] = set()
         self.ended = EndedRooms()
         self.forgotten = ForgottenRooms()
         self._layers = layers
@@ -60,7 +62,7 @@ class PrefillRooms:
 
     def end(self, name: Room, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        for some in (self.open, self.unsent, self.unpublished, self.read):
+        for some in (self.open, self.unsent, self.unpublished, self.read, self.doubtful):
             some.discard(name)
         self.ended.add(name, room.failure)
         if not room.chunks:

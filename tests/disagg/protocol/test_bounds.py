@@ -380,8 +380,8 @@ def test_pages_do_not_wait_for_the_lease_if_who_asked_for_them_was_told_of_an_ea
     failure = pair.prefill.failure("r")
     assert failure.kind == "lease"
     assert failure.reason == (
-        "its lease ended: a decode was told of an earlier room of this name, and none asked for "
-        "this one within 10 s."
+        "its lease ended: a decode was told of an earlier room of this name, and no decode asked "
+        "for it within 10 s."
     )
 
 
