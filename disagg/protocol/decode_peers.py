@@ -21,6 +21,7 @@ from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, Hang
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
 from disagg.protocol.messages import Hello, Message, reason_text
 from disagg.protocol.status import Failure, Side
+from disagg.protocol.wanted import wanted_layout
 from kvpool.layout import PoolLayout, Region, Space
 
 log = logging.getLogger("disagg")
@@ -69,7 +70,8 @@ class DecodePeers:
         now: float,
         allow_missing: Collection[str] = (),
     ) -> None:
-        self.hello, self.layout = hello, layout
+        members = readers.layouts if isinstance(readers, Group) else (layout,)
+        self.hello, self.layout = replace(hello, layout=wanted_layout(members)), layout
         self._group = readers if isinstance(readers, Group) else None
         self._readers = len(readers.layouts) if isinstance(readers, Group) else readers
         self.links: list[Link] = []

@@ -61,7 +61,8 @@ class _OfRoom(_OfGeneration, frozen=True):
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """Either side's first message: which endpoint it is, its layout, and how to read its memory.
 
-    Of prefill's layout only what decode's has regions for, see `prefill_peers.shared_part`.
+    Of decode's layout owners and roles, see `wanted_layout`; of prefill's only what decode has
+    regions for, see `prefill_peers.shared_part`.
     """
 
     protocol: int

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import structs
 
 from disagg.protocol import messages
 from disagg.protocol.effects import Effects
@@ -18,33 +17,14 @@ from disagg.protocol.liveness import Liveness
 from disagg.protocol.messages import Hello, Message, Room, reason_text
 from disagg.protocol.prefill_state import Decode
 from disagg.protocol.status import Failure, FailureKind
-from kvpool.layout import VERSION, PoolLayout, Region
-from kvpool.layout.codec import MAX_BYTES
-from kvpool.layout.types import MAX_PARTS, MAX_REASON
+from disagg.protocol.wanted import Pair, pairs_of, wanted_pairs
+from kvpool.layout import PoolLayout
 
 KEPT_REFUSALS = 100
 KEPT_HELLOS = 32
 MAX_PEERS = 1024
 MAX_GREETED = 4 * MAX_PEERS
 """Connections of which it is kept that their hello was answered: the latest."""
-
-Pair = tuple[str, str]
-"""An owner and a role."""
-
-
-class _Named(Struct):
-    owner: messages.Name
-    role: messages.Name
-
-
-class _Wanted(Struct):
-    """A layout, as far as prefill reads decode's."""
-
-    version: int
-    regions: Annotated[list[_Named], Meta(max_length=MAX_PARTS)] = []
-
-
-_wanted = msgspec.msgpack.Decoder(_Wanted)
 
 
 class RoomMessage(NamedTuple):
@@ -184,29 +164,6 @@ class PrefillPeers:
         decode = self.alive.pop(peer, None)
         self.liveness.forget(peer)
         return None if decode is None else LostPeer(peer, decode.rooms, failure)
-
-
-def pairs_of(regions: Iterable[Region | _Named]) -> frozenset[Pair]:
-    """Owners and roles of regions."""
-    return frozenset((region.owner, region.role) for region in regions)
-
-
-def wanted_pairs(layout: bytes) -> frozenset[Pair]:
-    """Owners and roles of a decode's layout, from untrusted bytes, of which nothing else is read.
-    Raises ValueError.
-    """
-    if len(layout) > MAX_BYTES:
-        raise ValueError(f"a layout of {len(layout)} bytes: at most {MAX_BYTES} are exchanged.")
-    try:
-        wanted = _wanted.decode(layout)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"malformed layout: {str(error)[:MAX_REASON]}") from None
-    if wanted.version != VERSION:
-        raise ValueError(
-            f"layout version {wanted.version}: this kvpool reads version {VERSION}. Run the same "
-            "kvpool on both sides."
-        )
-    return pairs_of(wanted.regions)
 
 
 def shared_part(

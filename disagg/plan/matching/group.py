@@ -21,8 +21,8 @@ class Group:
     is. Pointers and generations of the others mean nothing here.
 
     All members must be given the same layouts in the same order and the same `allow_missing`, and
-    must see the same layouts of prefill. Prefill shows each decode rank the owners and roles that
-    it has, so those must be the same in all layouts: ValueError otherwise.
+    must see the same layouts of prefill: endpoints ask prefill for the owners and roles of all
+    members. Members may hold different ones, as stages do whose layers are of different kinds.
     """
 
     layouts: tuple[PoolLayout, ...]
@@ -37,15 +37,6 @@ class Group:
                 f"group: member {self.member} of {len(self.layouts)} layouts: give a number from 0 "
                 f"to {len(self.layouts) - 1}."
             )
-        first, *others = map(_pairs, self.layouts)
-        for number, each in enumerate(others, 1):
-            if each != first:
-                raise ValueError(
-                    f"group: layout {number} has {_named(each)}, layout 0 has {_named(first)}. "
-                    "Prefill shows a decode rank the owners and roles that it has, so these would "
-                    f"see different prefills: say how many read, {len(self.layouts)}, in place of "
-                    "the group."
-                )
 
     def check(self, layout: PoolLayout) -> None:
         """Raises ValueError if `layout` is not like this member's."""
@@ -74,7 +65,8 @@ def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) 
     """The share of one of the members whose destinations have these `overlaps`.
 
     Members that read from the same replicas take them in turn. A source rank of which nothing is
-    read is asked by member `rank % members`: it must learn that nobody reads it, too.
+    read is asked by member `rank % members`: it must learn that nobody reads it, too. A member that
+    would ask no rank asks rank `member % ranks`: how its rooms end is told by those that it asks.
     """
     readers: dict[Holders, list[int]] = {}
     for number, mine in enumerate(overlaps):
@@ -88,13 +80,8 @@ def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) 
     asked = [{part.source for part in each} for each in parts]
     for idle in set(range(sources)).difference(*asked):
         asked[idle % len(asked)].add(idle)
+    for number, each in enumerate(asked):
+        if not each:
+            each.add(number % sources)
     askers = Counter(source for each in asked for source in each)
     return Share(parts[member], {source: askers[source] for source in sorted(asked[member])})
-
-
-def _pairs(layout: PoolLayout) -> list[tuple[str, str]]:
-    return sorted({(region.owner, region.role) for region in layout.regions})
-
-
-def _named(pairs: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(map(" ".join, pairs))

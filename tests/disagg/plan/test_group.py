@@ -16,7 +16,7 @@ from kvpool.pools.base import Shard
 from tests.disagg.plan.test_cache import same
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import assert_holds, blank, built, fill, move, place
-from tests.pools import mha, mla
+from tests.pools import mha, mla, swa
 
 
 def layouts(pools):
@@ -150,11 +150,6 @@ def test_stages_of_decode_ask_their_stages():
         (lambda: Group((), 0), "`layouts` are those of all members"),
         (lambda: Group(sharded(2), 2), r"member 2 of 2 layouts: give a number from 0 to 1\."),
         (
-            lambda: Group((*sharded(1), *sharded(1, mla)), 0),
-            "layout 1 has target latent, target rope, layout 0 has target k, target v.*"
-            "say how many read, 2, in place of the group",
-        ),
-        (
             lambda: plan(sharded(1), sharded(2)[1], group=Group(sharded(2), 0)),
             "layout 0 is not like that of member 0, which this rank is",
         ),
@@ -163,6 +158,22 @@ def test_stages_of_decode_ask_their_stages():
 def test_a_group_that_cannot_be_is_refused(given, problem):
     with pytest.raises((TypeError, ValueError), match=problem):
         given()
+
+
+def test_members_of_different_roles_ask_the_stages_that_hold_theirs():
+    """Windows on the first stage, none on the last, where a draft is too."""
+    build = swa.but(window_layers=(0, 1), device="meta")
+    first, last = (build(layers=range(*bounds)).layout for bounds in ((0, 2), (2, 4)))
+    last = PoolLayout.merge(last, mla(owner="draft", layers=[9], device="meta").layout)
+    assert asked(members((first, last), (first, last))) == [[0], [1]]
+
+
+def test_a_member_that_reads_nothing_asks_one_rank_all_the_same():
+    """Its rooms end as the others do."""
+    (source,), draft = sharded(1), mla(owner="draft", layers=[9], device="meta").layout
+    plans = members([source], (source, draft, draft), allow_missing={"draft"})
+    assert asked(plans) == [[0], [0], [0]]
+    assert [each.contributors() for each in plans] == [[0], [], []]
 
 
 def test_what_another_member_cannot_read_is_refused_here_too_with_its_number():

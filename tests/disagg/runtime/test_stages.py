@@ -5,12 +5,13 @@ role of the model, and some ranks of prefill hold nothing that a decode rank nee
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.plan import IncompatibleLayouts
+from disagg.plan import Group, IncompatibleLayouts
 from kvpool.layout import RequestAddress
 from kvpool.pools.placement import Shard
 from tests.disagg.waiting import until
@@ -95,7 +96,9 @@ def test_stages_of_any_kinds_hand_over_to_any_other_stages(data):
         )
         for _ in range(2)
     ]
-    hand_over(*sides, by_layer=data.draw(st.booleans(), label="by layer"))
+    layouts = tuple(pool.layout for pool in sides[1])
+    readers = data.draw(st.sampled_from((None, partial(Group, layouts))), label="group")
+    hand_over(*sides, by_layer=data.draw(st.booleans(), label="by layer"), readers=readers)
 
 
 def test_what_no_rank_holds_is_refused_on_decode_and_on_every_rank_with_all_reasons():
@@ -129,3 +132,31 @@ def test_a_draft_that_prefill_holds_on_a_rank_of_its_own_in_another_form_is_not_
 def test_a_rank_that_holds_only_a_draft_is_released_by_a_decode_without_one():
     draft = mha(owner="draft", layers=[4], total_kv_layers=5, num_pages=40)
     hand_over([mla(num_pages=40), draft], [mla(num_pages=40)], verify="checksum")
+
+
+def test_a_group_of_stages_one_of_which_has_a_draft_reads_all_of_both_and_asks_few():
+    draft = {"owner": "draft", "layers": [4], "total_kv_layers": 5, "num_pages": 40}
+    sources, dests = (
+        [first, merged(last, mha(**draft))]
+        for first, last in (stages(WINDOWS_FIRST, (2,)), stages(WINDOWS_FIRST, (2,)))
+    )
+    layouts = tuple(state(each).layout for each in dests)
+    hand_over(sources, dests, readers=partial(Group, layouts), verify="checksum")
+
+
+def test_a_member_of_a_group_that_reads_nothing_succeeds_with_the_others():
+    draft = mla(owner="draft", layers=[4], total_kv_layers=5, num_pages=40)
+    dests = [mha(num_pages=40), draft]
+    group = partial(Group, tuple(each.layout for each in dests))
+    with ExitStack() as stack:
+        (prefill,) = endpoints(stack, PrefillEndpoint, [mha(num_pages=40)])
+        options = {"allow_missing": {"draft"}}
+        decodes = [
+            *endpoints(stack, DecodeEndpoint, dests[:1], ranks=group(0), **options),
+            *endpoints(stack, DecodeEndpoint, dests[1:], ranks=group(1), **options),
+        ]
+        for decode, dest in zip(decodes, dests):
+            decode.connect([prefill.address], timeout=30)
+            decode.receive("r", place(dest, TOKENS))
+        prefill.send("r", place(dests[0], TOKENS))
+        assert [each.wait("r", 30) for each in (*decodes, prefill)] == [KVPoll.Success] * 3
