@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from itertools import count
@@ -32,6 +32,9 @@ WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
 """UCX transports that work only with UCX's error handling turned off."""
 NEED_PROGRESS = {"tcp", "posix", "sysv"}
 """UCX transports over which no byte lands here unless this side makes progress."""
+
+MAX_UNUSED_PEERS = 64
+"""Peers that nothing is connected to any more and that are kept; beyond, the oldest is removed."""
 
 
 class Agent:
@@ -54,7 +57,7 @@ class Agent:
         self.counts = counts
         self._number = count()
         self._held: dict[int, Any] = {}
-        self._peers: Counter[str] = Counter()
+        self._peers: OrderedDict[str, int] = OrderedDict()
         self._call(f"backend {backend} with {options}", "create_backend", backend, dict(options))
 
     def register(self, slabs: list[tuple[int, int, int, str]], memory: NixlMemory) -> None:
@@ -69,18 +72,35 @@ class Agent:
 
     def connect(self, metadata: bytes) -> str:
         """Loads a peer's metadata and returns the name of its agent; calls are counted."""
+        name = self._add(metadata)
+        if self._peers.get(name) == 0:
+            try:
+                # fails if the connection that was kept has broken meanwhile
+                self._call("connection", "send_notif", name, b"")
+            except TransferError:
+                self._remove(name)
+                name = self._add(metadata)
+        self._peers[name] = self._peers.get(name, 0) + 1
+        return name
+
+    def _add(self, metadata: bytes) -> str:
         name = self._call("peer's metadata", "add_remote_agent", metadata)
-        name = name.decode() if isinstance(name, bytes) else name
-        self._peers[name] += 1
-        return str(name)
+        return name.decode() if isinstance(name, bytes) else str(name)
 
     def disconnect(self, name: str) -> None:
-        """Undoes one `connect`; the last one removes the peer."""
+        """Undoes one `connect`. After the last one the peer is kept for the next, since removing it
+        leaves a socket of UCX open on both sides.
+        """
         self._peers[name] -= 1
-        if not self._peers[name]:
-            del self._peers[name]
-            with suppress(TransferError):  # NIXL forgets a dead peer by itself
-                self._call("disconnection", "remove_remote_agent", name)
+        self._peers.move_to_end(name)
+        unused = [name for name, uses in self._peers.items() if not uses]
+        for name in unused[: max(0, len(unused) - MAX_UNUSED_PEERS)]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        del self._peers[name]
+        with suppress(TransferError):  # NIXL has forgotten it already
+            self._call("disconnection", "remove_remote_agent", name)
 
     def make_read(self, name: str, batch: CopyBatch, src: NixlMemory, dst: NixlMemory) -> int:
         """A read of a batch from a peer's memory into this side's; it is not posted yet."""
@@ -130,8 +150,7 @@ class Agent:
                 with suppress(TransferError):
                     self.release(number)
             for name in list(self._peers):
-                self._peers[name] = 1
-                self.disconnect(name)
+                self._remove(name)
             self._nixl = None
         if self._alive() is not None:
             gc.collect()

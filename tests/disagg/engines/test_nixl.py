@@ -6,7 +6,9 @@ import math
 import multiprocessing
 import os
 import re
+import socket
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -307,6 +309,60 @@ def test_created_and_closed_engines_leave_nothing_behind(transports, friends):
     for before, after in pairwise(seen[3:]):
         assert after[:2] == before[:2]
     assert seen[-1][2] - seen[3][2] < 256, "pages of 4 KiB"
+
+
+CYCLES = 30
+
+
+def read_over_a_new_connection(engine, other, memory):
+    """Connects, reads `memory.size` bytes, compares them and gives the peer up."""
+    memory[:] = 0xEE
+    peer = engine.connect(other.metadata)
+    runs = CopyBatch(*np.array([[other.base], [memory.ctypes.data], [memory.size]]))
+    finish(engine, [engine.read(peer, runs)])
+    assert engine.fence(peer, 0)
+    assert np.array_equal(memory, pattern(memory.size))
+
+
+def open_files(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_a_peer_that_is_connected_again_and_again_costs_no_more_files_on_either_side(
+    transports, friends
+):
+    other, engine = friends(transports), create_engine("nixl", **TRANSPORTS[transports])
+    memory, slabs = memory_of(4096)
+    engine.register(slabs)
+    counts = []
+    for _ in range(CYCLES):
+        read_over_a_new_connection(engine, other, memory)
+        counts.append((open_files(os.getpid()), open_files(other.process.pid)))
+    engine.close()
+    # the other process accepts a connection in its own time
+    assert np.ptp(counts[CYCLES // 3 :], axis=0).max() == 0, counts
+
+
+def break_connections():
+    """Ends every TCP connection of this process, as a network does that is down for long."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as copy:
+            if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
+                copy.getpeername()
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("transports", ["default", "tcp"])
+def test_a_connection_that_broke_while_nothing_used_it_is_replaced(transports, friends):
+    other, engine = friends(transports), create_engine("nixl", **TRANSPORTS[transports])
+    memory, slabs = memory_of(4096)
+    engine.register(slabs)
+    read_over_a_new_connection(engine, other, memory)
+    break_connections()
+    read_over_a_new_connection(engine, other, memory)
+    assert engine.telemetry()["agents_ended"] == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("given", ["tcp,cma", "tcp"])
