@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
+from disagg.host.signals import deferred_signals
 from disagg.plan import Group
 from disagg.plan.offered import layer_names, layers_by_owner
 from disagg.protocol.decode import DecodeMachine
@@ -112,28 +113,31 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
         link = Link(tuple(addresses))
-        with self._lock:
-            self._check_open()
-            effects = self.machine.handle(ConnectLink(link), self._clock())
-            try:
-                for effect in effects:
-                    if isinstance(effect, Dial):  # now: a bad address is the caller's error
-                        self._transport.connect(effect.peer, effect.address)
-            except ValueError:
-                left = self.machine.handle(DisconnectLink(link), self._clock())
-                # not every rank was dialled
-                self._pending.extend(effect for effect in left if not isinstance(effect, Send))
-                raise
-            self._pending.extend(effect for effect in effects if not isinstance(effect, Dial))
-        self._call()
-        if timeout is not None:
-            try:
+        try:
+            with deferred_signals, self._lock:
+                self._check_open()
+                self._open(link)
+                self._call()
+            if timeout is not None:
                 self.handshake(link, timeout)
-            except BaseException:
-                with suppress(UsageError):  # closed, or disconnected by another thread
-                    self.disconnect(link)
-                raise
+        except BaseException:
+            with suppress(UsageError):  # closed, or disconnected by another thread
+                self.disconnect(link)
+            raise
         return link
+
+    def _open(self, link: Link) -> None:
+        effects = self.machine.handle(ConnectLink(link), self._clock())
+        try:
+            for effect in effects:
+                if isinstance(effect, Dial):  # now: a bad address is the caller's error
+                    self._transport.connect(effect.peer, effect.address)
+        except ValueError:
+            left = self.machine.handle(DisconnectLink(link), self._clock())
+            # not every rank was dialled
+            self._pending.extend(effect for effect in left if not isinstance(effect, Send))
+            raise
+        self._pending.extend(effect for effect in effects if not isinstance(effect, Dial))
 
     def handshake(self, link: Link, timeout: float) -> None:
         """Waits as `connect` does; the link stays."""
@@ -195,7 +199,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")
         name = room_name(room)
-        with self._lock:
+        with deferred_signals, self._lock:
             link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
                 self._call(RequestRoom(name, address, start, link, aux, at_most=at_most))
@@ -210,7 +214,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         nothing. Raises RoomError if the room is received already.
         """
         name = room_name(room)
-        with self._lock:
+        with deferred_signals, self._lock:
             link = link or self._only_link(name)
             self._call(RequestRoom(name, NOTHING, 0, link, declined=True))
 

@@ -7,6 +7,9 @@ under way.
 
 The thread of a busy host gets the GIL 5 ms late, each time that it has let it go. So a caller that
 asks how rooms are (`poll`, `ended`, `reading`) takes a turn itself, without what may wait.
+
+What a caller's thread changes, it changes `with deferred_signals`: a signal's handler runs before
+or after, and what it raises reaches the caller. Waits are outside, and end at once.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
 from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.host.prefault import Prefault
+from disagg.host.signals import deferred_signals
 from disagg.protocol import effects, events
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
@@ -51,7 +55,7 @@ from disagg.runtime.loop.waiters import Waiters
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Corks, Lost, Waitable
+from disagg.runtime.transport import Corks, Lost, WaitsAside
 from kvpool.layout import PoolLayout
 
 log = logging.getLogger("disagg")
@@ -73,6 +77,8 @@ class Endpoint(Generic[M]):
     It registers the layout's memory with the engine, and closes the engine with itself. The pool,
     whose memory peers read and reads write, must outlive it. `machine` is to be read between turns.
     """
+
+    _released = True  # until it is made
 
     def __init__(
         self,
@@ -116,18 +122,22 @@ class Endpoint(Generic[M]):
         self._waiters = Waiters(self._lock)
         self._ended_file: EndedFile | None = None
         self._corks = self._transport if isinstance(self._transport, Corks) else None
-        self._waits = self._transport.wait if isinstance(self._transport, Waitable) else None
+        self._waits_aside = isinstance(self._transport, WaitsAside)
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
         self._pace = Pace(engine.progress_seconds, MOST_PAUSE_SECONDS)
         self._turning = threading.Lock()
         self._next_asked, self._paused = 0.0, 0.0
         self._closing, self._why_closed = False, "the endpoint was closed."
+        self._releasing, self._releases = threading.RLock(), False
         self._asked, self._telemetry = clock(), dict(engine.telemetry())
         self._thread: IOThread | None = None
         if options.get("threaded", True):
-            self._thread = IOThread(self._run_turn, type(self).__name__)
+            self._thread = IOThread(
+                self._run_turn, self._transport, self._pace, type(self).__name__
+            )
             engine.notify(self._thread.waker)
         abandon_in_child(self)
+        self._released = False
 
     def poll(self, room: Room) -> KVPoll:
         """State of a room. Raises UnknownRoom, as all calls about a room do."""
@@ -149,10 +159,7 @@ class Endpoint(Generic[M]):
         `reading(room)` is false): each once, in that order, unless it was forgotten meanwhile.
         """
         self._turn_for_caller()
-        with self._lock:
-            taken = self.machine.ended.take()
-            self._tell_file()
-            return taken
+        return self._take_ended()
 
     def wait_any(self, timeout: float | None = None) -> list[Ended]:
         """Blocks until `ended()` has something, at most `timeout` seconds; returns that.
@@ -161,10 +168,7 @@ class Endpoint(Generic[M]):
         """
         if not self._wait(lambda: bool(self.machine.ended), timeout):
             self._check_open()
-        with self._lock:
-            taken = self.machine.ended.take()
-            self._tell_file()
-            return taken
+        return self._take_ended()
 
     def fileno(self) -> int:
         """A file that can be read while `ended()` has something: for `select`, or asyncio's
@@ -172,7 +176,7 @@ class Endpoint(Generic[M]):
 
         Raises UsageError for an endpoint without a thread of its own, which goes on in `step()`.
         """
-        with self._lock:
+        with deferred_signals, self._lock:
             self._check_open()
             if self._thread is None:
                 raise UsageError(
@@ -195,7 +199,7 @@ class Endpoint(Generic[M]):
 
     def forget(self, room: Room) -> None:
         """Drops what is kept of an ended room. Raises RoomError if it has not ended."""
-        with self._lock:
+        with deferred_signals, self._lock:
             self._handle(events.ForgetRoom(room_name(room)))
             self._tell_file()
 
@@ -220,23 +224,36 @@ class Endpoint(Generic[M]):
         return self._busy
 
     def close(self) -> None:
-        """Aborts open rooms, tells peers, ends the loop and closes the engine."""
-        with self._lock:
-            if self._closing:
+        """Aborts open rooms, tells peers, ends the loop and closes the engine. If a signal's
+        handler ends it before that, it goes on where it was when it is called again.
+        """
+        with self._releasing:
+            if self._released or self._releases:
                 return
-            self._handle(events.AbortAll("the endpoint was closed.", closing=True))
-            self._closing = True
-            self._waiters.all()
-        if self._thread is not None:
-            self._thread.wake_up()
-        else:
-            self._step(0.0)
+            try:
+                self._releases = True
+                self._close()
+            finally:
+                self._releases = False
+
+    def _close(self) -> None:
+        with deferred_signals:
+            with self._lock:
+                first = not self._closing
+                if first:
+                    self._handle(events.AbortAll("the endpoint was closed.", closing=True))
+                    self._closing = True
+                    self._waiters.close()
+            if first and self._thread is None:
+                with self._turning:
+                    self._turn()
         self._release()
-        with self._lock:
+        with deferred_signals, self._lock:
             for event in self._reader.close():
                 self._handle(event)
             if self._ended_file is not None:
                 self._ended_file.close()
+            self._released = True
 
     def abandon(self) -> None:
         """In a forked child: closes this copy of the parent's endpoint, and touches nothing else of
@@ -244,6 +261,8 @@ class Endpoint(Generic[M]):
         """
         self._lock = threading.RLock()  # a thread that is not there may hold the old one
         self._waiters = Waiters(self._lock)
+        self._waiters.close()
+        self._releasing, self._released = threading.RLock(), True
         self._closing, self._why_closed = True, FORKED
         keep_for_ever(self)
         if self._ended_file is not None:
@@ -263,7 +282,7 @@ class Endpoint(Generic[M]):
         """Gives up thread, transport and engine."""
         self._prefault.close()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.end()
         with self._turning:  # a caller may be in its turn
             self._close_transport()
             self.engine.close()
@@ -272,7 +291,7 @@ class Endpoint(Generic[M]):
         """Events of the caller: handled at once, while the endpoint is open. What follows is done
         at once too, or by the turn that is under way, or by the next.
         """
-        with self._lock:
+        with deferred_signals, self._lock:
             self._check_open()
             for event in events:
                 self._handle(event)
@@ -302,11 +321,14 @@ class Endpoint(Generic[M]):
         one, `room` is the room that `ended()` is about, if it holds once that has ended.
         """
         if self._thread is not None:
-            return self._waiters.wait(lambda: self._closing or ended(), timeout, room) and ended()
+            return self._waiters.wait(ended, timeout, room)
         until = math.inf if timeout is None else time.monotonic() + timeout
-        while not (self._closing or ended()) and (left := until - time.monotonic()) > 0:
+        while not ended():
+            left = until - time.monotonic()
+            if self._closing or left <= 0:
+                return False
             self._step(min(self._pause(), left))
-        return ended()
+        return True
 
     def _wait_in_room(
         self, name: Room, ended: Callable[[], bool], timeout: float | None, room: Room | None = None
@@ -335,64 +357,72 @@ class Endpoint(Generic[M]):
                 return READ_PAUSE_SECONDS
         return self._idle
 
-    def _run_turn(self, thread: IOThread) -> bool:
-        """One turn of the endpoint's thread; whether there is another."""
+    def _run_turn(self, thread: IOThread) -> float | None:
+        """One turn of the endpoint's thread; the seconds until the next, None after the last."""
         with self._lock:
-            closing, pause = self._closing, self._pause()
+            closing, pause = self._closing, 0.0 if self._waits_aside else self._pause()
             self._paused = pause
-        if pause and self._waits is not None:  # meanwhile callers may take turns
-            began = time.monotonic()
-            try:
-                self._waits(pause, thread.wake)
-            except Exception as error:
-                self._failed(error)
-                time.sleep(IDLE_SECONDS)
-            self._pace.woke(pause, time.monotonic() - began)
-            pause = 0.0
-        self._paused = 0.0
         # one that waits for the lock gets it before the GIL, and holds up all callers until then
         if not self._turning.acquire(blocking=False):
             time.sleep(ASKED_SECONDS)
-            return True
-        try:
-            self._turn(pause, thread.wake)
-        finally:
-            self._turning.release()
-        return not closing
+        else:
+            try:
+                if pause:
+                    thread.pause(pause)
+                self._turn(thread.wake)
+            finally:
+                self._turning.release()
+            if closing:
+                return None
+        with self._lock:
+            self._paused = self._pause() if self._waits_aside else 0.0
+            return self._paused
 
     def _turn_for_caller(self) -> None:
         """A turn in the thread of a caller who asks, unless there was one just now."""
         now = time.monotonic()
         if self._thread is None or now < self._next_asked:
             return
-        if not self._turning.acquire(blocking=False):
-            return
-        try:
-            self._next_asked = now + ASKED_SECONDS
-            if self._closing:
+        with deferred_signals:
+            if not self._turning.acquire(blocking=False):
                 return
-            self._turn(0.0, waits=False)
-        finally:
-            self._turning.release()
-        if self._busy:
-            self._thread.wake_up()
+            try:
+                self._next_asked = now + ASKED_SECONDS
+                if self._closing:
+                    return
+                self._turn(waits=False)
+            finally:
+                self._turning.release()
+            if self._busy:
+                self._thread.wake_up()
 
     def _step(self, pause: float) -> None:
         """A turn in the thread of the caller, where the endpoint has none."""
-        with self._lock:  # under which calls send what follows from them
-            if not self._turning.acquire(blocking=False):
-                raise UsageError(
-                    "step() and wait() turn the loop: call them from one thread at a time."
-                )
-        try:
-            self._turn(pause)
-        finally:
-            self._turning.release()
+        if pause and self._waits_aside:
+            try:
+                self._transport.wait(pause)
+            except (OSError, ValueError):
+                if not self._closing:  # by a signal's handler
+                    raise
+            pause = 0.0
+        with deferred_signals:
+            with self._lock:  # under which calls send what follows from them
+                if not self._turning.acquire(blocking=False):
+                    raise UsageError(
+                        "step() and wait() turn the loop: call them from one thread at a time."
+                    )
+            try:
+                if pause:
+                    self._transport.wait(pause)
+                if not self._closing:
+                    self._turn()
+            finally:
+                self._turning.release()
 
-    def _turn(self, pause: float, wake: int | None = None, *, waits: bool = True) -> None:
+    def _turn(self, wake: int | None = None, *, waits: bool = True) -> None:
         """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
         try:
-            for peer, data in self._transport.poll(pause, wake):
+            for peer, data in self._transport.poll(0.0, wake):
                 if isinstance(data, Lost):
                     self._lost(peer, data.reason)
                 else:
@@ -404,14 +434,16 @@ class Endpoint(Generic[M]):
                 self._execute()
             self._work(waits)
             self._busy = self._reader.busy or self._digester.busy or bool(self._pending)
-        except Exception as error:  # what a room waits for must not get lost silently
+        except BaseException as error:  # what a room waits for must not get lost silently
             self._failed(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             with self._lock:
                 self._waiters.turned()
                 self._tell_file()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         log.error("%s: a turn failed", type(self).__name__, exc_info=error)
         self._busy = False
         with self._lock:
@@ -492,6 +524,21 @@ class Endpoint(Generic[M]):
         self._transport.connect(peer, address)
         if self._thread is not None:
             self._thread.wake_up()  # in whose next turn the transport does it
+
+    def _take_ended(self) -> list[Ended]:
+        taken: list[Ended] = []
+        if not self.machine.ended:
+            return taken
+        try:
+            with deferred_signals, self._lock:
+                taken = self.machine.ended.take()
+                self._tell_file()
+        except BaseException:  # of a signal's handler: the caller never sees the list
+            with deferred_signals, self._lock:
+                self.machine.ended.give_back(taken)
+                self._tell_file()
+            raise
+        return taken
 
     def _tell_file(self) -> None:
         """Lets the file be read as long as `ended()` has something."""

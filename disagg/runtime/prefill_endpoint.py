@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
+from disagg.host.signals import deferred_signals
 from disagg.plan.offered import layer_range
 from disagg.protocol.events import OfferChunk, RejectRoom
 from disagg.protocol.messages import Aux, Room, room_name
@@ -57,7 +58,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         try:
             self.address = self._transport.bind(bind or default_address(options))
         except ValueError:
-            self._release()
+            self.close()
             raise
         if self._thread is not None:
             self._thread.start()
@@ -95,7 +96,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         says any more, RequestPinned while a room receives it.
         """
         name, some = room_name(room), layer_range(layers, owner)
-        with self._lock:
+        with deferred_signals, self._lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
             with pinned(self.machine, name, address, self.layout, last=last):

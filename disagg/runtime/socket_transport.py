@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Literal
 
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
@@ -46,6 +47,8 @@ class SocketTransport:
     Without `insecure` it talks to processes of this host only, of the same user or root. With it
     anybody may connect over TCP.
     """
+
+    waits_aside: Literal[True] = True
 
     def __init__(self, insecure: bool = False) -> None:
         self._insecure = insecure
@@ -137,7 +140,7 @@ class SocketTransport:
                 yield connection.peer, message
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
-        """See Waitable."""
+        """See Transport."""
         if not self._requests:
             self._watch.pause(self._pause(timeout), wake)
 

@@ -36,6 +36,9 @@ class Transport(Protocol):
     def send(self, peer: Peer, data: bytes) -> str | None:
         """Sends without blocking; returns what is wrong with the peer, if anything."""
 
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """Waits as `poll` does, and takes nothing."""
+
     def poll(self, timeout: float, wake: int | None = None) -> Iterable[tuple[Peer, bytes | Lost]]:
         """Messages that have arrived, each with its peer. Waits for one at most `timeout` seconds,
         or until the file `wake` can be read. A transport that notices the end of a connection
@@ -44,11 +47,10 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Waitable(Protocol):
-    """A transport for which one thread can wait while another uses it."""
+class WaitsAside(Protocol):
+    """A transport for which one thread can `wait` while another uses it."""
 
-    def wait(self, timeout: float, wake: int | None = None) -> None:
-        """Waits as `poll` does, and takes nothing."""
+    waits_aside: Literal[True]
 
 
 @runtime_checkable
@@ -129,6 +131,9 @@ class MemoryTransport:
         """A message has come over a connection that somebody else has dialled."""
         self.connections[connection.identity] = connection
         self.inbox.append((connection.identity, data))
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """See Transport. It never waits."""
 
     def send(self, peer: Peer, data: bytes) -> str | None:
         """See Transport."""

@@ -131,21 +131,31 @@ class ZmqTransport:
         """See Transport. Lost is told of a peer only that does not read."""
         self._plug()
         yield from self._hand_over()
-        if self._backlogs:
-            timeout = min(timeout, RETRY_SECONDS)
-        if wake is not None:  # for this turn only: it is another's to close
-            self._poller.register(wake, zmq.POLLIN)
-        ready = dict(self._poller.poll(int(timeout * 1000)))
-        if wake is not None:
-            self._poller.unregister(wake)
-        if not ready and 0 < timeout < 0.001:
-            time.sleep(timeout)  # zmq waits for whole milliseconds
-        ready.pop(wake, None)
-        for socket in ready:
+        for socket in self._ready(timeout, wake):
             with suppress(zmq.Again):
                 for _ in range(MESSAGES_A_TURN):
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                     yield self._peers.get(socket, frames[0]), frames[-1]
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """See Transport."""
+        if not self._dialled:
+            self._ready(timeout, wake)
+
+    def _ready(self, timeout: float, wake: int | None) -> list[zmq.Socket[bytes]]:
+        if self._backlogs:
+            timeout = min(timeout, RETRY_SECONDS)
+        if wake is not None:  # for this wait only: it is another's to close
+            self._poller.register(wake, zmq.POLLIN)
+        try:
+            ready = dict(self._poller.poll(int(timeout * 1000)))
+        finally:
+            if wake is not None:
+                self._poller.unregister(wake)
+        if not ready and 0 < timeout < 0.001:
+            time.sleep(timeout)  # zmq waits for whole milliseconds
+        ready.pop(wake, None)
+        return list(ready)
 
     def close(self) -> None:
         """Gives up all connections, once what was sent has had time to leave."""

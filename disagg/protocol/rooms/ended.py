@@ -48,6 +48,10 @@ class EndedRooms:
         self._rooms.clear()
         return taken
 
+    def give_back(self, taken: list[Ended]) -> None:
+        """Undoes a `take` of which the caller has seen nothing."""
+        self._rooms = {ended.room: ended for ended in taken} | self._rooms
+
 
 class EndedAttempts:
     """Requests of rooms that have ended, by peer, room and attempt. Part of `PrefillMachine`."""

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from weakref import WeakMethod
 
 from disagg.host import brief
+from disagg.host.signals import deferred_signals
+from disagg.runtime.loop.pace import Pace
+from disagg.runtime.transport import Transport
+
+log = logging.getLogger("disagg")
+
+FAILED_SECONDS = 0.05
+"""Before the next turn, after a wait that has failed."""
 
 
 class IOThread:
-    """Calls `turn(thread)` until that is False. `wake` can be read once `wake_up` was called."""
+    """Calls the method `turn(thread)` after as many seconds as it returned, until that is None, or
+    its object is dropped: the thread refers to it in turns only. `wake` can be read once `wake_up`
+    was called.
+    """
 
-    def __init__(self, turn: Callable[[IOThread], bool], name: str) -> None:
-        self._turn = turn
+    def __init__(
+        self,
+        turn: Callable[[IOThread], float | None],
+        transport: Transport,
+        pace: Pace,
+        name: str,
+    ) -> None:
+        self._turn, self._transport, self._pace = WeakMethod(turn), transport, pace
         self.wake, self._write = os.pipe()
         self._taken = brief.Scratch(4096)
         for end in (self.wake, self._write):
@@ -37,13 +57,35 @@ class IOThread:
         """Takes note of all wake-ups; the turn looks at what they are about after this."""
         self._taken.read(self.wake)
 
-    def join(self) -> None:
-        """Waits until the last turn is over."""
+    def end(self) -> None:
+        """Waits until the last turn is over, whose end the endpoint knows. May be called again."""
+        if self.wake < 0:
+            return
+        self.wake_up()
         if self._thread.ident is not None:
             self._thread.join()
-        os.close(self.wake)
-        os.close(self._write)
+        with deferred_signals:
+            os.close(self.wake)
+            os.close(self._write)
+            self.wake = -1
+
+    def pause(self, seconds: float) -> None:
+        """Waits for a message or a call."""
+        began = time.monotonic()
+        try:
+            self._transport.wait(seconds, self.wake)
+        except Exception:  # the next turn fails too, or goes on
+            log.exception("%s: a wait for messages failed", self._thread.name)
+            time.sleep(FAILED_SECONDS)
+        self._pace.woke(seconds, time.monotonic() - began)
 
     def _run(self) -> None:
-        while self._turn(self):
-            pass
+        seconds: float | None = 0.0
+        while seconds is not None:
+            if seconds:
+                self.pause(seconds)
+            seconds = self._run_turn()
+
+    def _run_turn(self) -> float | None:
+        turn = self._turn()
+        return None if turn is None else turn(self)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from disagg.host.signals import deferred_signals
 from disagg.protocol.messages import Room
 
 
@@ -15,13 +16,16 @@ from disagg.protocol.messages import Room
 class _Waiter:
     holds: Callable[[], bool]
     gate: threading.Lock = field(default_factory=threading.Lock)
+    held: bool = False
+    """Whether it was woken because `holds()`. That may have changed since."""
 
     def wakes(self) -> bool:
         """Whether it need not wait any more; what it asked for may be gone, which it will see."""
         try:
-            return self.holds()
+            self.held = self.holds()
         except Exception:
             return True
+        return self.held
 
 
 class Waiters:
@@ -29,30 +33,39 @@ class Waiters:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._of_rooms: dict[Room, list[_Waiter]] = {}
-        self._others: list[_Waiter] = []
+        self._of_rooms: dict[Room, dict[_Waiter, None]] = {}
+        self._others: dict[_Waiter, None] = {}
+        self._closed = False
 
     def wait(
         self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
     ) -> bool:
-        """Waits until `holds()`; whether it does. Of a room it is asked once that has ended, and of
-        anything else once a turn.
+        """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
+        ended, and of anything else once a turn.
         """
+        waiter = _Waiter(holds)
+        try:
+            with deferred_signals, self._lock:
+                if (held := holds()) or self._closed:
+                    return held
+                waiter.gate.acquire()
+                if room is None:
+                    self._others[waiter] = None
+                else:
+                    self._of_rooms.setdefault(room, {})[waiter] = None
+            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:  # also where a signal's handler has ended the wait
+            self._discard(waiter, room)
         with self._lock:
-            if holds():
-                return True
-            waiter = _Waiter(holds)
-            waiter.gate.acquire()
-            mine = self._others if room is None else self._of_rooms.setdefault(room, [])
-            mine.append(waiter)
-        if waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            return True
-        with self._lock:
-            if waiter in mine:
-                mine.remove(waiter)
-            if room is not None and not mine and self._of_rooms.get(room) is mine:
-                del self._of_rooms[room]
-            return holds()
+            return waiter.held or holds()
+
+    def _discard(self, waiter: _Waiter, room: Room | None) -> None:
+        with deferred_signals, self._lock:
+            self._others.pop(waiter, None)
+            of_room = self._of_rooms.get(room, {}) if room is not None else {}
+            of_room.pop(waiter, None)
+            if room is not None and not of_room:
+                self._of_rooms.pop(room, None)
 
     def ended(self, room: Room) -> None:
         """Wakes those that wait for a room, which has ended."""
@@ -61,15 +74,14 @@ class Waiters:
 
     def turned(self) -> None:
         """Wakes those that wait for anything else, if it is so."""
-        woken = [each for each in self._others if each.wakes()]
-        if woken:
-            self._others = [each for each in self._others if each not in woken]
-        for waiter in woken:
+        for waiter in [waiter for waiter in self._others if waiter.wakes()]:
+            del self._others[waiter]
             waiter.gate.release()
 
-    def all(self) -> None:
-        """Wakes everybody."""
-        rooms, self._of_rooms = self._of_rooms, {}
-        others, self._others = self._others, []
-        for waiter in (*others, *(each for some in rooms.values() for each in some)):
-            waiter.gate.release()
+    def close(self) -> None:
+        """Wakes all; from now on no call waits."""
+        self._closed = True
+        for waiters in (self._others, *self._of_rooms.values()):
+            for waiter in waiters:
+                waiter.gate.release()
+        self._of_rooms, self._others = {}, {}

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from disagg import Ended, EndpointClosed, KVPoll, UnknownRoom, UsageError
+from disagg.runtime.loop.waiters import Waiters
 from kvpool import RequestAddress, Span
 from tests import oracle
 from tests.disagg.runtime.sides import decode_side, prefill_side
@@ -166,3 +167,43 @@ def test_one_of_many_threads_wakes_for_its_room_alone():
         for thread in threads:
             thread.join(20)
         assert [found[room] for room in range(1, THREADS)] == [KVPoll.Failed] * (THREADS - 1)
+
+
+def test_what_ended_a_wait_is_what_the_waiter_is_told_though_it_changes_at_once():
+    lock, settled, asked = threading.RLock(), [], threading.Event()
+    waiters, answers = Waiters(lock), []
+
+    def holds():
+        asked.set()
+        return bool(settled)
+
+    thread = threading.Thread(target=lambda: answers.append(waiters.wait(holds, 60)))
+    thread.start()
+    assert asked.wait(20)
+    with lock:  # the waiter cannot look in between
+        settled.append("a plan")
+        waiters.turned()
+        settled.clear()
+        waiters.turned()
+    thread.join(20)
+    assert answers == [True]
+
+
+@pytest.mark.parametrize("room", [None, "r"])
+def test_a_waiter_that_gave_up_is_asked_no_more(room):
+    lock, questions = threading.RLock(), []
+    waiters = Waiters(lock)
+
+    def holds():
+        questions.append(1)
+        return False
+
+    assert not waiters.wait(lambda: False, 0.0)
+    with lock:
+        waiters.turned()
+    assert not waiters.wait(holds, 0.0, room)
+    asked = len(questions)
+    with lock:
+        waiters.turned()
+        waiters.ended("r")
+    assert len(questions) == asked
