@@ -20,7 +20,7 @@ from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
-from disagg.errors import UnknownRoom
+from disagg.errors import EndpointClosed, UnknownRoom
 from disagg.protocol.decode_state import Link
 from disagg.protocol.messages import Aux, Convention, Room
 from disagg.protocol.status import Failure, KVPoll
@@ -284,9 +284,10 @@ class Rank:
             endpoint.close()
 
     def _turn_meanwhile(self) -> None:
-        while not self._closed.wait(TURN_SECONDS):
-            if time.monotonic() - self._turned > TURN_SECONDS:
-                self.turn()
+        with suppress(EndpointClosed):  # because the process ends
+            while not self._closed.wait(TURN_SECONDS):
+                if time.monotonic() - self._turned > TURN_SECONDS:
+                    self.turn()
 
     def _log_numbers(self) -> None:
         if numbers := self.stats.take():

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +31,7 @@ from typing_extensions import Self
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, UsageError, WireError
+from disagg.host.exits import close_aside, close_at_exit, do_not_close_at_exit
 from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
 from disagg.host.prefault import Prefault
 from disagg.host.signals import deferred_signals
@@ -76,6 +79,9 @@ class Endpoint(Generic[M]):
 
     It registers the layout's memory with the engine, and closes the engine with itself. The pool,
     whose memory peers read and reads write, must outlive it. `machine` is to be read between turns.
+
+    What is open when the process ends is closed then, in EXIT_SECONDS at most; an endpoint that is
+    dropped without `close` is closed soon after, with a ResourceWarning.
     """
 
     _released = True  # until it is made
@@ -138,6 +144,7 @@ class Endpoint(Generic[M]):
             engine.notify(self._thread.waker)
         abandon_in_child(self)
         self._released = False
+        close_at_exit(self)
 
     def poll(self, room: Room) -> KVPoll:
         """State of a room. Raises UnknownRoom, as all calls about a room do."""
@@ -254,6 +261,7 @@ class Endpoint(Generic[M]):
             if self._ended_file is not None:
                 self._ended_file.close()
             self._released = True
+        do_not_close_at_exit(self)
 
     def abandon(self) -> None:
         """In a forked child: closes this copy of the parent's endpoint, and touches nothing else of
@@ -271,6 +279,18 @@ class Endpoint(Generic[M]):
         self.engine.abandon()
         if isinstance(self._transport, Abandons):
             self._transport.abandon()
+
+    def __del__(self) -> None:
+        if self._released or sys.is_finalizing():
+            return
+        warnings.warn(
+            f"a {type(self).__name__} was dropped without close(). Close it before its pool goes, "
+            "whose memory it reads or offers: use it in a with block.",
+            ResourceWarning,
+            stacklevel=2,
+            source=self,
+        )
+        close_aside(self)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,65 @@
+"""What is closed where its owner did not: when the process ends, or nothing refers to it any more.
+
+While the interpreter ends it stops daemon threads as they come back from native code, and where
+that is C++ the process aborts (SIGABRT). So the threads of what is open have to end before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from typing import Protocol
+from weakref import WeakSet
+
+log = logging.getLogger("disagg")
+
+EXIT_SECONDS = 3.0
+"""How long all that is open may keep the process, when it ends."""
+
+
+class Closes(Protocol):
+    """What has an end."""
+
+    def close(self) -> None:
+        """Ends it. May be called again, from any thread."""
+
+
+def close_at_exit(one: Closes) -> None:
+    """Closes something when the process ends, if it is still there."""
+    _open.add(one)
+
+
+def do_not_close_at_exit(one: Closes) -> None:
+    """It has been closed."""
+    _open.discard(one)
+
+
+def close_aside(one: Closes) -> threading.Thread:
+    """Closes something in a thread of its own, since that may take time."""
+    _open.add(one)  # a destructor may run when weak references are gone already
+    thread = threading.Thread(target=_close, args=(one,), name="Closing", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread starts any more, or there are too many
+        _close(one)
+    return thread
+
+
+def _close(one: Closes) -> None:
+    try:
+        one.close()
+    except Exception:
+        log.exception("%s: it could not be closed", type(one).__name__)
+
+
+def _close_all() -> None:
+    until = time.monotonic() + EXIT_SECONDS
+    for thread in [close_aside(one) for one in list(_open)]:
+        if thread.ident is not None:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+_open: WeakSet[Closes] = WeakSet()
+atexit.register(_close_all)

@@ -1,0 +1,167 @@
+"""Endpoints that are never closed: their process ends as it would without them, and one that is
+dropped ends by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from tests.disagg.engines.owners import until
+from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.runtime.sides import MLA, TOKENS, pool
+
+LEAVES = """
+import sys, threading
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from kvpool import MLAPool, RequestAddress, Span
+
+engine, threaded, way = sys.argv[1], sys.argv[2] == "threaded", sys.argv[3]
+there, here = (
+    MLAPool(layers=range(8), kv_lora_rank=512, qk_rope_head_dim=64, num_pages=320, page_size=64,
+            dtype="bf16")
+    for _ in range(2)
+)
+prefill = PrefillEndpoint(there.layout, create_engine(engine), threaded=threaded)
+decode = DecodeEndpoint(here.layout, create_engine(engine), threaded=threaded)
+link = decode.connect([prefill.address])
+while not link.settled:
+    if not threaded:
+        prefill.step()
+        decode.step()
+for room in range(3):  # whose reads are in flight
+    table = RequestAddress(6000, {"kv": Span(range(1 + 100 * room, 95 + 100 * room))})
+    decode.receive(room, table)
+    prefill.send(room, table)
+decode.receive("waits", RequestAddress(10, {"kv": Span([310])}))
+if threaded:
+    threading.Thread(target=decode.wait, args=("waits",), daemon=True).start()
+else:
+    prefill.step()
+    decode.step()
+if way == "exit":
+    sys.exit(3)
+if way == "raise":
+    raise KeyError("its own")
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "threads", "way", "status"),
+    [
+        ("local", "threaded", "end", 0),
+        *((engine, "threaded", "exit", 3) for engine in ENGINES),
+        *((engine, "stepped", "raise", 1) for engine in ENGINES),
+    ],
+)
+def test_a_process_ends_with_its_own_status_while_rooms_are_read(engine, threads, way, status):
+    ran = subprocess.run(
+        [sys.executable, "-c", LEAVES, engine, threads, way],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == status, ran.stderr
+    assert ("its own" in ran.stderr) == (way == "raise"), ran.stderr
+
+
+STUCK = """
+import sys, time
+from disagg import DecodeEndpoint, create_engine
+from kvpool import MLAPool, RequestAddress, Span
+
+here = MLAPool(layers=range(2), kv_lora_rank=16, qk_rope_head_dim=8, num_pages=12, page_size=16,
+               dtype="f32")
+decode = DecodeEndpoint(here.layout, create_engine(sys.argv[1]), peer_timeout=60)
+decode.connect([sys.argv[2]], timeout=30)
+print("connected", flush=True)
+sys.stdin.readline()
+decode.receive("r", RequestAddress(75, {"kv": Span(range(1, 6))}))
+time.sleep(0.1)
+print(time.monotonic(), flush=True)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_peer_does_not_hold_the_exit_up(engine):
+    with prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}], TOKENS) as (one,):
+        one.send("r", 0, TOKENS)
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK, engine, one.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline() == "connected\n"
+        os.kill(one.process.pid, signal.SIGSTOP)
+        try:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            left = float(process.stdout.readline())
+            assert process.wait(60) == 3
+            assert time.monotonic() - left < 10
+        finally:
+            os.kill(one.process.pid, signal.SIGCONT)
+            process.stdin.close()
+            process.stdout.close()
+
+
+def resources():
+    """Open files of this process, by what they are, and how many threads it has."""
+    files = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # of the listing itself
+            files[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+    return files, threading.active_count()
+
+
+@pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "stepped"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_endpoint_that_is_dropped_warns_and_ends(engine, threaded):
+    pools = [pool(), pool()]
+    PrefillEndpoint(pools[0].layout, create_engine(engine)).close()  # what a process opens once
+    before = resources()
+    prefill = PrefillEndpoint(pools[0].layout, create_engine(engine), threaded=threaded)
+    decode = DecodeEndpoint(pools[1].layout, create_engine(engine), threaded=threaded)
+    link = decode.connect([prefill.address])
+    while not link.settled:
+        if not threaded:
+            prefill.step()
+            decode.step()
+    del link
+    with pytest.warns(ResourceWarning, match="was dropped without close") as warned:
+        del prefill, decode
+        until(lambda: gc.collect() is not None and resources() == before)
+    assert len(warned) == 2, [str(each.message) for each in warned]
+
+
+def test_an_endpoint_in_a_cycle_is_collected_too():
+    one = pool()
+    PrefillEndpoint(one.layout, create_engine("local")).close()
+    before = resources()
+    endpoint = PrefillEndpoint(one.layout, create_engine("local"))
+    endpoint.mine = [endpoint]
+    with pytest.warns(ResourceWarning, match="PrefillEndpoint was dropped"):
+        del endpoint
+        until(lambda: gc.collect() is not None and resources() == before)
+
+
+def test_an_endpoint_that_was_never_made_warns_of_nothing(recwarn):
+    one = pool()
+    with pytest.raises(ValueError, match="bind"):
+        PrefillEndpoint(one.layout, create_engine("local"), "nonsense://")
+    with pytest.raises(ValueError, match="peer_timeout"):
+        DecodeEndpoint(one.layout, create_engine("local"), peer_timeout=-1)
+    gc.collect()
+    assert not [each for each in recwarn if each.category is ResourceWarning]
