@@ -43,19 +43,21 @@ class Waiters:
         """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
         ended, and of anything else once a turn.
         """
-        waiter = _Waiter(holds)
+        waiter, woken = _Waiter(holds), False
         try:
             with deferred_signals, self._lock:
                 if (held := holds()) or self._closed:
+                    woken = True
                     return held
                 waiter.gate.acquire()
                 if room is None:
                     self._others[waiter] = None
                 else:
                     self._of_rooms.setdefault(room, {})[waiter] = None
-            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-        finally:  # also where a signal's handler has ended the wait
-            self._discard(waiter, room)
+            woken = waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            if not woken:  # the time is over, or a signal's handler has raised
+                self._discard(waiter, room)
         with self._lock:
             return waiter.held or holds()
 
