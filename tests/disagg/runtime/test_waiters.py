@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from disagg import Ended, EndpointClosed, KVPoll, UnknownRoom, UsageError
+from disagg import Ended, EndpointClosed, KVPoll, Link, UnknownRoom, UsageError
 from disagg.runtime.loop.waiters import Waiters
 from kvpool import RequestAddress, Span
 from tests import oracle
@@ -169,24 +169,21 @@ def test_one_of_many_threads_wakes_for_its_room_alone():
         assert [found[room] for room in range(1, THREADS)] == [KVPoll.Failed] * (THREADS - 1)
 
 
-def test_what_ended_a_wait_is_what_the_waiter_is_told_though_it_changes_at_once():
-    lock, settled, asked = threading.RLock(), [], threading.Event()
-    waiters, answers = Waiters(lock), []
+class BrieflySettled(Link):
+    """A link that is lost at once after its handshake."""
 
-    def holds():
-        asked.set()
-        return bool(settled)
+    states = (False, True)
 
-    thread = threading.Thread(target=lambda: answers.append(waiters.wait(holds, 60)))
-    thread.start()
-    assert asked.wait(20)
-    with lock:  # the waiter cannot look in between
-        settled.append("a plan")
-        waiters.turned()
-        settled.clear()
-        waiters.turned()
-    thread.join(20)
-    assert answers == [True]
+    @property
+    def settled(self):
+        now, *BrieflySettled.states = (*BrieflySettled.states, False)
+        return now
+
+
+def test_a_handshake_that_was_done_is_no_timeout_though_the_link_is_lost_at_once():
+    with decode_side() as (decode, _, _):
+        decode.handshake(BrieflySettled(("ipc:///tmp/nowhere",)), 20)
+        assert not any(BrieflySettled.states)
 
 
 @pytest.mark.parametrize("room", [None, "r"])
