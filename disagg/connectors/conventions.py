@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.protocol.messages import MAX_CONVENTION, Convention
+from kvpool.layout.sentences import is_printable
 
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
@@ -111,6 +112,6 @@ def _short(value: Any) -> Convention:
         text: Convention = value
     else:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-    if isinstance(text, str) and (len(text) > MAX_CONVENTION or not text.isprintable()):
+    if isinstance(text, str) and (len(text) > MAX_CONVENTION or not is_printable(text)):
         return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:32]
     return text

@@ -65,7 +65,7 @@ class Source:
         ours = None if ids is None else prompt_digest(ids[:-1])
         if self.prompt is not None and ours is not None and self.prompt != ours:
             raise ValueError(
-                f"prefill computed another prompt ({self.prompt}), this one is {ours}. Do both "
+                f"prefill computed another prompt ({self.prompt!r}), this one is {ours!r}. Do both "
                 "engines have the same tokenizer and chat template?"
             )
 

@@ -23,8 +23,8 @@ from disagg.plan.positions import BlockLookup, needed_entries, needed_items
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import axis_steps, by_layers, held_words, ranges
-from kvpool.layout.types import EVERY, MAX_AXES, MAX_INT, MAX_NAME, MAX_PARTS
+from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
+from kvpool.layout.types import EVERY, MAX_AXES, MAX_INT, MAX_PARTS, MAX_REASON, Name
 
 STEP_BYTES = 4 << 20
 """Work between two yields, in bytes."""
@@ -141,15 +141,14 @@ def differing(
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_INT)]
 _Index = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-_BoundedName = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
 class _PieceShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the pieces of many layers have in common."""
 
-    owner: _BoundedName
-    role: _BoundedName
-    box: Annotated[list[tuple[_BoundedName, _Number, _Number]], Meta(max_length=MAX_AXES)]
+    owner: Name
+    role: Name
+    box: Annotated[list[tuple[Name, _Number, _Number]], Meta(max_length=MAX_AXES)]
     start: _Number
     stop: _Number
     held: Annotated[list[tuple[_Number, _Number, _Number]], Meta(max_length=2)]
@@ -193,7 +192,7 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
     try:
         found = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"malformed pieces: {error}") from None
+        raise ValueError(f"malformed pieces: {one_line(str(error), MAX_REASON)}") from None
     if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
         raise ValueError("malformed pieces: a piece without its shape or its layer.")
     for what, count in (("pieces", len(found.which)), ("shapes of pieces", len(found.shapes))):

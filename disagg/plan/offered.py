@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import ranges
-from kvpool.layout.types import MAX_NAME
+from kvpool.layout.types import Name
 
 MAX_LAYER = 1 << 40
 _Number = Annotated[int, Meta(ge=0, le=MAX_LAYER)]
@@ -26,7 +26,7 @@ class LayerRange(Struct, frozen=True, forbid_unknown_fields=True):
     only.
     """
 
-    owner: Annotated[str, Meta(max_length=MAX_NAME)]
+    owner: Name
     start: _Number
     stop: _Number
 

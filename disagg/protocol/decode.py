@@ -17,7 +17,7 @@ from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, Li
 from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, RoomEnded, StartRead
 from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import Aux, Hello, Message, Room, reason_text
+from disagg.protocol.messages import Aux, Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
@@ -211,7 +211,7 @@ class DecodeMachine:
             case messages.ReleaseAck():
                 self._released(message.room, room, source, message)
             case messages.Abort():
-                aborted = Failure("prefill", reason_text(message.reason), "abort")
+                aborted = Failure("prefill", message.reason, "abort")
                 self._fail(message.room, aborted, except_rank=source)
 
     def _read_ended(self, read: Read, problem: str | None) -> None:
@@ -315,11 +315,11 @@ class DecodeMachine:
         self._end(name, room)
         if room.reading:
             self._effects.append(CancelReads(room.attempt))
-        reason = reason_text(failure.reason)
         if not asked:
-            self.peers.drop_room(room.link, messages.DropRoom(name, reason), except_rank)
+            drop = messages.DropRoom(name, failure.reason)
+            self.peers.drop_room(room.link, drop, except_rank)
         elif tell:
-            about = name, room.attempt, reason
+            about = name, room.attempt, failure.reason
             self._tell(room, lambda _, g: messages.Abort(g, *about), except_rank)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:

@@ -19,7 +19,7 @@ from disagg.protocol import messages
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, HangUp
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
-from disagg.protocol.messages import Hello, Message, reason_text
+from disagg.protocol.messages import Hello, Message
 from disagg.protocol.status import Failure, Side
 from disagg.protocol.wanted import wanted_layout
 from kvpool.layout import PoolLayout, Region, Space
@@ -128,10 +128,10 @@ class DecodePeers:
         if isinstance(message, Hello):
             return self._handshake(link, source, message)
         if isinstance(message, messages.Refuse):
-            reasons = messages.join_reasons(message.reasons)
             if message.final:
-                return self._refuse(link, [reasons], "prefill", source)
-            return self._pause(link, source, f"it refuses this decode: {reasons}", "prefill", now)
+                return self._refuse(link, [message.why], "prefill", source)
+            reason = f"it refuses this decode: {message.why}"
+            return self._pause(link, source, reason, "prefill", now)
         hello = link.hellos[source]
         if (
             isinstance(message, messages.UnknownPeer)
@@ -186,8 +186,7 @@ class DecodePeers:
         """A rank breaks the protocol: it is told, and may do better later."""
         if link.refusal is not None or link.redials[source] is not None:
             return None
-        text = reason_text(reason, messages.MAX_TEXT)
-        self.send(link, source, messages.Refuse([text], final=False))
+        self.send(link, source, messages.Refuse([reason], final=False))
         return self._pause(link, source, f"it was refused: {reason}", "decode", now)
 
     def send(self, link: Link, source: int, message: Message) -> None:
@@ -298,7 +297,7 @@ class DecodePeers:
     ) -> LinkFailed:
         link.refusal = "\n".join(reasons)
         link.plan = None
-        refusal = messages.Refuse([reason_text(reason, messages.MAX_TEXT) for reason in reasons])
+        refusal = messages.Refuse([*reasons])
         for source in range(len(link.addresses)):
             if source != except_rank:
                 self.send(link, source, refusal)

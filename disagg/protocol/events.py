@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of a peer."""
+    """A message of a peer; with a hello its `origin`, as far as the transport knows."""
 
     peer: Peer
     message: Message
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

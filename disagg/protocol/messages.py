@@ -7,20 +7,22 @@ checked against layouts where they are used. docs/protocol.md has every field.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping
 from operator import index
 from typing import Annotated, Any, SupportsIndex
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
 from disagg.plan.offered import LayerRange
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON
+from kvpool.layout.sentences import PRINTABLE, is_name, one_line
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
 
 PROTOCOL = 7
 MAX_MESSAGE = 64 << 20
@@ -32,10 +34,13 @@ MAX_CONVENTION = 256
 MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
 
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+"""What a person reads. A message has it as one line without escape codes, whoever wrote it."""
 Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT, le=MAX_TIMEOUT)]
-Room = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | Annotated[str, Meta(max_length=MAX_ROOM_NAME)]
+Room = (
+    Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    | Annotated[str, Meta(min_length=1, max_length=MAX_ROOM_NAME, pattern=PRINTABLE)]
+)
 Aux = dict[str, Any]
 """Small named values of one request: numbers, text, bytes, lists and maps (whose keys are text or
 numbers), `AUX_DEPTH` deep.
@@ -43,8 +48,8 @@ numbers), `AUX_DEPTH` deep.
 AUX_DEPTH = 8
 Convention = (
     Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-    | float
-    | Annotated[str, Meta(max_length=MAX_CONVENTION)]
+    | Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+    | Annotated[str, Meta(max_length=MAX_CONVENTION, pattern=PRINTABLE)]
 )
 """What one side says of what its bytes mean beside their layout: a number or a short text."""
 
@@ -98,6 +103,14 @@ class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True, omit
     final: bool = True
     """Left out where it is true, so that an endpoint of any protocol reads why it is refused."""
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "reasons", [one_line(reason, MAX_TEXT) for reason in self.reasons])
+
+    @property
+    def why(self) -> str:
+        """All reasons, as one line."""
+        return " ".join(self.reasons)[:MAX_TEXT]
+
 
 class Disconnect(Struct, frozen=True, tag="disconnect", forbid_unknown_fields=True):
     """Decode hangs up: prefill forgets it."""
@@ -110,6 +123,9 @@ class DropRoom(Struct, frozen=True, tag="drop_room", forbid_unknown_fields=True)
 
     room: Room
     reason: Text
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", one_line(self.reason, MAX_REASON))
 
 
 class ReadRequest(_OfRoom, frozen=True, tag="read_request"):
@@ -174,6 +190,9 @@ class Digests(_OfRoom, frozen=True, tag="digests"):
     values: bytes
     problem: Text
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "problem", one_line(self.problem, MAX_REASON))
+
 
 class ReleaseAck(_OfRoom, frozen=True, tag="release_ack"):
     """The answer to ReadDone: whether the pages stayed leased until then."""
@@ -185,6 +204,9 @@ class Abort(_OfRoom, frozen=True, tag="abort"):
     """The room has failed on the sender's side."""
 
     reason: Text
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", one_line(self.reason, MAX_REASON))
 
 
 ToPrefill = (
@@ -229,12 +251,12 @@ def decode(data: bytes) -> Message:
             protocol = PROTOCOL
         if protocol != PROTOCOL:
             return Hello(protocol, "", "", b"", b"", MIN_TIMEOUT)
-        raise WireError(f"malformed message: {error}") from None
+        raise WireError(f"malformed message: {_said(error)}") from None
 
 
 def room_name(name: object) -> Room:
     """A room's name as it is sent, a number from 0 to 2**63-1 or a short text; else RoomError."""
-    if isinstance(name, str) and len(name) <= MAX_ROOM_NAME and name.isprintable():
+    if isinstance(name, str) and is_name(name, MAX_ROOM_NAME):
         return name
     if type(name) is int and 0 <= name < 1 << 63:
         return name
@@ -243,19 +265,8 @@ def room_name(name: object) -> Room:
         if 0 <= number < 1 << 63:
             return number
     raise RoomError(
-        f"room {name!r}: a number from 0 to 2**63-1, or at most {MAX_ROOM_NAME} printable "
-        "characters."
+        f"room {name!r}: a number from 0 to 2**63-1, or 1 to {MAX_ROOM_NAME} printable characters."
     )
-
-
-def reason_text(reason: str, most: int = MAX_REASON) -> str:
-    """A reason as it is sent: at most `most` characters, what is no text escaped."""
-    return reason.encode(errors="backslashreplace").decode()[:most]
-
-
-def join_reasons(reasons: Iterable[str]) -> str:
-    """A peer's reasons, one a line, at most `MAX_TEXT` characters."""
-    return reason_text("\n".join(reasons), MAX_TEXT)
 
 
 def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
@@ -283,7 +294,7 @@ def unpack_aux(data: bytes) -> Aux:
     try:
         return {name: _value(raw, AUX_DEPTH) for name, raw in _fields.decode(data).items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"malformed aux: {error}") from None
+        raise WireError(f"malformed aux: {_said(error)}") from None
 
 
 def _value(raw: msgspec.Raw, depth: int) -> Any:
@@ -299,6 +310,12 @@ def _value(raw: msgspec.Raw, depth: int) -> Any:
     return {key: _value(each, depth - 1) for key, each in _map.decode(raw).items()}
 
 
+def _said(error: Exception) -> str:
+    """What a decoder says of untrusted bytes, which it may quote."""
+    printable = str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters")
+    return one_line(printable, MAX_REASON)
+
+
 def handshake_problems(own: Hello, other: Hello) -> list[str]:
     """Why two endpoints cannot work together, whatever their layouts."""
     if own.protocol != other.protocol:
@@ -311,24 +328,15 @@ def handshake_problems(own: Hello, other: Hello) -> list[str]:
 def checked_conventions(given: Mapping[str, Convention]) -> dict[str, Convention]:
     """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
     for name, value in given.items():
-        if not isinstance(name, str) or not (0 < len(name) <= MAX_NAME and name.isprintable()):
+        if not is_name(name, MAX_NAME):
             raise ValueError(f"conventions: name {name!r}: 1 to {MAX_NAME} printable characters.")
-        match value:
-            case str():
-                fits = len(value) <= MAX_CONVENTION and value.isprintable()
-            case bool():
-                fits = False
-            case int():
-                fits = -(1 << 63) <= value < 1 << 63
-            case float():
-                fits = math.isfinite(value)
-            case _:
-                fits = False
-        if not fits:
+        try:
+            msgspec.convert(value, Convention)
+        except msgspec.ValidationError:
             raise ValueError(
                 f"conventions: {name}={value!r}: a number, or a text of at most {MAX_CONVENTION} "
                 "printable characters."
-            )
+            ) from None
     if len(given) > MAX_CONVENTIONS:
         raise ValueError(f"conventions: {len(given)} names, at most {MAX_CONVENTIONS} are sent.")
     return dict(given)

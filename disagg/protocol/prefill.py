@@ -17,7 +17,7 @@ from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects, RoomEnded
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
-from disagg.protocol.messages import Hello, Message, Room, reason_text
+from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.prefill_state import Decode, PrefillRoom
@@ -63,8 +63,8 @@ class PrefillMachine:
         """
         self._now = now
         match event:
-            case events.Received(bytes(peer), message):
-                self._receive(peer, message)
+            case events.Received(bytes(peer), message, origin):
+                self._receive(peer, message, origin)
             case events.Malformed(bytes(peer), reason):
                 self._lose(self.peers.refuse(peer, reason))
             case events.Unreachable(bytes(peer), reason):
@@ -200,8 +200,8 @@ class PrefillMachine:
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
                 self._fail(name, room, Failure("prefill", reason, "timeout"))
 
-    def _receive(self, peer: bytes, message: Message) -> None:
-        received = self.peers.receive(peer, message, self._now)
+    def _receive(self, peer: bytes, message: Message, origin: str) -> None:
+        received = self.peers.receive(peer, message, self._now, origin)
         if received is None or isinstance(received, LostPeer):
             self._lose(received)
             return
@@ -221,7 +221,7 @@ class PrefillMachine:
             if problem := self._digests.asked(peer, about, mine):
                 self._lose(self.peers.refuse(peer, problem))
         elif mine is not None and about.room in self._rooms.open:
-            failure = Failure("decode", reason_text(about.reason), "abort")
+            failure = Failure("decode", about.reason, "abort")
             self._fail(about.room, mine, failure, except_peer=peer)
 
     def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
@@ -233,7 +233,7 @@ class PrefillMachine:
         if problem is not None:
             self._ended_attempts.add(peer, request)
             about = request.generation, request.room, request.attempt
-            self._effects.send(peer, messages.Abort(*about, reason_text(problem)))
+            self._effects.send(peer, messages.Abort(*about, problem))
             return
         room = self._rooms.at(request.room, self._now)
         room.ask(peer, request, decode.generation)
@@ -250,7 +250,7 @@ class PrefillMachine:
         """Ends a room that a decode will not ask for, unless all its readers have."""
         known = self._rooms.by_name.get(drop.room)
         if known is None or (drop.room in self._rooms.open and not known.full):
-            failure = Failure("decode", reason_text(drop.reason), "abort")
+            failure = Failure("decode", drop.reason, "abort")
             self._fail(drop.room, self._rooms.at(drop.room, self._now), failure)
 
     def _reject_reason(
@@ -300,10 +300,9 @@ class PrefillMachine:
         room.phase = room.phase.to(Phase.FAILED)
         room.told = room.told.also(room.generations, room.readers)
         self._close(name, room)
-        reason = reason_text(failure.reason)
         for peer, request in room.requests.items():
             if peer != except_peer:
-                abort = messages.Abort(self.hello.generation, name, request.attempt, reason)
+                abort = messages.Abort(self.hello.generation, name, request.attempt, failure.reason)
                 self._effects.send(peer, abort)
 
     def _close(self, name: Room, room: PrefillRoom) -> None:

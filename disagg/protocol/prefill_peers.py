@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,11 +15,14 @@ from msgspec import structs
 from disagg.protocol import messages
 from disagg.protocol.effects import Effects
 from disagg.protocol.liveness import Liveness
-from disagg.protocol.messages import Hello, Message, Room, reason_text
+from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.prefill_state import Decode
 from disagg.protocol.status import Failure, FailureKind
 from disagg.protocol.wanted import Pair, pairs_of, wanted_pairs
 from kvpool.layout import PoolLayout
+from kvpool.layout.types import MAX_REASON
+
+log = logging.getLogger("disagg")
 
 KEPT_REFUSALS = 100
 KEPT_HELLOS = 32
@@ -55,17 +59,19 @@ class PrefillPeers:
         self._greeted: OrderedDict[bytes, None] = OrderedDict()
 
     def receive(
-        self, peer: bytes, message: Message, now: float
+        self, peer: bytes, message: Message, now: float, origin: str = ""
     ) -> RoomMessage | messages.DropRoom | LostPeer | None:
-        """Handles what concerns no room; returns what does. Notes signs of life."""
+        """Handles what concerns no room; returns what does. Notes signs of life. `origin` is where
+        the peer is, as far as the transport knows.
+        """
         decode = self.alive.get(peer)
         if decode is not None:
             self.liveness.heard(peer, now)
         if isinstance(message, Hello):
-            return self._handshake(peer, message, now)
+            return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
-            self.refusals.append(messages.join_reasons(message.reasons))
-            return self._drop(peer, Failure("decode", reason_text(self.refusals[-1]), "refused"))
+            self._note_refusal(message.why)
+            return self._drop(peer, Failure("decode", message.why[:MAX_REASON], "refused"))
         if isinstance(message, messages.Disconnect):
             return self._drop(peer, Failure("decode", "decode has disconnected.", "abort"))
         if isinstance(message, messages.DropRoom):
@@ -88,8 +94,7 @@ class PrefillPeers:
 
     def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
         """Drops a peer that breaks the protocol, and tells it why; it may come back."""
-        text = reason_text(reason, messages.MAX_TEXT)
-        self._effects.send(peer, messages.Refuse([text], final=False))
+        self._effects.send(peer, messages.Refuse([reason], final=False))
         return self.mark_dead(peer, f"decode was refused: {reason}", "refused")
 
     def mark_dead(self, peer: bytes, reason: str, kind: FailureKind = "lost") -> LostPeer | None:
@@ -101,7 +106,7 @@ class PrefillPeers:
         for peer in self.alive:
             self._effects.send(peer, messages.UnknownPeer(self.hello.generation))
 
-    def _handshake(self, peer: bytes, hello: Hello, now: float) -> LostPeer | None:
+    def _handshake(self, peer: bytes, hello: Hello, now: float, origin: str) -> LostPeer | None:
         """Answers a connection's hello, once: the answer is hundreds of times as large."""
         decode = self.alive.get(peer)
         if decode is not None and decode.generation == hello.generation:
@@ -113,23 +118,33 @@ class PrefillPeers:
                 "answered already. Connect again.",
             )
         reasons = messages.handshake_problems(self.hello, hello)
+        final, answer = True, self.hello
         try:
-            answer = self._answer(wanted_pairs(hello.layout)) if not reasons else None
+            if not reasons:
+                answer = self._answer(wanted_pairs(hello.layout))
         except ValueError as error:
-            reasons = [reason_text(str(error), messages.MAX_TEXT)]
+            reasons = [str(error)]
+        if not reasons and len(self.alive) >= MAX_PEERS:
+            reasons, final = [f"{MAX_PEERS} decodes are connected already."], False
         if reasons:
-            self._effects.send(peer, messages.Refuse(reasons))
-        elif len(self.alive) >= MAX_PEERS:
-            full = f"{MAX_PEERS} decodes are connected already."
-            self._effects.send(peer, messages.Refuse([full], final=False))
-        elif answer is not None:
-            self.alive[peer] = Decode(hello.generation)
-            self.liveness.heard(peer, now)
-            self._effects.send(peer, answer)
-            self._greeted[peer] = None
-            if len(self._greeted) > MAX_GREETED:
-                self._greeted.popitem(last=False)
+            refusal = messages.Refuse(reasons, final)
+            self._effects.send(peer, refusal)
+            name = hello.generation or "of another version"
+            self._note_refusal(f"decode {name}{origin and f' ({origin})'}: {refusal.why}")
+            return None
+        self.alive[peer] = Decode(hello.generation)
+        self.liveness.heard(peer, now)
+        self._effects.send(peer, answer)
+        self._greeted[peer] = None
+        if len(self._greeted) > MAX_GREETED:
+            self._greeted.popitem(last=False)
         return None
+
+    def _note_refusal(self, reason: str) -> None:
+        """Lists and logs why a decode cannot work with this prefill, once."""
+        if reason not in self.refusals:
+            self.refusals.append(reason)
+            log.error("a decode engine cannot read from here: %s", reason[:MAX_REASON])
 
     def _answer(self, wanted: frozenset[Pair]) -> Hello:
         """The hello for a decode that has regions of these pairs. If none of them is here, other

@@ -9,7 +9,7 @@ from disagg.digest.digester import Verification, differences
 from disagg.plan import TransferPlan
 from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.effects import ComputeDigest, Effects
-from disagg.protocol.messages import MAX_MESSAGE, DigestRequest, Digests, Room, reason_text
+from disagg.protocol.messages import MAX_MESSAGE, DigestRequest, Digests, Room
 from disagg.protocol.prefill_state import PrefillRoom
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
@@ -123,4 +123,4 @@ class DigestAnswers:
 
     def _answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:
         about = request.generation, request.room, request.attempt, request.each
-        self._effects.send(peer, Digests(*about, values, reason_text(problem)))
+        self._effects.send(peer, Digests(*about, values, problem))

@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from disagg.protocol.messages import Name
 from kvpool.layout import VERSION, PoolLayout, Region
 from kvpool.layout.codec import MAX_BYTES
-from kvpool.layout.types import MAX_PARTS, MAX_REASON
+from kvpool.layout.sentences import one_line
+from kvpool.layout.types import MAX_PARTS, MAX_REASON, Name
 
 Pair = tuple[str, str]
 """An owner and a role."""
@@ -53,7 +53,7 @@ def wanted_pairs(layout: bytes) -> frozenset[Pair]:
     try:
         wanted = _decoder.decode(layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"malformed layout: {str(error)[:MAX_REASON]}") from None
+        raise ValueError(f"malformed layout: {one_line(str(error), MAX_REASON)}") from None
     if wanted.version != VERSION:
         raise ValueError(
             f"layout version {wanted.version}: this kvpool reads version {VERSION}. Run the same "

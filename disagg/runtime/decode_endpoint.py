@@ -32,10 +32,12 @@ from disagg.runtime.options import Options
 from disagg.runtime.pinned import pinned
 from disagg.runtime.staging import MIN_STAGING, staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.sentences import is_name
 
 READ_TIMEOUT = 30.0
 OFFER_TIMEOUT = 300.0
 STAGING_BYTES = 16 << 20
+MAX_ADDRESS = 1024
 NOTHING = RequestAddress(0, {})
 
 
@@ -112,6 +114,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
+        for address in addresses:  # one may come from a client, and the log has it
+            if not is_name(address, MAX_ADDRESS):
+                raise ValueError(
+                    f"connect: address {address!r}: 1 to {MAX_ADDRESS} printable characters."
+                )
         link = Link(tuple(addresses))
         try:
             with deferred_signals, self._lock:

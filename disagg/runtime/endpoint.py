@@ -60,6 +60,8 @@ from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import Corks, Lost, WaitsAside
 from kvpool.layout import PoolLayout
+from kvpool.layout.sentences import one_line
+from kvpool.layout.types import MAX_REASON
 
 log = logging.getLogger("disagg")
 
@@ -476,7 +478,7 @@ class Endpoint(Generic[M]):
                 if not self._closing:  # who has said goodbye answers no hello
                     self._handle(events.Received(peer, message))
         except Exception as error:  # one peer's fault must not end what serves all
-            problem = f"it sent what cannot be served: {error}"
+            problem = f"it sent what cannot be served: {one_line(str(error), MAX_REASON)}"
             unexpected = not isinstance(error, WireError)
             log.warning("%s: a peer: %s", type(self).__name__, problem, exc_info=unexpected)
             with self._lock:

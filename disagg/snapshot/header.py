@@ -20,6 +20,7 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.snapshot.portable import data_bytes, live_pieces, portable
 from kvpool.layout import Key, LayoutError, PoolLayout
 from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.sentences import is_name
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
 VERSION = 1
@@ -173,7 +174,7 @@ def _decode(data: bytes, size: int) -> Header:
 
 def checked_request(name: str) -> str:
     """The name of a request, which must be short and printable; else raises ValueError."""
-    if not isinstance(name, str) or len(name) > MAX_NAME or not name.isprintable():
+    if not (name == "" or is_name(name, MAX_NAME)):
         raise ValueError(f"request {name!r}: at most {MAX_NAME} printable characters.")
     return name
 

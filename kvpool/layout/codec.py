@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvpool.layout import VERSION, PoolLayout
+from kvpool.layout.sentences import one_line
 from kvpool.layout.types import (
     MAX_AXES,
     MAX_PARTS,
@@ -148,7 +149,7 @@ def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
     except LayoutError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # the reason may quote megabytes
-        raise LayoutError(f"malformed layout: {str(error)[:MAX_REASON]}") from None
+        # the reason may quote megabytes, and escape codes
+        raise LayoutError(f"malformed layout: {one_line(str(error), MAX_REASON)}") from None
     layout.fingerprint()  # a plan with many ranks needs theirs at once
     return layout

@@ -1,11 +1,40 @@
-"""Layers, axes and names as text, for tables and errors."""
+"""Layers, axes and names as text, for tables and errors; what a name may be, and how a text that
+another process wrote is shown.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-from kvpool.layout.types import Axis, Key, Space
+if TYPE_CHECKING:
+    from kvpool.layout.types import Axis, Key, Space
+
+UNPRINTABLE = (
+    (0x0, 0x1F),  # controls, line breaks, escapes
+    (0x7F, 0xA0),
+    (0xAD, 0xAD),
+    (0x61C, 0x61C),
+    (0x180E, 0x180E),
+    (0x2000, 0x200F),  # spaces, and what has no width or turns the direction of writing
+    (0x2028, 0x202F),
+    (0x205F, 0x206F),
+    (0x3000, 0x3000),
+    (0xD800, 0xDFFF),  # halves of characters
+    (0xFEFF, 0xFEFF),
+    (0xFFF9, 0xFFFB),
+    (0xE0000, 0xE007F),
+)
+"""Code points, first and last, that no name has: they break a line, are invisible, or change how
+what follows is shown. The same with every Python, unlike `str.isprintable`, which follows the
+Unicode version: what one side takes for a name must be one on the other.
+"""
+_CLASS = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in UNPRINTABLE)
+PRINTABLE = rf"\A[^{_CLASS}]*\Z"
+"""A regular expression for texts without these."""
+_printable, _unprintable = re.compile(PRINTABLE), re.compile(f"[{_CLASS}]")
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -56,6 +85,25 @@ def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
     alike = [repr(other) for other in get_close_matches(name, [*known], most)]
     named = " or ".join(filter(None, (", ".join(alike[:-1]), *alike[-1:])))
     return f" Did you mean {named}?" if alike else ""
+
+
+def is_printable(text: str) -> bool:
+    """Whether a text may be shown as it is."""
+    return text.isprintable() if text.isascii() else _printable.match(text) is not None
+
+
+def is_name(text: object, most: int) -> bool:
+    """Whether this is a text of 1 to `most` printable characters."""
+    return isinstance(text, str) and 0 < len(text) <= most and is_printable(text)
+
+
+def one_line(text: str, most: int) -> str:
+    r"""A text as logs and errors may show it, at most `most` characters: its lines joined by
+    spaces, and what is not printable escaped (`\x1b`).
+    """
+    line = " ".join(text[:most].split())
+    escaped = _unprintable.sub(lambda one: one[0].encode("unicode_escape").decode(), line)
+    return escaped[:most].rstrip()
 
 
 def _spans(numbers: Iterable[int]) -> list[list[int]]:

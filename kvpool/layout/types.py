@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
+
+from msgspec import Meta
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.sentences import PRINTABLE, is_printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +29,8 @@ MAX_REASON = 4096
 HOST = "cpu"
 """The memory of the host, as buffers and slabs name it."""
 
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=PRINTABLE)]
+"""What messages call something by."""
 SpaceKind = Literal["paged", "slot", "ring"]
 Key = tuple[str, int, str]
 
@@ -41,7 +46,7 @@ def _need(true: bool, where: str, sentence: str) -> None:
 
 def _need_name(name: str, where: str) -> None:
     _need(0 < len(name) <= MAX_NAME, where, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
-    _need(name.isprintable(), where, f"a name of printable characters, got {name!r}.")
+    _need(is_printable(name), where, f"a name of printable characters, got {name!r}.")
 
 
 def _need_int(value: int, low: int, where: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpool.layout.foreign import interleaved
 from kvpool.layout.grid import region_runs, run_count
+from kvpool.layout.sentences import is_printable
 from kvpool.layout.types import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, Space
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check_layout(layout: PoolLayout) -> None:
     if not 0 <= layout.total_kv_layers <= MAX_INT:
         raise LayoutError(f"total_kv_layers: 0 to 2**63-1, got {layout.total_kv_layers}.")
     for what, text in (("model", layout.model), ("generation", layout.generation)):
-        if len(text) > MAX_NAME or not text.isprintable():
+        if len(text) > MAX_NAME or not is_printable(text):
             raise LayoutError(f"{what}: at most {MAX_NAME} printable characters, got {text!r}.")
     for what in ("buffers", "regions", "spaces"):
         if len(getattr(layout, what)) > MAX_PARTS:

@@ -88,7 +88,8 @@ def _float(kind: inspect.FloatType, choices: Choices) -> float:
 def _str(kind: inspect.StrType, choices: Choices) -> str:
     most = 4096 if kind.max_length is None else kind.max_length
     size = pick(choices, (kind.min_length or 0, 1, 5, min(most, 5000)))
-    return str(pick(choices, ("kv", "x", "é", "\n", "%s")) * size)[: min(size, most)]
+    some = ("kv", "x", "é", "%s", "a b", *(() if kind.pattern else ("\n", "\x1b[2K", "\u202e")))
+    return str(pick(choices, some) * size)[: min(size, most)]
 
 
 def _bytes(kind: inspect.BytesType, choices: Choices) -> bytes:

@@ -27,7 +27,7 @@ OTHERS = [
     b"\xc1",  # not a type
     b"\xa2\xff\xfe",  # text that is not UTF-8
     b"\xa4\xed\xb3\xa9x",  # half a surrogate pair
-    b"\xa3a\nb",
+    *(b"\xa3a\nb", b"\xa4\x1b[2K", b"\xa4\xe2\x80\xaeb"),  # no names
     *(b"\xcb" + struct.pack(">d", number) for number in (float("nan"), float("inf"), 1.5)),
     b"\xd4\x05\x00",  # an extension
     b"\xd7\xff" + b"\xff" * 8,  # an invalid timestamp

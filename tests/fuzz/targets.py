@@ -61,6 +61,8 @@ def run_wire(data: bytes) -> str:
     again = messages.encode(message)
     if messages.encode(messages.decode(again)) != again:
         raise Finding(f"{message} changes in a round trip.")
+    if (room := getattr(message, "room", None)) is not None and messages.room_name(room) != room:
+        raise Finding(f"{message}: a caller cannot name its room.")
     for name, part in vars(type(message)).items():
         if callable(part) and not name.startswith("_"):
             _allow(ValueError, getattr(message, name))

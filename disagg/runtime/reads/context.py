@@ -9,6 +9,8 @@ from disagg.engines.base import Engine
 from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded, ReadFailed
 from disagg.runtime.staging import StagingBuffers
+from kvpool.layout.sentences import one_line
+from kvpool.layout.types import MAX_REASON
 
 ReadEvent = ReadFailed | ReadEnded
 
@@ -38,4 +40,5 @@ class ReadContext:
 
 def problem_of(read: Read, error: Exception) -> str:
     """Why a read has failed."""
-    return f"read from {read.link.name(read.source)}: {error}"
+    # an engine may quote what its peer wrote
+    return f"read from {read.link.name(read.source)}: {one_line(str(error), MAX_REASON)}"

@@ -454,7 +454,8 @@ def test_memory_of_a_device_that_cannot_be_read_is_refused_by_name():
 
 
 numbers = st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1))
-names = st.one_of(st.sampled_from(("target", "k", "v", "head")), st.text(max_size=128))
+printable = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=128)
+names = st.one_of(st.sampled_from(("target", "k", "v", "head")), printable)
 interleaves = st.builds(Interleave, st.integers(1, 8), st.integers(0, 1), st.integers(2, 1024))
 wild = st.builds(
     Piece,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec import inspect
 
 from disagg.protocol import messages
 from disagg.protocol.status import TRANSITIONS
+from kvpool.layout import sentences
 
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "protocol.md").read_text()
@@ -26,10 +28,16 @@ def words(kind):
     """A field's type and bounds, as the document gives them."""
     name = type(kind).__name__.removesuffix("Type").lower()
     match kind:
+        case inspect.FloatType(le=float(most)) if most == sys.float_info.max:
+            return "finite float"
         case inspect.IntType(ge=int(low), le=high) | inspect.FloatType(ge=float(low), le=high):
             return f"{name} from {low:,} to {high:,}"
-        case inspect.StrType(max_length=int(most)):
-            return f"text of at most {most:,} characters"
+        case inspect.StrType(max_length=int(most), pattern=pattern):
+            printable = {None: "text", sentences.PRINTABLE: "printable text"}
+            what = (
+                "name" if pattern == sentences.PRINTABLE and kind.min_length else printable[pattern]
+            )
+            return f"{what} of at most {most:,} characters"
         case inspect.ListType(item_type=item):
             return f"list of {words(item)}"
         case inspect.DictType(key_type=key, value_type=value):
@@ -53,6 +61,14 @@ def test_a_message_is_documented_field_by_field(kind):
 def test_the_document_has_no_other_message_and_this_protocol_number():
     assert {name for name, *_ in SECTION.findall(TEXT)} == {kind.cls.__name__ for kind in KINDS}
     assert f"`protocol` is {messages.PROTOCOL}." in TEXT
+
+
+def test_the_document_has_the_rule_of_names():
+    spans = [
+        f"U+{low:04X}" + (f"-U+{high:04X}" if high > low else "")
+        for low, high in sentences.UNPRINTABLE
+    ]
+    assert f"\n{', '.join(spans)}\n" in TEXT
 
 
 def test_the_diagram_of_phases_is_the_transition_table():

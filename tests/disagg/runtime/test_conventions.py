@@ -42,6 +42,11 @@ def sentence(name, prefill, decode):
     )
 
 
+def one_line(said):
+    """As a peer's text is listed."""
+    return " ".join(said.split())
+
+
 def test_every_difference_is_named_with_both_values_on_both_sides():
     decode = {**SAID, "rope_theta": 500000.0, "layers": "4"}
     said, known = refused([SAID], decode)
@@ -49,7 +54,7 @@ def test_every_difference_is_named_with_both_values_on_both_sides():
         sentence("layers", 4, "4"),
         sentence("rope_theta", 10000.0, 500000.0),
     ]
-    assert known == [[said]]
+    assert known == [[one_line(said)]]
 
 
 def test_one_rank_of_prefill_that_differs_is_enough_and_all_are_told():
@@ -62,7 +67,7 @@ def test_layouts_that_do_not_fit_are_told_of_too():
     said, known = refused([SAID], {**SAID, "model": "qwen3"}, mla.but(kv_lora_rank=12))
     assert said.startswith(sentence("model", "llama", "qwen3"))
     assert "target layers 0-3 latent: 16 elements per cell on prefill, 12" in said
-    assert known == [[said]]
+    assert known == [[one_line(said)]]
 
 
 def test_a_room_that_waits_for_the_hello_fails_with_the_reason_and_it_is_final():
@@ -129,6 +134,11 @@ def test_what_cannot_be_sent_is_the_callers_error(given, why):
         {"model": [1]},
         {"model": None},
         {"model": 1 << 63},
+        {"model": "a\nb"},
+        {"a\nb": 1},
+        {"": 1},
+        {"theta": float("nan")},
+        {"theta": float("inf")},
         [1],
     ],
 )
