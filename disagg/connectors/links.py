@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
+from disagg.errors import RoomError
 from disagg.protocol.decode_state import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 
@@ -63,4 +65,5 @@ class Links:
                 used.at = used.at if used.dead else now
             elif now - used.at > (DEAD_SECONDS if used.dead else UNUSED_SECONDS):
                 del self._links[addresses]
-                self._decode.disconnect(used.link)
+                with suppress(RoomError):  # it was disconnected already
+                    self._decode.disconnect(used.link)

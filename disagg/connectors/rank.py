@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
@@ -20,9 +21,10 @@ from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
-from disagg.errors import EndpointClosed, UnknownRoom
+from disagg.errors import EndpointClosed, UnknownRoom, UsageError
 from disagg.protocol.decode_state import Link
-from disagg.protocol.messages import Aux, Convention, Room
+from disagg.protocol.messages import Aux, Convention, Room, room_name
+from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -120,7 +122,8 @@ class Rank:
         self._sending: dict[Room, _Sending] = {}
         self._receiving: dict[Room, _Receiving] = {}
         self._results = Results()
-        self._refusals: set[str] = set()
+        self._ended: deque[tuple[PrefillEndpoint | DecodeEndpoint, Ended]] = deque()
+        """What the endpoints list no more, and `results` has not told."""
         self._turning, self._turned = threading.Lock(), 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
@@ -132,8 +135,10 @@ class Rank:
         return _needed(self.prefill, "prefill").address
 
     def expect(self, request: str, room: Room) -> None:
-        """The engine has a request that it will send: `results` tells of its room from now on."""
-        self._sending.setdefault(room, _Sending(request))
+        """The engine has a request that it will send: `results` tells of its room from now on.
+        Raises RoomError for a room that has no name of one.
+        """
+        self._sending.setdefault(room_name(room), _Sending(request))
 
     def asked(self, room: Room) -> bool:
         """Whether a decode engine has asked for a room."""
@@ -175,13 +180,14 @@ class Rank:
             after=after,
         )
 
-    def not_sent(self, request: str, room: Room, why: ValueError) -> None:
+    def not_sent(self, request: str, room: Room, why: Exception) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""
-        self._log.error("request %s cannot be handed over: %s", request, why)
         reason = f"it cannot be handed over: {why}"
         sending = self._sending.setdefault(room, _Sending(request))
         sending.ended, sending.failure = True, Failure("prefill", reason, "abort")
-        _needed(self.prefill, "prefill").reject(room, reason)
+        with self._alone(room):
+            _needed(self.prefill, "prefill").reject(room, reason)
+        self._log.error("request %s cannot be handed over: %s", request, why, exc_info=_odd(why))
 
     def receive(
         self,
@@ -199,11 +205,11 @@ class Rank:
         _needed(self.decode, "decode").receive(room, address, start=start, link=link, aux=aux)
         self._receiving[room] = _Receiving(request, link)
 
-    def not_received(self, request: str, why: ValueError) -> None:
+    def not_received(self, request: str, why: Exception) -> None:
         """A request cannot be asked for: it has failed, and all others go on."""
-        self._log.error("request %s cannot be received: %s", request, why)
         self._results.received.add(request)
         self._results.failed.add(request)
+        self._log.error("request %s cannot be received: %s", request, why, exc_info=_odd(why))
 
     def receiving(self, room: Room) -> bool:
         """Whether a read may still write to pages of a room that was asked for."""
@@ -215,10 +221,8 @@ class Rank:
 
     def decline(self, room: Room, peers: tuple[str, ...]) -> None:
         """Gives prefill its pages back: nothing of the room is needed."""
-        try:
+        with self._alone(room, "prefill's pages come back with its lease"):
             _needed(self.decode, "decode").decline(room, self._link(peers))
-        except ValueError as error:
-            self._log.warning("room %s ends with prefill's lease: %s", room, error)
 
     def drop(self, room: Room, peers: tuple[str, ...], why: str = ABORTED) -> None:
         """Ends a room that was not asked for on prefill too. Raises ValueError."""
@@ -231,10 +235,12 @@ class Rank:
         for room, receiving in self._receiving.items():
             if receiving.request == request:
                 receiving.aborted = True
-                _needed(self.decode, "decode").abort(room, why)
+                with self._alone(room):
+                    _needed(self.decode, "decode").abort(room, why)
         for room in [room for room, each in self._sending.items() if each.request == request]:
             if not self._sending.pop(room).ended:
-                _needed(self.prefill, "prefill").reject(room, why)
+                with self._alone(room):
+                    _needed(self.prefill, "prefill").reject(room, why)
 
     def wait_layer(self, room: Room, layer: Layer) -> None:
         """Waits until a layer of a room has come, or the room has failed."""
@@ -255,12 +261,11 @@ class Rank:
         engine is done with its pages too.
         """
         self.turn()
-        if self.prefill is not None:
-            self._collect_sent(self.prefill, finished)
-        if self.decode is not None and self._links is not None:
-            for room, _, failure in self.decode.ended():
-                self._received(room, failure)
-                self.decode.forget(room)
+        for endpoint in self._endpoints:
+            self._ended.extend((endpoint, ended) for ended in endpoint.ended())
+        self._take_ended()
+        self._collect_sent(finished)
+        if self._links is not None:
             self._links.close_unused({each.link for each in self._receiving.values()})
         if self._log_seconds is not None and time.monotonic() - self._logged > self._log_seconds:
             self._log_numbers()
@@ -298,13 +303,31 @@ class Rank:
     def _link(self, peers: tuple[str, ...]) -> Link:
         return _needed(self._links, "decode").to(peers)
 
-    def _collect_sent(self, prefill: PrefillEndpoint, finished: Collection[str]) -> None:
-        for room, _, failure in prefill.ended():
-            if room in self._sending:
-                self._sending[room].ended = True
-                self._sending[room].failure = failure
-            self.stats.sent(failure)
-            prefill.forget(room)
+    @contextmanager
+    def _alone(self, room: Room, so: str = "all others go on") -> Iterator[None]:
+        """What goes wrong with one room is logged, and keeps nothing else from being done."""
+        try:
+            yield
+        except Exception as error:
+            self._log.warning("room %r: %s: %s", room, so, error, exc_info=_odd(error))
+
+    def _take_ended(self) -> None:
+        """Notes and forgets rooms that have ended. Each stays in the list until that is done, so
+        that an exception in between, also one of a signal, loses none.
+        """
+        while self._ended:
+            endpoint, (room, _, failure) = self._ended[0]
+            with self._alone(room):
+                if endpoint is self.prefill:
+                    self._sent(room, failure)
+                else:
+                    self._received(room, failure)
+            with self._alone(room):
+                endpoint.forget(room)
+            self._ended.popleft()
+
+    def _collect_sent(self, finished: Collection[str]) -> None:
+        """Rooms that have ended and whose requests the engine has finished."""
         for room, each in list(self._sending.items()):
             each.finished |= each.request in finished
             if each.finished and each.ended:
@@ -312,27 +335,40 @@ class Rank:
                 self._results.sent.add(each.request)
                 if each.failure:
                     self._results.why[each.request] = each.failure
-        refusals = prefill.refusals()
-        for reason in dict.fromkeys(refusals):
-            if reason not in self._refusals:
-                self._log.error("a decode engine cannot read from here: %s", reason)
-        self._refusals = set(refusals)
+
+    def _sent(self, room: Room, failure: Failure | None) -> None:
+        if room in self._sending:
+            self._sending[room].ended = True
+            self._sending[room].failure = failure
+        self.stats.sent(failure)
 
     def _received(self, room: Room, failure: Failure | None) -> None:
-        receiving = self._receiving.pop(room, None)
+        receiving = self._receiving.get(room)
         if receiving is None:  # a declined room
             return
-        self._results.received.add(receiving.request)
+        decode, request = _needed(self.decode, "decode"), receiving.request
+        if failure is None:
+            try:
+                self._results.aux[request] = decode.aux(room)
+            except UsageError as error:
+                failure = Failure("decode", f"its values are not there: {error}", "aux")
         if failure:
-            self._results.why[receiving.request] = failure
-        else:
-            self._results.aux[receiving.request] = _needed(self.decode, "decode").aux(room)
+            self._results.why[request] = failure
         if failure and not receiving.aborted:
-            self._results.failed.add(receiving.request)
-            self._log.error("request %s was not received: %s", receiving.request, failure)
-        metrics = _needed(self.decode, "decode").metrics(room)
-        self._log.debug("request %s: %s", receiving.request, metrics)
+            self._results.failed.add(request)
+        self._results.received.add(request)
+        del self._receiving[room]
+        # from here on nothing is lost, whatever the engine's log and counters raise
+        if request in self._results.failed:
+            self._log.error("request %s was not received: %s", request, failure)
+        metrics = decode.metrics(room)
+        self._log.debug("request %s: %s", request, metrics)
         self.stats.received(metrics, failure)
+
+
+def _odd(error: Exception) -> bool:
+    """Whether an error is none of a caller's or a peer's, so that its traceback is of use."""
+    return not isinstance(error, (ValueError, UsageError))
 
 
 def _needed(what: E | None, side: str) -> E:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import RoomError
-from disagg.protocol.messages import Room, room_name
+from disagg.protocol.messages import MAX_ROOM_NAME, Room, room_name
+from kvpool.layout.sentences import is_name
 
 FIRST_TOKEN = "first_token"
 """The aux value that names the token after those whose state is handed over: decode computes it
@@ -94,10 +95,21 @@ def prompt_digest(ids: Sequence[int]) -> str:
 def named_room(name: Any, ids: Sequence[int] | None) -> Room | None:
     """The room of a prompt where a proxy has named it to both sides; None if it has not. Two
     prompts of one name have two rooms: neither side reads or offers the other's. A number is the
-    room itself: SGLang's bootstrap_room, of which its engines know no prompt.
+    room itself: SGLang's bootstrap_room, of which its engines know no prompt. Raises RoomError.
     """
     if isinstance(name, int) and not isinstance(name, bool):
         return room_name(name)
     if ids is None or not isinstance(name, str) or not name:
         return None
-    return f"{name}#{prompt_digest(ids[:-1])}"
+    return room_name(f"{name}#{prompt_digest(ids[:-1])}")
+
+
+def request_room(request: str, number: int) -> Room:
+    """The room of a request that no proxy has named: `number` is another for each of this engine's.
+    A client may choose a request's id, also one that is no name.
+    """
+    name = f"{request}#{number}"
+    if is_name(name, MAX_ROOM_NAME):
+        return name
+    text = request.encode(errors="surrogatepass")
+    return f"{hashlib.blake2b(text, digest_size=16).hexdigest()}#{number}"

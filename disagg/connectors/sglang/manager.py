@@ -20,6 +20,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
+from disagg.protocol.messages import Aux
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -141,23 +142,28 @@ class KvpoolManager(CommonKVManager):
             return
         results = self.rank.results([str(room) for room in self.sending])
         for name in results.sent | results.received:
-            room = int(name)
-            why: object = results.why.get(name)
-            self.sending.discard(room)
-            row = self.reading.pop(room, 0)
             try:
-                if name in results.aux:
-                    write_row(self.metadata, row, room, results.aux[name])
-            except ValueError as error:
-                why = error
-            if why is None:
-                self.update_status(room, KVPoll.Success)
-            else:
-                self.fail(room, why)
+                self._ended(int(name), results.why.get(name), results.aux.get(name))
+            except Exception:  # of one room: the results tell of the others only now
+                log.exception("room %s has ended, and SGLang was not told", name)
         for room in self.sending:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
         self._next_turn = time.monotonic() + TURN_SECONDS
+
+    def _ended(self, room: int, why: object, aux: Aux | None) -> None:
+        """Tells SGLang that a room has ended: `why` it failed, or what has come with it."""
+        self.sending.discard(room)
+        row = self.reading.pop(room, 0)
+        try:
+            if aux is not None:
+                write_row(self.metadata, row, room, aux)
+        except Exception as error:  # values of a peer, which torch may not take
+            why = error
+        if why is None:
+            self.update_status(room, KVPoll.Success)
+        else:
+            self.fail(room, why)
 
     def forget_lost(self, bootstrap_addr: str) -> None:
         """Asks the bootstrap server anew where prefills were that are gone: others may have their

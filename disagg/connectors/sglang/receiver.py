@@ -40,7 +40,7 @@ class KvpoolReceiver(CommonKVReceiver):
             address = mgr.layout.address(self._tokens(), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
             mgr.rank.receive(str(room), room, address, start, peers, (FIRST_TOKEN,))
-        except ValueError as error:
+        except Exception as error:  # of one request: the engine serves others
             mgr.fail(room, error)
             return
         mgr.reading[room] = aux_index

@@ -34,8 +34,11 @@ class KvpoolSender(CommonKVSender):
         self._tokens = self._offered = 0
         if not mgr.is_dummy_cp_rank and mgr.check_status(bootstrap_room) != KVPoll.Failed:
             self.init_time = time.time()
-            mgr.sending.add(bootstrap_room)
-            mgr.rank.expect(str(bootstrap_room), bootstrap_room)
+            try:
+                mgr.rank.expect(str(bootstrap_room), bootstrap_room)
+                mgr.sending.add(bootstrap_room)
+            except ValueError as error:  # a client chooses the number
+                mgr.fail(bootstrap_room, error)
 
     def send(
         self,
@@ -67,7 +70,7 @@ class KvpoolSender(CommonKVSender):
             aux = read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None
             mgr.rank.send(*about, last=last, aux=aux, after=after)
             mgr.update_status(room, KVPoll.Transferring)
-        except ValueError as error:
+        except Exception as error:  # of one request: the engine serves others
             mgr.rank.not_sent(str(room), room, error)
         self._record_transfer_indices(kv_indices, state_indices)
 

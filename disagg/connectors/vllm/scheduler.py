@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.connectors.blocks import Blocks
-from disagg.connectors.source import Recent, Source, named_room, prompt_digest
+from disagg.connectors.source import Recent, Source, named_room, prompt_digest, request_room
 from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")
@@ -175,10 +175,10 @@ class Scheduler:
         """Ids of the groups that are handed over."""
         return tuple(tuple(ids) for ids in self._groups.select_transfer_block_ids(blocks))
 
-    def _room(self, request: str) -> str:
+    def _room(self, request: str) -> Room:
         """A name that no other request of this engine has had."""
         self._made += 1
-        return f"{request}#{self._made}"
+        return request_room(request, self._made)
 
     # decode
 

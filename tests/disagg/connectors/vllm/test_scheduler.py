@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from disagg.connectors.vllm.scheduler import Scheduler
+from disagg.protocol.messages import room_name
 
 
 class Groups(SimpleNamespace):
@@ -210,6 +211,28 @@ def test_an_aborted_prefill_is_not_handed_over():
 def test_rooms_of_one_engine_have_different_names():
     made = scheduler()
     assert len({prefilled(made)["remote_request_id"] for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\x9bb", "\udce9"])
+def test_a_request_whose_id_is_no_name_has_a_room_all_the_same(name):
+    made = scheduler()
+    rooms = []
+    for _ in range(2):
+        asked = request(name, 40, do_remote_decode=True)
+        made.arrived(asked)
+        rooms.append(made.finished(asked, ([1, 2, 3], [0, 4, 5]))[1]["remote_request_id"])
+    assert [room_name(room) for room in rooms] == rooms and rooms[0] != rooms[1]
+
+
+@pytest.mark.parametrize("named", ["a\nb", "x" * 300, -1, 1 << 63])
+def test_a_room_that_a_proxy_calls_by_no_name_is_computed_here(named, caplog):
+    made = scheduler()
+    asked = request("p", 40, do_remote_decode=True, room=named)
+    made.arrived(asked)
+    assert made.finished(asked, ([1, 2, 3], [0, 4, 5])) == (False, None)
+    params = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": named}
+    assert made.matched(decoding(made, "d", **params), 0) == (0, False)
+    assert caplog.text.count("1 to 256 printable characters") == 2
 
 
 def test_a_prompt_is_offered_while_it_is_computed():
