@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from disagg.protocol.messages import Convention
-from disagg.runtime.options import Options
-
-STREAMS = (None, "chunks", "layers")
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.runtime.options import Options, check_values
+from kvpool.layout.sentences import nearest
 
 
 @dataclass(frozen=True)
@@ -48,26 +47,41 @@ class Settings:
     is not compared). See docs/connectors.md.
     """
 
+    def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.peer_timeout is None:  # the endpoints' own
+            del values["peer_timeout"]
+        check_values(**values)
+        if isinstance(self.conventions, Mapping):  # what is not compared has a name too
+            said = {name: 0 if value is None else value for name, value in self.conventions.items()}
+            checked_conventions(said)
+        else:
+            checked_conventions(self.conventions)
+
     @classmethod
     def read(cls, given: Mapping[str, Any], called: str) -> Settings:
         """The settings of what the engine's user has given, which is `called` so there."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ValueError(
-                f"{called}: {', '.join(unknown)} is not known; there are "
-                f"{', '.join(sorted(known))}."
-            )
-        settings = cls(**given)
-        if settings.stream not in STREAMS:
-            raise ValueError(f"{called}: stream={settings.stream!r}: 'chunks', 'layers' or null.")
-        return settings
+        known = sorted(f.name for f in fields(cls))
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"{called}: {name!r} is not known; there are {', '.join(known)}."
+                    f"{nearest(str(name), known)}"
+                )
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{called}: {error}") from None
 
     @classmethod
     def of_environment(cls, variable: str, unused: Collection[str], **defaults: Any) -> Settings:
         """The settings of an engine that has no options for backends: a JSON object in an
         environment variable. The engine knows nothing of what is `unused`.
         """
-        given = json.loads(os.environ.get(variable) or "{}")
+        try:
+            given = json.loads(os.environ.get(variable) or "{}")
+        except ValueError as error:
+            raise ValueError(f"{variable}: no JSON: {error}.") from None
         if not isinstance(given, dict):
             raise ValueError(f'{variable}: a JSON object, such as {{"engine": "nixl"}}.')
         if wrong := sorted({*unused} & set(given)):

@@ -327,6 +327,8 @@ def handshake_problems(own: Hello, other: Hello) -> list[str]:
 
 def checked_conventions(given: Mapping[str, Convention]) -> dict[str, Convention]:
     """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"conventions={given!r}: names, each with a number or a short text.")
     for name, value in given.items():
         if not is_name(name, MAX_NAME):
             raise ValueError(f"conventions: name {name!r}: 1 to {MAX_NAME} printable characters.")

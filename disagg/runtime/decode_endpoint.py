@@ -24,13 +24,13 @@ from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
-from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Aux, Room, room_name
+from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.status import KVPoll
 from disagg.runtime.endpoint import Endpoint
-from disagg.runtime.options import Options
+from disagg.runtime.options import Options, check_values
 from disagg.runtime.pinned import pinned
-from disagg.runtime.staging import MIN_STAGING, staging_buffers
+from disagg.runtime.staging import staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.sentences import is_name
 
@@ -76,17 +76,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         self._layers = layers_by_owner(layout)
         if isinstance(ranks, Group):
             ranks.check(layout)
-        if verify not in (None, "checksum"):
-            raise ValueError(f"verify={verify!r}: 'checksum', or None.")
-        if not read_timeout > 0:
-            raise ValueError(f"read_timeout={read_timeout!r}: a number of seconds above 0.")
-        if offer_timeout is not None and not MIN_TIMEOUT <= offer_timeout <= MAX_TIMEOUT:
-            raise ValueError(
-                f"offer_timeout={offer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s, or "
-                "None."
-            )
-        if staging and not staging >= MIN_STAGING:
-            raise ValueError(f"staging={staging!r}: {MIN_STAGING:,} bytes or more, or 0 for none.")
+        else:
+            check_values(ranks=ranks)
+        check_values(
+            read_timeout=read_timeout, offer_timeout=offer_timeout, verify=verify, staging=staging
+        )
         super().__init__(
             lambda hello, now: DecodeMachine(
                 *(hello, self.layout, ranks, verify is not None, allow_missing),

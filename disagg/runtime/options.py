@@ -4,16 +4,72 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
-from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention
+import msgspec
+from msgspec import Meta
+
+from disagg.engines.base import engine_names
+from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
 from disagg.runtime.keys import read_keys
 from disagg.runtime.socket_transport import SocketTransport
+from disagg.runtime.sockets.address import Address
+from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
 from disagg.runtime.zmq_transport import ZmqTransport
+from kvpool.layout.sentences import nearest
 
 PEER_TIMEOUT = 10.0
 STEPPED_PEER_TIMEOUT = 60.0
+MAX_READERS = 1 << 16
+
+
+class Rule(NamedTuple):
+    """What a value may be: a type that it has as it is (a text is no number and no truth), in words
+    `allowed`, and what else must hold.
+    """
+
+    kind: Any
+    allowed: str
+    fits: Callable[[Any], bool] = lambda value: True
+
+
+def _is_address(text: str) -> bool:
+    try:
+        Address.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+_Path = Annotated[str, Meta(min_length=1)]
+_Positive = Annotated[float, Meta(gt=0)]
+_BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
+_TRUTH = Rule(bool, "True or False")
+RULES: Mapping[str, Rule] = {
+    "engine": Rule(str, "an installed engine's name", lambda name: name in engine_names()),
+    "bind": Rule(str | None, "ipc://PATH, tcp://HOST:PORT, or None", _is_address),
+    "keys": Rule(_Path | None, "a folder of `kvpool keys` or a file of it, or None"),
+    "insecure": _TRUTH,
+    "threaded": _TRUTH,
+    "prefault": _TRUTH,
+    "shared_memory": _TRUTH,
+    "peer_timeout": Rule(Seconds, _BOUNDED),
+    "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
+    "read_timeout": Rule(_Positive, "a number of seconds above 0"),
+    "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
+    "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
+    "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
+    "ranks": Rule(
+        Annotated[int, Meta(ge=1, le=MAX_READERS)], f"a number from 1 to {MAX_READERS}, or a Group"
+    ),
+    "staging": Rule(
+        Annotated[int, Meta(ge=0)],
+        f"{MIN_STAGING:,} bytes or more, or 0 for none",
+        lambda size: size == 0 or size >= MIN_STAGING,
+    ),
+}
+"""Of options of endpoints and of settings of connectors, by name."""
 
 
 class Options(TypedDict, total=False):
@@ -47,17 +103,38 @@ class Options(TypedDict, total=False):
     """
 
 
+def check_values(**values: object) -> None:
+    """Raises ValueError that says which value is wrong, and what it may be."""
+    for name, value in values.items():
+        rule = RULES.get(name)
+        if rule is None:
+            continue
+        plain = value
+        if isinstance(value, float):
+            plain = float(value)  # numpy's too
+        elif name == "keys" and isinstance(value, os.PathLike):
+            plain = os.fspath(value)
+        try:
+            fits = msgspec.convert(plain, rule.kind) is None or rule.fits(plain)
+        except msgspec.ValidationError:
+            fits = False
+        if not fits:
+            alike = ""
+            if name == "engine":
+                names = engine_names()
+                alike = f" Installed are {', '.join(names)}.{nearest(str(value), names)}"
+            raise ValueError(f"{name}={value!r}: {rule.allowed}.{alike}")
+
+
 def check_options(endpoint: str, options: Options) -> float:
     """Raises TypeError or ValueError for options that cannot be; returns `peer_timeout`."""
-    unknown = options.keys() - Options.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"{endpoint} takes no {', '.join(sorted(unknown))}.")
+    known = Options.__annotations__.keys()
+    if unknown := sorted(options.keys() - known):
+        alike = nearest(unknown[0], known)
+        raise TypeError(f"{endpoint} takes no {', '.join(unknown)}.{alike}")
+    check_values(**options)
     default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT
     peer_timeout = options.get("peer_timeout", default)
-    if not MIN_TIMEOUT <= peer_timeout <= MAX_TIMEOUT:
-        raise ValueError(
-            f"peer_timeout={peer_timeout!r}: from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f} s."
-        )
     keys, insecure = options.get("keys") is not None, options.get("insecure", False)
     if keys and insecure:
         raise ValueError("insecure=True is for endpoints without keys: give one of the two.")

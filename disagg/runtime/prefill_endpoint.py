@@ -17,7 +17,7 @@ from disagg.protocol.events import OfferChunk, RejectRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.endpoint import Endpoint
-from disagg.runtime.options import Options, default_address
+from disagg.runtime.options import Options, check_values, default_address
 from disagg.runtime.pinned import pinned
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -46,8 +46,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         lease: float | None = LEASE_SECONDS,
         **options: Unpack[Options],
     ) -> None:
-        if lease is not None and not lease > 0:
-            raise ValueError(f"lease={lease!r}: a number of seconds above 0, or None.")
+        check_values(lease=lease)
         super().__init__(
             lambda hello, now: PrefillMachine(hello, self.layout, lease, now=now),
             layout,

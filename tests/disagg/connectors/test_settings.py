@@ -1,0 +1,123 @@
+"""What a user of a serving engine sets is taken as it is meant, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg.connectors.settings import Settings
+from kvpool import MLAPool
+
+SECONDS = "a number of seconds from 0.05 to 86400"
+WRONG = [
+    ("engine", 7, "an installed engine's name. Installed are "),
+    ("engine", "nixll", "Did you mean 'nixl'?"),
+    ("bind", "10.0.0.1", "ipc://PATH, tcp://HOST:PORT, or None"),
+    ("bind", "http://10.0.0.1:1", "ipc://PATH, tcp://HOST:PORT, or None"),
+    ("bind", 4, "ipc://PATH, tcp://HOST:PORT, or None"),
+    ("keys", True, "a folder of `kvpool keys`"),
+    ("keys", "", "a folder of `kvpool keys`"),
+    *(("insecure", value, "True or False") for value in ("false", "true", 1, 0, None)),
+    ("shared_memory", "false", "True or False"),
+    *(("lease", value, "a number of seconds above 0, or None") for value in ("300", 0, -1, True)),
+    *(("offer_timeout", value, f"{SECONDS}, or None") for value in ("60", 0, 1e9)),
+    *(("peer_timeout", value, SECONDS) for value in (-5, "10", True, float("nan"))),
+    *(("verify", value, "'checksum', or None") for value in ("md5", True, "")),
+    *(("stream", value, "'chunks', 'layers', or None") for value in ("bytes", True)),
+    ("conventions", "llama", "names, each with a number or a short text"),
+    ("conventions", {"model": [1]}, "model=[1]: a number, or a text"),
+    ("conventions", {"a\nb": None}, "name 'a\\nb': 1 to 128 printable characters"),
+    ("conventions", {"theta": True}, "theta=True"),
+]
+RIGHT = {
+    "engine": "nixl",
+    "bind": "tcp://10.0.0.1:*",
+    "keys": "/etc/kvpool",
+    "insecure": False,
+    "lease": None,
+    "offer_timeout": 60,
+    "peer_timeout": 0.5,
+    "verify": "checksum",
+    "stream": "layers",
+    "shared_memory": False,
+    "conventions": {"quantization": None, "rope_theta": 1e6, "model": "llama"},
+}
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), WRONG)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_value_that_cannot_be_is_refused_with_its_name_and_what_is_allowed(
+    name, value, allowed, engine, monkeypatch
+):
+    with pytest.raises(ValueError) as refused:
+        if engine == "vllm":
+            Settings.read({name: value}, "extra")
+        else:
+            monkeypatch.setenv("KVPOOL", json.dumps({name: value}))
+            Settings.of_environment("KVPOOL", ())
+    said = str(refused.value)
+    assert said.startswith(f"{'extra' if engine == 'vllm' else 'KVPOOL'}: {name}")
+    assert allowed in said
+    if name != "conventions":
+        assert f"{name}={value!r}: " in said
+
+
+def test_all_that_may_be_set_is_taken():
+    settings = Settings.read(RIGHT, "extra")
+    assert {name: getattr(settings, name) for name in RIGHT} == RIGHT
+    assert Settings.read({}, "extra") == Settings()
+
+
+def test_a_name_that_is_not_known_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"extra: 'insecur' is not known; there are bind.*"
+                       r"Did you mean 'insecure'\?"):  # fmt: skip
+        Settings.read({"insecur": True}, "extra")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"insecure"'])
+def test_a_variable_that_is_no_object_is_refused_by_name(text, monkeypatch):
+    monkeypatch.setenv("KVPOOL", text)
+    with pytest.raises(ValueError, match=r"^KVPOOL: "):
+        Settings.of_environment("KVPOOL", ())
+
+
+def endpoint(kind, **options):
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 4, "page_size": 16}
+    pool = MLAPool(layers=range(1), dtype="f32", **sizes)
+    return kind(pool.layout, create_engine("local"), **options)
+
+
+BOTH = [each for each in WRONG if each[0] in ("insecure", "keys", "peer_timeout")]
+MINE = {PrefillEndpoint: ("lease",), DecodeEndpoint: ("offer_timeout", "verify")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (kind, name, value)
+        for kind, names in MINE.items()
+        for name, value, _ in (*BOTH, *(each for each in WRONG if each[0] in names))
+    ]
+    + [
+        *((kind, name, "no") for kind in MINE for name in ("threaded", "prefault")),
+        *((DecodeEndpoint, "ranks", value) for value in (0, "2", True, 1 << 17)),
+        *((DecodeEndpoint, "staging", value) for value in (-1, "1", 1.5)),
+        *((DecodeEndpoint, "read_timeout", value) for value in ("1", 0, None)),
+    ],
+)
+def test_an_endpoint_takes_no_option_that_a_connector_would_not(kind, name, value):
+    with pytest.raises(ValueError) as refused:
+        endpoint(kind, **{name: value})
+    assert str(refused.value).startswith(f"{name}={value!r}: ")
+
+
+def test_an_option_that_is_not_known_is_refused_with_the_nearest():
+    with pytest.raises(TypeError, match=r"takes no insecur\. Did you mean 'insecure'\?"):
+        endpoint(PrefillEndpoint, insecur=True)
+
+
+def test_numbers_of_numpy_are_seconds():
+    endpoint(PrefillEndpoint, lease=np.float64(3), peer_timeout=np.float64(3)).close()
