@@ -217,9 +217,12 @@ Message = ToPrefill | ToDecode
 
 
 class _AnyHello(Struct, tag="hello"):
-    """A hello of any protocol, as far as it is read to refuse it by its number."""
+    """A hello of any protocol, as far as it is read to refuse it by its number, and to say whose it
+    is.
+    """
 
     protocol: int
+    generation: msgspec.Raw = msgspec.Raw(b"\xa0")
 
 
 _fields = msgspec.msgpack.Decoder(dict[Name, msgspec.Raw])
@@ -245,13 +248,25 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        try:
-            protocol = msgspec.msgpack.decode(data, type=_AnyHello).protocol
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            protocol = PROTOCOL
-        if protocol != PROTOCOL:
-            return Hello(protocol, "", "", b"", b"", MIN_TIMEOUT)
+        other = _other_protocol(data)
+        if other is not None:
+            return other
         raise WireError(f"malformed message: {_said(error)}") from None
+
+
+def _other_protocol(data: bytes) -> Hello | None:
+    """A hello of another protocol, which is good for a refusal only; None for what is none."""
+    try:
+        other = msgspec.msgpack.decode(data, type=_AnyHello)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if other.protocol == PROTOCOL:
+        return None
+    try:
+        generation = one_line(msgspec.msgpack.decode(other.generation, type=str), MAX_NAME)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        generation = ""
+    return Hello(other.protocol, generation, "", b"", b"", MIN_TIMEOUT)
 
 
 def room_name(name: object) -> Room:

@@ -58,7 +58,7 @@ from disagg.runtime.loop.waiters import Waiters
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Corks, Lost, WaitsAside
+from disagg.runtime.transport import Corks, Locates, Lost, WaitsAside
 from kvpool.layout import PoolLayout
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
@@ -131,6 +131,7 @@ class Endpoint(Generic[M]):
         self._ended_file: EndedFile | None = None
         self._corks = self._transport if isinstance(self._transport, Corks) else None
         self._waits_aside = isinstance(self._transport, WaitsAside)
+        self._locates = self._transport if isinstance(self._transport, Locates) else None
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
         self._pace = Pace(engine.progress_seconds, MOST_PAUSE_SECONDS)
         self._turning = threading.Lock()
@@ -476,7 +477,9 @@ class Endpoint(Generic[M]):
             message = decode(data)
             with self._lock:
                 if not self._closing:  # who has said goodbye answers no hello
-                    self._handle(events.Received(peer, message))
+                    greets = isinstance(message, Hello)
+                    origin = self._locates.where(peer) if greets and self._locates else ""
+                    self._handle(events.Received(peer, message, origin))
         except Exception as error:  # one peer's fault must not end what serves all
             problem = f"it sent what cannot be served: {one_line(str(error), MAX_REASON)}"
             unexpected = not isinstance(error, WireError)

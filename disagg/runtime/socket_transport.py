@@ -24,7 +24,7 @@ from disagg.runtime.sockets.address import Address, Dial
 from disagg.runtime.sockets.connection import Connection
 from disagg.runtime.sockets.dialling import Dialling
 from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
-from disagg.runtime.sockets.listener import Listener, distrusted, tune
+from disagg.runtime.sockets.listener import Listener, distrusted, origin, tune
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
@@ -113,6 +113,11 @@ class SocketTransport:
         else:
             self._watch.update(connection)
         return problem
+
+    def where(self, peer: Peer) -> str:
+        """See Locates."""
+        connection = self._peers.get(peer)
+        return origin(connection.stream) if connection and connection.stream else ""
 
     def cork(self) -> None:
         """See Corks."""

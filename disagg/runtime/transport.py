@@ -54,6 +54,14 @@ class WaitsAside(Protocol):
 
 
 @runtime_checkable
+class Locates(Protocol):
+    """A transport that knows where its peers are."""
+
+    def where(self, peer: Peer) -> str:
+        """In words, for a log; empty if it is not known (any more)."""
+
+
+@runtime_checkable
 class Corks(Protocol):
     """A transport that sends many messages with hardly more work than one."""
 

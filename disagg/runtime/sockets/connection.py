@@ -23,6 +23,10 @@ QUEUED = 100_000
 MAX_UNSENT = 256 << 20
 """Bytes that wait for one peer."""
 MAX_OPENING = 16
+_OTHERS = (
+    "ZeroMQ's greeting reads as such a length: are keys set on one side only? Or does that side "
+    "run a kvpool so old that it used ZeroMQ without keys too? Run the same kvpool."
+)
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _FRAMES_A_CALL = 64
 _BRIEF_BYTES = 64 << 10
@@ -180,7 +184,7 @@ def _split(data: memoryview) -> tuple[list[bytes], int, bool]:
                 return found, at, True
             raise ValueError(
                 f"it sent what is no message: a length of {size:,} bytes, where 1 to "
-                f"{MAX_MESSAGE:,} are possible. Are keys set on one side only?"
+                f"{MAX_MESSAGE:,} are possible. {_OTHERS}"
             )
         start, stop = at + LENGTH.size, at + LENGTH.size + size
         if stop > end:

@@ -123,6 +123,15 @@ def _distrusted(other: int | None) -> str | None:
     )
 
 
+def origin(stream: socket.socket) -> str:
+    """Where the other end of a connection is: its process within this host, or its TCP address."""
+    with suppress(OSError):
+        if stream.family == socket.AF_UNIX:
+            return f"process {peer_credentials(stream).pid} of this host"
+        return tcp_text(stream.getpeername())
+    return ""
+
+
 def _remove_if_left(path: Path) -> None:
     """Removes a socket on which nobody listens any more. Raises ValueError for any other file."""
     try:

@@ -148,13 +148,13 @@ def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
     pool = MLAPool(layers=range(2), **MLA)
     with prefill_of(pool) as plain, decode_of(pool, keys) as decode:
         link = decode.connect([plain.address])
-        until(plain, lambda: "Are keys set on one side only?" in caplog.text)
+        until(plain, lambda: "are keys set on one side only?" in caplog.text)
         with pytest.raises(TimeoutError):
             decode.handshake(link, 0.1)
     caplog.clear()
     with prefill_of(pool, keys) as prefill, decode_of(pool) as decode:
         link = decode.connect([prefill.address])
-        until(decode, lambda: "Are keys set on one side only?" in caplog.text)
+        until(decode, lambda: "are keys set on one side only?" in caplog.text)
         with pytest.raises(TimeoutError):
             decode.handshake(link, 0.1)
 
