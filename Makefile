@@ -32,7 +32,7 @@ NPU_FILES := $(abspath $(VENV)/torch-npu)
 WORKERS ?= $(shell expr $$(nproc) + 1)
 SUITE = KVPOOL_TORCH_NPU=$$(ls -d $(NPU_FILES) 2>/dev/null) $(BIN)/python -m pytest -n $(WORKERS)
 # compiled on installation
-NATIVE := setup.py $(wildcard kvpool/_native/*.[ch]) disagg/plan/native/bind.c
+NATIVE := setup.py $(wildcard kvpool/_native/*.[ch])
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SGLANG_BIN := $(SGLANG_VENV)/bin

@@ -44,7 +44,6 @@ COMPILED = [
         ["kvpool/_native/runs.c", "kvpool/_native/rows.c"],
         ["kvpool/_native/blocks.h", "kvpool/_native/stream.h"],
     ),
-    compiled("disagg.plan.native.bind", ["disagg/plan/native/bind.c"]),
 ]
 
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from disagg.plan import native
 from kvpool import _native
 from kvpool.cli.entries import absent, offered_by
 
@@ -53,7 +52,6 @@ def availabilities() -> list[Availability]:
         *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
         *_check("engine", "disagg.engines", lambda found, _: found.availability()),
         Availability("helper", "native copies", "kvpool", _native.availability()),
-        Availability("helper", "native binding", "kvpool", native.availability()),
         *_check("command", "kvpool.commands", lambda found, _: None),
     ]
 

@@ -11,11 +11,9 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
-from disagg.plan.native import Program, availability
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
@@ -45,30 +43,34 @@ class Count(Enum):
     """
 
 
-class Block(NamedTuple):
-    """Runs of a route: `[A]` runs of an item or entry at each of `[F]` steps of the request, for
-    each of `[B]` of its record pairs, whose bases are given.
+class BoundRuns(NamedTuple):
+    """Offsets from a pair's bases and lengths in bytes, `[A, F]` each: runs of an item or entry at
+    each of `F` steps of the request.
+    """
 
-    `src`, `dst` and `nbytes` are offsets from a pair's bases and lengths, `[A, F]`; a batch holds
-    the block's runs in the order `[B, A, F]`.
+    src: Ints
+    dst: Ints
+    nbytes: Ints
+
+
+class Block(NamedTuple):
+    """The runs of a route at each of its record pairs, whose bases are given `[B]`. A batch holds
+    them in the order `[B, A, F]`.
     """
 
     route: Route
     src_base: Ints
     dst_base: Ints
-    src: Ints
-    dst: Ints
-    nbytes: Ints
+    runs: BoundRuns
+    lengths: frozenset[int]
+    """The shortest and the longest of the runs."""
+    total: int
+    """Bytes of the runs of one record pair."""
 
     @property
-    def runs(self) -> int:
+    def size(self) -> int:
         """Number of runs."""
-        return self.src_base.size * self.src.size
-
-    @property
-    def total(self) -> int:
-        """Total bytes."""
-        return self.src_base.size * int(self.nbytes.sum())
+        return self.src_base.size * self.runs.src.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,27 +128,42 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class Binder:
-    """The routes of a plan from one source rank, for any number of requests.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pointers:
+    """A route, and the pointers at which the buffers of its record pairs begin, `[B]` each."""
 
-    Runs are made outside Python where that was compiled and both sides hold the same positions
-    (`disagg.plan.native`), else by numpy; what is wrong with a request is always said here.
-    """
+    route: Route
+    src_base: Ints
+    dst_base: Ints
+
+    def within(self, layers: range | None) -> tuple[Ints, Ints]:
+        """The pointers of the record pairs of `layers`; of all where that is None."""
+        if layers is None:
+            return self.src_base, self.dst_base
+        inside = self.route.within(layers)
+        return self.src_base[inside], self.dst_base[inside]
+
+
+class Binder:
+    """The routes of a plan from one source rank, for any number of requests."""
 
     def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
-        self._routes, self._source, self._dest = tuple(routes), source, dest
-        self._bases = [
-            (_bases(source, each.src_buffers), _bases(dest, each.dst_buffers)) for each in routes
-        ]
-        self._program: Program | None = None
-        alike = all(each.src_space.held == each.dst_space.held for each in routes)
-        if routes and alike and availability() is None:
-            self._program = Program(self._routes, self._bases, source, dest)
+        self._source, self._dest = source, dest
+        # routes of one shape, such as those of keys and of values, have the same runs
+        self._by_shape: dict[object, list[_Pointers]] = {}
+        for route in routes:
+            pointers = _Pointers(
+                route=route,
+                src_base=_bases(source, route.src_buffers),
+                dst_base=_bases(dest, route.dst_buffers),
+            )
+            self._by_shape.setdefault(route.shape, []).append(pointers)
 
     def bind(
         self,
         source_address: RequestAddress,
         dest_address: RequestAddress,
+        *,
         tokens: range,
         columns: Columns,
         layers: range | None = None,
@@ -158,79 +175,59 @@ class Binder:
         total = dest_address.num_tokens
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
-        for who, layout, address in (
+        for side, layout, address in (
             ("source", self._source, source_address),
             ("destination", self._dest, dest_address),
         ):
             if clash := id_clash(layout, address, columns):
-                raise ValueError(f"{who}: {clash}")
-        about = source_address, dest_address, tokens, layers
-        if self._program is not None:
-            bound = self._program.bind(*about, count.value, columns)
-            if bound is not None:
-                return _batch(columns.take(bound.runs), bound.length, bound.shares)
-        return self._plain(*about, columns, count)
-
-    def _plain(
-        self,
-        source_address: RequestAddress,
-        dest_address: RequestAddress,
-        tokens: range,
-        layers: range | None,
-        columns: Columns,
-        count: Count,
-    ) -> CopyBatch:
-        ends = tokens.stop == dest_address.num_tokens
-        pairs: dict[tuple[str, str, bool], EntryPairs] = {}
+                raise ValueError(f"{side}: {clash}")
+        pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
         blocks: list[Block] = []
-        for route, bases in zip(self._routes, self._bases):
+        for alike in self._by_shape.values():
+            route = alike[0].route
             moved = _moved(route, tokens, count)
-            if moved is None:
+            bases = [(each.route, *each.within(layers)) for each in alike]
+            if moved is None or not any(src_base.size for _, src_base, _ in bases):
                 continue
-            if layers is not None:
-                inside = route.within(layers)
-                if not inside.any():
-                    continue
-                bases = bases[0][inside], bases[1][inside]
-            pair = route.src_space.name, route.dst_space.name, route.packed
-            if pair not in pairs:
-                pairs[pair] = (pair_items if route.packed else pair_entries)(
+            spaces = route.src_space.name, route.dst_space.name, route.packed
+            pairs = pairs_by_spaces.get(spaces)
+            if pairs is None:
+                pair = pair_items if route.packed else pair_entries
+                pairs = pairs_by_spaces[spaces] = pair(
                     BlockLookup(route.src_space, self._source, source_address),
                     BlockLookup(route.dst_space, self._dest, dest_address),
                     moved,
                 )
-            if pairs[pair].count.size:
-                found = _runs(route, pairs[pair], ends)
-                blocks.extend(Block(route, *bases, *runs) for runs in found)
-        lengths = {int(edge) for b in blocks for edge in (b.nbytes.min(), b.nbytes.max())}
-        out = columns.take(sum(block.runs for block in blocks))
-        start = 0
-        shares: dict[int, tuple[Route, int, int]] = {}
-        for block in blocks:
-            stop = start + block.runs
-            shape = (block.src_base.size, *block.src.shape)
-            for column, base, more in (
-                (0, block.src_base, block.src),
-                (1, block.dst_base, block.dst),
-            ):
-                np.add(base[:, None, None], more, out=out[column, start:stop].reshape(shape))
-            if len(lengths) > 1:
-                out[2, start:stop].reshape(shape)[...] = block.nbytes
-            start = stop
-            _, runs, nbytes = shares.get(id(block.route), (None, 0, 0))
-            shares[id(block.route)] = block.route, runs + block.runs, nbytes + block.total
-        length = lengths.pop() if len(lengths) == 1 else -1
-        return _batch(out, length, tuple(shares.values()))
+            if not pairs.count.size:
+                continue
+            for runs in _runs(route, pairs, ends=tokens.stop == total):
+                nbytes = runs.nbytes
+                lengths = frozenset((int(nbytes.min()), int(nbytes.max())))
+                of_pair = int(nbytes.sum())
+                blocks += [Block(*one, runs, lengths, of_pair) for one in bases if one[1].size]
+        return _batch(blocks, columns)
 
 
-def _batch(
-    columns: npt.NDArray[np.int64], length: int, shares: tuple[tuple[Route, int, int], ...]
-) -> CopyBatch:
-    """A batch of runs in columns `[3, N]`, all of `length` bytes unless that is -1."""
-    src, dst, nbytes = columns
-    if length >= 0:  # one number for all: a third less memory to write
-        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(length), 0, (0,))
-    return CopyBatch(src, dst, nbytes, shares)
+def _batch(blocks: Sequence[Block], columns: Columns) -> CopyBatch:
+    """The runs of blocks, one block after the other, in `columns`."""
+    lengths = set[int]().union(*(block.lengths for block in blocks))
+    src, dst, nbytes = columns.take(sum(block.size for block in blocks))
+    shares: dict[int, tuple[Route, int, int]] = {}
+    start = 0
+    for block in blocks:
+        part = slice(start, start + block.size)
+        start = part.stop
+        pairs, runs = block.src_base.size, block.runs
+        shape = pairs, *runs.src.shape
+        np.add(block.src_base[:, None, None], runs.src, out=src[part].reshape(shape))
+        np.add(block.dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
+        if len(lengths) > 1:
+            nbytes[part].reshape(shape)[...] = runs.nbytes
+        _, count, total = shares.get(id(block.route), (block.route, 0, 0))
+        shares[id(block.route)] = block.route, count + block.size, total + pairs * block.total
+    if len(lengths) == 1:  # one number for all runs: a third less memory to write
+        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(lengths.pop()), 0, (0,))
+    return CopyBatch(src, dst, nbytes, tuple(shares.values()))
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:
@@ -247,10 +244,10 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    found = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
-    runs = sum(src.size for src, _, _ in found)
-    nbytes = sum(int(lengths.sum()) for _, _, lengths in found)
-    return len(route.src_buffers) * runs, len(route.src_buffers) * nbytes
+    blocks = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
+    size = sum(runs.src.size for runs in blocks)
+    nbytes = sum(int(runs.nbytes.sum()) for runs in blocks)
+    return len(route.src_buffers) * size, len(route.src_buffers) * nbytes
 
 
 def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
@@ -259,9 +256,9 @@ def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
     return np.array([held[name].base for name in buffers], dtype=np.int64)
 
 
-def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Offsets of runs on both sides and their lengths, `[A, F]` each. `ends`: the last of the pairs
-    are those of the request's last positions.
+def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
+    """The runs of one record pair. `ends`: the last of the pairs are those of the request's last
+    positions.
     """
     src_entries, dst_entries = route.src_entries, route.dst_entries
     if route.linear:
@@ -309,21 +306,21 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     return replace(pairs, count=counts)
 
 
-def _whole_runs(route: Route, whole: Runs, pairs: EntryPairs) -> tuple[Ints, Ints, Ints]:
+def _whole_runs(route: Route, whole: Runs, pairs: EntryPairs) -> BoundRuns:
     spread = np.zeros_like(pairs.count)
     if route.dense:
         pairs = pairs.coalesced(entries := route.src_entries, entries)
         spread = (pairs.count // entries - 1) * route.src_stride
-    return (
+    return BoundRuns(
         whole.src[:, None] + pairs.src_item * route.src_stride,
         whole.dst[:, None] + pairs.dst_item * route.dst_stride,
         whole.nbytes[:, None] + spread,
     )
 
 
-def _entry_runs(route: Route, runs: EntryRuns, pairs: EntryPairs) -> tuple[Ints, Ints, Ints]:
+def _entry_runs(route: Route, runs: EntryRuns, pairs: EntryPairs) -> BoundRuns:
     src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
-    return (
+    return BoundRuns(
         runs.src[:, None] + pairs.src_item * route.src_stride + pairs.src_step * src_step,
         runs.dst[:, None] + pairs.dst_item * route.dst_stride + pairs.dst_step * dst_step,
         runs.nbytes[:, None] + (pairs.count - 1) * dst_step,

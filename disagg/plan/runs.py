@@ -134,6 +134,15 @@ class Route:
         """The owner of its layers, where pairs are of one layer."""
         return self.keys[0][0]
 
+    @property
+    def shape(self) -> object:
+        """What its runs depend on beside a request: routes of equal shape have the same runs."""
+        return (
+            *(self.src_space.name, self.dst_space.name, self.packed),
+            *(self.src_stride, self.dst_stride, self.linear, self.dense),
+            *(id(self.chains), id(self.singles), id(self.whole)),
+        )
+
     def within(self, layers: range) -> npt.NDArray[np.bool_]:
         """Which pairs are of a range of layers, `[B]`."""
         return (self.layers >= layers.start) & (self.layers < layers.stop)

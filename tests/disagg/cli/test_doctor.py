@@ -57,7 +57,7 @@ def test_installed_devices_and_engines_work():
     said = json.loads(done.stdout)
     works = {(each["kind"], each["name"]) for each in said["found"] if each["problem"] is None}
     assert works >= {("device", "cpu"), ("device", "meta"), *(("engine", name) for name in ENGINES)}
-    assert {("helper", "native copies"), ("helper", "native binding")} <= works
+    assert ("helper", "native copies") in works
     for name in ("ascend", "mori"):
         [found] = [each for each in said["found"] if each["name"] == name]
         assert found["problem"] is None or found["problem"].startswith("missing: ")
