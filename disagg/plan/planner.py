@@ -19,7 +19,6 @@ from disagg.plan.matching.pairing import pair
 from disagg.plan.proof import prove
 from disagg.plan.routes import routes_of
 from disagg.plan.runs import Route
-from disagg.plan.verify import verify
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.sentences import by_layers, ranges
 
@@ -132,7 +131,14 @@ class TransferPlan:
         tokens = range(dest_address.num_tokens) if tokens is None else tokens
         into = self._columns.setdefault(source, Columns()) if columns is None else columns
         binder = self._binder(source, None if layers is None else owner)
-        return binder.bind(source_address, dest_address, tokens, into, layers, count)
+        return binder.bind(
+            source_address,
+            dest_address,
+            tokens=tokens,
+            columns=into,
+            layers=layers,
+            count=count,
+        )
 
     def _binder(self, source: int, owner: str | None) -> Binder:
         """Of all routes from a source rank, or of those of one owner by layer."""
@@ -161,10 +167,6 @@ class TransferPlan:
             self.bind(source, address, dest_address, tokens=tokens, layers=layers, owner=owner)
             for source, address in enumerate(source_addresses)
         ]
-
-    def verify(self) -> None:
-        """Checks the plan byte by byte; slow, for tests. Raises RuntimeError."""
-        verify(self.sources, self.dest, self.missing, self.bind_all)
 
     def explain(self, tokens: int = 2048) -> Explanation:
         """How the bytes of each role travel, in how many runs and why, for a request of `tokens`

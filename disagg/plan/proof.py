@@ -2,8 +2,7 @@
 once, and beside them nothing but declared padding.
 
 It follows from regions, boxes and padding alone, however the runs were joined. That the parts cover
-shards and positions once is for `match.tile` to show. `verify` is the slow check, which also
-compares what each byte means.
+shards and positions once is for `match.tile` to show.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.pools.kinds import LinearState, gated_delta_net, kda
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.oracle import State, apply, assert_holds, blank, fill, move, place
+from tests.verified import verify
 
 SIZES = {"num_pages": 12, "num_window_pages": 70, "num_slots": 5}
 
@@ -261,7 +262,7 @@ def test_a_ring_of_8_lands_by_position_in_a_ring_of_16(tokens):
     """sglang#24878: only the first half was written."""
     source, dest = dsv4(), dsv4(speculation=True)
     made, _ = hand_off([source], dest, tokens)
-    made.verify()
+    verify(made)
     for one, other in ((source, dest), (dest, source)):
         hand_off([one], other, tokens)
     ring = dest.view("c4.state", 1).view(torch.uint8)

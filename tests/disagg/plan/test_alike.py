@@ -12,6 +12,7 @@ from disagg.plan.proof import prove
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from tests.oracle import assert_holds, blank, built, fill, move, place
 from tests.pools import mla
+from tests.verified import verify
 
 HEADS = 4
 FORMS = ("rows", "v first", "k before v", "heads outermost", "behind a gap", "padded")
@@ -76,7 +77,7 @@ def test_layers_side_by_side_on_one_side_only_are_one_route(prefill, decode):
     made = plan([mla(placement=prefill, device="meta").layout], mla(placement=decode).layout)
     (route,) = made.routes
     assert route.layers.tolist() == [0, 1, 2, 3] and made.layer_routes is made.routes
-    made.verify()
+    verify(made)
 
 
 def three_layers(**odd):

@@ -11,6 +11,7 @@ from disagg.plan import plan
 from kvpool import Shard
 from tests.oracle import assert_holds, blank, elsewhere, fill, move, place, write
 from tests.pools import dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
+from tests.verified import verify
 
 POOLS = {
     "nsa": nsa.but(layers=range(5), total_kv_layers=5),
@@ -71,4 +72,4 @@ def test_the_slow_check_agrees(name):
         POOLS[name](placement=placement, num_pages=24).layout for placement in ("block", "layer")
     )
     for source, dest in ((blocks, static), (static, blocks), (blocks, blocks)):
-        plan([source], dest).verify()
+        verify(plan([source], dest))

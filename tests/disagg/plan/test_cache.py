@@ -17,6 +17,7 @@ from tests.disagg.plan.test_geometry import geometries
 from tests.disagg.plan.test_plan import npu_style
 from tests.oracle import apply, assert_holds, blank, built, fill, place
 from tests.pools import mha, mla
+from tests.verified import verify
 
 
 def same(one, other) -> bool:
@@ -94,7 +95,7 @@ def test_bytes_are_exact_after_restarts(case):
         sources, into = ranks(build, **source), ranks(build, **dest)[0]
         made = cache.plan(layouts(sources), into.layout)
         assert (cache.hits, cache.misses) == (life, 1)
-        made.verify()
+        verify(made)
         there = [place(each, TOKENS, 10 * life + n) for n, each in enumerate(sources, 1)]
         here = place(into, TOKENS, 10 * life)
         for each, address in zip(sources, there):

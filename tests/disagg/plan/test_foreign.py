@@ -22,6 +22,7 @@ from kvpool import MHAPool, Shard
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from tests.slices import arrived, models, sides
+from tests.verified import verify
 
 TOKENS, PAGE = 40, 16
 THERE, HERE = [1, 2, 3], [4, 5, 6]
@@ -90,14 +91,14 @@ def test_runs_over_bytes_of_somebody_else_are_refused_by_both_checks(name, decla
     ):
         prove(made.sources, made.dest, made.parts, made.routes)
     with pytest.raises(RuntimeError, match=rf"item \d of buffer .* {who}.*nor declared padding"):
-        made.verify()
+        verify(made)
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_where_both_declare_it_padding_both_checks_agree(name):
     made, _memory = swapped(name, (True, True))
     prove(made.sources, made.dest, made.parts, made.routes)
-    made.verify()
+    verify(made)
 
 
 def damaged(route):
@@ -191,7 +192,7 @@ def tail(source, dest, there, here, batch):
 def test_only_what_is_described_is_read_and_written(request):
     source, dest, there, here = request
     made = plan([source.layout], dest.layout)
-    made.verify()
+    verify(made)
     batch = made.bind(0, there, here)
     padding = source.padding and dest.padding  # it travels only where both sides declare it
     free = [

@@ -14,6 +14,7 @@ from kvpool.pools.base import Shard
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
 from tests.oracle import assert_holds, blank, fill, move, pages_for, place, write
+from tests.verified import verify
 
 DTYPES = ("uint8", "float8_e4m3fn", "bfloat16", "float32")
 
@@ -128,7 +129,7 @@ def test_a_rank_holds_the_heads_of_its_number(geometry):
 def test_any_plan_verifies(geometry):
     model, source, dest, where = geometry
     pools = [source.pool(model, *rank, 12) for rank in source.ranks()]
-    plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout).verify()
+    verify(plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout))
 
 
 @settings(max_examples=50)

@@ -17,6 +17,7 @@ from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout import Interleave, RequestAddress, Space, Span
 from tests.oracle import apply, assert_holds, blank, built, fill, live, move, packed, place, write
+from tests.verified import verify
 
 LAYERS, HEADS, COMPRESSED = 3, 4, 2
 KV, SWA, C2 = "kv", "swa", "c2"
@@ -123,7 +124,7 @@ def test_any_ranks_hand_over_to_any_ranks(kind, window, one, other, tokens, data
 def test_any_plan_verifies(kind, window, one, other, data):
     sources = [one.state(kind, window, 120, *rank).layout for rank in one.ranks()]
     rank = data.draw(st.sampled_from(other.ranks()), label="rank")
-    plan(sources, other.state(kind, window, 120, *rank).layout).verify()
+    verify(plan(sources, other.state(kind, window, 120, *rank).layout))
 
 
 @settings(max_examples=60)

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool import MHA, HybridLinearPool, Shard, lightning, mamba1, mamba2, short_conv
 from tests.oracle import assert_holds, blank, fill, move, place
+from tests.verified import verify
 
 KINDS = {
     "mamba-1": (lambda order: mamba1(8, 5, 4, order), {}),
@@ -45,5 +46,5 @@ def test_linear_states_are_resharded(kind, order, prefill, decode):
     for dest in pools(kind, ORDERS[prefill > 1], decode, page_size=8, num_pages=7):
         into = place(dest, 21)
         blank(dest)
-        move(sources, dest, addresses, into).verify()
+        verify(move(sources, dest, addresses, into))
         assert_holds(dest, into)

@@ -21,6 +21,7 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.pin import Pin
 from kvpool.pools.base import Shard
 from tests.oracle import assert_holds, blank, fill, move, over, place, write
+from tests.verified import verify
 
 PAGES, HEADS, DIM = 32, 4, 6
 
@@ -85,7 +86,7 @@ def test_packed_pages_move_whole_and_are_resharded_by_heads(prefill, decode, tok
         into = place(dest, tokens)
         blank(dest)
         made = move(sources, dest, addresses, into)
-        made.verify()
+        verify(made)
         assert_holds(dest, into)
 
 
@@ -149,7 +150,7 @@ def test_a_slot_may_be_packed():
     blank(dest)
     move([source], dest, [there], into, range(5))
     assert_holds(dest, into, range(5))
-    move([source], dest, [there], into, range(5, 9)).verify()
+    verify(move([source], dest, [there], into, range(5, 9)))
     assert_holds(dest, into)
     assert "packing 'triton' on prefill, packing 'cuda' on decode" in refusal(
         [source], state("cuda")

@@ -11,6 +11,7 @@ from disagg.plan.bind import BYTES_PER_RUN
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from tests.oracle import assert_holds, blank, fill, move, over, place, write
+from tests.verified import verify
 
 
 def cache(page=16, heads=2, dim=4, pages=12, layers=1, *, gap=0, padding=False, **space):
@@ -46,7 +47,7 @@ def test_a_partly_filled_page_is_one_run_where_k_is_transposed(tokens, layers):
     fill(source, there)
     blank(dest)
     made = move([source], dest, [there], into)
-    made.verify()
+    verify(made)
     assert_holds(dest, into)
     pages = list(range(1, 2 + (tokens - 1) // 16))
     batch = made.bind(0, table(tokens, pages), table(tokens, pages))
@@ -118,7 +119,7 @@ def test_foreign_bytes_of_a_page_that_moves_whole_are_not_touched(padding):
     fill(source, there)
     blank(dest)
     made = move([source], dest, [there], into)
-    made.verify()
+    verify(made)
     assert_holds(dest, into)
     batch = made.bind(0, there, into)
     assert batch.runs == 2 and batch.total == 2 * 512

@@ -23,6 +23,7 @@ from kvpool.pools.layered import LayeredPool, State  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
 from tests.kvpool.models.tiny import MAMBA1, MAMBA2  # noqa: E402
 from tests.oracle import move  # noqa: E402
+from tests.verified import verify  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -477,7 +478,7 @@ def test_a_model_continues_on_states_that_were_moved(family):
     allocator.extend(allocator.new_request(), 3)  # so that ids differ
     request = allocator.new_request()
     allocator.extend(request, 20, received=True)
-    move([ours.pool], dest, [ours.requests[0].address()], request.address()).verify()
+    verify(move([ours.pool], dest, [ours.requests[0].address()], request.address()))
     again = PoolCache(dest, allocator, [request])
     for token in (3, 4, 5, 6):
         assert_same_step(model, again, theirs, token)

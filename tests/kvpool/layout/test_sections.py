@@ -13,6 +13,7 @@ from kvpool.pools.base import Shard
 from kvpool.pools.hybrid_linear import HybridLinearPool
 from kvpool.pools.kinds import MHA, gated_delta_net, kda, mamba2
 from tests.oracle import State, assert_holds, blank, fill, move, place, state
+from tests.verified import verify
 
 GDN = {"k_heads": 2, "v_heads": 4, "k_dim": 3, "v_dim": 5, "kernel": 4}
 LINEAR = {
@@ -115,7 +116,7 @@ def test_described_conv_states_are_resharded(name, orders, prefill, decode):
         dest = described(pool(here, shard), here, shard)
         into = place(dest, 21)
         blank(dest)
-        move(sources, dest, addresses, into).verify()
+        verify(move(sources, dest, addresses, into))
         assert_holds(dest, into)
 
 

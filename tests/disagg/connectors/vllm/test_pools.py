@@ -20,6 +20,7 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.models import declare
 from tests import oracle
+from tests.verified import verify
 
 LLAMA = {
     "model_type": "llama",
@@ -153,8 +154,8 @@ def test_both_are_planned_either_way_and_between_two_ranks_and_one(family, descr
     engines = [described(config, rank, 2) for rank in range(2)]
     pools = [pool(config, rank, 2) for rank in range(2)]
     whole = pool(config, 0, 1)
-    plan(engines, whole.layout).verify()
-    plan([each.layout for each in pools], described(config, 0, 1)).verify()
+    verify(plan(engines, whole.layout))
+    verify(plan([each.layout for each in pools], described(config, 0, 1)))
 
 
 @pytest.mark.parametrize("key_first", [True, False])

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, takewhile
 
 import numpy as np
 
-from disagg.plan.bind import CopyBatch
+from disagg.plan import TransferPlan
 from kvpool.layout import Key, PoolLayout, Region, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints, outer_sum, ragged
 
-BindAll = Callable[[Sequence[RequestAddress], RequestAddress], list[CopyBatch]]
 
-
-def verify(
-    sources: Sequence[PoolLayout], dest: PoolLayout, missing: Collection[Key], bind_all: BindAll
-) -> None:
+def verify(plan: TransferPlan) -> None:
     """Binds a request of up to three pages and compares what each byte means on both sides.
 
     Raises RuntimeError unless each byte that the destination requires is written exactly once, from
@@ -25,6 +21,7 @@ def verify(
     that is read or written is declared padding of the request's own items, or a dead entry of its
     last item, from the same entry.
     """
+    sources, dest, missing = plan.sources, plan.dest, plan.missing
     tokens = _tokens([*sources, dest])
     there = [_address(layout, tokens) for layout in sources]
     here = _address(dest, tokens)
@@ -35,7 +32,9 @@ def verify(
     required = _meanings(dest, here, tokens, keys, entries)
     allowed = _meanings(dest, here, tokens, keys, entries, dead=True)
     written: list[tuple[Ints, Ints]] = []
-    for number, (layout, address, batch) in enumerate(zip(sources, there, bind_all(there, here))):
+    for number, (layout, address, batch) in enumerate(
+        zip(sources, there, plan.bind_all(there, here))
+    ):
         offered = _meanings(layout, address, tokens, keys, entries, dead=True)
         src, dst = _bytes(batch.src, batch.nbytes), _bytes(batch.dst, batch.nbytes)
         meaning = _look_up(src, *offered)
