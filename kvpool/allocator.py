@@ -20,7 +20,7 @@ from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.pins import Pins
-from kvpool.prefix.keys import token_ids
+from kvpool.prefix.chain import token_ids
 from kvpool.prefix_cache import PrefixCache, PrefixStats
 from kvpool.truncation import alive_start, first_kept, need_kept, overwritten
 

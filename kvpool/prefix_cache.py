@@ -20,9 +20,9 @@ import numpy.typing as npt
 from kvpool.block_table import BlockTable
 from kvpool.free_list import OutOfPages
 from kvpool.layout.grid import Ints
+from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import Event, EventLog
 from kvpool.prefix.index import PrefixIndex
-from kvpool.prefix.keys import Chain, PrefixKeys, Sums, token_ids
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _List:
         self.index = self.free_list.kept
         self.index.use(self.space.name)
 
-    def keys(self, chain: Chain) -> Sums:
+    def keys(self, chain: Chain) -> list[Key]:
         """The keys of the prefixes that end with each item."""
         return chain.keys[self.pages - 1 :: self.pages]
 
@@ -116,14 +116,14 @@ class PrefixCache:
                     f"multiples of {lcm(*sizes)} tokens. Give one of these."
                 )
             sizes.append(self.checkpoint_tokens)
-        self._keys, self._step = PrefixKeys(gcd(*sizes)), lcm(*sizes)
+        self._page, self._step = gcd(*sizes), lcm(*sizes)
         self._copy = copy
         if self._log is not None:
             self._log.medium = medium
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
-            self._lists[name] = each = _List(group, table, tokens, self._keys.page)
+            self._lists[name] = each = _List(group, table, tokens, self._page)
             each.index.on_forget = self._removed
 
     @property
@@ -273,7 +273,7 @@ class PrefixCache:
             each.index.touch(ids[ids >= 0][::-1])
 
     def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
-        chain = Chain(self._keys, salt)
+        chain = Chain(self._page, salt)
         chain.append(token_ids(tokens))
         return chain
 
@@ -327,15 +327,22 @@ class PrefixCache:
         numbers = np.arange(first, len(keys))
         ids = each.held(row, numbers)
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
-        added = each.index.add(each.space.name, keys[numbers], ids)
+        added = each.index.add(each.space.name, [keys[number] for number in numbers], ids)
         self._stored(each, chain, numbers[added])
 
     def _stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
         if self._log is not None and numbers.size:
-            self._log.stored(each.group, each.space, each.tokens, chain, each.keys(chain), numbers)
+            self._log.stored(
+                group=each.group,
+                space=each.space,
+                tokens=each.tokens,
+                chain=chain,
+                keys=each.keys(chain),
+                numbers=numbers,
+            )
 
-    def _removed(self, id_list: str, keys: Sums) -> None:
+    def _removed(self, id_list: str, keys: list[Key]) -> None:
         self._stats.removed += len(keys)
         if self._log is not None:
             self._log.removed(self._lists[id_list].group, keys)

@@ -1,1 +1,1 @@
-"""Which items hold the state of which prefixes of tokens: keys, an index, events. No torch."""
+"""Items that hold the state of prefixes of tokens: a chain of keys, an index, events. No torch."""

@@ -14,14 +14,14 @@ import numpy as np
 
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints
-from kvpool.prefix.keys import Chain, Sums
+from kvpool.prefix.chain import Chain, Key
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     """Consecutive items were kept: they hold the state of `block_size` tokens each.
 
-    A hash stands for a prefix (Chain.digest), `parent_block_hash` for what precedes the first item.
-    `extra_keys` has the salt of each. `group_idx` numbers the id lists of the allocator.
+    A hash is the key of a prefix (kvpool.prefix.chain), `parent_block_hash` that of what precedes
+    the first item. `extra_keys` has the salt of each. `group_idx` numbers the allocator's id lists.
     """
 
     block_hashes: list[bytes]
@@ -69,7 +69,6 @@ class EventLog:
     def __init__(self) -> None:
         self.medium: str | None = None
         self._events: list[Event] = []
-        self._digests: dict[tuple[int, bytes], bytes] = {}
 
     def take(self) -> list[Event]:
         """The events, in order; forgets them."""
@@ -77,7 +76,7 @@ class EventLog:
         return taken
 
     def stored(
-        self, group: int, space: Space, tokens: int, chain: Chain, keys: Sums, numbers: Ints
+        self, *, group: int, space: Space, tokens: int, chain: Chain, keys: list[Key], numbers: Ints
     ) -> None:
         """Items `numbers` of an id list were stored, of `tokens` tokens of a chain each; the
         prefixes that end with its items have `keys`.
@@ -87,12 +86,9 @@ class EventLog:
             kind, window = "sliding_window", space.window * space.tokens_per_entry
         for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
             first, stop = int(run[0]), int(run[-1]) + 1
-            hashes = [chain.digest(number * tokens) for number in range(first, stop + 1)]
-            for key, digest in zip(keys[first:stop], hashes[1:]):
-                self._digests[group, key.tobytes()] = digest
-            stored = BlockStored(
-                block_hashes=hashes[1:],
-                parent_block_hash=hashes[0] if first else None,
+            event = BlockStored(
+                block_hashes=keys[first:stop],
+                parent_block_hash=keys[first - 1] if first else None,
                 token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
                 block_size=tokens,
                 lora_id=None,
@@ -103,14 +99,12 @@ class EventLog:
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,
             )
-            self._events.append(stored)
+            self._events.append(event)
 
-    def removed(self, group: int, keys: Sums) -> None:
+    def removed(self, group: int, keys: list[Key]) -> None:
         """Items of an id list, of prefixes with these keys, were taken."""
-        hashes = [self._digests.pop((group, key.tobytes())) for key in keys]
-        self._events.append(BlockRemoved(hashes, self.medium, group))
+        self._events.append(BlockRemoved(keys, self.medium, group))
 
     def cleared(self) -> None:
         """All were forgotten."""
-        self._digests.clear()
         self._events.append(AllBlocksCleared())

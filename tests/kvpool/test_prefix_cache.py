@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator, OutOfPages, PrefixCache
+from kvpool.prefix.chain import Chain, next_keys, root_key, token_ids
 from kvpool.prefix.events import encode
-from kvpool.prefix.keys import PrefixKeys, token_ids
 from tests.pools import dsv4, hybrid, mla, swa
 
 PAGE = 4
@@ -311,17 +312,21 @@ def test_a_page_whose_ring_was_dead_when_it_was_received_is_not_kept(received, f
     page=st.integers(1, 7),
 )
 def test_keys_do_not_depend_on_how_tokens_came_and_differ_between_prefixes(tokens, cuts, page):
-    hashing = PrefixKeys(page)
+    ids = token_ids(np.array(tokens, dtype=np.int64))
+    once = next_keys(root_key(""), ids, page)
+    chain = Chain(page)
+    for start, stop in pairwise([0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]):
+        chain.append(ids[start:stop])
+    assert chain.keys == once
+    expected, last = [], blake2b(b"", digest_size=32).digest()
+    for start in range(0, len(tokens) - page + 1, page):
+        raw = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page])
+        last = blake2b(last + raw, digest_size=32).digest()
+        expected.append(last)
+    assert once == expected
     whole = len(tokens) // page * page
-    given = token_ids(np.array(tokens[:whole], dtype=np.int64))
-    once = hashing.follow(hashing.root(""), 0, given)
-    parts, last, start = [], hashing.root(""), 0
-    for stop in [*sorted(min(cut, len(tokens)) // page * page for cut in cuts), whole]:
-        parts.extend(hashing.follow(last, start, given[start:stop]))
-        last, start = parts[-1] if parts else last, stop
-    assert np.array_equal(once, np.array(parts, dtype=np.uint64).reshape(-1, 4))
     longer = token_ids([*tokens[:whole], *[0] * page])
-    keys = {key.tobytes() for key in hashing.follow(hashing.root(""), 0, longer)}
+    keys = set(next_keys(root_key(""), longer, page))
     assert len(keys) == whole // page + 1
 
 
@@ -341,3 +346,23 @@ def test_what_is_no_list_of_token_ids_begins_no_request(cached, tokens, says):
     with pytest.raises(ValueError, match=says):
         alloc.new_request(tokens)
     assert alloc.usage().requests == 0
+
+
+@settings(max_examples=100)
+@given(
+    tokens=st.lists(st.integers(0, 2), max_size=30),
+    steps=st.lists(
+        st.tuples(st.integers(0, 30), st.lists(st.integers(0, 2), max_size=12)), max_size=5
+    ),
+    page=st.integers(1, 4),
+)
+def test_a_chain_that_was_truncated_has_the_keys_of_its_tokens(tokens, steps, page):
+    chain = Chain(page)
+    chain.append(token_ids(np.array(tokens, dtype=np.int64)))
+    for left, more in steps:
+        chain.truncate(left)
+        chain.append(token_ids(np.array(more, dtype=np.int64)))
+        tokens = [*tokens[:left], *more]
+        ids = token_ids(np.array(tokens, dtype=np.int64))
+        assert chain.tokens.tolist() == tokens
+        assert chain.keys == next_keys(root_key(""), ids, page)

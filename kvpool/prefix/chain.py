@@ -1,0 +1,110 @@
+"""Keys of prefixes of tokens: a chain of hashes, the same in every process.
+
+The key of no tokens is blake2b of the salt (UTF-8); that of a longer prefix is blake2b of the key
+of one page less and of the page's tokens as little-endian int32. A key is 32 bytes. Events for
+routers publish these keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Key = bytes
+KEY_BYTES = 32
+
+Tokens = npt.NDArray[np.int32]
+
+
+def token_ids(tokens: npt.ArrayLike) -> Tokens:
+    """Tokens as an array. Raises ValueError unless they are a flat list of numbers from 0 to
+    2**31 - 1.
+    """
+    numbers = np.asarray(tokens)
+    if not numbers.ndim:
+        raise ValueError(
+            f"tokens: the ids of the tokens, a flat list of integers, got {tokens!r}. Items for a "
+            "number of tokens are allocated by extend."
+        )
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(f"tokens: a flat list of integers, got {numbers.dtype}{numbers.shape}.")
+    outside = numbers.astype(np.int64, copy=False) >> 31 if numbers.size else numbers
+    if outside.any():
+        wrong = int(numbers[np.flatnonzero(outside)[0]])
+        raise ValueError(f"tokens: 0 to 2**31 - 1, got {wrong}.")
+    return numbers.astype(np.int32)
+
+
+def root_key(salt: str) -> Key:
+    """The key of no tokens under a salt."""
+    return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
+
+
+def next_keys(last: Key, tokens: Tokens, page: int) -> list[Key]:
+    """Keys of the prefixes that end with each whole page of `tokens`, which follow the prefix with
+    key `last`.
+    """
+    raw, step = tokens.astype("<i4").tobytes(), 4 * page
+    keys = []
+    for start in range(0, len(raw) // step * step, step):
+        last = hashlib.blake2b(last + raw[start : start + step], digest_size=KEY_BYTES).digest()
+        keys.append(last)
+    return keys
+
+
+class Chain:
+    """The first tokens of a request, whose state is written, and the keys of their pages of `page`
+    tokens.
+    """
+
+    __slots__ = ("_keys", "_tokens", "num_tokens", "page", "salt")
+
+    def __init__(self, page: int, salt: str = "") -> None:
+        self.page, self.salt = page, salt
+        self.num_tokens = 0
+        # both may go on behind num_tokens: a prompt is hashed once, when it is looked up
+        self._tokens: Tokens = np.empty(0, dtype=np.int32)
+        self._keys = [root_key(salt)]  # of 0, 1, ... pages
+
+    @property
+    def pages(self) -> int:
+        """Whole pages of the tokens."""
+        return self.num_tokens // self.page
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys `[pages]` of the prefixes that end with each page."""
+        return self._keys[1 : self.pages + 1]
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens, `[num_tokens]`."""
+        return self._tokens[: self.num_tokens]
+
+    def append(self, tokens: Tokens) -> None:
+        """Adds tokens."""
+        start = self.num_tokens
+        self.num_tokens = stop = start + tokens.size
+        known = self._tokens[start:stop]
+        if known.size and np.array_equal(known, tokens[: known.size]):
+            start, tokens = start + known.size, tokens[known.size :]
+        if tokens.size:
+            self._tokens = np.concatenate([self._tokens[:start], tokens])
+            del self._keys[start // self.page + 1 :]
+        hashed = (len(self._keys) - 1) * self.page
+        if hashed < stop:
+            fresh = self._tokens[hashed : self.pages * self.page]
+            self._keys += next_keys(self._keys[-1], fresh, self.page)
+
+    def truncate(self, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens."""
+        self.num_tokens = min(tokens, self.num_tokens)
+
+    def copy(self) -> Chain:
+        """A chain of the same tokens that grows by itself."""
+        chain = Chain(self.page, self.salt)
+        chain._keys, chain.num_tokens = self._keys.copy(), self.num_tokens
+        chain._tokens = self._tokens.copy()
+        return chain
