@@ -1,6 +1,5 @@
 from .allocator import Allocator as Allocator, OutOfPages as OutOfPages, Request as Request
 from .device import Device as Device, DeviceUnavailable as DeviceUnavailable
-from .device.quant import scaled as scaled
 from .layout import (
     Axis as Axis,
     Buffer as Buffer,
@@ -15,6 +14,7 @@ from .layout import (
     Span as Span,
 )
 from .layout.described import Described as Described
+from .layout.formats.scales import scaled as scaled
 from .layout.template import (
     Cell as Cell,
     Pad as Pad,

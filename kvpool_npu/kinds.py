@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvpool.device.quant import scaled
+from kvpool.layout.formats import scaled
 from kvpool.layout.template import Cell, Repeat
 from kvpool.pools.kinds import MLA, At, IndexKey, LinearState
 from kvpool.pools.placement import BufferSpec
@@ -45,9 +45,9 @@ class NPUIndexKey(IndexKey):
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The keys, then the scales if they have any."""
         if at.packing == "int8":
-            cells = [Cell("index_key", self.head_dim, "int8"), Cell("index_key.scale", 1, "f16")]
+            cells = [*scaled("index_key", self.head_dim, dtype="int8", scale="f16")]
         elif at.takes(self, "fp8"):
-            cells = [*scaled("index_key", self.head_dim, self.head_dim)]
+            cells = [*scaled("index_key", self.head_dim)]
         else:
             cells = [Cell("index_key", self.head_dim, at.packing)]
         for cell in cells:

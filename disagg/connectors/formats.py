@@ -1,7 +1,8 @@
-"""What attention kernels keep in a page. Tensors and numbers in, parts out.
+"""What attention kernels keep in a page, by `kvpool.layout.formats`. Tensors and numbers in, parts
+out.
 
 A view is `[item, head, entry, content]` in any physical order; where there are no heads, that dim
-is of size 1. `heads` is the first head held, and all of the model. The dims that a part names have
+is of size 1. The dims that a part names have
 the view's strides; its kernel takes what lies behind them for contiguous.
 """
 
@@ -12,14 +13,15 @@ from dataclasses import replace
 import torch
 
 from disagg.connectors.tensors import Part, UnknownFormat
-from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template
+from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import ITEMSIZE
-
-Heads = tuple[int, int]
-FP8_LATENT_ROW = Seq(
-    Cell("latent", 512, "e4m3"), Cell("latent.scale", 4, "f32"), Cell("rope", 64, "bf16")
+from kvpool.layout.formats import (
+    index_key_page,
+    latent_row,
+    scaled,
+    v4_latent_page,
 )
-"""A row of FlashMLA's sparse kernels, 656 bytes: a scale for 128 elements of the latent."""
+from kvpool.layout.formats.heads import Heads
 
 
 def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
@@ -34,7 +36,7 @@ def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
                 "has is not known. Use a smaller TP size."
             )
         total = of_model
-    return rank * total // ranks, total
+    return Heads(rank * total // ranks, held, total)
 
 
 def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
@@ -63,7 +65,7 @@ def rows(view: torch.Tensor, row: Template) -> list[Part]:
 
 def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> list[Part]:
     """`[latent | rope]` a token."""
-    return rows(view, Seq(Cell("latent", latent, dtype), Cell("rope", rope, dtype)))
+    return rows(view, latent_row(latent, rope, dtype))
 
 
 def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[Part]:
@@ -78,14 +80,14 @@ def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -
 
 
 def keys_and_values(
-    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, scaled: bool = False
+    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, with_scales: bool = False
 ) -> list[Part]:
-    """`[K | V]` a token and head, of `key` and `value` elements; `scaled`: each with a float32
+    """`[K | V]` a token and head, of `key` and `value` elements; `with_scales`: each with a float32
     scale behind it.
     """
     cells: list[Template] = []
     for role, count in (("k", key), ("v", value)):
-        cells += [Cell(role, count, dtype), Cell(f"{role}.scale", 1, "f32")][: 1 + scaled]
+        cells += scaled(role, count, dtype=dtype)[: 1 + with_scales]
     return head_rows(view, row=Seq(*cells), heads=heads)
 
 
@@ -107,30 +109,21 @@ def transposed_keys(
 
 def planes(view: torch.Tensor, *, dim: int, dtype: str, heads: Heads) -> list[Part]:
     """A plane of K and a plane of V in the place of heads, each `[token, head, dim]`."""
-    first, total = heads
-    held = view.shape[3] // dim
-    each = (Repeat("head", held, Cell(role, dim, dtype), first, total) for role in "kv")
-    return [Part(view[:, n], ("item", "entry"), plane) for n, plane in enumerate(each)]
+    parts = []
+    for plane, role in enumerate(("k", "v")):
+        parts.append(Part(view[:, plane], ("item", "entry"), heads.of(Cell(role, dim, dtype))))
+    return parts
 
 
 def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[Part]:
-    """An item's keys, then 4 bytes of scale for 128 elements of each: a float32, or a ue8m0 four
-    times.
-    """
-    tokens, scales = view.shape[2], dim // 128 * (1 if scale == "float32" else 4)
-    keys = Repeat("entry", tokens, Cell("index_key", dim, dtype))
-    item = Seq(keys, Repeat("entry", tokens, Cell("index_key.scale", scales, scale)))
-    return [Part(view, ("item",), item)]
+    """An item's keys, then their scales."""
+    page = index_key_page(view.shape[2], dim, dtype=dtype, scale=scale)
+    return [Part(view, ("item",), page)]
 
 
 def v4_latents(view: torch.Tensor, *, entries: int) -> list[Part]:
-    """Bytes `[item, byte]` of DeepSeek-V4's latents: all rows of 448 e4m3 and 64 bf16 of rope, then
-    all scales, 7 ue8m0 and a byte that nobody uses; the rest is padding too.
-    """
-    rows = Seq(Cell("latent", 448, "e4m3"), Cell("rope", 64, "bf16"))
-    scales = Seq(Cell("latent.scale", 7, "ue8m0"), Skip(1))
-    item = Seq(Repeat("entry", entries, rows), Repeat("entry", entries, scales))
-    return [Part(view, ("item",), Pad(576, item))]
+    """Bytes `[item, byte]` of DeepSeek-V4's latents; what follows the last entry is padding."""
+    return [Part(view, ("item",), v4_latent_page(entries))]
 
 
 def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]:
@@ -148,5 +141,5 @@ def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]
     names = {1: "heads", 2: "tokens", 3: "elements"}
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
-    name = f"{packing}, {shape}, head {heads[0]} of {heads[1]}"
+    name = f"{packing}, {shape}, head {heads.start} of {heads.total}"
     return [Part(ordered, ("item",), item, packing=name)]

@@ -1,37 +1,19 @@
-"""What linear attention keeps in a slot, as item templates: a conv state and a temporal state.
-
-The conv state's channels are sections with heads of their own: q, k and v of delta nets, x, B and C
-of Mamba-2. Ranks of tensor parallelism share each section's heads.
-"""
+"""What engines keep in a slot of linear attention, derived from the shapes of their states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from disagg.connectors.tensors import Format, Part, UnknownFormat
-from kvpool.item import Cell, Repeat, Seq, Skip, Template
-from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.item import Template
+from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.formats import ConvSection, Heads, conv_state, temporal_state
 
 LinearKind = Literal["mamba1", "mamba2", "delta_net"]
-
-
-class Section(NamedTuple):
-    """Heads `first` to `first + heads` of `total`, `dim` channels each."""
-
-    role: str
-    heads: int
-    dim: int
-    first: int
-    total: int
-
-    def of(self, inside: Template) -> Template:
-        """`inside` for each channel."""
-        return Repeat("head", self.heads, Repeat("dim", self.dim, inside), self.first, self.total)
 
 
 def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
@@ -93,26 +75,20 @@ def states(
     """
     channels, taps = conv if dim_first else conv[::-1]
     parts = sections(kind, channels, temporal, rank, ranks, groups)
-    size, kept = ITEMSIZE[dtypes[0]], taps - spare
-    cells = [(part, Cell(f"conv.{part.role}", 1, dtypes[0])) for part in parts]
-    if dim_first:
-        unused = [Skip(spare * size)] if spare else []
-        found = [part.of(Seq(Repeat("tap", kept, cell), *unused)) for part, cell in cells]
-    else:
-        unused = [Skip(spare * channels * size)] if spare else []
-        found = [Repeat("tap", kept, Seq(*(part.of(cell) for part, cell in cells))), *unused]
-    heads, *inner = temporal
-    state: Template = Cell("temporal", prod(inner), dtypes[1])
-    if kind == "delta_net":  # an axis says which of the two states it is
-        value, key = inner
-        outer, cell = ("key", value) if key_first else ("value", key)
-        state = Repeat(outer, prod(inner) // cell, Cell("temporal", cell, dtypes[1]))
-    return Seq(*found), Repeat("head", heads, state, rank * heads, ranks * heads)
+    conv_item = conv_state(parts, taps - spare, dtypes[0], taps_first=not dim_first, spare=spare)
+    held, *shape = temporal
+    heads = Heads(rank * held, held, ranks * held)
+    if kind != "delta_net":
+        return conv_item, temporal_state(heads, shape, dtypes[1])
+    value, key = shape
+    if key_first:
+        return conv_item, temporal_state(heads, (key, value), dtypes[1], "key")
+    return conv_item, temporal_state(heads, (value, key), dtypes[1], "value")
 
 
 def sections(
     kind: LinearKind, channels: int, temporal: Sequence[int], rank: int, ranks: int, groups: int
-) -> list[Section]:
+) -> list[ConvSection]:
     """The sections of a conv state of `channels` channels, derived as vLLM's
     ssm_conv_transfer_utils.py does.
     """
@@ -127,8 +103,8 @@ def sections(
             f"heads of {inner}."
         )
 
-    def section(role: str, held: int, size: int) -> Section:
-        return Section(role, held, size, rank * held, ranks * held)
+    def section(name: str, held: int, size: int) -> ConvSection:
+        return ConvSection(name, Heads(rank * held, held, ranks * held), size)
 
     if kind == "mamba1":
         return [section("x", heads, 1)]
@@ -136,7 +112,7 @@ def sections(
         return [section("q", others, inner), section("k", others, inner), section("v", heads, dim)]
     both = section("b", others, inner), section("c", others, inner)
     if others == groups == 1:  # one group is in every rank
-        both = both[0]._replace(first=0, total=1), both[1]._replace(first=0, total=1)
+        both = both[0]._replace(heads=Heads(0, 1, 1)), both[1]._replace(heads=Heads(0, 1, 1))
     elif ranks > 1 and ranks * others != groups:
         raise UnknownFormat(
             f"{others} of {groups} groups on each of {ranks} ranks: use a TP size that divides the "

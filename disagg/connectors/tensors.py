@@ -14,6 +14,7 @@ import torch
 from kvpool.describe import Described, describe_buffer, describe_items
 from kvpool.item import Template, item_regions, prefixed
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region, Space
+from kvpool.layout.formats.heads import Heads
 
 
 class UnknownFormat(ValueError):
@@ -23,14 +24,14 @@ class UnknownFormat(ValueError):
 class Part(NamedTuple):
     """A part of a tensor: `dims` name its first dims, and `item` says what lies behind them.
 
-    `heads`: the first head held, and all of the model, if `head` is one of the dims. `packing`:
-    the name of an unknown inside.
+    `heads`: those of this rank, if `head` is one of the dims. `packing`: the name of an unknown
+    inside.
     """
 
     tensor: torch.Tensor
     dims: tuple[str, ...]
     item: Template
-    heads: tuple[int, int] = (0, 0)
+    heads: Heads | None = None
     packing: str = ""
 
 
@@ -69,7 +70,7 @@ class Layer:
                     prefixed(part.item, self.prefix),
                     layer=self.number,
                     owner=self.owner,
-                    shards={"head": part.heads} if "head" in part.dims else {},
+                    shards={"head": (part.heads.start, part.heads.total)} if part.heads else {},
                     packing=part.packing,
                     buffer=home,
                 ).regions

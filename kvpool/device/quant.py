@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from kvpool.layout.dtypes import PACKINGS, dtype_name
-from kvpool.layout.template import Cell
 
 READ_AS = ("bfloat16", "float16", "float32", "float64")
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -44,24 +43,6 @@ def storage(
             "rounding: give only one of the two."
         )
     return stored, stored
-
-
-def scale_role(role: str) -> str:
-    """The role of the scales of `role`."""
-    return f"{role}.scale"
-
-
-def scaled(role: str, count: int, block: int, scale: str = "f32") -> tuple[Cell, Cell]:
-    """The cells of `count` e4m3 values and of their scales, one for each `block` values (or for
-    all, if there are fewer). Raises ValueError if `count` is not a multiple of `block`.
-    """
-    block = min(block, count)
-    if count % block:
-        raise ValueError(
-            f"{role}: {count} elements are not a multiple of the block size {block}. Use a "
-            "packing without scales."
-        )
-    return Cell(role, count, "e4m3"), Cell(scale_role(role), count // block, scale)
 
 
 def quantise(

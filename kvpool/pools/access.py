@@ -14,10 +14,11 @@ with needed_by("kvpool.pools"):
     import torch
 
 from kvpool.device import Device
-from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES, scale_role
+from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
+from kvpool.layout.formats import scale_role
 from kvpool.layout.sentences import nearest
 
 ArrayLike = Union[npt.ArrayLike, torch.Tensor]

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvpool.device.quant import scaled
 from kvpool.layout.dtypes import PACKINGS, dtype_name
-from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, prefixed
+from kvpool.layout.formats import (
+    ConvSection,
+    conv_state,
+    fp8_latent_row,
+    head_page,
+    index_key_page,
+    latent_row,
+    scaled,
+    temporal_state,
+    v4_latent_page,
+)
+from kvpool.layout.formats.attention import ORDERS, Order
+from kvpool.layout.template import Cell, Repeat, Template, prefixed
 from kvpool.pools.buf_infos import StateType
 from kvpool.pools.placement import BufferSpec, Shard
 
-Order = Literal["nhd", "hnd"]
 ConvLayout = Literal["channels_first", "taps_first"]
 
 
@@ -87,29 +96,22 @@ class MHA:
     shared_kv = False
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(Order):
-            raise ValueError(f"order: one of {get_args(Order)}, got {self.order!r}.")
+        if self.order not in ORDERS:
+            raise ValueError(f"order: one of {ORDERS}, got {self.order!r}.")
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """K, V, then the scales of both if the packing has any."""
         v_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         dims = ("k", self.head_dim), ("v", v_dim)
         if not at.takes(self, *PACKINGS):
-            for role, dim in dims:
-                yield at.buffer(role, self._page(at, Cell(role, dim, at.packing)))
-            return
-        scale = (32, "ue8m0") if at.packing == "mxfp8" else (1 << 30, "f32")
-        cells = [scaled(role, dim, *scale) for role, dim in dims]
-        for cell in (*(values for values, _ in cells), *(scales for _, scales in cells)):
-            yield at.buffer(cell.role, self._page(at, cell))
-
-    def _page(self, at: At, cell: Cell) -> Template:
-        start, size = at.shard.of(self.num_kv_heads)
-        if self.order == "nhd":
-            heads = Repeat("head", size, cell, start, self.num_kv_heads)
-            return Repeat("entry", at.entries, heads)
-        tokens = Repeat("entry", at.entries, cell)
-        return Repeat("head", size, tokens, start, self.num_kv_heads)
+            cells = [Cell(role, dim, at.packing) for role, dim in dims]
+        else:
+            block, scale = (32, "ue8m0") if at.packing == "mxfp8" else (0, "f32")
+            pairs = [scaled(role, dim, block=block, scale=scale) for role, dim in dims]
+            cells = [*(values for values, _ in pairs), *(scales for _, scales in pairs)]
+        heads = at.shard.heads(self.num_kv_heads)
+        for cell in cells:
+            yield at.buffer(cell.role, head_page(cell, heads, at.entries, self.order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,7 @@ class MLA:
     """Multi-head latent attention: one row a token, the latent and then the rope key. Without
     dims for it there is no rope key (layers without rotation).
 
-    Packing `fp8`: rows of 512 e4m3, 4 float32 scales and 64 bf16 rope, 656 bytes (FlashMLA's sparse
-    format of DeepSeek-V3.2).
+    Packing `fp8`: `fp8_latent_row`.
 
     `rope_pairs`: the two elements of the rope key that are rotated together are neighbours, as
     engines' kernels write them (`is_neox_style=False` of vLLM). A model that keeps them a half
@@ -137,14 +138,10 @@ class MLA:
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One row a token."""
-        row: tuple[Cell, ...]
-        if at.takes(self, "fp8"):
-            row, rope = scaled("latent", self.kv_lora_rank, 128), "bf16"
-        else:
-            row, rope = (Cell("latent", self.kv_lora_rank, at.packing),), at.packing
-        if self.qk_rope_head_dim:
-            row = *row, Cell("rope", self.qk_rope_head_dim, rope)
-        yield at.buffer("kv", Repeat("entry", at.entries, Seq(*row)))
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim
+        packed = at.takes(self, "fp8")
+        row = fp8_latent_row(*sizes) if packed else latent_row(*sizes, at.packing)
+        yield at.buffer("kv", Repeat("entry", at.entries, row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +149,7 @@ class V4Latent:
     """DeepSeek-V4's shared key and value: a row of latent and rope per token, or per compressed
     token.
 
-    Packing `fp8`: per page all rows of 448 e4m3 and 64 bf16, then all rows of 7 ue8m0 scales (one
-    per 64) and a spare byte, 584 bytes an entry; the page is rounded up to a multiple of a row.
+    Packing `fp8`: `v4_latent_page`.
     """
 
     latent_dim: int = 448
@@ -163,25 +159,19 @@ class V4Latent:
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """One page of rows."""
-        if not at.takes(self, "fp8"):
-            latent = Cell("latent", self.latent_dim, at.packing)
-            row = Seq(latent, Cell("rope", self.qk_rope_head_dim, at.packing))
-            yield at.buffer("latent", Repeat("entry", at.entries, row))
-            return
-        latent, scales = scaled("latent", self.latent_dim, 64, "ue8m0")
-        rows = Seq(latent, Cell("rope", self.qk_rope_head_dim, "bf16"))
-        page = Seq(
-            Repeat("entry", at.entries, rows), Repeat("entry", at.entries, Seq(scales, Skip(1)))
-        )
-        yield at.buffer("latent", Pad(self.latent_dim + 2 * self.qk_rope_head_dim, page))
+        sizes = self.latent_dim, self.qk_rope_head_dim
+        if at.takes(self, "fp8"):
+            page: Template = v4_latent_page(at.entries, *sizes)
+        else:
+            page = Repeat("entry", at.entries, latent_row(*sizes, at.packing))
+        yield at.buffer("latent", page)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexKey:
     """Keys of a sparse-attention indexer.
 
-    Packing `fp8`: per page all e4m3 keys, then all float32 scales (one per 128): 132 bytes an entry
-    (the index cache of DeepSeek-V3.2).
+    Packing `fp8`: `index_key_page`.
 
     `pooled`: the indexer pools the keys of several tokens when it reads them (GLM-5-Next). A row is
     a token's key, as many weights, and whether the token counts; it is not quantised.
@@ -199,8 +189,7 @@ class IndexKey:
             yield at.buffer("index_key", Repeat("entry", at.entries, row))
             return
         if at.takes(self, "fp8"):
-            parts = scaled("index_key", self.head_dim, 128)
-            page: Template = Seq(*(Repeat("entry", at.entries, cell) for cell in parts))
+            page: Template = index_key_page(at.entries, self.head_dim)
         else:
             page = Repeat("entry", at.entries, Cell("index_key", self.head_dim, at.packing))
         yield at.buffer("index_key", page)
@@ -269,17 +258,28 @@ class LinearState:
         """The conv state, then the temporal state."""
         at.takes(self)
         if self.taps:
-            yield at.buffer("conv", self._conv(at))
+            taps_first = self.conv_layout == "taps_first"
+            sections = self.conv_sections(at.shard)
+            yield at.buffer(
+                "conv", conv_state(sections, self.taps, at.packing, taps_first=taps_first)
+            )
         if self.heads:
-            yield at.buffer("temporal", self._temporal(at))
+            dtype, heads = self.temporal_dtype or at.packing, at.shard.heads(self.heads)
+            state = temporal_state(heads, self.state_shape, dtype, self.state_axis)
+            yield at.buffer("temporal", state)
+
+    def conv_sections(self, shard: Shard) -> list[ConvSection]:
+        """The sections of the convolution on one rank."""
+        return [ConvSection(name, shard.heads(total), dim) for name, total, dim in self.sections]
 
     def channels(self, shard: Shard) -> int:
         """Channels of the convolution on one rank."""
-        return sum(shard.of(total)[1] * dim for _, total, dim in self.sections)
+        return sum(section.channels for section in self.conv_sections(shard))
 
     def split(self, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:
         """Channels `[N, channel, tap]` by role as pools store them, `[N, head, dim, tap, 1]`."""
-        sizes = [shard.of(total)[1] * dim for _, total, dim in self.sections]
+        sections = self.conv_sections(shard)
+        sizes = [section.channels for section in sections]
         if conv.shape[1:] != (sum(sizes), self.taps):
             names = ", ".join(name for name, _, _ in self.sections) or "no section"
             raise ValueError(
@@ -287,8 +287,8 @@ class LinearState:
                 f"channels of {names} one after the other, and taps."
             )
         return {
-            f"conv.{name}": part.reshape(len(part), part.shape[1] // dim, dim, self.taps, 1)
-            for (name, _, dim), part in zip(self.sections, torch.split(conv, sizes, dim=1))
+            section.role: part.reshape(len(part), section.heads.size, section.dim, self.taps, 1)
+            for section, part in zip(sections, torch.split(conv, sizes, dim=1))
         }
 
     def join(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -302,27 +302,6 @@ class LinearState:
             taken = f"a state is [{shape}]" if self.heads else "this state has none"
             raise ValueError(f"temporal: {list(temporal.shape)}, {taken}.")
         return temporal if self.state_axis else temporal.reshape(*temporal.shape[:2], -1)
-
-    def _conv(self, at: At) -> Template:
-        parts = []
-        for name, total, dim in self.sections:
-            start, size = at.shard.of(total)
-            cell: Template = Cell(f"conv.{name}", 1, at.packing)
-            if self.conv_layout == "channels_first":
-                cell = Repeat("tap", self.taps, cell)
-            parts.append(Repeat("head", size, Repeat("dim", dim, cell), start, total))
-        channels = Seq(*parts)
-        if self.conv_layout == "channels_first":
-            return channels
-        return Repeat("tap", self.taps, channels)
-
-    def _temporal(self, at: At) -> Template:
-        start, size = at.shard.of(self.heads)
-        dtype, shape = self.temporal_dtype or at.packing, self.state_shape
-        cell: Template = Cell("temporal", prod(shape), dtype)
-        if self.state_axis:
-            cell = Repeat(self.state_axis, shape[0], Cell("temporal", prod(shape[1:]), dtype))
-        return Repeat("head", size, cell, start, self.heads)
 
 
 def gated_delta_net(

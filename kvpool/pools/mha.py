@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from typing_extensions import Unpack
 
+from kvpool.layout.formats.attention import Order
 from kvpool.pools.base import Common
 from kvpool.pools.composite import UnionPool
-from kvpool.pools.kinds import MHA, At, Kind, Order
+from kvpool.pools.kinds import MHA, At, Kind
 
 
 class MHAPool(UnionPool):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Literal
 
+from kvpool.layout.formats.heads import Heads
 from kvpool.layout.template import Template, alignment, item_bytes, item_regions
 from kvpool.layout.types import Buffer, LayoutError, Region, Space
 from kvpool.pools.buf_infos import StateType
@@ -47,6 +48,10 @@ class Shard:
             f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
             "other."
         )
+
+    def heads(self, total: int) -> Heads:
+        """The heads held, of `total`."""
+        return Heads(*self.of(total), total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvpool.device.quant import scale_role
 from kvpool.layout import Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.formats import scale_role
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail

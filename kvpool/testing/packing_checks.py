@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvpool.device.quant import scale_role
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
+from kvpool.layout.formats import scale_role
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, random_of
 from kvpool.testing.groups import blocks, device_of, groups, same, shape

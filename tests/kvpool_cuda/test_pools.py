@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpool.device.quant import scale_role
+from kvpool.layout.formats import scale_role
 from tests.kvpool_cuda.devices import NAME
 from tests.pools import PACKED
 

@@ -13,8 +13,9 @@ import torch
 from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
 from disagg.cli.bench.work import PAGE, Work, need_equal, plain_copy
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
-from kvpool.device.quant import dequantise, quantise, scale_role
+from kvpool.device.quant import dequantise, quantise
 from kvpool.device.torch_ops import bits
+from kvpool.layout.formats import scale_role
 
 WINDOW_PAGE = 128
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}

@@ -19,6 +19,7 @@ from disagg.connectors.tensors import Format, Layer, UnknownFormat, naming
 from kvpool.item import Cell, Template
 from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.formats import Heads, fp8_latent_row
 
 HERE = "add it to disagg/connectors/sglang/states.py"
 ORDERS = ("nhd", "hnd")
@@ -44,8 +45,8 @@ class Ranks(NamedTuple):
     groups: int = 0
     sliding: Collection[int | None] = ()
 
-    def heads(self, held: int) -> formats.Heads:
-        """The first of `held` heads of this rank, and all of the model."""
+    def heads(self, held: int) -> Heads:
+        """The `held` heads of this rank."""
         return formats.head_shard(held, self.total_kv_heads, self.tp_rank, self.tp_size)
 
 
@@ -126,7 +127,7 @@ def read_mla(pool: Any, at: At) -> Iterator[State]:
     sizes = {"latent": pool.kv_lora_rank, "rope": pool.qk_rope_head_dim}
     form = partial(formats.latent_rows, **sizes, dtype=dtype_name(pool.dtype))
     if pool.dsa_kv_cache_store_fp8:
-        form = partial(formats.rows, row=formats.FP8_LATENT_ROW)
+        form = partial(formats.rows, row=fp8_latent_row())
     yield from at.tensors((formats.paged(each, pool.page_size) for each in pool.kv_buffer), form)
 
 
@@ -171,7 +172,7 @@ def read_npu_mla(pool: Any, at: At) -> Iterator[State]:
     ):
         if stacked is None or not stacked.numel():
             continue
-        row: Template = formats.FP8_LATENT_ROW
+        row: Template = fp8_latent_row()
         if role != "latent" or not pool.dsa_kv_cache_store_fp8:
             row = Cell(role, stacked.shape[-1], kind)
         views = (formats.paged(each, page) for each in stacked)

@@ -17,6 +17,7 @@ from disagg.connectors.linear_states import LinearKind, slots, states
 from disagg.connectors.tensors import Format, Layer, UnknownFormat, layer_number, naming
 from kvpool.item import Seq
 from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.formats import fp8_latent_row
 
 HERE = "add it to disagg/connectors/vllm/layers.py"
 ATTENTION = {
@@ -139,7 +140,7 @@ def read_attention(
         scale = here.index_scale
         return partial(formats.index_keys, dim=config.index_head_dim, dtype=here.fp8, scale=scale)
     if cache == "fp8_ds_mla":
-        return partial(formats.rows, row=formats.FP8_LATENT_ROW)
+        return partial(formats.rows, row=fp8_latent_row())
     if mode == "FP8_PER_TENSOR":
         formats.check_unscaled(*(getattr(module, f"_{which}_scale_float", 1.0) for which in "kv"))
     if ATTENTION[backend] == "latent rows":
@@ -158,7 +159,7 @@ def read_attention(
         return partial(formats.planes, dim=key, dtype=kind, heads=heads)
     numbers = {"key": key, "value": value, "dtype": kind, "heads": heads}
     if ATTENTION[backend] == "keys and values":
-        return partial(formats.keys_and_values, **numbers, scaled=mode.endswith("TOKEN_HEAD"))
+        return partial(formats.keys_and_values, **numbers, with_scales=mode.endswith("TOKEN_HEAD"))
     if isa in ("vec", "vec16"):  # csrc/cpu/cpu_attn_vec.hpp, which vec16 inherits from
         return partial(formats.transposed_keys, **numbers)
     if isa in ("", "rvv") or (isa, kind) == ("neon", "bfloat16"):

@@ -16,6 +16,7 @@ from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, join_ne
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool
 from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from kvpool.layout.formats import Heads, fp8_latent_row
 from kvpool.pools.kinds import mamba1, mamba2
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
@@ -44,7 +45,7 @@ def heads(describe, dtype, kernel=kernels.KeysAndValues, content=2 * D, held=BF1
     model = {"key": D} if kernel is kernels.KeysAndValues else {}
     said = {"key": D, "value": value, "dtype": dtype}
     dense = describe is formats.transposed_keys
-    scaled = {"scaled": True} if kernel is kernels.TokenHeadScales else {}
+    scaled = {"with_scales": True} if kernel is kernels.TokenHeadScales else {}
     return Format(partial(describe, **said, **scaled), kernel, content, held, model, dense=dense)
 
 
@@ -74,7 +75,7 @@ FORMATS = {
     "latent_rows": Format(LATENT_ROWS, **MLA, heads=False),
     "latent_rows_fp8": Format(partial(LATENTS, dtype=FP8), **MLA, held=U8, heads=False),
     "rows_of_656": Format(
-        partial(formats.rows, row=formats.FP8_LATENT_ROW), kernels.SparseRows, 656, U8, {}, False
+        partial(formats.rows, row=fp8_latent_row()), kernels.SparseRows, 656, U8, {}, False
     ),
     "index_keys": Format(
         partial(formats.index_keys, dim=128, dtype=FP8, scale="float32"),
@@ -85,7 +86,7 @@ FORMATS = {
 
 def attention(form: Format, layer: int, view, ids, shard=range(2), total=2):
     """A layer as a connector describes it, and as the kernel writes it."""
-    said = {"heads": (shard.start, total)} if form.heads else {}
+    said = {"heads": Heads(shard.start, len(shard), total)} if form.heads else {}
     page = Layer(f"model.layers.{layer}.attn", layer, view, partial(form.describe, **said))
     return page, form.kernel(view, layer, ids, shard, **form.model)
 
@@ -174,7 +175,7 @@ def test_two_ranks_heads_are_handed_to_one(name):
 
 def test_planes_of_keys_and_of_values_are_found():
     view = torch.zeros(5, 2, 8, 2 * D, dtype=BF16)
-    said = partial(formats.planes, dim=D, dtype="bfloat16", heads=(0, 2))
+    said = partial(formats.planes, dim=D, dtype="bfloat16", heads=Heads(0, 2, 2))
     seen = Layer("a", 0, view, said).describe("kv")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("kv", "paged", 8),), 1)
     held = oracle.over(layout, view.view(-1).view(torch.uint8).numpy())

@@ -20,7 +20,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvpool.device.quant import dequantise, quantise, scaled
+from kvpool.device.quant import dequantise, quantise
+from kvpool.layout.formats import scaled
 
 F32, F16, UE8M0 = torch.float32, torch.float16, torch.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
@@ -363,12 +364,12 @@ def test_gradients_are_not_kept():
     ("count", "block_size", "blocks"), [(512, 128, 4), (448, 64, 7), (64, 32, 2), (16, 128, 1)]
 )
 def test_cells_of_values_and_scales(count, block_size, blocks):
-    values, scales = scaled("latent", count, block_size)
+    values, scales = scaled("latent", count, block=block_size)
     assert (values.role, values.count, values.dtype) == ("latent", count, "float8_e4m3fn")
     assert (scales.role, scales.count, scales.dtype) == ("latent.scale", blocks, "float32")
-    assert scaled("latent", count, block_size, "ue8m0")[1].dtype == "float8_e8m0fnu"
+    assert scaled("latent", count, block=block_size, scale="ue8m0")[1].dtype == "float8_e8m0fnu"
 
 
 def test_elements_that_are_not_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="latent: 200 elements are not a multiple of"):
-        scaled("latent", 200, 128)
+        scaled("latent", 200, block=128)

@@ -11,6 +11,7 @@ from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool.layout import LayoutError, RequestAddress, Span
+from kvpool.layout.formats import Heads
 from tests import oracle
 from tests.disagg.connectors.vllm import engines, kernels
 
@@ -124,7 +125,7 @@ def test_what_is_decided_elsewhere_is_refused_at_start(make, words):
 def test_blocks_that_lie_among_other_layers_are_refused():
     _, (view, _) = kernels.views("BHLNC", 2, (BLOCKS, 2, 16, D + 8), torch.uint8)
     with pytest.raises(UnknownFormat, match="they lie among others"):
-        whole_items(view, packing="int4", heads=(0, 2))
+        whole_items(view, packing="int4", heads=Heads(0, 2, 2))
 
 
 def test_such_pages_are_refused_where_ranks_share_positions():

@@ -66,7 +66,7 @@ def attention(config, layer, rank, ranks):
         return "kv", Layer(name, layer, view, rows)
     total, dim = config["num_key_value_heads"], config["head_dim"]
     view = torch.zeros(5, total // ranks, 8, 2 * dim)
-    heads = rank * total // ranks, total
+    heads = Shard(rank, ranks).heads(total)
     keys = partial(formats.transposed_keys, key=dim, value=dim, dtype="float32", heads=heads)
     windowed = config.get("layer_types", [""] * 4)[layer] == "sliding_attention"
     found = Layer(name, layer, view, keys, prefix="swa." if windowed else "")
