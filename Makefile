@@ -190,6 +190,11 @@ lint: venv  ## style and types
 bench: venv  ## every benchmark, as ratios
 	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
 
+SIMULATE ?=
+.PHONY: simulate
+simulate: venv  ## a fleet of endpoints in virtual time (docs/scale.md)
+	$(BIN)/python -m tests.fleet $(SIMULATE)
+
 DEVICE ?= cpu
 ACCEPT ?=
 .PHONY: accept

@@ -15,11 +15,11 @@ from disagg.cli.bench.case import QUICK
 from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
-from disagg.cli.simulate.fleet import Fleet
-from disagg.cli.simulate.report import COLUMNS, growth_table, one_table
-from disagg.cli.simulate.spec import Spec
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
+from tests.fleet.fleet import Fleet
+from tests.fleet.report import COLUMNS, growth_table, one_table
+from tests.fleet.spec import Spec
 
 SAVED = Path(__file__).parents[1] / "snapshot" / "version1.safetensors"
 V4 = {
@@ -119,7 +119,6 @@ def test_what_is_over_goes_to_the_columns_that_need_it():
         "explain deepseek_v3",
         "explain deepseek_v3 llama_3_1_70b",
         "bench --quick --only allocator",
-        "simulate --prefill 2 --decode 2 --rooms 4",
         f"snapshot show {SAVED}",
     ],
 )

@@ -19,7 +19,7 @@ from kvpool.models import declare
 from tests.kvpool.cli.plugins import package
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
-OURS = {"accept", "bench", "budget", "demo", "describe", "doctor", "explain", "keys", "simulate"}
+OURS = {"accept", "bench", "budget", "demo", "describe", "doctor", "explain", "keys"}
 OURS |= {"snapshot"}
 every_command = pytest.mark.parametrize("name", sorted(OURS))
 GREETS = '''
@@ -179,7 +179,6 @@ def test_completion_is_installed_for_a_shell(tmp_path):
         (["bench", "--only", "transfer", "--engine", "nxil"], "Did you mean 'nixl'?"),
         (["demo", "--model", "lama"], "Did you mean 'llama'?"),
         (["accept", "--only", "stream"], "Did you mean 'streams'?"),
-        (["simulate", "--grow", "fleets"], "Did you mean 'fleet'?"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest_known(arguments, meant):
@@ -224,7 +223,6 @@ WRITING = {
     "explain llama_3_1_70b --json --html": ".html",
     "bench --quick --only plan --json --chart": ".svg",
     "demo --json --timeline": ".html",
-    "simulate --json --grow fleet --chart": ".svg",
 }
 
 

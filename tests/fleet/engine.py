@@ -14,7 +14,7 @@ from kvpool.layout import PoolLayout, Slab
 from kvpool.layout.grid import Ints, ragged
 
 if TYPE_CHECKING:
-    from disagg.cli.simulate.ranks import Rank
+    from tests.fleet.ranks import Rank
 
 
 @dataclass(eq=False, slots=True)

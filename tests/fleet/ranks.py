@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.cli.simulate.engine import TimedEngine
-from disagg.cli.simulate.network import RankTransport
-from disagg.cli.simulate.spec import PAGE
 from disagg.protocol.decode_state import Link
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.status import KVPoll
@@ -25,9 +22,12 @@ from disagg.runtime.options import Options
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.grid import Ints
+from tests.fleet.engine import TimedEngine
+from tests.fleet.network import RankTransport
+from tests.fleet.spec import PAGE
 
 if TYPE_CHECKING:
-    from disagg.cli.simulate.fleet import Fleet
+    from tests.fleet.fleet import Fleet
 
 NOBODY = -1
 

@@ -18,8 +18,8 @@ from disagg.protocol import messages
 from disagg.runtime.transport import Connection, MemoryNetwork, MemoryTransport
 
 if TYPE_CHECKING:
-    from disagg.cli.simulate.ranks import Rank
-    from disagg.cli.simulate.spec import Spec
+    from tests.fleet.ranks import Rank
+    from tests.fleet.spec import Spec
 
 Way = Literal["up", "down"]
 ABOUT_ROOMS = frozenset(

@@ -1,4 +1,4 @@
-"""`kvpool simulate`: a fleet of endpoints in one process, in virtual time."""
+"""`make simulate`: a fleet of endpoints in one process, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvpool.extras import needs
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg.cli.simulate.figures import Figures
-    from disagg.cli.simulate.spec import Spec
+    from tests.fleet.figures import Figures
+    from tests.fleet.spec import Spec
 
 WHAT_GROWS = ("fleet", "prefill", "decode", "both")
 
@@ -84,15 +84,15 @@ def simulate(
 
     \b
     Example:
-      kvpool simulate --prefill 128 --decode 256 --rooms 2000 --deaths 8
+      python -m tests.fleet --prefill 128 --decode 256 --rooms 2000 --deaths 8
     """
     from rich.console import Console
 
-    from disagg.cli.simulate.chart import SUFFIXES, write_chart
-    from disagg.cli.simulate.figures import to_json
-    from disagg.cli.simulate.report import growth_table, one_table
-    from disagg.cli.simulate.spec import Spec
     from kvpool.layout.sentences import nearest
+    from tests.fleet.chart import SUFFIXES, write_chart
+    from tests.fleet.figures import to_json
+    from tests.fleet.report import growth_table, one_table
+    from tests.fleet.spec import Spec
 
     for what in grow or ():
         if what not in WHAT_GROWS:
@@ -145,7 +145,7 @@ def _run(specs: list[Spec], console: Console) -> list[Figures]:
     """Runs fleets one after another, with a bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from disagg.cli.simulate.fleet import Fleet
+    from tests.fleet.fleet import Fleet
 
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("rooms of {task.description}")
     hidden, found = not console.is_terminal, []
@@ -156,3 +156,7 @@ def _run(specs: list[Spec], console: Console) -> list[Figures]:
             found.append(Fleet(spec, lambda n: progress.update(task, completed=n)).run())  # noqa: B023
             progress.remove_task(task)
     return found
+
+
+if __name__ == "__main__":
+    typer.run(simulate)

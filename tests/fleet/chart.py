@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from disagg.cli.simulate.figures import Figures
+from tests.fleet.figures import Figures
 
 if TYPE_CHECKING:
     from pathlib import Path

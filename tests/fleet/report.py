@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from disagg.cli.simulate.figures import Figures, growth
 from kvpool.render.text import human
+from tests.fleet.figures import Figures, growth
 
 if TYPE_CHECKING:
     from rich.table import Table

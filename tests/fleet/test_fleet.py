@@ -1,4 +1,4 @@
-"""`kvpool simulate`: what a fleet does follows from its options, and what must not be is found."""
+"""What a fleet does follows from its options, and what must not be is found."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import typer
 from msgspec import structs
 from typer.testing import CliRunner
 
-from disagg.cli.simulate.command import simulate
-from disagg.cli.simulate.figures import growth
-from disagg.cli.simulate.fleet import Fleet
-from disagg.cli.simulate.memory import footprint
-from disagg.cli.simulate.spec import Spec
 from disagg.protocol import messages
 from disagg.protocol.rooms.ended import EndedRooms
 from disagg.runtime.reads.lane import Lane
+from tests.fleet.__main__ import simulate
+from tests.fleet.figures import growth
+from tests.fleet.fleet import Fleet
+from tests.fleet.memory import footprint
+from tests.fleet.spec import Spec
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SMALL = Spec(prefill=4, decode=8, rooms=120, in_flight=4)
 FAULTY = replace(SMALL, loss=2e-3, deaths=4, chunks=2, peer_timeout=2.0)
 app = typer.Typer()
@@ -63,8 +63,8 @@ def test_with_faults_every_room_ends_once_on_every_rank_and_nothing_is_left(seed
 def test_one_seed_is_one_trace_in_every_process():
     code = (
         "from dataclasses import replace\n"
-        "from disagg.cli.simulate.fleet import Fleet\n"
-        "from tests.disagg.cli.test_simulate import FAULTY\n"
+        "from tests.fleet.fleet import Fleet\n"
+        "from tests.fleet.test_fleet import FAULTY\n"
         "print(Fleet(replace(FAULTY, rooms=40)).run().trace)\n"
     )
     there = subprocess.run(

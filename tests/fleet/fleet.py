@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
-from disagg.cli.simulate.figures import Figures, quantile
-from disagg.cli.simulate.memory import MemoryProbe
-from disagg.cli.simulate.network import FIRST_SECOND, FleetNetwork, Line, Timeline, Trace
-from disagg.cli.simulate.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank, Rank
-from disagg.cli.simulate.spec import MOST_TOKENS, PAGE, RESTART, Spec
 from disagg.plan import Group
 from disagg.protocol.status import Failure, KVPoll
+from tests.fleet.figures import Figures, quantile
+from tests.fleet.memory import MemoryProbe
+from tests.fleet.network import FIRST_SECOND, FleetNetwork, Line, Timeline, Trace
+from tests.fleet.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank, Rank
+from tests.fleet.spec import MOST_TOKENS, PAGE, RESTART, Spec
 
 MOST_BROKEN = 20
 """Broken promises that are listed."""

@@ -15,7 +15,7 @@ from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.prefill_peers import PrefillPeers
 
 if TYPE_CHECKING:
-    from disagg.cli.simulate.ranks import Rank
+    from tests.fleet.ranks import Rank
 
 NOT_DATA = (type, ModuleType, FunctionType, BuiltinFunctionType)
 

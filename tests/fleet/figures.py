@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from disagg.cli.simulate.memory import Memory
-from disagg.cli.simulate.network import ABOUT_ROOMS
-from disagg.cli.simulate.spec import Spec
+from tests.fleet.memory import Memory
+from tests.fleet.network import ABOUT_ROOMS
+from tests.fleet.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)

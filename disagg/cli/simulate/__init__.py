@@ -1,1 +1,0 @@
-"""`kvpool simulate`: a fleet of endpoints in one process, under a clock of its own."""
