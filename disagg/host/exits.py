@@ -19,25 +19,25 @@ EXIT_SECONDS = 3.0
 """How long all that is open may keep the process, when it ends."""
 
 
-class Closes(Protocol):
-    """What has an end."""
+class Droppable(Protocol):
+    """What may be left open."""
 
-    def close(self) -> None:
-        """Ends it. May be called again, from any thread."""
+    def drop(self) -> None:
+        """Droppable it, in a thread that its owner knows nothing of. May be called again."""
 
 
-def close_at_exit(one: Closes) -> None:
-    """Closes something when the process ends, if it is still there."""
+def close_at_exit(one: Droppable) -> None:
+    """Droppable something when the process ends, if it is still there."""
     _open.add(one)
 
 
-def do_not_close_at_exit(one: Closes) -> None:
+def do_not_close_at_exit(one: Droppable) -> None:
     """It has been closed."""
     _open.discard(one)
 
 
-def close_aside(one: Closes) -> threading.Thread:
-    """Closes something in a thread of its own, since that may take time."""
+def close_aside(one: Droppable) -> threading.Thread:
+    """Droppable something in a thread of its own, since that may take time."""
     _open.add(one)  # a destructor may run when weak references are gone already
     thread = threading.Thread(target=_close, args=(one,), name="Closing", daemon=True)
     try:
@@ -47,9 +47,9 @@ def close_aside(one: Closes) -> threading.Thread:
     return thread
 
 
-def _close(one: Closes) -> None:
+def _close(one: Droppable) -> None:
     try:
-        one.close()
+        one.drop()
     except Exception:
         log.exception("%s: it could not be closed", type(one).__name__)
 
@@ -61,5 +61,5 @@ def _close_all() -> None:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-_open: WeakSet[Closes] = WeakSet()
+_open: WeakSet[Droppable] = WeakSet()
 atexit.register(_close_all)

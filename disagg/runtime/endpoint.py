@@ -130,6 +130,7 @@ class Endpoint(Generic[M]):
         self._waiters = Waiters(self._lock)
         self._ended_file: EndedFile | None = None
         self._corks = self._transport if isinstance(self._transport, Corks) else None
+        self._transport_is_lent = options.get("transport") is not None
         self._waits_aside = isinstance(self._transport, WaitsAside)
         self._locates = self._transport if isinstance(self._transport, Locates) else None
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
@@ -265,6 +266,16 @@ class Endpoint(Generic[M]):
                 self._ended_file.close()
             self._released = True
         do_not_close_at_exit(self)
+
+    def drop(self) -> None:
+        """Closes what its owner has left open. Over a transport of the caller's, which only one
+        thread at a time may use, no peer is told.
+        """
+        if self._transport_is_lent:
+            with self._lock:
+                self._closing = True
+                self._waiters.close()
+        self.close()
 
     def abandon(self) -> None:
         """In a forked child: closes this copy of the parent's endpoint, and touches nothing else of

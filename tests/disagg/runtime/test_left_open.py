@@ -16,7 +16,14 @@ from contextlib import suppress
 
 import pytest
 
-from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg import (
+    DecodeEndpoint,
+    MemoryTransport,
+    PrefillEndpoint,
+    create_engine,
+)
+from disagg.protocol.messages import Disconnect, decode as decoded
+from disagg.runtime.transport import MemoryNetwork
 from tests.disagg.engines.owners import until
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import MLA, TOKENS, pool
@@ -155,6 +162,33 @@ def test_an_endpoint_in_a_cycle_is_collected_too():
     with pytest.warns(ResourceWarning, match="PrefillEndpoint was dropped"):
         del endpoint
         until(lambda: gc.collect() is not None and resources() == before)
+
+
+@pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "stepped"])
+def test_an_endpoint_that_is_dropped_leaves_the_transport_of_its_caller_alone(threaded):
+    network, pools = MemoryNetwork(), [pool(), pool()]
+    transport = MemoryTransport(network)
+    options = {"threaded": False}
+    with PrefillEndpoint(
+        pools[0].layout, create_engine("local"), "p", transport=MemoryTransport(network), **options
+    ) as prefill:
+        threads = threading.active_count()
+        decode = DecodeEndpoint(
+            pools[1].layout, create_engine("local"), transport=transport, threaded=threaded
+        )
+        link = decode.connect([prefill.address])
+        while not link.settled:
+            prefill.step()
+            if not threaded:
+                decode.step()
+        sent = []
+        transport.send = lambda peer, data: sent.append(data)
+        with pytest.warns(ResourceWarning):
+            del decode
+            until(lambda: gc.collect() is not None and threading.active_count() == threads)
+        assert transport.connections and not any(
+            isinstance(decoded(each), Disconnect) for each in sent
+        )
 
 
 def test_an_endpoint_that_was_never_made_warns_of_nothing(recwarn):
