@@ -22,6 +22,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
 from disagg.errors import EndpointClosed, UnknownRoom, UsageError
+from disagg.host.signals import deferred_signals
 from disagg.protocol.decode_state import Link
 from disagg.protocol.messages import Aux, Convention, Room, room_name
 from disagg.protocol.rooms.ended import Ended
@@ -261,8 +262,9 @@ class Rank:
         engine is done with its pages too.
         """
         self.turn()
-        for endpoint in self._endpoints:
-            self._ended.extend((endpoint, ended) for ended in endpoint.ended())
+        with deferred_signals:  # what a handler raises comes when the lists are in ours
+            for endpoint in self._endpoints:
+                self._ended.extend((endpoint, ended) for ended in endpoint.ended())
         self._take_ended()
         self._collect_sent(finished)
         if self._links is not None:
