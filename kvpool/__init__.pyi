@@ -54,7 +54,7 @@ from .pools.layered import LayeredPool as LayeredPool, State as State
 from .pools.mha import MHAPool as MHAPool
 from .pools.mla import MLAPool as MLAPool, NSAPool as NSAPool
 from .pools.offload import Saved as Saved
-from .pools.placement import BufferSpec as BufferSpec, Declared as Declared, Shard as Shard
+from .pools.placement import BufferSpec as BufferSpec, Shard as Shard
 from .pools.swa import SWAPool as SWAPool
 from .prefix_cache import (
     PinnedPrefix as PinnedPrefix,

@@ -86,9 +86,6 @@ class BufferSpec:
         ]
 
 
-Declared = BufferSpec  # the public name of kvpool 0.1
-
-
 def layer_numbers(layers: Iterable[int], owner: str) -> tuple[int, ...]:
     """The layers of a pool, in order. Raises TypeError and ValueError for anything else."""
     try:
