@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -17,6 +18,9 @@ settings.register_profile(
 settings.register_profile("long", settings.get_profile("kvpool"), max_examples=500)
 settings.load_profile("kvpool")
 GUARD = pytest.StashKey[Guard]()
+# a shell's background jobs ignore Ctrl-C, and so would every process that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["outside Python", "in Python"])
