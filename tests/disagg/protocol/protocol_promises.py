@@ -22,6 +22,8 @@ REASONS = {
     "cannot be reached": "cut, mute decode, mute prefill, unread, disconnect, rubbish, loss",
     "read from rank": "engine, mute decode, mute prefill, cut",
     "its lease ended": "lease",
+    # a name that was used before: a decode may have meant either use
+    "a decode was told of an earlier room": "again",
     "nothing has happened for|no chunk of it was sent while": "offer",
     "asked for it already|one reader says": "twice",
     "decode made room for|Send the same tokens of a request": "longer",
@@ -71,6 +73,7 @@ def caused(node: Node, name, reason: str) -> bool:
         (cause == "lease" and None is not world.lease <= world.now - world.began)
         or (cause == "offer" and None is not world.offer <= world.now - world.began)
         or (cause == "twice" and len(wants) > 1)
+        or (cause == "again" and bool(wants))
         or (cause == "longer" and (cause, service, name) in world.faults)
         or cause in world.network
         or any((cause, *pair) in world.faults for pair in pairs)

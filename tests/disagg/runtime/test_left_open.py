@@ -125,12 +125,19 @@ def test_a_stopped_peer_does_not_hold_the_exit_up(engine):
 
 
 def resources():
-    """Open files of this process, by what they are, and how many threads it has."""
+    """Open files of this process, by what they are, and how many threads it has. What earlier tests
+    have left may end meanwhile.
+    """
     files = Counter()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # of the listing itself
             files[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
     return files, threading.active_count()
+
+
+def at_most(before):
+    files, threads = resources()
+    return files <= before[0] and threads <= before[1]
 
 
 @pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "stepped"])
@@ -149,8 +156,9 @@ def test_an_endpoint_that_is_dropped_warns_and_ends(engine, threaded):
     del link
     with pytest.warns(ResourceWarning, match="was dropped without close") as warned:
         del prefill, decode
-        until(lambda: gc.collect() is not None and resources() == before)
-    assert len(warned) == 2, [str(each.message) for each in warned]
+        until(lambda: gc.collect() is not None and at_most(before))
+    names = [str(each.message).split()[1] for each in warned]
+    assert {"PrefillEndpoint", "DecodeEndpoint"} <= {*names}, names
 
 
 def test_an_endpoint_in_a_cycle_is_collected_too():
@@ -161,7 +169,7 @@ def test_an_endpoint_in_a_cycle_is_collected_too():
     endpoint.mine = [endpoint]
     with pytest.warns(ResourceWarning, match="PrefillEndpoint was dropped"):
         del endpoint
-        until(lambda: gc.collect() is not None and resources() == before)
+        until(lambda: gc.collect() is not None and at_most(before))
 
 
 @pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "stepped"])
