@@ -42,6 +42,12 @@ class Fields:
         self.used.add(self.inside + name)
         return self.values.get(name)
 
+    def ignore(self, *names: str) -> None:
+        """Marks fields as known that say nothing of this type's state: they are not read, and not
+        refused as unread.
+        """
+        self.used.update(self.inside + name for name in names)
+
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error for a field that does not fit."""
         held = self.get(name)

@@ -16,8 +16,7 @@ def deepseek_v4(fields: Fields) -> Need:
     """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
     with compress_rates (transformers).
     """
-    for unread in (HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers"):
-        fields.get(unread)
+    fields.ignore(HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers")
     count, found = fields.num_layers, []
     if fields.has("layer_types"):
         found.append(_rated(fields))

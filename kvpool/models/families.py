@@ -57,7 +57,7 @@ def _qwen3_moe(fields: Fields, count: int) -> Sequence[str]:
 def _qwen2_moe(fields: Fields, count: int) -> Sequence[str]:
     """A window on every second layer before max_window_layers."""
     end = fields.whole("max_window_layers", 0) if fields.flag("use_sliding_window") else 0
-    fields.get("max_window_layers")
+    fields.ignore("max_window_layers")
     return [SLIDING if n < end and n % 2 == 0 else FULL for n in range(count)]
 
 
@@ -71,7 +71,7 @@ def _by_window(fields: Fields, count: int) -> Sequence[str]:
 
 def _smollm3(fields: Fields, count: int) -> Sequence[str]:
     """A window on layers without rotation."""
-    fields.get("max_window_layers")
+    fields.ignore("max_window_layers")
     windowed = fields.flag("use_sliding_window") and fields.has("sliding_window")
     if not windowed:
         return [FULL] * count
@@ -113,8 +113,8 @@ def _mimo_v2_flash_types(fields: Fields, count: int) -> Sequence[str]:
 
 def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
     """Window layers have twice the KV heads, unless swa_num_key_value_heads says otherwise."""
-    fields.get("attention_chunk_size")  # published, and read by no engine
-    fields.get("hybrid_layer_pattern")
+    # the chunk size is published, and read by no engine
+    fields.ignore("attention_chunk_size", "hybrid_layer_pattern")
     full = heads(fields, needs, fields.whole("v_head_dim"))
     count = fields.whole_or(f"swa_{HEADS}", 2 * full.num_kv_heads)
     dims = fields.whole_or("swa_head_dim", full.head_dim), full.v_head_dim or full.head_dim
@@ -132,7 +132,7 @@ def _step3p5(fields: Fields, name: str, needs: Needs) -> Layer:
     heads; transformers gives them the KV heads of the other layers.
     """
     groups, setting = "num_attention_groups", "attention_other_setting"
-    fields.get("num_sliding_attention_heads")
+    fields.ignore("num_sliding_attention_heads")
     if fields.has(groups):
         count = fields.whole(groups)
         if fields.has(HEADS) and fields.get(HEADS) != count:
@@ -157,8 +157,7 @@ def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
 def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
     held, count = heads(fields, needs), "num_global_key_value_heads"
-    for unread in ("global_head_dim", count):
-        fields.get(unread)
+    fields.ignore("global_head_dim", count)
     alike = fields.flag("attention_k_eq_v")  # without it the global heads are not read
     if name == FULL and not fields.has("per_layer_config"):
         held = replace(held, head_dim=fields.whole_or("global_head_dim", 512))
@@ -192,13 +191,13 @@ def _gpt_bigcode(fields: Fields, name: str, needs: Needs) -> Layer:
     count = fields.whole(fields.named("num_attention_heads"))
     if fields.get("multi_query") is not False:
         count = 1
-    fields.get(HEADS)
+    fields.ignore(HEADS)
     return (State(MHA(count, head_dim(fields))),)
 
 
 def _dbrx(fields: Fields, name: str, needs: Needs) -> Layer:
     """KV heads are in attn_config."""
-    fields.get(HEADS)
+    fields.ignore(HEADS)
     count = fields.inner("attn_config").whole("kv_n_heads")
     return (State(MHA(count, head_dim(fields))),)
 
@@ -219,14 +218,13 @@ def _mpt(fields: Fields, name: str, needs: Needs) -> Layer:
 
 def _gpt_neo(fields: Fields, name: str, needs: Needs) -> Layer:
     """Local layers keep all tokens: transformers masks those that are too far."""
-    for unread in ("attention_types", "attention_layers", "window_size"):
-        fields.get(unread)
+    fields.ignore("attention_types", "attention_layers", "window_size")
     return grouped(fields, name, needs)
 
 
 def _modernbert(fields: Fields, name: str, needs: Needs) -> Layer:
     """A window of half of local_attention: an encoder sees the other half after a token."""
-    fields.get("local_attention")
+    fields.ignore("local_attention")
     if name == FULL or fields.has("sliding_window"):
         return grouped(fields, name, needs)
     return (State(heads(fields, needs), fields.whole("local_attention", 4) // 2 - 1),)
@@ -234,7 +232,7 @@ def _modernbert(fields: Fields, name: str, needs: Needs) -> Layer:
 
 def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
     """Sparse layers have an indexer's key beside K and V."""
-    fields.get("index_head_dim")
+    fields.ignore("index_head_dim")
     held = State(heads(fields, needs))
     if name == FULL:
         return (held,)
@@ -247,7 +245,7 @@ def _cycles(fields: Fields) -> int:
         layers = fields.whole("num_layers_per_stack")
     else:
         layers = fields.num_layers
-    fields.get("L_bp_cycles")
+    fields.ignore("L_bp_cycles")
     return layers * fields.whole("H_cycles") * (fields.whole("L_cycles") + 1)
 
 

@@ -71,7 +71,7 @@ def _all_indexed(fields: Fields, count: int) -> Sequence[str]:
 def _two_a_block(fields: Fields) -> int:
     """A block has two attentions; num_hidden_layers, where it is given, counts these."""
     if fields.has("num_layers"):
-        fields.get("num_hidden_layers")
+        fields.ignore("num_hidden_layers")
         return 2 * fields.whole("num_layers")
     return fields.num_layers
 

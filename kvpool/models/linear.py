@@ -51,8 +51,7 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
     def layer(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
         state = (State(linear(fields)),)
         both = name == HYBRID
-        for unread in (HEADS, HEAD_DIM):  # also where no layer has attention
-            fields.get(unread)
+        fields.ignore(HEADS, HEAD_DIM)  # also where no layer has attention
         if name in NOTHING:
             return ()
         if name in (LINEAR, CONV):
@@ -81,8 +80,7 @@ def _interval(fields: Fields, count: int) -> Sequence[str]:
 def _kda(fields: Fields) -> LinearState:
     """Sizes are in linear_attn_config in published configs."""
     given, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
-    for unread in (*names, kernel):
-        fields.get(unread)
+    fields.ignore(*names, kernel)
     if fields.has("linear_attn_config") or not fields.has(names[0]):
         given, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
         kernel = "short_conv_kernel_size"
@@ -91,8 +89,7 @@ def _kda(fields: Fields) -> LinearState:
 
 def _bailing(fields: Fields) -> LinearState:
     """transformers writes the names that begin with linear_."""
-    for unread in (HEAD_DIM, "short_conv_kernel_size", "layer_group_size"):
-        fields.get(unread)
+    fields.ignore(HEAD_DIM, "short_conv_kernel_size", "layer_group_size")
     if fields.has("linear_num_heads"):
         return _kda(fields)
     count, dim = fields.whole("num_attention_heads"), fields.whole(HEAD_DIM)
@@ -122,8 +119,7 @@ def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
 
 def _glm5_next(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     """A latent without a rope key, and what an indexer pools: the keys of index_kpool tokens."""
-    for unread in ("index_kpool", "index_kpool_always_select_tail"):
-        fields.get(unread)
+    fields.ignore("index_kpool", "index_kpool_always_select_tail")
     row = latent_row(fields, rope=range(1))
     return State(row), State(IndexKey(fields.whole("index_head_dim"), pooled=True))
 
@@ -134,8 +130,7 @@ def _mamba2(
     """Mamba-2, with the names of its numbers."""
 
     def state(fields: Fields) -> LinearState:
-        for unread in (*MAMBA_UNREAD, "mamba_expand", "expand", "mamba_d_ssm"):
-            fields.get(unread)
+        fields.ignore(*MAMBA_UNREAD, "mamba_expand", "expand", "mamba_d_ssm")
         if fields.get("mamba_ssm_cache_dtype") not in (None, "float32"):
             raise fields.wrong("mamba_ssm_cache_dtype", "'float32'")
         return mamba2(
@@ -159,8 +154,7 @@ def _mamba1(expand: str, size: str, kernel: str) -> Callable[[Fields], LinearSta
     """Mamba-1: channels are hidden_size times `expand`."""
 
     def state(fields: Fields) -> LinearState:
-        for unread in (*MAMBA_UNREAD, "mamba_dt_rank", "use_mambapy"):
-            fields.get(unread)
+        fields.ignore(*MAMBA_UNREAD, "mamba_dt_rank", "use_mambapy")
         channels = fields.whole("hidden_size") * fields.whole(expand)
         if expand == "expand":  # elsewhere it is that of the MLP
             channels = fields.whole_or("intermediate_size", channels)
@@ -171,8 +165,7 @@ def _mamba1(expand: str, size: str, kernel: str) -> Callable[[Fields], LinearSta
 
 def _zamba(fields: Fields) -> LinearState:
     """Mamba-1 with heads."""
-    for unread in (*MAMBA_UNREAD, "mamba_dt_rank", "attn_layer_period", "attn_layer_offset"):
-        fields.get(unread)
+    fields.ignore(*MAMBA_UNREAD, "mamba_dt_rank", "attn_layer_period", "attn_layer_offset")
     wide, count = fields.whole("hidden_size") * fields.whole("mamba_expand"), "n_mamba_heads"
     if wide % fields.whole(count):
         raise fields.wrong(count, f"a divisor of {wide}")
@@ -187,8 +180,7 @@ def _inkling(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     if name == HYBRID_SLIDING:
         own = {n: fields.whole(f"swa_{n}") for n in (HEADS, HEAD_DIM)}
         held = replace(fields, values={**fields.values, **own})
-    for unread in ("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states"):
-        fields.get(unread)
+    fields.ignore("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states")
     kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
     kv = heads(held, needs)
     wide = kv.num_kv_heads * kv.head_dim
@@ -218,14 +210,13 @@ def _all(kind: str) -> Callable[[Fields, int], Sequence[str]]:
 
 
 def _short_conv(fields: Fields) -> LinearState:
-    for unread in (
+    fields.ignore(
         "conv_bias",
         "conv_dim",
         "conv_dim_out",
         "conv_use_xavier_init",
         "full_attn_idxs",
-    ):
-        fields.get(unread)
+    )
     return short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
 
 
@@ -248,8 +239,7 @@ def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
 
 def _zamba2_attention(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
-    for unread in ("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size"):
-        fields.get(unread)
+    fields.ignore("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size")
     given = HEADS in needs or fields.has(HEADS)
     count = fields.whole(HEADS if given else "num_attention_heads")
     return (State(MHA(count, fields.whole("attention_head_dim"))),)

@@ -114,8 +114,7 @@ def latent_row(fields: Fields, rope: range = range(1, MAX_VALUE + 1)) -> MLA:
     """A latent and a rope key, of one of `rope` dims. Heads are made of it, so their dims are none
     of the state's.
     """
-    for unread in (HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim"):
-        fields.get(unread)
+    fields.ignore(HEADS, HEAD_DIM, "v_head_dim", "qk_nope_head_dim")
     return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim", rope[0], rope[-1]))
 
 
@@ -125,7 +124,7 @@ def indexed(fields: Fields, layers: list[Layer], needs: frozenset[str]) -> list[
     """
     if fields.has("indexer_types"):
         held = fields.each("indexer_types", ("full", "shared"), len(layers))
-        fields.get("index_topk_freq"), fields.get("index_topk_pattern")
+        fields.ignore("index_topk_freq", "index_topk_pattern")
         return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
     if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
         raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
@@ -201,7 +200,7 @@ def from_max_window_layers(fields: Fields, count: int) -> Sequence[str]:
     """use_sliding_window is a window on the layers from max_window_layers."""
     used = fields.flag("use_sliding_window")
     first = fields.whole("max_window_layers", 0) if used else count
-    fields.get("max_window_layers")
+    fields.ignore("max_window_layers")
     return [FULL if n < first else SLIDING for n in range(count)]
 
 
@@ -258,12 +257,12 @@ def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
     for name in ("layer_types", "layers_block_type"):
         if not fields.has(name):
             continue
-        for unread in ("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW):
-            fields.get(unread)  # what the list was made of
+        # what the list was made of
+        fields.ignore("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW)
         older = [old for old, new in RENAMED.items() if new in family.names]
         named = (*family.names, *older)
         found = fields.each(name, named, _listed_layers(fields, name, count))[:count]
         return [RENAMED.get(each, each) for each in found]
-    for name in WINDOW if family.types is not all_full else ():
-        fields.get(name)
+    if family.types is not all_full:
+        fields.ignore(*WINDOW)
     return family.types(fields, count)
