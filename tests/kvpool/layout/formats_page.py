@@ -1,6 +1,6 @@
 """docs/formats.md: every format to the byte, from the item templates of the pools.
 
-python -m kvpool.cli.formats > docs/formats.md
+python -m tests.kvpool.layout.formats_page > docs/formats.md
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvpool.pools.kinds import (
     mamba2,
     short_conv,
 )
-from kvpool.render.markdown import Format, page
+from tests.kvpool.layout.formats_markdown import Format, page
 
 HEAD = """# Formats, to the byte
 
@@ -37,9 +37,9 @@ The bytes of every kind of state, with the numbers of one model each. For your m
 Sources are released packages, read in November 2026: sglang 0.5.23, vllm 0.33.0, vllm-ascend
 0.23.0. "kvpool's own" marks formats that no engine uses.
 
-`python -m kvpool.cli.formats > docs/formats.md` writes this page from the item templates of the
-pools (`kvpool/pools/kinds.py`). A test compares the page with the templates, and its numbers with
-numbers worked out by hand.
+`python -m tests.kvpool.layout.formats_page > docs/formats.md` writes this page from the item
+templates of the pools (`kvpool/layout/formats`). A test compares the page with the templates, and
+its numbers with numbers worked out by hand.
 """
 SGLANG, VLLM, ASCEND = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0"
 OWN = "kvpool's own"

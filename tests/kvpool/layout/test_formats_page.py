@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
-from kvpool.cli.formats import FORMATS, document
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.pools.kinds import MHA, MLA, gated_delta_net, kda, mamba2
-from kvpool.render.markdown import written
+from tests.kvpool.layout.formats_markdown import written
+from tests.kvpool.layout.formats_page import FORMATS, document
 from tests.kvpool.layout.test_template import paint
 
 FILE = Path(__file__).parents[3] / "docs" / "formats.md"
@@ -58,10 +58,13 @@ def items(title):
 
 def test_the_document_is_what_the_templates_say():
     done = subprocess.run(
-        [sys.executable, "-m", "kvpool.cli.formats"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tests.kvpool.layout.formats_page"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    again = "python -m kvpool.cli.formats > docs/formats.md"
+    again = "python -m tests.kvpool.layout.formats_page > docs/formats.md"
     assert FILE.read_text() == done.stdout == document(), f"docs/formats.md is stale: {again}"
 
 
