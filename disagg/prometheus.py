@@ -18,8 +18,8 @@ from kvpool.extras import needed_by
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from kvpool.allocator import Usage
-    from kvpool.prefix_cache import PrefixStats
+    from kvpool.allocation.allocator import Usage
+    from kvpool.allocation.prefix_cache import PrefixStats
 
 log = logging.getLogger("disagg")
 

@@ -1,4 +1,13 @@
-from .allocator import Allocator as Allocator, OutOfPages as OutOfPages, Request as Request
+from .allocation.allocator import (
+    Allocator as Allocator,
+    OutOfPages as OutOfPages,
+    Request as Request,
+)
+from .allocation.prefix_cache import (
+    PinnedPrefix as PinnedPrefix,
+    PrefixCache as PrefixCache,
+    PrefixStats as PrefixStats,
+)
 from .device import Device as Device, DeviceUnavailable as DeviceUnavailable
 from .layout import (
     Axis as Axis,
@@ -56,9 +65,4 @@ from .pools.mla import MLAPool as MLAPool, NSAPool as NSAPool
 from .pools.offload import Saved as Saved
 from .pools.placement import BufferSpec as BufferSpec, Shard as Shard
 from .pools.swa import SWAPool as SWAPool
-from .prefix_cache import (
-    PinnedPrefix as PinnedPrefix,
-    PrefixCache as PrefixCache,
-    PrefixStats as PrefixStats,
-)
 from .version import __version__ as __version__

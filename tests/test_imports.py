@@ -28,7 +28,13 @@ def run(code: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["kvpool.layout", "kvpool.describe", "kvpool.device", "kvpool.allocator", "disagg.plan"],
+    [
+        "kvpool.layout",
+        "kvpool.describe",
+        "kvpool.device",
+        "kvpool.allocation.allocator",
+        "disagg.plan",
+    ],
 )
 def test_layouts_and_plans_need_no_torch(module):
     run(BLOCKED.format(blocked={"torch"}) + f"import {module}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.pools.composite import UnionPool
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from kvpool.allocator import Allocator, Request
+from kvpool.allocation.allocator import Allocator, Request
 from kvpool.integrations.padding import PADDING, Padding, right_aligned
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.integrations.progress import PROGRESS, Progress, copy_progress

@@ -21,7 +21,7 @@ from typing import Any
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, UnknownRoom
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
 from tests.faults.trips import Trip, TrippedTransport

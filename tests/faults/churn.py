@@ -24,7 +24,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.runtime.staging import MIN_STAGING
 from kvpool import Allocator, OutOfPages
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
 from tests import pools
 from tests.disagg.runtime.farm import FORKS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.engines.base import Engine
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
 
 

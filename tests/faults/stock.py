@@ -6,7 +6,7 @@ from collections import deque
 from itertools import cycle
 
 from kvpool import Allocator, OutOfPages, PrefixCache
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.pools.base import KVPool
 from tests.faults.values import MOST_TOKENS, put, wrong
 

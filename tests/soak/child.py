@@ -16,7 +16,7 @@ import numpy as np
 
 from disagg import KVPoll, snapshot
 from kvpool import PrefixCache
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
 from tests.faults.child import Child
 from tests.faults.orders import Order, Setup

@@ -47,7 +47,7 @@ def offer(pipe: Connection, settings: Settings) -> None:
 
     from disagg.engines.base import create_engine
     from disagg.runtime.prefill_endpoint import PrefillEndpoint
-    from kvpool.allocator import Allocator
+    from kvpool.allocation.allocator import Allocator
     from kvpool.integrations.transformers import PoolCache
 
     model, prompt = settings.build()
@@ -124,7 +124,7 @@ class DecodeSide:
 
         `watch(room, nbytes)` starts prefill, and returns once the room has succeeded.
         """
-        from kvpool.allocator import Allocator
+        from kvpool.allocation.allocator import Allocator
         from kvpool.render.text import human
 
         tokens, tell = self.settings.prompts[room], self.console.print
@@ -156,7 +156,7 @@ class DecodeSide:
         import torch
 
         from disagg.cli.demo.check import same_as_pool, same_as_transformers
-        from kvpool.allocator import Allocator
+        from kvpool.allocation.allocator import Allocator
         from kvpool.integrations.transformers import PoolCache
 
         received, chunks = request.address(), self.settings.chunks(request.num_tokens)

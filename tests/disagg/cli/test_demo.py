@@ -26,7 +26,7 @@ from disagg.cli.demo.models import MODELS, Settings
 from disagg.cli.demo.processes import PrefillProcess
 from disagg.cli.demo.run import offer, prefill, transformers_cache
 from disagg.engines.base import engine_names
-from kvpool.allocator import Allocator
+from kvpool.allocation.allocator import Allocator
 from kvpool.integrations.transformers import PoolCache
 from tests.disagg.engines.peers import ENGINES
 

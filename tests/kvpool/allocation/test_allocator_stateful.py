@@ -17,7 +17,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool import Allocator, OutOfPages, RequestAddress, RequestPinned
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from kvpool.layout import Pin
 from tests.pools import dsv4, hybrid, mha, mla, swa
 

@@ -19,8 +19,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool import Allocator, OutOfPages, PinnedPrefix, PrefixCache
-from kvpool.allocator import Request
-from tests.kvpool.test_allocator_stateful import start
+from kvpool.allocation.allocator import Request
+from tests.kvpool.allocation.test_allocator_stateful import start
 from tests.pools import dsv4, hybrid, mha, mla, swa
 
 SMALL = {"num_pages": 14, "num_window_pages": 14, "num_slots": 5}

@@ -14,15 +14,15 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.block_table import BlockTable
-from kvpool.free_list import FreeLists, OutOfPages
+from kvpool.allocation.block_table import BlockTable
+from kvpool.allocation.free_list import FreeLists, OutOfPages
+from kvpool.allocation.pins import Pins
+from kvpool.allocation.prefix_cache import PrefixCache, PrefixStats
+from kvpool.allocation.truncation import alive_start, first_kept, need_kept, overwritten
 from kvpool.layout import Pin, PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.pins import Pins
 from kvpool.prefix.chain import token_ids
-from kvpool.prefix_cache import PrefixCache, PrefixStats
-from kvpool.truncation import alive_start, first_kept, need_kept, overwritten
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.free_list import FreeList
+from kvpool.allocation.free_list import FreeList
+from kvpool.allocation.truncation import alive_start, first_whole
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 from kvpool.layout.sentences import ranges
-from kvpool.truncation import alive_start, first_whole
 
 NO_ITEM = -1
 

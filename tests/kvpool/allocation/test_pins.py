@@ -8,7 +8,7 @@ import pytest
 
 from kvpool import Allocator, PoolLayout, RequestAddress, RequestPinned
 from kvpool.layout import Pin
-from tests.kvpool.test_allocator import pages_of, snapshot, started
+from tests.kvpool.allocation.test_allocator import pages_of, snapshot, started
 from tests.pools import dsv4, hybrid, mla, swa
 
 NAMES = count()

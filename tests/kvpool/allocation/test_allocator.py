@@ -20,7 +20,7 @@ from kvpool import (
     Repeat,
     Space,
 )
-from kvpool.allocator import Request
+from kvpool.allocation.allocator import Request
 from tests.oracle import built
 from tests.pools import CLASSES, dsv4, hybrid, mha, mla, swa
 

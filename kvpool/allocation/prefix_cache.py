@@ -17,8 +17,8 @@ from math import gcd, lcm
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.block_table import BlockTable
-from kvpool.free_list import OutOfPages
+from kvpool.allocation.block_table import BlockTable
+from kvpool.allocation.free_list import OutOfPages
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import Event, EventLog

@@ -7,7 +7,7 @@ from threading import Lock
 
 import numpy as np
 
-from kvpool.block_table import BlockTable, Change
+from kvpool.allocation.block_table import BlockTable, Change
 from kvpool.layout import Pin
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import ranges

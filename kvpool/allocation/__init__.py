@@ -1,0 +1,1 @@
+"""Items of pools for requests: block tables, free lists, shared prefixes, pins of rooms."""
