@@ -23,7 +23,7 @@ from .plan import (
 )
 from .plan.bind import CopyBatch as CopyBatch
 from .plan.positions import IncompleteTransfer as IncompleteTransfer
-from .protocol.decode_state import Link as Link
+from .protocol.link import Link as Link
 from .protocol.liveness import Leases as Leases
 from .protocol.metrics import (
     ReadTimes as ReadTimes,

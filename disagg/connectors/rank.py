@@ -23,7 +23,7 @@ from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
 from disagg.errors import EndpointClosed, UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
-from disagg.protocol.decode_state import Link
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Aux, Convention, Room, room_name
 from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll

@@ -14,11 +14,13 @@ from disagg.errors import RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
 from disagg.protocol.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
-from disagg.protocol.decode_state import DecodeRoom, Link, Read
 from disagg.protocol.effects import CancelReads, Effect, Effects, RoomEnded, StartRead
+from disagg.protocol.link import Link
 from disagg.protocol.liveness import Leases
 from disagg.protocol.messages import Aux, Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.read import Read
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import Comparisons

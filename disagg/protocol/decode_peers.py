@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from disagg.errors import RoomError
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
-from disagg.plan.offered import layers_by_owner
 from disagg.protocol import messages
-from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import ConnectEngine, Dial, DropPeer, Effects, HangUp
+from disagg.protocol.link import Link
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
 from disagg.protocol.messages import Hello, Message
+from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
 from disagg.protocol.wanted import wanted_layout
 from kvpool.layout import PoolLayout, Region, Space

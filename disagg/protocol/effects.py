@@ -6,8 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from disagg.digest.digest import Piece
-from disagg.protocol.decode_state import Link, Read
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Hello, Message, Room, encode
+from disagg.protocol.read import Read
 from kvpool.layout import RequestAddress
 
 Peer = bytes | int

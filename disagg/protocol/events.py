@@ -6,10 +6,11 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disagg.plan.offered import LayerRange
-from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.effects import Peer
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Aux, Message, Room
+from disagg.protocol.read import Read
+from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:

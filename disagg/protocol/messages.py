@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
-from disagg.plan.offered import LayerRange
+from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.sentences import PRINTABLE, is_name, one_line

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from disagg.plan.bind import CopyBatch
-from disagg.plan.offered import LayerRange
 from disagg.protocol.liveness import Leases
+from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
 from kvpool.layout.types import MAX_REASON
 

@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from disagg.errors import RoomError
 from disagg.plan.block_tables import BlockTables
-from disagg.plan.offered import layers_by_owner
 from disagg.protocol import events, messages
 from disagg.protocol.effects import Effect, Effects, RoomEnded
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
-from disagg.protocol.prefill_state import Decode, PrefillRoom
 from disagg.protocol.rooms.ended import EndedAttempts
+from disagg.protocol.rooms.offered import layers_by_owner
+from disagg.protocol.rooms.prefill_room import Decode, PrefillRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRooms
 from disagg.protocol.status import Failure, KVPoll, Phase
 from disagg.protocol.verification import DigestAnswers

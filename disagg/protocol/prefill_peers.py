@@ -16,7 +16,7 @@ from disagg.protocol import messages
 from disagg.protocol.effects import Effects
 from disagg.protocol.liveness import Liveness
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.prefill_state import Decode
+from disagg.protocol.rooms.prefill_room import Decode
 from disagg.protocol.status import Failure, FailureKind
 from disagg.protocol.wanted import Pair, pairs_of, wanted_pairs
 from kvpool.layout import PoolLayout

@@ -7,10 +7,10 @@ from __future__ import annotations
 from disagg.digest.digest import from_wire, pieces
 from disagg.digest.digester import Verification, differences
 from disagg.plan import TransferPlan
-from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.effects import ComputeDigest, Effects
 from disagg.protocol.messages import MAX_MESSAGE, DigestRequest, Digests, Room
-from disagg.protocol.prefill_state import PrefillRoom
+from disagg.protocol.rooms.decode_room import DecodeRoom
+from disagg.protocol.rooms.prefill_room import PrefillRoom
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 

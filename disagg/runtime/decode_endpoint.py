@@ -19,13 +19,13 @@ from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.plan import Group
-from disagg.plan.offered import layer_names, layers_by_owner
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.messages import Room
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.prefill_state import PrefillRoom
+from disagg.protocol.rooms.decode_room import DecodeRoom
+from disagg.protocol.rooms.prefill_room import PrefillRoom
 from kvpool.layout import Pin, PoolLayout, RequestAddress
 
 

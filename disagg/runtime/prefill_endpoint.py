@@ -12,10 +12,10 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.host.signals import deferred_signals
-from disagg.plan.offered import layer_range
 from disagg.protocol.events import OfferChunk, RejectRoom
 from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms.offered import layer_range
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values, default_address
 from disagg.runtime.pinned import pinned

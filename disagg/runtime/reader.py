@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 
 from disagg.engines.base import Engine
-from disagg.protocol.decode_state import Link, Read
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Hello
+from disagg.protocol.read import Read
 from disagg.runtime.reads.context import ReadContext, ReadEvent
 from disagg.runtime.reads.lane import Lane
 from disagg.runtime.staging import StagingBuffers

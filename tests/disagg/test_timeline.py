@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.plan.offered import LayerRange
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
+from disagg.protocol.rooms.offered import LayerRange
 from disagg.timeline import MAX_CHUNKS, seconds_of, timeline
 from kvpool.render.chart import chart_svg
 from tests.pictures.samples import TOKENS, handed_over

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.protocol.decode_state import DecodeRoom
 from disagg.protocol.prefill_peers import PrefillPeers
+from disagg.protocol.rooms.decode_room import DecodeRoom
 
 if TYPE_CHECKING:
     from tests.fleet.ranks import Rank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.protocol.decode_state import Link
+from disagg.protocol.link import Link
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint

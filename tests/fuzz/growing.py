@@ -16,9 +16,9 @@ from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import ComputeDigest
 from disagg.protocol.events import ConnectLink, OfferChunk, Received, RequestRoom
+from disagg.protocol.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.snapshot import SnapshotRefused
 from disagg.snapshot.header import Header, decode

@@ -29,8 +29,8 @@ from disagg import (
 from disagg.digest.digest import from_wire
 from disagg.plan.columns import Columns
 from disagg.protocol import messages
-from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded
+from disagg.protocol.read import Read
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from kvpool.layout import PoolLayout, RequestAddress

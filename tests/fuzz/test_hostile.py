@@ -19,8 +19,8 @@ from disagg.engines.local import LocalEngine
 from disagg.plan import plan
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.events import ConnectLink, Received, RequestRoom
+from disagg.protocol.link import Link
 from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
 from disagg.protocol.prefill_peers import MAX_PEERS
 from kvpool.layout import LayoutError, PoolLayout

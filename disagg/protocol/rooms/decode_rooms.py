@@ -9,9 +9,11 @@ from collections.abc import Collection
 
 from disagg.errors import RoomError, UnknownRoom
 from disagg.plan.block_tables import BlockTables
-from disagg.protocol.decode_state import DecodeRoom, Link, Read
+from disagg.protocol.link import Link
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Room
+from disagg.protocol.read import Read
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.ended import EndedRooms
 from disagg.protocol.rooms.written_items import WrittenItems
 from kvpool.layout import PoolLayout

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 
 from disagg.errors import UnknownRoom
-from disagg.plan.offered import Offered
 from disagg.protocol.liveness import Leases, count_items
 from disagg.protocol.messages import Room
-from disagg.protocol.prefill_state import ForgottenRooms, PrefillRoom
 from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.rooms.offered import Offered
+from disagg.protocol.rooms.prefill_room import ForgottenRooms, PrefillRoom
 from kvpool.layout.grid import Ints
 
 MAX_FAILED_UNSENT = 10_000

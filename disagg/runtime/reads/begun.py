@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from disagg.plan.columns import Columns
-from disagg.protocol.decode_state import Read
+from disagg.protocol.read import Read
 from disagg.runtime.reads.context import ReadContext
 from disagg.runtime.staging import ReadPart
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.engines.base import Engine
-from disagg.protocol.decode_state import Read
 from disagg.protocol.events import ReadEnded, ReadFailed
+from disagg.protocol.read import Read
 from disagg.runtime.staging import StagingBuffers
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON

@@ -17,9 +17,10 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.plan.bind import CopyBatch
 from disagg.plan.columns import Columns
-from disagg.protocol.decode_state import Link, Read
 from disagg.protocol.events import ReadFailed
+from disagg.protocol.link import Link
 from disagg.protocol.messages import Hello
+from disagg.protocol.read import Read
 from disagg.runtime.reads.begun import BegunReads, InFlight
 from disagg.runtime.reads.context import ReadContext, problem_of
 from disagg.runtime.reads.fence import Fence

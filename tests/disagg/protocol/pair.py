@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from disagg.plan.offered import layer_range
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import ComputeDigest, Dial, HangUp, Send, StartRead
 from disagg.protocol.events import (
     AbortRoom,
@@ -17,7 +15,9 @@ from disagg.protocol.events import (
     RequestRoom,
     Tick,
 )
+from disagg.protocol.link import Link
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms.offered import layer_range
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
 

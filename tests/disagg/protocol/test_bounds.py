@@ -8,8 +8,7 @@ import pytest
 
 from disagg import Failure, KVPoll, Phase, UnknownRoom
 from disagg.digest.digest import from_wire, to_wire
-from disagg.protocol import messages, prefill_state
-from disagg.protocol.decode_state import Link
+from disagg.protocol import messages
 from disagg.protocol.effects import Send
 from disagg.protocol.events import (
     ConnectLink,
@@ -18,7 +17,9 @@ from disagg.protocol.events import (
     RejectRoom,
     Tick,
 )
+from disagg.protocol.link import Link
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms import prefill_room
 from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
 
 OFFER = 3.0
@@ -413,14 +414,14 @@ def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():
 
 
 def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkeypatch):
-    monkeypatch.setattr(prefill_state, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(prefill_room, "MAX_FORGOTTEN", 3)
     world = Readers(one="g1")
     for name in range(5):
         world.pair.offer(name=name)
         world.pair.abort(world.prefill, f"{name}", name)
         world.pair.forget(world.prefill, name=name)
     assert [world.ask("one", f"{n}", 1, n) for n in range(4)] == [[], [], ["2"], ["3"]]
-    world.now = prefill_state.FORGOTTEN_SECONDS + 1
+    world.now = prefill_room.FORGOTTEN_SECONDS + 1
     world.told("one", hello("g1"))
     assert world.ask("one", "4", 1, 4) == []
 

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from disagg import KVPoll
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.events import ConnectLink, Received
+from disagg.protocol.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from tests import oracle
 from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool

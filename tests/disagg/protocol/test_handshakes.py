@@ -12,7 +12,6 @@ from disagg import KVPoll, RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.decode_state import Link
 from disagg.protocol.effects import Dial, HangUp, Send
 from disagg.protocol.events import (
     AbortAll,
@@ -22,6 +21,7 @@ from disagg.protocol.events import (
     Received,
     Tick,
 )
+from disagg.protocol.link import Link
 from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.prefill_peers import shared_part

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from disagg import KVPoll
-from disagg.plan.offered import LayerRange
 from disagg.protocol.events import Received, Tick
+from disagg.protocol.rooms.offered import LayerRange
 from tests.disagg.protocol.pair import Pair
 from tests.disagg.protocol.test_machines import Work
 

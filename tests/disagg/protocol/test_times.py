@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg import KVPoll
-from disagg.plan.offered import LayerRange
 from disagg.protocol.events import ReadEnded
+from disagg.protocol.rooms.offered import LayerRange
 from tests.disagg.protocol.pair import Pair
 
 

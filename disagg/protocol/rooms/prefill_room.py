@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disagg.plan.offered import Offered, layer_names
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
+from disagg.protocol.rooms.offered import Offered, layer_names
 from disagg.protocol.status import Failure, Phase
 from kvpool.layout import RequestAddress
 

@@ -1,135 +1,26 @@
-"""What decode knows of a prefill, of rooms that it has asked for, and of a chunk to be read."""
+"""What decode knows of a room that it has asked for."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.digest.digester import Verification
-from disagg.plan import IncompatibleLayouts, TransferPlan
-from disagg.plan.bind import CopyBatch, Count
+from disagg.plan.bind import Count
 from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
-from disagg.plan.offered import LayerRange, Offered
+from disagg.protocol.link import Link
 from disagg.protocol.messages import (
     Aux,
     ChunkReady,
-    DropRoom,
-    Hello,
-    Room,
     pack_aux,
     unpack_aux,
 )
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
+from disagg.protocol.read import Read
+from disagg.protocol.rooms.offered import LayerRange, Offered
 from disagg.protocol.status import Failure, Phase
-from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints
-
-
-@dataclass(eq=False, slots=True)
-class Link:
-    """All ranks of one prefill, by endpoint address. `plan` is there once all have answered the
-    hello.
-
-    `lost` says why a rank is not there (any more); it is dialled until it answers. `refusal` is
-    final.
-    """
-
-    addresses: tuple[str, ...]
-    first: int = -1
-    """Number of its rank 0 among all ranks that this decode has ever talked to."""
-    hellos: list[Hello | None] = field(default_factory=list)
-    """By rank; without the layout's bytes once it was read."""
-    layouts: list[PoolLayout | None] = field(default_factory=list)
-    pinged: list[float] = field(default_factory=list)
-    pauses: list[float] = field(default_factory=list)
-    """Seconds before each rank is dialled again that refuses this decode for now."""
-    redials: list[float | None] = field(default_factory=list)
-    """When that will be; the rank is not connected until then."""
-    untold: list[OrderedDict[Room, DropRoom]] = field(default_factory=list)
-    """By rank, what it is to be told of rooms that failed while it was lost."""
-    plan: TransferPlan | None = None
-    plan_seconds: float = 0.0
-    asks: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that are asked for each room, each with how many decode ranks ask it; with `plan`."""
-    unconnected: set[int] = field(default_factory=set)
-    """Ranks to which the engine has still to be connected."""
-    held: dict[int, dict[str, Ints]] = field(default_factory=dict)
-    """By rank that is asked, the layers of each owner, as far as decode knows; with `plan`."""
-    lost: str | None = None
-    refusal: str | None = None
-    error: IncompatibleLayouts | None = None
-
-    def __post_init__(self) -> None:
-        self.hellos = [None] * len(self.addresses)
-        self.layouts = [None] * len(self.addresses)
-        self.pinged = [0.0] * len(self.addresses)
-        self.pauses = [0.0] * len(self.addresses)
-        self.redials = [None] * len(self.addresses)
-        self.untold = [OrderedDict() for _ in self.addresses]
-
-    @property
-    def settled(self) -> bool:
-        """Whether the handshake has ended, either way."""
-        ready = self.plan is not None and not self.unconnected
-        return ready or self.refusal is not None
-
-    def name(self, source: int) -> str:
-        """A rank, as sentences name it."""
-        return f"rank {source} of prefill ({self.addresses[source]})"
-
-    def names(self, sources: Iterable[int]) -> str:
-        """Several ranks."""
-        return ", ".join(self.name(source) for source in sources)
-
-
-@dataclass(eq=False, slots=True)
-class Read:
-    """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
-    The request lies at `source_address` there and at `dest_address` here; `count` says whether
-    the latter knows how many tokens it has.
-
-    `hello` is that rank's, `plan` what was planned with it. `metrics` are the room's. `ready` and
-    `begun` are by the endpoint's clock, in seconds: when the chunk was ready, and when the read had
-    its turn.
-    """
-
-    room: Room
-    attempt: str
-    link: Link
-    source: int
-    hello: Hello
-    plan: TransferPlan
-    tokens: range
-    layers: LayerRange | None
-    source_address: RequestAddress
-    dest_address: RequestAddress
-    metrics: RoomMetrics
-    count: Count
-    ready: float
-    begun: float | None = None
-    cancelled: bool = False
-
-    def bind(self, columns: Columns) -> CopyBatch:
-        """Its runs, in `columns`. Raises as TransferPlan.bind."""
-        some, tables = self.layers, (self.source_address, self.dest_address)
-        layers, owner = (some.layers, some.owner) if some else (None, "")
-        return self.plan.bind(
-            self.source,
-            *tables,
-            tokens=self.tokens,
-            layers=layers,
-            owner=owner,
-            count=self.count,
-            columns=columns,
-        )
-
-    def moves(self, owner: str, layer: int) -> bool:
-        """Whether it is of that layer."""
-        some = self.layers
-        return some is None or (some.owner == owner and layer in some.layers)
+from kvpool.layout import RequestAddress
 
 
 @dataclass(eq=False, slots=True)
@@ -263,9 +154,24 @@ class DecodeRoom:
                 wanted.append((tokens, some, Count.KNOWN))
         if self.at_most and ready.last and plan.needs_count(source):
             wanted.append((range(self.start, ready.stop), None, Count.LEARNED))
-        about = ready.room, self.attempt, self.link, source, hello, plan
-        where = address, self.address, self.metrics
-        reads = [Read(*about, part, layers, *where, count, now) for part, layers, count in wanted]
+        reads = [
+            Read(
+                room=ready.room,
+                attempt=self.attempt,
+                link=self.link,
+                source=source,
+                hello=hello,
+                plan=plan,
+                tokens=positions,
+                layers=layers,
+                source_address=address,
+                dest_address=self.address,
+                metrics=self.metrics,
+                count=count,
+                ready=now,
+            )
+            for positions, layers, count in wanted
+        ]
         self.reads.update(reads)
         return reads
 
