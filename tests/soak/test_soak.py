@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -14,8 +15,8 @@ from tests.soak.report import MIB, Report
 from tests.soak.samples import LEAST, Limits, Sample, trends
 from tests.soak.slices import QUIET, RECONNECT, Slice
 
-KEPT_EVERY = 50
-"""Reads of which one leaves something behind."""
+KEPT_EVERY = 0.1
+"""Seconds after which the next read leaves something behind, however many there are."""
 
 
 def test_a_short_run_passes_and_reports_what_it_did(tmp_path, capsys):
@@ -36,12 +37,13 @@ class Keeping(LocalEngine):
 
     def __init__(self):
         super().__init__()
-        self.reads, self.kept = 0, []
+        self.next, self.kept = 0.0, []
 
     def read(self, peer, batch):
-        self.reads += 1
-        if self.reads % KEPT_EVERY == 0:
-            self.kept.append(bytearray(b"x") * (MIB // 4))
+        now = time.monotonic()
+        if now >= self.next:
+            self.next = now + KEPT_EVERY
+            self.kept.append(bytearray(b"x") * (4 * MIB))
             os.open(os.devnull, os.O_RDONLY)
             threading.Thread(target=threading.Event().wait, daemon=True).start()
         return super().read(peer, batch)
