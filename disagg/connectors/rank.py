@@ -1,13 +1,12 @@
 """One rank of a serving engine: its endpoints, and the rooms of its requests.
 
-Nothing here waits but `wait` and `wait_layer`. The engine's own loop turns the endpoints, and a
-thread does where the engine does not: in a long forward pass, or while it is idle.
+Nothing here waits but `wait` and `wait_layer`. The endpoints have threads. The engine's own calls
+take turns too: while its main thread runs Python, theirs get the GIL late.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +20,7 @@ from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
-from disagg.errors import EndpointClosed, UnknownRoom, UsageError
+from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.protocol.link import Link
 from disagg.protocol.messages import Aux, Convention, Room, room_name
@@ -34,8 +33,6 @@ from kvpool.layout import PoolLayout, RequestAddress
 
 E = TypeVar("E")
 
-TURN_SECONDS = 0.005
-"""The longest time between two turns of an endpoint, while Python's lock is free."""
 BUSY_SECONDS = 0.001
 """How long an endpoint that says that it has more to do may keep the engine from its next step."""
 ABORTED = "the request was aborted or preempted."
@@ -125,10 +122,6 @@ class Rank:
         self._results = Results()
         self._ended: deque[tuple[PrefillEndpoint | DecodeEndpoint, Ended]] = deque()
         """What the endpoints list no more, and `results` has not told."""
-        self._turning, self._turned = threading.Lock(), 0.0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._turn_meanwhile, name="kvpool", daemon=True)
-        self._thread.start()
 
     @property
     def address(self) -> str:
@@ -247,14 +240,12 @@ class Rank:
         """Waits until a layer of a room has come, or the room has failed."""
         owner, number = layer
         if room in self._receiving:
-            with self._turning:
-                _needed(self.decode, "decode").wait_layer(room, number, owner=owner)
+            _needed(self.decode, "decode").wait_layer(room, number, owner=owner)
 
     def wait(self, room: Room) -> None:
         """Waits until a room has ended."""
         if room in self._receiving:
-            with self._turning:
-                _needed(self.decode, "decode").wait(room)
+            _needed(self.decode, "decode").wait(room)
 
     def results(self, finished: Collection[str]) -> Results:
         """What has ended since the last call, in which the engine has `finished` these requests.
@@ -276,25 +267,15 @@ class Rank:
 
     def turn(self) -> None:
         """Lets both endpoints do what there is to do now."""
-        with self._turning:
-            for endpoint in self._endpoints:
-                until = time.monotonic() + BUSY_SECONDS
-                while endpoint.step() and time.monotonic() < until:
-                    pass
-            self._turned = time.monotonic()
+        for endpoint in self._endpoints:
+            until = time.monotonic() + BUSY_SECONDS
+            while endpoint.driver.turn_for_caller(waits=True) and time.monotonic() < until:
+                pass
 
     def close(self) -> None:
         """Aborts what is open, tells peers and closes the engines."""
-        self._closed.set()
-        self._thread.join()
         for endpoint in self._endpoints:
             endpoint.close()
-
-    def _turn_meanwhile(self) -> None:
-        with suppress(EndpointClosed):  # because the process ends
-            while not self._closed.wait(TURN_SECONDS):
-                if time.monotonic() - self._turned > TURN_SECONDS:
-                    self.turn()
 
     def _log_numbers(self) -> None:
         if numbers := self.stats.take():

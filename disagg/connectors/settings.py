@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from disagg.protocol.messages import Convention, checked_conventions
-from disagg.runtime.options import Options, check_values
+from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
 from kvpool.layout.sentences import nearest
 
 
@@ -90,8 +90,7 @@ class Settings:
 
     @property
     def options(self) -> Options:
-        """What both endpoints take. The engine's loop turns them."""
-        options: Options = {"threaded": False, "keys": self.keys, "insecure": self.insecure}
-        if self.peer_timeout is not None:
-            options["peer_timeout"] = self.peer_timeout
-        return options
+        """What both endpoints take."""
+        # an engine can hold the GIL for long: while it compiles, or captures graphs
+        peer_timeout = STEPPED_PEER_TIMEOUT if self.peer_timeout is None else self.peer_timeout
+        return {"keys": self.keys, "insecure": self.insecure, "peer_timeout": peer_timeout}

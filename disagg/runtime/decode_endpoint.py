@@ -27,7 +27,7 @@ from disagg.protocol.messages import Aux, Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
-from disagg.runtime.endpoint import Endpoint
+from disagg.runtime.endpoint import Endpoint, Reads
 from disagg.runtime.options import Options, check_values
 from disagg.runtime.pinned import pinned
 from disagg.runtime.staging import staging_buffers
@@ -83,19 +83,20 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         )
         super().__init__(
             lambda hello, now: DecodeMachine(
-                *(hello, self.layout, ranks, verify is not None, allow_missing),
+                hello,
+                self.layout,
+                readers=ranks,
+                verify=verify is not None,
+                allow_missing=allow_missing,
                 offer_timeout=offer_timeout,
                 now=now,
             ),
             layout,
             engine,
             options,
-            serves=False,
-            stage=staging_buffers(layout, engine, staging),
-            read_timeout=read_timeout,
+            Reads(staging_buffers(layout, engine, staging), read_timeout),
         )
-        if self._thread is not None:
-            self._thread.start()
+        self.driver.start()
 
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
         """Says hello to all ranks of one prefill, given their endpoint addresses.
@@ -115,10 +116,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
                 )
         link = Link(tuple(addresses))
         try:
-            with deferred_signals, self._lock:
-                self._check_open()
+            with deferred_signals, self._loop.lock:
+                self._loop.check_open()
                 self._open(link)
-                self._call()
+                self.driver.call()
             if timeout is not None:
                 self.handshake(link, timeout)
         except BaseException:
@@ -128,22 +129,23 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         return link
 
     def _open(self, link: Link) -> None:
-        effects = self.machine.handle(ConnectLink(link), self._clock())
+        loop = self._loop
+        effects = self.machine.handle(ConnectLink(link), loop.clock())
         try:
             for effect in effects:
                 if isinstance(effect, Dial):  # now: a bad address is the caller's error
-                    self._transport.connect(effect.peer, effect.address)
+                    loop.transport.connect(effect.peer, effect.address)
         except ValueError:
-            left = self.machine.handle(DisconnectLink(link), self._clock())
+            effects = self.machine.handle(DisconnectLink(link), loop.clock())
             # not every rank was dialled
-            self._pending.extend(effect for effect in left if not isinstance(effect, Send))
+            loop.pending.extend(effect for effect in effects if not isinstance(effect, Send))
             raise
-        self._pending.extend(effect for effect in effects if not isinstance(effect, Dial))
+        loop.pending.extend(effect for effect in effects if not isinstance(effect, Dial))
 
     def handshake(self, link: Link, timeout: float) -> None:
         """Waits as `connect` does; the link stays."""
-        if not self._wait(lambda: link.settled, timeout):
-            self._check_open()
+        if not self.driver.wait(lambda: link.settled, timeout):
+            self._loop.check_open()
             silent = [a for a, hello in zip(link.addresses, link.hellos) if hello is None]
             who = ", ".join(silent) or "the engine"
             last = f" The last try: {link.lost}" if link.lost else ""
@@ -158,7 +160,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
 
     def disconnect(self, link: Link) -> None:
         """Gives a prefill up for good; its rooms fail."""
-        self._call(DisconnectLink(link))
+        self.driver.call(DisconnectLink(link))
 
     def receive(
         self,
@@ -200,10 +202,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")
         name = room_name(room)
-        with deferred_signals, self._lock:
+        with deferred_signals, self._loop.lock:
             link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
-                self._call(RequestRoom(name, address, start, link, aux, at_most=at_most))
+                self.driver.call(RequestRoom(name, address, start, link, aux, at_most=at_most))
 
     def decline(self, room: Room, link: Link | None = None) -> None:
         """Reads nothing of a room of which this decode has everything: prefill's pages come back
@@ -215,15 +217,15 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         nothing. Raises RoomError if the room is received already.
         """
         name = room_name(room)
-        with deferred_signals, self._lock:
+        with deferred_signals, self._loop.lock:
             link = link or self._only_link(name)
-            self._call(RequestRoom(name, NOTHING, 0, link, declined=True))
+            self.driver.call(RequestRoom(name, NOTHING, 0, link, declined=True))
 
     def layer_ready(self, room: Room, layer: int, *, owner: str = "target") -> bool:
         """Whether all that the room lacks of a layer was read, from every rank that has any of it.
         The bytes are void if the room fails later. Raises RoomError for a layer that is not here.
         """
-        self._turn_for_caller()
+        self.driver.turn_for_caller()
         return self._layer_ready(room_name(room), index(layer), owner)
 
     def wait_layer(
@@ -242,30 +244,30 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
 
     def reading(self, room: Room) -> bool:
         """Whether a read may still write to the room's pages."""
-        self._turn_for_caller()
-        with self._lock:
+        self.driver.turn_for_caller()
+        with self._loop.lock:
             return self.machine.reading(room_name(room))
 
     def aux(self, room: Room) -> Aux:
         """The values that prefill sent along. Raises RoomError before the room has succeeded."""
-        with self._lock:
+        with self._loop.lock:
             return self.machine.aux(room_name(room))
 
     def num_tokens(self, room: Room) -> int:
         """How many tokens the request has. Raises RoomError before the room has succeeded."""
-        with self._lock:
+        with self._loop.lock:
             return self.machine.num_tokens(room_name(room))
 
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""
-        with self._lock:
+        with self._loop.lock:
             return self.machine.metrics(room_name(room)).copy()
 
     def _layer_ready(self, name: Room, layer: int, owner: str) -> bool:
         if layer not in self._layers.get(owner, ()):
             held = layer_names(self._layers)
             raise RoomError(f"room {name!r}: {owner} layer {layer} is not here, but {held}.")
-        with self._lock:
+        with self._loop.lock:
             return self.machine.layer_ready(name, owner, layer)
 
     def _only_link(self, name: Room) -> Link:

@@ -52,15 +52,13 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             layout,
             engine,
             options,
-            serves=True,
         )
         try:
-            self.address = self._transport.bind(bind or default_address(options))
+            self.address = self._loop.transport.bind(bind or default_address(options))
         except ValueError:
             self.close()
             raise
-        if self._thread is not None:
-            self._thread.start()
+        self.driver.start()
 
     def send(
         self,
@@ -95,19 +93,19 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         says any more, RequestPinned while a room receives it.
         """
         name, some = room_name(room), layer_range(layers, owner)
-        with deferred_signals, self._lock:
+        with deferred_signals, self._loop.lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
             with pinned(self.machine, name, address, self.layout, last=last):
-                self._call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
+                self.driver.call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
 
     def reject(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended, as `abort` does, and one of which nobody has heard: a
         decode that asks for it is told the reason. For a request of which nothing will be sent.
         """
-        self._call(RejectRoom(room_name(room), reason))
+        self.driver.call(RejectRoom(room_name(room), reason))
 
     def refusals(self) -> list[str]:
         """Reasons of the decodes, the latest hundred, that could not work with this prefill."""
-        with self._lock:
+        with self._loop.lock:
             return list(self.machine.peers.refusals)

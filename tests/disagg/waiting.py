@@ -15,4 +15,4 @@ def until(endpoint, condition, seconds=20):
             return condition()
         return False
 
-    assert endpoint._wait(holds, seconds)
+    assert endpoint.driver.wait(holds, seconds)

@@ -325,7 +325,7 @@ def decode(choices: Choices) -> str:
                 requests[message.room, to] = message
                 attempts[message.room] = message.attempt
         _check_ended(endpoint, ended, known)
-        counts = endpoint._reader.open
+        counts = endpoint._loop.reader.open
         if any(endpoint.reading(room) != (counts.get(room, 0) > 0) for room in known):
             raise Finding(f"reads are counted wrongly: {counts}.")
     return "Success" if KVPoll.Success in ended.values() else "went on"

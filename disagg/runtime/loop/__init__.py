@@ -1,1 +1,1 @@
-"""What turns an endpoint, and who waits for a turn."""
+"""The event loop of an endpoint, its thread, and those that wait for a turn."""

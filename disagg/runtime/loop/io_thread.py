@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from weakref import WeakMethod
 
 from disagg.host import brief
 from disagg.host.signals import deferred_signals
@@ -21,9 +20,8 @@ FAILED_SECONDS = 0.05
 
 
 class IOThread:
-    """Calls the method `turn(thread)` after as many seconds as it returned, until that is None, or
-    its object is dropped: the thread refers to it in turns only. `wake` can be read once `wake_up`
-    was called.
+    """Calls `turn(thread)` after as many seconds as it returned, until that is None. `wake` can be
+    read once `wake_up` was called.
     """
 
     def __init__(
@@ -33,7 +31,7 @@ class IOThread:
         pace: Pace,
         name: str,
     ) -> None:
-        self._turn, self._transport, self._pace = WeakMethod(turn), transport, pace
+        self._turn, self._transport, self._pace = turn, transport, pace
         self.wake, self._write = os.pipe()
         self._taken = brief.Scratch(4096)
         for end in (self.wake, self._write):
@@ -84,8 +82,4 @@ class IOThread:
         while seconds is not None:
             if seconds:
                 self.pause(seconds)
-            seconds = self._run_turn()
-
-    def _run_turn(self) -> float | None:
-        turn = self._turn()
-        return None if turn is None else turn(self)
+            seconds = self._turn(self)

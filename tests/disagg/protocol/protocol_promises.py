@@ -176,8 +176,8 @@ def left_behind(node: Node) -> list[str]:
     kept = {
         "rooms": {*machine.rooms()},
         "open rooms": machine.open_rooms(),
-        "effects": endpoint._pending,
-        "digests": endpoint._digester.busy,
+        "effects": endpoint._loop.pending,
+        "digests": endpoint._loop.digester.busy,
     }
     if isinstance(node, Prefill):
         kept |= {
@@ -186,7 +186,7 @@ def left_behind(node: Node) -> list[str]:
             "silent peers": waited ^ peers.alive.keys(),
         }
     else:
-        reader, stage = endpoint._reader, node.engine.stage
+        reader, stage = endpoint._loop.reader, node.engine.stage
         kept |= {
             "rooms": kept["rooms"] ^ {read.room for read in reader._context.quarantined},
             "buffers": stage.owners

@@ -64,7 +64,7 @@ class Sides:
         self.offered, self.received = Allocator(source), Allocator(dest)
 
     def turn(self):
-        if self.prefill._thread is None:
+        if not self.prefill.driver.has_thread:
             self.prefill.step()
             self.decode.step()
 
@@ -151,7 +151,7 @@ def test_a_wait_ends_at_once_and_leaves_nothing_behind(threaded):
         decode.receive("r", address)
         for wait in (
             lambda: decode.wait("r", SECONDS),
-            lambda: decode.wait_any(SECONDS),
+            lambda: decode.wait_layer("r", 0, SECONDS),
             lambda: decode.connect(["ipc:///tmp/nowhere"], timeout=SECONDS),
         ):
             began = time.monotonic()

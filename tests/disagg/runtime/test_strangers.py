@@ -303,14 +303,14 @@ def test_who_takes_a_dead_prefills_place_as_another_user_is_told_nothing(where, 
         for _ in range(3):
             assert pipe.poll(20)
             assert not pipe.recv()
-        assert decode._wait(lambda: f"it is user {OTHER_USER}'s" in str(link.lost), 20)
+        assert decode.driver.wait(lambda: f"it is user {OTHER_USER}'s" in str(link.lost), 20)
         process.join(20)
         decode.receive("r", oracle.place(pool, TOKENS))
         assert f"it is user {OTHER_USER}'s, and this process is user 0's" in str(
             decode.failure("r")
         )
         with PrefillEndpoint(pool.layout, create_engine("local"), prefill.address):
-            assert decode._wait(lambda: link.settled, 20)
+            assert decode.driver.wait(lambda: link.settled, 20)
 
 
 @pytest.mark.root

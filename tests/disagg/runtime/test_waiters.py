@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from disagg import Ended, EndpointClosed, KVPoll, Link, UnknownRoom, UsageError
+from disagg import Ended, KVPoll, Link, UnknownRoom, UsageError
 from disagg.runtime.loop.waiters import Waiters
 from kvpool import RequestAddress, Span
 from tests import oracle
@@ -70,35 +70,9 @@ def test_rooms_in_an_event_loop():
     assert {each.state for each in found} == {KVPoll.Success}
 
 
-def test_wait_any_returns_what_has_ended_or_nothing():
-    with prefill_side() as (prefill, _), decode_side() as (decode, _, _):
-        decode.connect([prefill.address], timeout=20)
-        given = tables(3)
-        for room, table in enumerate(given):
-            decode.receive(room, table)
-        assert decode.wait_any(0.02) == []
-        for room, table in enumerate(given):
-            prefill.send(room, table)
-        found = []
-        while len(found) < 3:
-            found += decode.wait_any(20)
-        assert {each.room for each in found} == {0, 1, 2}
-        threading.Timer(0.05, decode.close).start()
-        with pytest.raises(EndpointClosed):
-            decode.wait_any()
-
-
-def test_without_a_thread_wait_any_turns_the_loop_and_there_is_no_file():
-    with stepped() as made:
-        source, dest = made.pools
-        given, into = oracle.place(source, 40, 0), oracle.place(dest, 40, 1)
-        with pytest.raises(UsageError, match="Ask ended"):
-            made.decode.fileno()
-        made.decode.receive("r", into)
-        made.decode.abort("r", "enough.")
-        assert [each.room for each in made.decode.wait_any(5)] == ["r"]
-        assert made.decode.wait_any(0) == []
-        made.prefill.send("s", given)
+def test_without_a_thread_there_is_no_file():
+    with stepped() as made, pytest.raises(UsageError, match="Ask ended"):
+        made.decode.fileno()
 
 
 def test_a_room_that_is_forgotten_wakes_who_waits_for_a_layer():
@@ -117,10 +91,10 @@ def test_a_room_that_is_forgotten_wakes_who_waits_for_a_layer():
             thread = threading.Thread(target=wait)
             thread.start()
             deadline = time.monotonic() + 20
-            while not decode._waiters._others:
+            while not decode.driver._waiters._others:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            with decode._lock:  # it is woken by the first, and asks after the second
+            with decode._loop.lock:  # it is woken by the first, and asks after the second
                 decode.abort(room, "enough.")
                 decode.forget(room)
             thread.join(20)
@@ -134,7 +108,7 @@ def test_a_wait_that_was_too_short_leaves_nothing_behind():
         for wait in (decode.wait, lambda room, seconds: decode.wait_layer(room, 0, seconds)):
             with pytest.raises(TimeoutError, match="it waits for"):
                 wait("r", 0.01)
-        assert not decode._waiters._of_rooms and not decode._waiters._others
+        assert not decode.driver._waiters._of_rooms and not decode.driver._waiters._others
 
 
 def test_one_of_many_threads_wakes_for_its_room_alone():
@@ -152,7 +126,7 @@ def test_one_of_many_threads_wakes_for_its_room_alone():
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 20
-        while sum(map(len, decode._waiters._of_rooms.values())) < THREADS:
+        while sum(map(len, decode.driver._waiters._of_rooms.values())) < THREADS:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         asked, poll = [], decode.machine.poll

@@ -1,0 +1,177 @@
+"""Events in, effects out: a machine, and what it acts on.
+
+`EventLoop.turn` is one round over messages, time, reads and digests. It never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from disagg.digest.digester import Digester
+from disagg.engines.base import Engine
+from disagg.errors import EndpointClosed, WireError
+from disagg.protocol import effects, events
+from disagg.protocol.decode import DecodeMachine
+from disagg.protocol.effects import Effect, Peer
+from disagg.protocol.messages import Hello, Room, decode
+from disagg.protocol.prefill import PrefillMachine
+from disagg.runtime.reader import Reader
+from disagg.runtime.transport import Corks, Locates, Lost, Transport
+from kvpool.layout import PoolLayout
+from kvpool.layout.sentences import one_line
+from kvpool.layout.types import MAX_REASON
+
+log = logging.getLogger("disagg")
+
+TELEMETRY_SECONDS = 0.5
+
+M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
+
+
+@dataclass(eq=False, kw_only=True)
+class EventLoop(Generic[M]):
+    """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
+    follows while it holds `lock`; `execute` not during another thread's turn.
+
+    Names in the log are those of `name`. `room_ended` and `dialled` are called under `lock`.
+    """
+
+    name: str
+    machine: M
+    layout: PoolLayout
+    engine: Engine
+    transport: Transport
+    reader: Reader
+    digester: Digester
+    clock: Callable[[], float]
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    room_ended: Callable[[Room], None] = lambda room: None
+    dialled: Callable[[], None] = lambda: None
+    closed: str | None = None
+    """Why no call is taken any more."""
+    pending: deque[Effect] = field(default_factory=deque)
+    telemetry: dict[str, float] = field(default_factory=dict)
+    _telemetry_at: float = -math.inf
+    busy: bool = False
+    """Whether the next turn has something to do at once."""
+
+    def check_open(self) -> None:
+        """Raises EndpointClosed."""
+        if self.closed is not None:
+            raise EndpointClosed(self.closed)
+
+    def handle(self, event: Any) -> None:
+        """Changes the machine, under `lock`. What follows is pending."""
+        self.pending.extend(self.machine.handle(event, self.clock()))
+
+    def execute(self) -> None:
+        """Does what is pending, under the lock: no call of another thread comes between the effects
+        of an event. What follows from them is for the next time.
+        """
+        if not self.pending:
+            return
+        corks = self.transport if isinstance(self.transport, Corks) else None
+        if corks is not None:
+            corks.cork()
+        try:
+            for _ in range(len(self.pending)):
+                self._do(self.pending.popleft())
+        finally:
+            if corks is not None:
+                corks.uncork()
+
+    def turn(self, *, waits: bool = True) -> None:
+        """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
+        try:
+            for peer, data in self.transport.poll(0.0):
+                if isinstance(data, Lost):
+                    self._lost(peer, data.reason)
+                else:
+                    self._receive(peer, data)
+            with self.lock:
+                self.handle(events.Tick())
+                self.execute()
+            self._work(waits)
+            self.busy = self.reader.busy or self.digester.busy or bool(self.pending)
+        except BaseException as error:  # what a room waits for must not get lost silently
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """A turn has raised: open rooms end with the reason."""
+        log.error("%s: a turn failed", self.name, exc_info=error)
+        self.busy = False
+        with self.lock:
+            self.handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
+
+    def _receive(self, peer: Peer, data: bytes) -> None:
+        try:
+            message = decode(data)
+            with self.lock:
+                # after the goodbye of a closed endpoint no hello is answered
+                if self.closed is None:
+                    origin = ""
+                    if isinstance(message, Hello) and isinstance(self.transport, Locates):
+                        origin = self.transport.where(peer)
+                    self.handle(events.Received(peer, message, origin))
+        except Exception as error:  # one peer's fault must not end what serves all
+            problem = f"it sent what cannot be served: {one_line(str(error), MAX_REASON)}"
+            unexpected = not isinstance(error, WireError)
+            log.warning("%s: a peer: %s", self.name, problem, exc_info=unexpected)
+            with self.lock:
+                self.handle(events.Malformed(peer, problem))
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        with self.lock:
+            if self.closed is None:
+                self.handle(events.Unreachable(peer, reason))
+
+    def _work(self, waits: bool) -> None:
+        """One step of the engine, of every read and of the digests."""
+        if waits:
+            self.engine.progress()
+            now = self.clock()
+            if now - self._telemetry_at > TELEMETRY_SECONDS:
+                # here, because only the thread of the turn may use the engine
+                self._telemetry_at, self.telemetry = now, dict(self.engine.telemetry())
+        happened: list[Any] = [*self.reader.step(waits)]
+        if waits and (digests := self.digester.step()):
+            happened.append(events.DigestComputed(*digests))
+        with self.lock:
+            for event in happened:
+                self.handle(event)
+            self.execute()
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case effects.Send(peer, data):
+                problem = self.transport.send(peer, data)
+                if problem is not None:
+                    self.handle(events.Unreachable(peer, problem))
+            case effects.RoomEnded(room):
+                self.room_ended(room)
+            case effects.StartRead(read):
+                self.reader.add(read)
+            case effects.Dial(peer, address):
+                self._connect(peer, address)
+            case effects.HangUp(peer):
+                self._connect(peer, None)
+            case effects.ConnectEngine(link, source, hello):
+                self.reader.connect(link, source, hello)
+            case effects.CancelReads(attempt):
+                self.reader.cancel(attempt)
+            case effects.DropPeer(link, source):
+                self.reader.drop_peer(link, source)
+            case effects.ComputeDigest(key, address, pieces, each):
+                self.digester.add(key, self.layout, address, pieces, each)
+
+    def _connect(self, peer: int, address: str | None) -> None:
+        self.transport.connect(peer, address)
+        self.dialled()  # the transport does it in the next turn
