@@ -17,7 +17,7 @@ Blocks = tuple[Sequence[int], ...]
 
 
 @dataclass(frozen=True)
-class Group:
+class BlockGroup:
     """Layers whose blocks one list of ids addresses.
 
     `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
@@ -43,7 +43,7 @@ class Group:
         return Span(held[held != 0] * self.blocks)
 
 
-def block_table(groups: Sequence[Group], blocks: Blocks, tokens: int) -> RequestAddress:
+def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> RequestAddress:
     """The block table of a request's first `tokens` positions."""
     here = [(group, ids) for group, ids in zip(groups, blocks) if group.space]
     return RequestAddress(tokens, {group.space: group.span(ids, tokens) for group, ids in here})

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from disagg.connectors.tensors import Part, UnknownFormat
+from disagg.connectors.tensors import TensorPart, UnknownFormat
 from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.formats import (
@@ -24,19 +24,19 @@ from kvpool.layout.formats import (
 from kvpool.layout.formats.heads import Heads
 
 
-def head_shard(held: int, of_model: int, rank: int, ranks: int) -> Heads:
-    """The heads of a rank of tensor parallelism, which holds `held`. Layers may have other heads
-    than the model says; of fewer heads than ranks, several ranks hold the same.
+def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
+    """The `count` heads of a rank of tensor parallelism. Layers may have other heads than the model
+    says; of fewer heads than ranks, several ranks hold the same.
     """
-    total = held * ranks
-    if held == 1 and ranks > 1:
+    total = count * ranks
+    if count == 1 and ranks > 1:
         if of_model > ranks:
             raise UnknownFormat(
                 f"1 KV head on each of {ranks} ranks of a model of {of_model}: how many the layer "
                 "has is not known. Use a smaller TP size."
             )
         total = of_model
-    return Heads(rank * total // ranks, held, total)
+    return Heads(rank * total // ranks, count, total)
 
 
 def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
@@ -58,30 +58,30 @@ def check_unscaled(key: float, value: float) -> None:
         )
 
 
-def rows(view: torch.Tensor, row: Template) -> list[Part]:
+def rows(view: torch.Tensor, row: Template) -> list[TensorPart]:
     """`row` a token."""
-    return [Part(view[:, 0], ("item", "entry"), row)]
+    return [TensorPart(view[:, 0], ("item", "entry"), row)]
 
 
-def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> list[Part]:
+def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> list[TensorPart]:
     """`[latent | rope]` a token."""
     return rows(view, latent_row(latent, rope, dtype))
 
 
-def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[Part]:
+def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[TensorPart]:
     """`row` a token and head."""
-    return [Part(view, ("item", "head", "entry"), row, heads)]
+    return [TensorPart(view, ("item", "head", "entry"), row, heads)]
 
 
-def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -> list[Part]:
+def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -> list[TensorPart]:
     """`row` a token and head; of a head's part of an item only `packing` is known."""
     count = view[0, 0].numel() * view.element_size() // ITEMSIZE[row.dtype]
-    return [Part(view, ("item", "head"), replace(row, count=count), heads, packing)]
+    return [TensorPart(view, ("item", "head"), replace(row, count=count), heads, packing)]
 
 
 def keys_and_values(
     view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, with_scales: bool = False
-) -> list[Part]:
+) -> list[TensorPart]:
     """`[K | V]` a token and head, of `key` and `value` elements; `with_scales`: each with a float32
     scale behind it.
     """
@@ -93,7 +93,7 @@ def keys_and_values(
 
 def transposed_keys(
     view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, packing: str = ""
-) -> list[Part]:
+) -> list[TensorPart]:
     """A head's half of an item is K as `[dim, token]`, the other V as `[token, dim]`; `packing`:
     only the halves are known.
     """
@@ -104,29 +104,27 @@ def transposed_keys(
     )
     if packing:
         item = Seq(Cell("k", key * tokens, dtype), Cell("v", value * tokens, dtype))
-    return [Part(view, ("item", "head"), item, heads, packing)]
+    return [TensorPart(view, ("item", "head"), item, heads, packing)]
 
 
-def planes(view: torch.Tensor, *, dim: int, dtype: str, heads: Heads) -> list[Part]:
+def planes(view: torch.Tensor, *, dim: int, dtype: str, heads: Heads) -> list[TensorPart]:
     """A plane of K and a plane of V in the place of heads, each `[token, head, dim]`."""
-    parts = []
-    for plane, role in enumerate(("k", "v")):
-        parts.append(Part(view[:, plane], ("item", "entry"), heads.of(Cell(role, dim, dtype))))
-    return parts
+    cells = (heads.of(Cell(role, dim, dtype)) for role in ("k", "v"))
+    return [TensorPart(view[:, n], ("item", "entry"), cell) for n, cell in enumerate(cells)]
 
 
-def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[Part]:
+def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[TensorPart]:
     """An item's keys, then their scales."""
     page = index_key_page(view.shape[2], dim, dtype=dtype, scale=scale)
-    return [Part(view, ("item",), page)]
+    return [TensorPart(view, ("item",), page)]
 
 
-def v4_latents(view: torch.Tensor, *, entries: int) -> list[Part]:
+def v4_latents(view: torch.Tensor, *, entries: int) -> list[TensorPart]:
     """Bytes `[item, byte]` of DeepSeek-V4's latents; what follows the last entry is padding."""
-    return [Part(view, ("item",), v4_latent_page(entries))]
+    return [TensorPart(view, ("item",), v4_latent_page(entries))]
 
 
-def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]:
+def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[TensorPart]:
     """Items of which only `packing` is known, and which are contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
@@ -142,4 +140,4 @@ def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Part]
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
     name = f"{packing}, {shape}, head {heads.start} of {heads.total}"
-    return [Part(ordered, ("item",), item, packing=name)]
+    return [TensorPart(ordered, ("item",), item, packing=name)]

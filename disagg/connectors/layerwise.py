@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-Layer = tuple[str, int]
+LayerId = tuple[str, int]
 """Owner and number of a layer, as layouts have them."""
 
 
@@ -13,9 +13,9 @@ class Computed:
     name; several names may be of one layer, which is whole once the engine has told of all.
     """
 
-    def __init__(self, layers: Mapping[str, Layer]) -> None:
+    def __init__(self, layers: Mapping[str, LayerId]) -> None:
         self._layers = layers
-        self._left: dict[Layer, set[str]] = {}
+        self._left: dict[LayerId, set[str]] = {}
         self.begun = False
         """Whether the engine has told of any layer in this pass."""
 
@@ -24,7 +24,7 @@ class Computed:
         """Whether every layer was given."""
         return not self._left
 
-    def of(self, name: str) -> Iterator[Layer]:
+    def of(self, name: str) -> Iterator[LayerId]:
         """The engine has computed `name`: its layer, if it is whole by that."""
         if name not in self._layers:  # it has no state of its own
             return
@@ -40,7 +40,7 @@ class Computed:
                 del self._left[layer]
                 yield layer
 
-    def rest(self) -> Iterator[Layer]:
+    def rest(self) -> Iterator[LayerId]:
         """The pass has ended: the layers of which the engine has not told."""
         for layer in list(self._left):
             del self._left[layer]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import torch
 
-from disagg.connectors.tensors import Format, Part, UnknownFormat
+from disagg.connectors.tensors import Format, TensorPart, UnknownFormat
 from kvpool.item import Template
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import ConvSection, Heads, conv_state, temporal_state
@@ -16,39 +17,53 @@ from kvpool.layout.formats import ConvSection, Heads, conv_state, temporal_state
 LinearKind = Literal["mamba1", "mamba2", "delta_net"]
 
 
-def slots(view: torch.Tensor, *, item: Template) -> list[Part]:
+def slots(view: torch.Tensor, *, item: Template) -> list[TensorPart]:
     """A slot, or a state of one, in each item."""
-    return [Part(view.flatten(1), ("item",), item)]
+    return [TensorPart(view.flatten(1), ("item",), item)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShard:
+    """Which part of linear attention a rank holds, and in which order.
+
+    `groups`: Mamba-2's B and C in the model. `spare`: taps beyond those of the kernel, which
+    speculation uses: prefill writes the first taps. A conv state is `(dim, tap)` if `dim_first`,
+    else `(tap, dim)`; the bytes of a delta net's state are `(head, key, value)` if `key_first`, as
+    on a CPU, else `(head, value, key)`.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    groups: int = 0
+    spare: int = 0
+    dim_first: bool = False
+    key_first: bool = False
+
+    def heads(self, count: int) -> Heads:
+        """The `count` heads of this rank."""
+        return Heads(self.rank * count, count, self.ranks * count)
+
+
+WHOLE = LinearShard()
 
 
 def tensor_states(
-    kind: LinearKind,
-    conv: torch.Tensor,
-    temporal: torch.Tensor,
-    *,
-    rank: int,
-    ranks: int,
-    groups: int,
-    key_first: bool,
+    kind: LinearKind, conv: torch.Tensor, temporal: torch.Tensor, shard: LinearShard
 ) -> list[tuple[torch.Tensor, Format]]:
     """The states in tensors of their own, `[layer, slot, channel, tap]` in either order of the last
     two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a layer has.
-    The other arguments are those of `states`.
+    `shard.dim_first` follows from the strides.
     """
     dim_first = conv.stride(2) >= conv.stride(3)
-    held = conv if dim_first else conv.transpose(2, 3), temporal
+    conv = conv if dim_first else conv.transpose(2, 3)
     items = states(
         kind,
-        (held[0].shape[2], held[0].shape[3]),
+        (conv.shape[2], conv.shape[3]),
         temporal.shape[2:],
         (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
-        rank=rank,
-        ranks=ranks,
-        groups=groups,
-        dim_first=dim_first,
-        key_first=key_first,
+        replace(shard, dim_first=dim_first),
     )
-    return [(tensor, partial(slots, item=item)) for tensor, item in zip(held, items)]
+    return [(tensor, partial(slots, item=item)) for tensor, item in zip((conv, temporal), items)]
 
 
 def states(
@@ -56,38 +71,33 @@ def states(
     conv: tuple[int, int],
     temporal: Sequence[int],
     dtypes: tuple[str, str],
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    groups: int = 0,
-    spare: int = 0,
-    dim_first: bool = False,
-    key_first: bool = False,
+    shard: LinearShard = WHOLE,
 ) -> tuple[Template, Template]:
-    """The conv state and the temporal state of a slot of `rank` of `ranks`. `conv`: `(dim, tap)` if
-    `dim_first`, else `(tap, dim)`.
-
-    `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets, whose bytes are
-    `(head, key, value)` if `key_first`, as on a CPU. `groups`: Mamba-2's B and C in the model.
-    `spare`: taps beyond those of the kernel, which speculation uses: prefill writes the first taps.
+    """The conv state and the temporal state of a slot, each with its dtype. `conv`: in the order
+    that `shard` says. `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta
+    nets.
 
     Raises UnknownFormat where the channels are not those of the heads.
     """
-    channels, taps = conv if dim_first else conv[::-1]
-    parts = sections(kind, channels, temporal, rank, ranks, groups)
-    conv_item = conv_state(parts, taps - spare, dtypes[0], taps_first=not dim_first, spare=spare)
-    held, *shape = temporal
-    heads = Heads(rank * held, held, ranks * held)
+    channels, taps = conv if shard.dim_first else conv[::-1]
+    conv_item = conv_state(
+        sections(kind, channels, temporal, shard),
+        taps - shard.spare,
+        dtypes[0],
+        taps_first=not shard.dim_first,
+        spare=shard.spare,
+    )
+    heads, shape = shard.heads(temporal[0]), temporal[1:]
     if kind != "delta_net":
         return conv_item, temporal_state(heads, shape, dtypes[1])
     value, key = shape
-    if key_first:
+    if shard.key_first:
         return conv_item, temporal_state(heads, (key, value), dtypes[1], "key")
     return conv_item, temporal_state(heads, (value, key), dtypes[1], "value")
 
 
 def sections(
-    kind: LinearKind, channels: int, temporal: Sequence[int], rank: int, ranks: int, groups: int
+    kind: LinearKind, channels: int, temporal: Sequence[int], shard: LinearShard
 ) -> list[ConvSection]:
     """The sections of a conv state of `channels` channels, derived as vLLM's
     ssm_conv_transfer_utils.py does.
@@ -102,20 +112,17 @@ def sections(
             f"{channels} channels are not those of {heads} heads of {dim} and two sections of "
             f"heads of {inner}."
         )
-
-    def section(name: str, held: int, size: int) -> ConvSection:
-        return ConvSection(name, Heads(rank * held, held, ranks * held), size)
-
     if kind == "mamba1":
-        return [section("x", heads, 1)]
+        return [ConvSection("x", shard.heads(heads), 1)]
+    pair, own = shard.heads(others), shard.heads(heads)
     if kind == "delta_net":
-        return [section("q", others, inner), section("k", others, inner), section("v", heads, dim)]
-    both = section("b", others, inner), section("c", others, inner)
-    if others == groups == 1:  # one group is in every rank
-        both = both[0]._replace(heads=Heads(0, 1, 1)), both[1]._replace(heads=Heads(0, 1, 1))
-    elif ranks > 1 and ranks * others != groups:
+        keys = [ConvSection(name, pair, inner) for name in ("q", "k")]
+        return [*keys, ConvSection("v", own, dim)]
+    if others == shard.groups == 1:  # one group is in every rank
+        pair = Heads(0, 1, 1)
+    elif shard.ranks > 1 and shard.ranks * others != shard.groups:
         raise UnknownFormat(
-            f"{others} of {groups} groups on each of {ranks} ranks: use a TP size that divides the "
-            "groups."
+            f"{others} of {shard.groups} groups on each of {shard.ranks} ranks: use a TP size that "
+            "divides the groups."
         )
-    return [section("x", heads, dim), *both]
+    return [ConvSection("x", own, dim), *(ConvSection(name, pair, inner) for name in ("b", "c"))]

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-from disagg.connectors.layerwise import Layer
+from disagg.connectors.layerwise import LayerId
 from disagg.connectors.links import Links
+from disagg.connectors.results import Receiving, Results, Sending
 from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
@@ -36,37 +36,6 @@ E = TypeVar("E")
 BUSY_SECONDS = 0.001
 """How long an endpoint that says that it has more to do may keep the engine from its next step."""
 ABORTED = "the request was aborted or preempted."
-
-
-@dataclass(slots=True)
-class Results:
-    """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`). `why` a room has failed, on either side; `aux`
-    values of those that were received.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    why: dict[str, Failure] = field(default_factory=dict)
-    aux: dict[str, Aux] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Sending:
-    request: str
-    ended: bool = False
-    """Whether its room has ended, or cannot be offered."""
-    finished: bool = False
-    """Whether the engine is done with the request."""
-    failure: Failure | None = None
-
-
-@dataclass(slots=True)
-class _Receiving:
-    request: str
-    link: Link
-    aborted: bool = False
 
 
 class Rank:
@@ -91,13 +60,13 @@ class Rank:
     ) -> None:
         self.stats, self._log, self._log_seconds = Stats(), log, log_seconds
         self._logged = time.monotonic()
-        said = {**conventions, **settings.conventions}
         options = settings.options
-        options["conventions"] = {name: each for name, each in said.items() if each is not None}
-        self.prefill: PrefillEndpoint | None = None
-        self.decode: DecodeEndpoint | None = None
+        document = {**conventions, **settings.conventions}
+        options["conventions"] = {name: v for name, v in document.items() if v is not None}
+        self._prefill: PrefillEndpoint | None = None
+        self._decode: DecodeEndpoint | None = None
         if produces:
-            self.prefill = PrefillEndpoint(
+            self._prefill = PrefillEndpoint(
                 layout,
                 create_engine(settings.engine),
                 settings.bind,
@@ -105,7 +74,7 @@ class Rank:
                 **options,
             )
         if consumes:
-            self.decode = DecodeEndpoint(
+            self._decode = DecodeEndpoint(
                 layout,
                 create_engine(settings.engine),
                 ranks=readers,
@@ -113,31 +82,41 @@ class Rank:
                 offer_timeout=settings.offer_timeout,
                 **options,
             )
-        self._links = None if self.decode is None else Links(self.decode)
-        self._endpoints = [each for each in (self.prefill, self.decode) if each is not None]
+        self._links = None if self._decode is None else Links(self._decode)
+        self._endpoints = [side for side in (self._prefill, self._decode) if side is not None]
         memory = layout.buffers[0].memory
         self._device = None if memory == "cpu" else get_device(memory.partition(":")[0])
-        self._sending: dict[Room, _Sending] = {}
-        self._receiving: dict[Room, _Receiving] = {}
+        self._sending: dict[Room, Sending] = {}
+        self._receiving: dict[Room, Receiving] = {}
         self._results = Results()
         self._ended: deque[tuple[PrefillEndpoint | DecodeEndpoint, Ended]] = deque()
         """What the endpoints list no more, and `results` has not told."""
 
     @property
+    def prefill(self) -> PrefillEndpoint:
+        """Raises ValueError if this engine was not started for prefill."""
+        return _needed(self._prefill, "prefill")
+
+    @property
+    def decode(self) -> DecodeEndpoint:
+        """Raises ValueError if this engine was not started for decode."""
+        return _needed(self._decode, "decode")
+
+    @property
     def address(self) -> str:
         """Where decode engines dial this rank of prefill."""
-        return _needed(self.prefill, "prefill").address
+        return self.prefill.address
 
     def expect(self, request: str, room: Room) -> None:
         """The engine has a request that it will send: `results` tells of its room from now on.
         Raises RoomError for a room that has no name of one.
         """
-        self._sending.setdefault(room_name(room), _Sending(request))
+        self._sending.setdefault(room_name(room), Sending(request))
 
     def asked(self, room: Room) -> bool:
         """Whether a decode engine has asked for a room."""
         with suppress(UnknownRoom):
-            return _needed(self.prefill, "prefill").poll(room) is not KVPoll.Bootstrapping
+            return self.prefill.poll(room) is not KVPoll.Bootstrapping
         return False
 
     def send(
@@ -148,7 +127,7 @@ class Rank:
         tokens: range,
         *,
         last: bool,
-        layer: Layer | None = None,
+        layer: LayerId | None = None,
         aux: Aux | None = None,
         after: Event | None = None,
     ) -> None:
@@ -156,8 +135,8 @@ class Rank:
         the work before `after` (None: that it was given so far). Of a room that has ended nothing
         is offered any more. Raises ValueError; `not_sent` is for that.
         """
-        prefill = _needed(self.prefill, "prefill")
-        if self._sending.setdefault(room, _Sending(request)).ended:
+        prefill = self.prefill
+        if self._sending.setdefault(room, Sending(request)).ended:
             return
         if after is None and self._device is not None:
             after = self._device.record()
@@ -177,17 +156,19 @@ class Rank:
     def not_sent(self, request: str, room: Room, why: Exception) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""
         reason = f"it cannot be handed over: {why}"
-        sending = self._sending.setdefault(room, _Sending(request))
+        sending = self._sending.setdefault(room, Sending(request))
         sending.ended, sending.failure = True, Failure("prefill", reason, "abort")
-        with self._alone(room):
-            _needed(self.prefill, "prefill").reject(room, reason)
-        self._log.error("request %s cannot be handed over: %s", request, why, exc_info=_odd(why))
+        with self._contained(room):
+            self.prefill.reject(room, reason)
+        traceback = _is_unexpected(why)
+        self._log.error("request %s cannot be handed over: %s", request, why, exc_info=traceback)
 
     def receive(
         self,
         request: str,
         room: Room,
         address: RequestAddress,
+        *,
         start: int,
         peers: tuple[str, ...],
         aux: Collection[str] = (),
@@ -196,18 +177,15 @@ class Rank:
         ValueError; `not_received` is for that.
         """
         link = self._link(peers)
-        _needed(self.decode, "decode").receive(room, address, start=start, link=link, aux=aux)
-        self._receiving[room] = _Receiving(request, link)
+        self.decode.receive(room, address, start=start, link=link, aux=aux)
+        self._receiving[room] = Receiving(request, link)
 
     def not_received(self, request: str, why: Exception) -> None:
         """A request cannot be asked for: it has failed, and all others go on."""
         self._results.received.add(request)
         self._results.failed.add(request)
-        self._log.error("request %s cannot be received: %s", request, why, exc_info=_odd(why))
-
-    def receiving(self, room: Room) -> bool:
-        """Whether a read may still write to pages of a room that was asked for."""
-        return room in self._receiving
+        traceback = _is_unexpected(why)
+        self._log.error("request %s cannot be received: %s", request, why, exc_info=traceback)
 
     def linked(self, peers: tuple[str, ...]) -> bool:
         """Whether a prefill has been dialled, and is there."""
@@ -215,37 +193,37 @@ class Rank:
 
     def decline(self, room: Room, peers: tuple[str, ...]) -> None:
         """Gives prefill its pages back: nothing of the room is needed."""
-        with self._alone(room, "prefill's pages come back with its lease"):
-            _needed(self.decode, "decode").decline(room, self._link(peers))
+        with self._contained(room, "prefill's pages come back with its lease"):
+            self.decode.decline(room, self._link(peers))
 
     def drop(self, room: Room, peers: tuple[str, ...], why: str = ABORTED) -> None:
         """Ends a room that was not asked for on prefill too. Raises ValueError."""
-        decode = _needed(self.decode, "decode")
-        decode.decline(room, self._link(peers))
-        decode.abort(room, why)
+        self.decode.decline(room, self._link(peers))
+        self.decode.abort(room, why)
 
     def abort(self, request: str, why: str = ABORTED) -> None:
         """Ends the rooms of a request, which `results` does not call failed."""
         for room, receiving in self._receiving.items():
             if receiving.request == request:
                 receiving.aborted = True
-                with self._alone(room):
-                    _needed(self.decode, "decode").abort(room, why)
-        for room in [room for room, each in self._sending.items() if each.request == request]:
+                with self._contained(room):
+                    self.decode.abort(room, why)
+        rooms = [room for room, sending in self._sending.items() if sending.request == request]
+        for room in rooms:
             if not self._sending.pop(room).ended:
-                with self._alone(room):
-                    _needed(self.prefill, "prefill").reject(room, why)
+                with self._contained(room):
+                    self.prefill.reject(room, why)
 
-    def wait_layer(self, room: Room, layer: Layer) -> None:
+    def wait_layer(self, room: Room, layer: LayerId) -> None:
         """Waits until a layer of a room has come, or the room has failed."""
         owner, number = layer
         if room in self._receiving:
-            _needed(self.decode, "decode").wait_layer(room, number, owner=owner)
+            self.decode.wait_layer(room, number, owner=owner)
 
     def wait(self, room: Room) -> None:
         """Waits until a room has ended."""
         if room in self._receiving:
-            _needed(self.decode, "decode").wait(room)
+            self.decode.wait(room)
 
     def results(self, finished: Collection[str]) -> Results:
         """What has ended since the last call, in which the engine has `finished` these requests.
@@ -259,7 +237,7 @@ class Rank:
         self._take_ended()
         self._collect_sent(finished)
         if self._links is not None:
-            self._links.close_unused({each.link for each in self._receiving.values()})
+            self._links.close_unused({receiving.link for receiving in self._receiving.values()})
         if self._log_seconds is not None and time.monotonic() - self._logged > self._log_seconds:
             self._log_numbers()
         results, self._results = self._results, Results()
@@ -279,20 +257,21 @@ class Rank:
 
     def _log_numbers(self) -> None:
         if numbers := self.stats.take():
-            said = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
-            self._log.info("kvpool: %s", said)
+            line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
+            self._log.info("kvpool: %s", line)
             self._logged = time.monotonic()
 
     def _link(self, peers: tuple[str, ...]) -> Link:
         return _needed(self._links, "decode").to(peers)
 
     @contextmanager
-    def _alone(self, room: Room, so: str = "all others go on") -> Iterator[None]:
+    def _contained(self, room: Room, effect: str = "all others go on") -> Iterator[None]:
         """What goes wrong with one room is logged, and keeps nothing else from being done."""
         try:
             yield
         except Exception as error:
-            self._log.warning("room %r: %s: %s", room, so, error, exc_info=_odd(error))
+            traceback = _is_unexpected(error)
+            self._log.warning("room %r: %s: %s", room, effect, error, exc_info=traceback)
 
     def _take_ended(self) -> None:
         """Notes and forgets rooms that have ended. Each stays in the list until that is done, so
@@ -300,24 +279,24 @@ class Rank:
         """
         while self._ended:
             endpoint, (room, _, failure) = self._ended[0]
-            with self._alone(room):
-                if endpoint is self.prefill:
+            with self._contained(room):
+                if endpoint is self._prefill:
                     self._sent(room, failure)
                 else:
                     self._received(room, failure)
-            with self._alone(room):
+            with self._contained(room):
                 endpoint.forget(room)
             self._ended.popleft()
 
     def _collect_sent(self, finished: Collection[str]) -> None:
         """Rooms that have ended and whose requests the engine has finished."""
-        for room, each in list(self._sending.items()):
-            each.finished |= each.request in finished
-            if each.finished and each.ended:
+        for room, sending in list(self._sending.items()):
+            sending.finished |= sending.request in finished
+            if sending.finished and sending.ended:
                 del self._sending[room]
-                self._results.sent.add(each.request)
-                if each.failure:
-                    self._results.why[each.request] = each.failure
+                self._results.sent.add(sending.request)
+                if sending.failure:
+                    self._results.why[sending.request] = sending.failure
 
     def _sent(self, room: Room, failure: Failure | None) -> None:
         if room in self._sending:
@@ -329,7 +308,7 @@ class Rank:
         receiving = self._receiving.get(room)
         if receiving is None:  # a declined room
             return
-        decode, request = _needed(self.decode, "decode"), receiving.request
+        decode, request = self.decode, receiving.request
         if failure is None:
             try:
                 self._results.aux[request] = decode.aux(room)
@@ -349,13 +328,12 @@ class Rank:
         self.stats.received(metrics, failure)
 
 
-def _odd(error: Exception) -> bool:
+def _is_unexpected(error: Exception) -> bool:
     """Whether an error is none of a caller's or a peer's, so that its traceback is of use."""
     return not isinstance(error, (ValueError, UsageError))
 
 
-def _needed(what: E | None, side: str) -> E:
-    """What only one side has; a connector asks for what its engine was started as."""
-    if what is None:
+def _needed(part: E | None, side: str) -> E:
+    if part is None:
         raise ValueError(f"this engine was not started for {side}.")
-    return what
+    return part

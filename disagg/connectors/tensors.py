@@ -21,7 +21,7 @@ class UnknownFormat(ValueError):
     """What a layer keeps in its pages, or how its pages are found, is not known."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor: `dims` name its first dims, and `item` says what lies behind them.
 
     `heads`: those of this rank, if `head` is one of the dims. `packing`: the name of an unknown
@@ -35,12 +35,12 @@ class Part(NamedTuple):
     packing: str = ""
 
 
-Format = Callable[[torch.Tensor], list[Part]]
+Format = Callable[[torch.Tensor], list[TensorPart]]
 """What a layer's tensor `[item, ...]` holds."""
 
 
-@dataclass(frozen=True)
-class Layer:
+@dataclass(frozen=True, kw_only=True)
+class LayerTensor:
     """A tensor `[item, ...]` of layer `number` of `owner`, and what is in it: all that the layer
     keeps, or a part. `name` is the engine's; `prefix` is put before every role.
     """
@@ -61,7 +61,7 @@ class Layer:
             (first, *_) = item_regions(parts[0].item, owner=self.owner, layer=0, buffer="?")
             dims = ("item", *map(str, range(1, self.view.dim())))
             name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
-            home = describe_buffer(self.view, dims, name=name, space=space)
+            buffer = describe_buffer(self.view, dims, name=name, space=space)
             regions: list[Region] = []
             for part in parts:
                 regions += describe_items(
@@ -72,11 +72,11 @@ class Layer:
                     owner=self.owner,
                     shards={"head": (part.heads.start, part.heads.total)} if part.heads else {},
                     packing=part.packing,
-                    buffer=home,
+                    buffer=buffer,
                 ).regions
-            return Described((home,), tuple(regions))
+            return Described((buffer,), tuple(regions))
 
-    def folded(self, ratio: int) -> Layer | None:
+    def folded(self, ratio: int) -> LayerTensor | None:
         """The layer with each `ratio` kernel blocks as one, if they can be read so: its format has
         tokens of their own, and all of a block are one stride apart.
         """
@@ -91,27 +91,32 @@ class Layer:
         return replace(self, view=view)
 
 
+PlacedTensor = tuple[Space, LayerTensor]
+"""A layer's tensor, and the space whose ids address its items."""
+
+
 def layout_of(
-    held: Iterable[tuple[Space, Layer]], layers: int, model: object, *spaces: Space
+    placed: Iterable[PlacedTensor], layers: int, model: object, *spaces: Space
 ) -> PoolLayout:
     """The layout of a rank's tensors, each with the space of its items, for a model of `layers`
     layers whose name or folder is `model`. `spaces` are there without a tensor too.
 
     Raises UnknownFormat for a layer whose space is not that of the others of its name, and as
-    `Layer.describe` does; LayoutError where the tensors do not fit together.
+    `LayerTensor.describe` does; LayoutError where the tensors do not fit together.
     """
-    known = {space.name: space for space in spaces}
-    inside: dict[str, list[Described]] = {}
-    for space, layer in held:
-        if known.setdefault(space.name, space) != space:
+    space_by_name = {space.name: space for space in spaces}
+    described: dict[str, list[Described]] = {}
+    for space, layer in placed:
+        first = space_by_name.setdefault(space.name, space)
+        if first != space:
             raise UnknownFormat(
-                f"{layer.name}: {space}, but others have {known[space.name]}. Use a model, and a "
-                "draft, of one page size and window."
+                f"{layer.name}: {space}, but others have {first}. Use a model, and a draft, of one "
+                "page size and window."
             )
-        inside.setdefault(space.name, []).append(layer.describe(space.name))
+        described.setdefault(space.name, []).append(layer.describe(space.name))
     return PoolLayout.of(
-        *(join_nested(parts) for parts in inside.values()),
-        spaces=known.values(),
+        *(join_nested(layers_of_space) for layers_of_space in described.values()),
+        spaces=space_by_name.values(),
         total_kv_layers=layers,
         model=str(model).rstrip("/").rpartition("/")[2],
     )
@@ -142,7 +147,7 @@ def naming(layer: str) -> Iterator[None]:
         ) from None
 
 
-def fold_blocks(layers: Sequence[Layer], blocks: int) -> tuple[list[Layer], int]:
+def fold_blocks(layers: Sequence[LayerTensor], blocks: int) -> tuple[list[LayerTensor], int]:
     """Layers `[kernel block, head, token, content]` of `blocks` blocks, and their items a block: 1
     where the kernel blocks of each can be read as one.
     """
@@ -163,15 +168,17 @@ def join_nested(layers: Iterable[Described]) -> Described:
     """All buffers and regions of one space. Layers whose items lie inside one another become one
     buffer (vLLM's KVCacheLayout BHLNC: the layers of a head side by side).
     """
-    found: list[tuple[Buffer, list[Region]]] = []
-    for seen in sorted(layers, key=lambda seen: seen.buffers[0].base):
-        (home,) = seen.buffers
-        last, held = found[-1] if found else (home, [])
-        shift = home.base - last.base
-        if not found or shift >= last.item_bytes:
-            found.append((home, list(seen.regions)))
+    buffers: list[Buffer] = []
+    regions: list[Region] = []
+    for layer in sorted(layers, key=lambda layer: layer.buffers[0].base):
+        (buffer,) = layer.buffers
+        shift = buffer.base - buffers[-1].base if buffers else 0
+        if not buffers or shift >= buffers[-1].item_bytes:
+            buffers.append(buffer)
+            regions += layer.regions
             continue
-        held += (replace(r, buffer=last.name, offset=r.offset + shift) for r in seen.regions)
-        reach = max(last.item_bytes, shift + home.item_bytes)
-        found[-1] = replace(last, item_bytes=reach), held
-    return Described(tuple(home for home, _ in found), tuple(r for _, rs in found for r in rs))
+        outer = buffers[-1]
+        regions += (replace(r, buffer=outer.name, offset=r.offset + shift) for r in layer.regions)
+        reach = max(outer.item_bytes, shift + buffer.item_bytes)
+        buffers[-1] = replace(outer, item_bytes=reach)
+    return Described(tuple(buffers), tuple(regions))

@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connectors.blocks import Group
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layers import ATTENTION
 from disagg.connectors.vllm.layout import engine_layout
@@ -154,7 +154,7 @@ def test_views_that_vllm_makes_for_a_backend_are_found(name, order):
     config, raw, views = allocate([(layers, spec_of(name))], order)
     modules = {n: Module(backend=CLASSES[name], isa="vec") for n in layers}
     seen = engine_layout(config_for(modules), config, views)
-    assert seen.groups == (Group("kv0", 1, TOKENS),)
+    assert seen.groups == (BlockGroup("kv0", 1, TOKENS),)
     for number, layer in enumerate(layers):
         kernel_for(name, views[layer], number).write(range(70))
     held, actual = found(seen.layout, raw), raw.clone()
@@ -333,7 +333,7 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
     conv.copy_(torch.randn(conv.shape))
     temporal.copy_(torch.randn(temporal.shape))
     seen = engine_layout(config_for({names(0)[0]: layer}, tp=tp, rank=rank), config, views)
-    assert seen.groups == (Group("state0", 1, TOKENS, "first"),)
+    assert seen.groups == (BlockGroup("state0", 1, TOKENS, "first"),)
     held = found(seen.layout, raw)
     channels, at = (conv if dim_first else conv.transpose(1, 2)), 0
     for role, total, dim in SECTIONS[kind]:
@@ -396,7 +396,7 @@ def test_kernel_blocks_are_one_item_where_their_tokens_are_one_stride_apart(orde
     config, raw, views = allocate([(names(0), heads_spec(block_size=64))], order, kernel_block=16)
     seen = engine_layout(config_for(flash(0)), config, views)
     folds = order == "LBNHC"
-    assert seen.groups == (Group("kv0", 1 if folds else 4, 64),)
+    assert seen.groups == (BlockGroup("kv0", 1 if folds else 4, 64),)
     ids = [4 * block + n for block in IDS for n in range(4)]
     kernels.KeysAndValues(views[names(0)[0]], 0, ids, range(2), key=D).write(range(150))
     held, actual = found(seen.layout, raw), raw.clone()
@@ -428,7 +428,7 @@ def test_kernel_blocks_of_one_group_lie_over_states_of_another(order):
     modules = flash(0, 1) | dict.fromkeys(names(2, 3), layer)
     seen = engine_layout(config_for(modules), config, views)
     ratio = 1 if order == "LBNHC" else 33
-    assert seen.groups == (Group("kv0", ratio, 528), Group("state1", 1, 528, "first"))
+    assert seen.groups == (BlockGroup("kv0", ratio, 528), BlockGroup("state1", 1, 528, "first"))
     said = {space.name: (space.items_per_block, space.reserved) for space in seen.layout.spaces}
     assert said == {"kv0": (ratio, ratio), "state1": (1, 1)}
     for number, name in enumerate(names(0, 1)):

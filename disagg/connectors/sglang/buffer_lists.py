@@ -6,7 +6,6 @@ the target's; the components of other state in lists of lists. Read in SGLang 0.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,8 +30,8 @@ LISTS = (
 )
 """What SGLang lists of a buffer: the first three always, all of a buffer of linear attention."""
 
-Held = list[tuple[Buffer, list[Region]]]
-Row = tuple[Any, ...]
+BufferRegions = tuple[Buffer, list[Region]]
+ListRow = tuple[Any, ...]
 """Of a buffer, the values of the first few of `LISTS`."""
 
 
@@ -42,29 +41,30 @@ def kv_args(layout: PoolLayout) -> dict[str, Any]:
     Raises LayoutError, which names the buffer, where its items are not one after the other: SGLang
     takes a page's address for pointer + id * item length.
     """
-    inside: dict[str, list[Region]] = {}
+    regions_by_buffer: dict[str, list[Region]] = {}
     for region in sorted(layout.regions, key=lambda region: region.offset):
         if layout.buffer_by_name[region.buffer].space == "kv":  # windows whose pages are all kept
             region = replace(region, role=region.role.removeprefix("swa."))
-        inside.setdefault(region.buffer, []).append(region)
-    held = [(layout.buffer_by_name[name], regions) for name, regions in inside.items()]
+        regions_by_buffer.setdefault(region.buffer, []).append(region)
+    buffers = [(layout.buffer_by_name[name], rs) for name, rs in regions_by_buffer.items()]
     linear = any(space.kind == "slot" for space in layout.spaces)
     main, components = MAIN, STATES
-    if any(regions[0].role == "rope" for _, regions in held):  # index keys beside it, as on an NPU
+    # rope in tensors of its own: index keys are too, as on an NPU
+    if any(regions[0].role == "rope" for _, regions in buffers):
         main = (*MAIN, "index_key", "index_key.scale")
         components = {kind: roles for kind, roles in STATES.items() if kind != "dsa"}
-    drafts, pages = 0, list[Row]()
-    states: dict[tuple[str, str], list[Row]] = {}
+    drafts, pages = 0, list[ListRow]()
+    states: dict[tuple[str, str], list[ListRow]] = {}
     for owner, first in (("target", 0), ("draft", layout.total_kv_layers)):
-        mine = [each for each in held if each[1][0].owner == owner]
-        found = ordered(mine, main)
-        drafts = len(found)
-        for buffer, regions in found:  # layers are named beside linear attention only
+        own = [(buffer, regions) for buffer, regions in buffers if regions[0].owner == owner]
+        paged = ordered(own, main)
+        drafts = len(paged)
+        for buffer, regions in paged:  # layers are named beside linear attention only
             layer = (first + regions[0].layer,) if linear else ()
             pages.append(row(layout, buffer) + layer)
         for kind, roles in components.items():
             name = kind, owner if kind == "swa" else ""  # SGLang has a draft's window apart
-            for buffer, regions in ordered(mine, roles):
+            for buffer, regions in ordered(own, roles):
                 more = sliced(regions) if kind == "mamba" else ()
                 states.setdefault(name, []).append(row(layout, buffer) + more)
     target = [region for region in layout.regions if region.owner == "target"]
@@ -86,18 +86,18 @@ def kv_args(layout: PoolLayout) -> dict[str, Any]:
     }
 
 
-def ordered(held: Held, roles: Sequence[str]) -> Held:
+def ordered(buffers: list[BufferRegions], roles: Sequence[str]) -> list[BufferRegions]:
     """Buffers by their first role, in the order of `roles`, then by layer."""
-    mine = [each for each in held if each[1][0].role in roles]
-    return sorted(mine, key=lambda each: (roles.index(each[1][0].role), each[1][0].layer))
+    listed = [(buffer, regions) for buffer, regions in buffers if regions[0].role in roles]
+    return sorted(listed, key=lambda pair: (roles.index(pair[1][0].role), pair[1][0].layer))
 
 
-def column(rows: list[Row], number: int) -> list[Any]:
+def column(rows: list[ListRow], number: int) -> list[Any]:
     """The values of a list."""
     return [row[number] for row in rows if number < len(row)]
 
 
-def row(layout: PoolLayout, buffer: Buffer) -> Row:
+def row(layout: PoolLayout, buffer: Buffer) -> ListRow:
     """A buffer's pointer, bytes, and bytes of what SGLang counts as an item: a page, a slot, the
     ring of a page of the window, or the part of a request's ring with an open window.
     """
@@ -115,7 +115,7 @@ def row(layout: PoolLayout, buffer: Buffer) -> Row:
     return buffer.base, buffer.items * buffer.item_stride, item
 
 
-def sliced(regions: list[Region]) -> Row:
+def sliced(regions: list[Region]) -> ListRow:
     """The layer of a state of linear attention, and what tensor parallelism cuts of it: its size on
     this rank, how many rows are before it, and of a conv state of q, k and v the channels of each
     in the model.
@@ -124,13 +124,3 @@ def sliced(regions: list[Region]) -> Row:
     delta_net = [section.role for section in sections] == ["conv.q", "conv.k", "conv.v"]
     groups = [section.total for section in sections] if delta_net else None
     return regions[0].layer, sum(section.size for section in sections), rows, groups
-
-
-def pack_int_lists(lists: Sequence[Sequence[int]], code: str) -> bytes:
-    """Nested lists as SGLang's peers read them: how many lists, the bytes of each, then their
-    numbers, all little-endian; `code` is the numbers' in `struct`. No lists are no bytes.
-    """
-    if not lists:
-        return b""
-    packed = [struct.pack(f"<{len(each)}{code}", *each) for each in lists]
-    return struct.pack(f"<{len(packed) + 1}I", len(packed), *map(len, packed)) + b"".join(packed)

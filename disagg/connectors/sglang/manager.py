@@ -68,15 +68,15 @@ class KvpoolManager(CommonKVManager):
             queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
         )
         ranks = Ranks(
-            self.attn_tp_rank,
-            self.attn_tp_size,
-            model.get_total_num_kv_heads(),
-            scheduler.sliding_window_size,
-            int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
-            {
-                getattr(each, "layer_id", None)
-                for each in scheduler.tp_worker.model_runner.model.modules()
-                if getattr(each, "sliding_window_size", -1) > -1
+            tp_rank=self.attn_tp_rank,
+            tp_size=self.attn_tp_size,
+            total_kv_heads=model.get_total_num_kv_heads(),
+            window=scheduler.sliding_window_size,
+            groups=int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
+            sliding={
+                getattr(module, "layer_id", None)
+                for module in scheduler.tp_worker.model_runner.model.modules()
+                if getattr(module, "sliding_window_size", -1) > -1
             },
         )
         settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.connectors.sglang.states import Ranks, read_pool
+from disagg.connectors.sglang.layer_set import Ranks
+from disagg.connectors.sglang.states import read_pool
 from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
-__all__ = ["EngineLayout", "Pools", "Ranks", "engine_layout"]
+__all__ = ["Pools", "Ranks", "SglangLayout", "engine_layout"]
 
 IDS = {"swa": ("swa", "c4.ring"), "mamba": ("state",), "c128_state": ("c128.ring",)}
 """The spaces whose items a component of SGLang's state lists; others list those of the pages."""
@@ -30,7 +31,7 @@ class Pools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EngineLayout:
+class SglangLayout:
     """What a rank's pools mean, and how SGLang's indices address them. `state_types`: the
     components of `KVArgs.state_types`, by value.
     """
@@ -85,7 +86,7 @@ class EngineLayout:
 
 def engine_layout(
     pools: Pools, state_types: Sequence[Any], ranks: Ranks, total_layers: int, model: str = ""
-) -> EngineLayout:
+) -> SglangLayout:
     """The layout of a rank's pools, of a model of `total_layers` layers. `state_types`: those of
     SGLang's KVArgs.
 
@@ -101,4 +102,4 @@ def engine_layout(
     pages = Space("kv", entries_per_item=getattr(pools.target, "page_size", 1))
     layout = layout_of(states, total_layers, model, pages)
     kinds = tuple(str(getattr(kind, "value", kind)) for kind in state_types)
-    return EngineLayout(layout, kinds)
+    return SglangLayout(layout, kinds)

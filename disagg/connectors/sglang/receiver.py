@@ -39,7 +39,8 @@ class KvpoolReceiver(CommonKVReceiver):
         try:
             address = mgr.layout.address(self._tokens(), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
-            mgr.rank.receive(str(room), room, address, start, peers, (FIRST_TOKEN,))
+            aux = (FIRST_TOKEN,)
+            mgr.rank.receive(str(room), room, address, start=start, peers=peers, aux=aux)
         except Exception as error:  # of one request: the engine serves others
             mgr.fail(room, error)
             return
@@ -68,13 +69,14 @@ class KvpoolReceiver(CommonKVReceiver):
         hold a longer or shorter prompt too.
         """
         queue = self.kv_mgr.queue.queue
-        asked = next((each.req for each in queue if each.kv_receiver is self), None)
-        if asked is None:
+        request = next((entry.req for entry in queue if entry.kv_receiver is self), None)
+        if request is None:
             raise ValueError(
                 "SGLang's queue has no request of this room, so its length is unknown."
             )
-        again = getattr(asked, "pd_rebootstrap_in_progress", False)  # with what decode has computed
-        return len(asked.origin_input_ids) + (len(asked.output_ids) if again else 0)
+        # what decode has computed already is handed over with the prompt
+        again = getattr(request, "pd_rebootstrap_in_progress", False)
+        return len(request.origin_input_ids) + (len(request.output_ids) if again else 0)
 
     def _peers(self) -> tuple[str, ...]:
         """Endpoint addresses of prefill's ranks."""

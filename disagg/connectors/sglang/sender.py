@@ -66,9 +66,9 @@ class KvpoolSender(CommonKVSender):
             return
         try:
             address = mgr.layout.address(stop, self._pages, state_indices)
-            about = str(room), room, address, range(start, stop)
             aux = read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None
-            mgr.rank.send(*about, last=last, aux=aux, after=after)
+            tokens = range(start, stop)
+            mgr.rank.send(str(room), room, address, tokens, last=last, aux=aux, after=after)
             mgr.update_status(room, KVPoll.Transferring)
         except Exception as error:  # of one request: the engine serves others
             mgr.rank.not_sent(str(room), room, error)

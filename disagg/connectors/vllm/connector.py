@@ -29,8 +29,8 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.shared_memory import SharedAllocation
 from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
-from disagg.connectors.vllm.scheduler import Scheduler, Step, log
-from disagg.connectors.vllm.worker import Worker
+from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
+from disagg.connectors.vllm.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
 
 KVConnectorMetadata.register(Step)
@@ -54,8 +54,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     `kv_connector_extra_config` takes `disagg.connectors.settings.Settings`.
     """
 
-    _scheduler: Scheduler
-    _worker: Worker
+    _scheduler: ConnectorScheduler
+    _worker: ConnectorWorker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -71,7 +71,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM cannot be told of a block that did not come where it has several groups, and an
             # engine that waits for another must not be one that another waits for
             whole = cuts or len(kv_cache_config.kv_cache_groups) > 1 or transfer.is_kv_producer
-            self._scheduler = Scheduler(
+            self._scheduler = ConnectorScheduler(
                 kv_cache_config,
                 **self._roles,
                 stream=self._settings.stream is not None,
@@ -122,13 +122,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
-        about = {"readers": readers, "log": log, "conventions": _conventions(self._vllm_config)}
-        rank = Rank(self._settings, described.layout, **self._roles, **about)
-        self._worker = Worker(rank, described.groups, described.layers)
+        rank = Rank(
+            self._settings,
+            described.layout,
+            **self._roles,
+            readers=readers,
+            log=log,
+            conventions=_conventions(self._vllm_config),
+        )
+        self._worker = ConnectorWorker(rank, described.groups, described.layers)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        prefill = self._worker.rank.prefill
-        return None if prefill is None else Handshake(prefill.address)
+        return Handshake(self._worker.rank.address) if self._roles["produces"] else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.begin(self._get_connector_metadata())

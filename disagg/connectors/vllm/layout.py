@@ -13,9 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from disagg.connectors.blocks import Group
-from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, layout_of
-from disagg.connectors.vllm.layers import Platform, platform, read_layer
+from disagg.connectors.blocks import BlockGroup
+from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
+from disagg.connectors.vllm.layers import (
+    Platform,
+    RegisteredLayer,
+    platform_of_process,
+    read_layer,
+)
 from kvpool.layout import Interleave, PoolLayout, Space
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
@@ -31,14 +36,14 @@ SPECS = {
 
 
 @dataclass(frozen=True)
-class EngineLayout:
+class VllmLayout:
     """What a rank's tensors mean, and how vLLM's block ids address them. `groups` are the
     transferable cache groups, in the order of `transfer_group_ids`. `layers`: owner and number of
     each layer that has state, by vLLM's name; two may have one number.
     """
 
     layout: PoolLayout
-    groups: tuple[Group, ...]
+    groups: tuple[BlockGroup, ...]
     layers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -46,60 +51,70 @@ def engine_layout(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
-    here: Platform | None = None,
-) -> EngineLayout:
-    """The layout of what `register_kv_caches` was given, by vLLM on platform `here` (None: this
-    process's).
+    platform: Platform | None = None,
+) -> VllmLayout:
+    """The layout of what vLLM gave `register_kv_caches`, on `platform` (None: this process's).
 
     Raises UnknownFormat, which names the layer, its backend or spec, and what is known, and
     LayoutError where the tensors cannot be described.
     """
-    here, ids = here or platform(), kv_cache_config.transfer_group_ids
+    platform = platform or platform_of_process()
     modules = vllm_config.compilation_config.static_forward_context
-    groups: list[Group] = []
-    held: list[tuple[Space, Layer]] = []
+    groups: list[BlockGroup] = []
+    placed: list[PlacedTensor] = []
     names: dict[str, tuple[str, int]] = {}
-    for number in ids:
+    for number in kv_cache_config.transfer_group_ids:
         specs = layer_specs(kv_cache_config.kv_cache_groups[number], modules)
         if not specs:
-            groups.append(Group("", 1, 1))
+            groups.append(BlockGroup("", 1, 1))
             continue
         layers = [
-            read_layer(vllm_config, name, modules[name], spec, kv_caches[name], here)
+            read_layer(
+                RegisteredLayer(
+                    config=vllm_config,
+                    name=name,
+                    module=modules[name],
+                    spec=spec,
+                    view=kv_caches[name],
+                    platform=platform,
+                )
+            )
             for name, spec in specs.items()
         ]
         names |= {name: (layer.owner, layer.number) for name, layer in zip(specs, layers)}
         layers, blocks = fold_blocks(layers, kv_cache_config.num_blocks)
         first, parallel = next(iter(specs.values())), vllm_config.parallel_config
-        called = f"{SPECS[type(first).__name__]}{number}"
-        spaces = [space_of(called, *each, blocks, parallel) for each in specs.items()]
+        space_name = f"{SPECS[type(first).__name__]}{number}"
+        spaces = [
+            space_of(space_name, layer, spec, blocks, parallel) for layer, spec in specs.items()
+        ]
         groups.append(group_of(first, spaces[0]))
-        held += zip(spaces, layers)
+        placed += zip(spaces, layers)
     model = vllm_config.model_config
-    layout = layout_of(held, model.get_total_num_hidden_layers(), model.model)
-    return EngineLayout(layout, tuple(groups), names)
+    layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model)
+    return VllmLayout(layout, tuple(groups), names)
 
 
 def layer_specs(group: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
     """The specs of a group's layers that have state of their own."""
-    each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-    found = {
-        name: each.get(name, group.kv_cache_spec)
+    own_specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    specs = {
+        name: own_specs.get(name, group.kv_cache_spec)
         for name in group.layer_names
         if getattr(modules[name], "kv_sharing_target_layer_name", None) is None
     }
-    for name, spec in found.items():
+    for name, spec in specs.items():
         kind, version = type(spec).__name__, getattr(spec, "model_version", None)
-        what = ""
+        problem = ""
         if kind not in SPECS:
-            what = f"a {kind} is not known (known: {', '.join(SPECS)})"
+            problem = f"a {kind} is not known (known: {', '.join(SPECS)})"
         elif version:
-            what = f"the {kind} of {version} is not known"
+            problem = f"the {kind} of {version} is not known"
         elif kind != "MambaSpec" and spec.tokens_per_state != 1:
-            what = f"a {kind} of {spec.tokens_per_state} tokens a state is not known, only of 1"
-        if what:
-            raise UnknownFormat(f"{name}: {what}. Use another model, or {HERE}.")
-    return found
+            problem = f"a {kind} of {spec.tokens_per_state} tokens a state is not known, only of 1"
+        if problem:
+            raise UnknownFormat(f"{name}: {problem}. Use another model, or {HERE}.")
+    return specs
 
 
 def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
@@ -126,15 +141,15 @@ def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
     return Interleave(size, place % ranks, ranks)
 
 
-def group_of(spec: Any, space: Space) -> Group:
+def group_of(spec: Any, space: Space) -> BlockGroup:
     """How the ids of a group of layers like `spec` are found."""
     state: Literal["first", "position"] | None = None
     if space.kind == "slot":
         state = "first" if spec.mamba_cache_mode == "none" else "position"
-    return Group(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
+    return BlockGroup(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
 
 
-def space_of(called: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Space:
+def space_of(name: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Space:
     """The space of a layer's blocks, of `blocks` items each; layers of a group have one space.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
@@ -148,7 +163,7 @@ def space_of(called: str, layer: str, spec: Any, blocks: int, parallel: Any) -> 
     if kind == "chunk":
         window, step = 0, spec.attention_chunk_size
     return Space(
-        called,
+        name,
         "slot" if kind == "state" else "paged",
         1 if kind == "state" else spec.block_size // blocks,
         window=window,

@@ -21,8 +21,8 @@ DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendTask:
     """Positions `start` to `stop` of a request are computed in `blocks`; `following` is the token
     after them, where they are the `last`.
     """
@@ -36,8 +36,8 @@ class Send:
     following: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveTask:
     """Positions `start` to `stop` of a request are to be read to `blocks`. With `waits`, the step
     computes with them, and waits for each layer.
     """
@@ -56,13 +56,13 @@ class Step:
     have its blocks back. `aborts` are requests.
     """
 
-    sends: list[Send] = field(default_factory=list)
-    receives: list[Receive] = field(default_factory=list)
+    sends: list[SendTask] = field(default_factory=list)
+    receives: list[ReceiveTask] = field(default_factory=list)
     declines: list[Source] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Sending:
     """A request of prefill: `stop` positions go to `room`, of which `sent` were offered;
     `following` is the token after them.
@@ -75,7 +75,7 @@ class _Sending:
     sent: int = 0
 
 
-class Scheduler:
+class ConnectorScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
     `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
@@ -142,7 +142,8 @@ class Scheduler:
         if room is None or not self._named.add(room):
             room = self._room(name)
         stop = request.num_prompt_tokens - 1
-        self._sending[name] = _Sending(request, room, stop, ids[stop] if ids else None)
+        following = ids[stop] if ids else None
+        self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
         if self._cuts and stop:
             del ids[-1:]
             del request._all_token_ids[-1:]
@@ -162,16 +163,25 @@ class Scheduler:
             if sending := self._sending.get(name):
                 stop = min(sending.request.num_computed_tokens + count, sending.stop)
                 if stop > sending.sent:
-                    held = output.kv_connector_block_state.resolve_block_ids(name)
-                    self._send(sending, held, stop)
+                    blocks = output.kv_connector_block_state.resolve_block_ids(name)
+                    self._send(sending, blocks, stop)
 
     def _send(self, sending: _Sending, blocks: Any, stop: int) -> None:
-        name, start, last = sending.request.request_id, sending.sent, stop == sending.stop
-        about = name, sending.room, self._held(blocks), start, stop, last
-        self._step.sends.append(Send(*about, sending.following if last else None))
+        last = stop == sending.stop
+        self._step.sends.append(
+            SendTask(
+                request=sending.request.request_id,
+                room=sending.room,
+                blocks=self._transferred(blocks),
+                start=sending.sent,
+                stop=stop,
+                last=last,
+                following=sending.following if last else None,
+            )
+        )
         sending.sent = stop
 
-    def _held(self, blocks: Any) -> Blocks:
+    def _transferred(self, blocks: Any) -> Blocks:
         """Ids of the groups that are handed over."""
         return tuple(tuple(ids) for ids in self._groups.select_transfer_block_ids(blocks))
 
@@ -209,9 +219,17 @@ class Scheduler:
         elif source := self._wanted.pop(name, None):
             if not self._waits:
                 self._receiving.add(name)
-            stop, held = request.num_prompt_tokens - 1, self._held(blocks.get_block_ids())
-            about = name, source, held, stop - external, stop, self._waits
-            self._step.receives.append(Receive(*about))
+            stop = request.num_prompt_tokens - 1
+            self._step.receives.append(
+                ReceiveTask(
+                    request=name,
+                    source=source,
+                    blocks=self._transferred(blocks.get_block_ids()),
+                    start=stop - external,
+                    stop=stop,
+                    waits=self._waits,
+                )
+            )
 
     def received(self, requests: Sequence[str]) -> None:
         """Requests whose rooms have ended."""

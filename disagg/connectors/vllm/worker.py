@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from disagg.connectors.blocks import Group, block_table
-from disagg.connectors.layerwise import Computed, Layer
-from disagg.connectors.rank import Rank, Results
+from disagg.connectors.blocks import BlockGroup, block_table
+from disagg.connectors.layerwise import Computed, LayerId
+from disagg.connectors.rank import Rank
+from disagg.connectors.results import Results
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.connectors.vllm.scheduler import Receive, Send, Step
+from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
-class Worker:
+class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
     that have state here by vLLM's names.
     """
 
-    def __init__(self, rank: Rank, groups: tuple[Group, ...], layers: Mapping[str, Layer]) -> None:
+    def __init__(
+        self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
+    ) -> None:
         self.rank, self._groups, self._layers = rank, groups, layers
         self._computed = Computed(layers)
-        self._loading: dict[str, Receive] = {}
+        self._loading: dict[str, ReceiveTask] = {}
         """By request, what is waited for layer by layer in this step."""
         self._invalid: set[int] = set()
 
@@ -73,7 +76,7 @@ class Worker:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def _offer(self, step: Step, layer: Layer | None = None) -> None:
+    def _offer(self, step: Step, layer: LayerId | None = None) -> None:
         """Offers one layer of what the step computes, or all at once. Aborts come before: a request
         that was preempted has a new room among the sends.
         """
@@ -86,18 +89,28 @@ class Worker:
                 step.sends.remove(send)
                 self.rank.not_sent(send.request, send.room, error)
 
-    def _send(self, send: Send, layer: Layer | None) -> None:
-        address = block_table(self._groups, send.blocks, send.stop)
-        about = send.request, send.room, address, range(send.start, send.stop)
+    def _send(self, send: SendTask, layer: LayerId | None) -> None:
         last = send.last and self._computed.ended
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
-        self.rank.send(*about, last=last, layer=layer, aux=aux)
+        self.rank.send(
+            send.request,
+            send.room,
+            block_table(self._groups, send.blocks, send.stop),
+            range(send.start, send.stop),
+            last=last,
+            layer=layer,
+            aux=aux,
+        )
 
-    def _receive(self, receive: Receive) -> None:
+    def _receive(self, receive: ReceiveTask) -> None:
         try:
-            address = block_table(self._groups, receive.blocks, receive.stop)
-            about = receive.source.room, address, receive.start, receive.source.addresses
-            self.rank.receive(receive.request, *about)
+            self.rank.receive(
+                receive.request,
+                receive.source.room,
+                block_table(self._groups, receive.blocks, receive.stop),
+                start=receive.start,
+                peers=receive.source.addresses,
+            )
         except Exception as error:  # of one request: the engine serves others
             self.rank.not_received(receive.request, error)
         if receive.waits:

@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import slots, states
-from disagg.connectors.tensors import Layer, UnknownFormat, fold_blocks, join_nested, layout_of
+from disagg.connectors.linear_states import LinearShard, slots, states
+from disagg.connectors.tensors import (
+    LayerTensor,
+    UnknownFormat,
+    fold_blocks,
+    join_nested,
+    layout_of,
+)
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool
 from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
@@ -87,7 +93,8 @@ FORMATS = {
 def attention(form: Format, layer: int, view, ids, shard=range(2), total=2):
     """A layer as a connector describes it, and as the kernel writes it."""
     said = {"heads": Heads(shard.start, len(shard), total)} if form.heads else {}
-    page = Layer(f"model.layers.{layer}.attn", layer, view, partial(form.describe, **said))
+    name, held = f"model.layers.{layer}.attn", partial(form.describe, **said)
+    page = LayerTensor(name=name, number=layer, view=view, format=held)
     return page, form.kernel(view, layer, ids, shard, **form.model)
 
 
@@ -176,7 +183,7 @@ def test_two_ranks_heads_are_handed_to_one(name):
 def test_planes_of_keys_and_of_values_are_found():
     view = torch.zeros(5, 2, 8, 2 * D, dtype=BF16)
     said = partial(formats.planes, dim=D, dtype="bfloat16", heads=Heads(0, 2, 2))
-    seen = Layer("a", 0, view, said).describe("kv")
+    seen = LayerTensor(name="a", number=0, view=view, format=said).describe("kv")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("kv", "paged", 8),), 1)
     held = oracle.over(layout, view.view(-1).view(torch.uint8).numpy())
     kernels.PlanesOfHeads(view, 0, [3, 1], range(2)).write(range(11))
@@ -216,11 +223,10 @@ def slot_of(kind, rank=0, size=1, dim_first=False, spare=0):
         view, 0, [2 + rank], heads, conv=conv, temporal=temporal, dim_first=dim_first,
         sections=held, cell_dims=1 if kind in ("delta_net", "mamba1") else 2,
     )  # fmt: skip
-    parts = states(
-        kind, conv, temporal, ("bfloat16", "float32"), rank=rank, ranks=size, groups=1, spare=spare,
-        dim_first=dim_first,
-    )  # fmt: skip
-    seen = Layer("linear", 0, view, partial(slots, item=Seq(*parts))).describe("state")
+    shard = LinearShard(rank=rank, ranks=size, groups=1, spare=spare, dim_first=dim_first)
+    parts = states(kind, conv, temporal, ("bfloat16", "float32"), shard)
+    form = partial(slots, item=Seq(*parts))
+    seen = LayerTensor(name="linear", number=0, view=view, format=form).describe("state")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1)
     held_state = oracle.over(layout, pages.view(-1).view(torch.uint8).numpy())
     return held_state, kernel, RequestAddress(1, {"state": Span([2 + rank])})
@@ -310,7 +316,8 @@ def test_mamba_state_of_vllm_is_that_of_a_pool(kind, linear):
 )
 def test_a_linear_state_that_is_not_known_is_refused(kind, conv, temporal, groups, words):
     with pytest.raises(UnknownFormat) as refused:
-        states(kind, conv, temporal, ("float32", "float32"), ranks=2, groups=groups)
+        shard = LinearShard(ranks=2, groups=groups)
+        states(kind, conv, temporal, ("float32", "float32"), shard)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -366,7 +373,12 @@ def test_unequal_kernel_blocks_are_refused_by_name():
 
 def test_layers_of_one_space_with_other_pages_are_refused_by_name():
     layers = [
-        Layer(name, n, torch.zeros(3, 1, tokens, LATENT + ROPE, dtype=BF16), LATENT_ROWS)
+        LayerTensor(
+            name=name,
+            number=n,
+            view=torch.zeros(3, 1, tokens, LATENT + ROPE, dtype=BF16),
+            format=LATENT_ROWS,
+        )
         for n, (name, tokens) in enumerate({"a": 16, "b": 8}.items())
     ]
     spaces = [Space("kv", entries_per_item=tokens) for tokens in (16, 8)]

@@ -46,7 +46,7 @@ class Side:
 
     def receive(self, room, prefill, first=1):
         address = table(first)
-        self.rank.receive(room, room, address, 0, (prefill.rank.address,))
+        self.rank.receive(room, room, address, start=0, peers=(prefill.rank.address,))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.pools import EngineLayout, Pools, Ranks, engine_layout
+from disagg.connectors.sglang.pools import Pools, Ranks, SglangLayout, engine_layout
 from tests.engines.sglang import oracle
 from tests.engines.sglang.oracle import Request, Side
 
@@ -81,8 +81,15 @@ def own_args(side: Side, layers: int) -> Any:
     return args
 
 
-def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> EngineLayout:
-    ranks = Ranks(side.rank, side.ranks, heads, side.window, groups, side.sliding)
+def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
+    ranks = Ranks(
+        tp_rank=side.rank,
+        tp_size=side.ranks,
+        total_kv_heads=heads,
+        window=side.window,
+        groups=groups,
+        sliding=side.sliding,
+    )
     pools = Pools(side.target, side.draft, side.requests)
     return engine_layout(pools, state_types(side), ranks, total_layers)
 

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("sglang")
 
 from disagg.connectors.sglang import kv_args
-from disagg.connectors.sglang.buffer_lists import pack_int_lists
 from kvpool import MLAPool
 from kvpool.layout import LayoutError
 from tests.engines.sglang import sides
@@ -80,12 +79,3 @@ def test_pages_of_all_layers_are_refused():
     pool = MLAPool(layers=range(2), num_pages=4, page_size=16, dtype="bf16", placement="page")
     with pytest.raises(LayoutError, match="placement='layer'"):
         kv_args(pool.layout)
-
-
-@pytest.mark.parametrize("lists", [[], [[]], [[1, 2, 3]], [[], [7], [1 << 31, 0]]], ids=str)
-@pytest.mark.parametrize("code", ["Q", "I"])
-def test_nested_lists_are_packed_as_sglangs_peers_read_them(lists, code):
-    from sglang.srt.disaggregation.common import utils
-
-    assert pack_int_lists(lists, code) == utils.pack_int_lists(lists, code)
-    assert utils.unpack_int_lists(pack_int_lists(lists, code), code) == lists

@@ -245,7 +245,7 @@ def test_a_class_that_keeps_the_same_is_known_by_the_one_it_inherits_from():
 
     pool = sides.mha()
     pool.__class__ = type("WatchedPool", (MHATokenToKVPool,), {"watch": lambda self: None})
-    assert engine_layout(Pools(pool), [], Ranks(0, 1, 4), 4).layout.regions
+    assert engine_layout(Pools(pool), [], Ranks(total_kv_heads=4), 4).layout.regions
 
 
 KNOWN = {

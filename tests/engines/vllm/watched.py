@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from disagg.connectors.vllm.connector import KvpoolConnector
-from disagg.connectors.vllm.scheduler import Receive, Send
+from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask
 
 WATCH, SIDE = os.environ.get("KVPOOL_WATCH", ""), os.environ.get("KVPOOL_SIDE", "")
 NOISE = bool(os.environ.get("KVPOOL_NOISE"))
@@ -33,12 +33,12 @@ class WatchedConnector(KvpoolConnector):
         worker, asked = self._worker, {}
         send, receive, received = worker._send, worker._receive, worker.rank._received
 
-        def saw_send(told: Send, layer: Any) -> None:
+        def saw_send(told: SendTask, layer: Any) -> None:
             send(told, layer)
             if told.last and worker._computed.ended:  # its last part
                 self._save("prefill", told.room, told.blocks, told.stop)
 
-        def saw_receive(told: Receive) -> None:
+        def saw_receive(told: ReceiveTask) -> None:
             asked[told.source.room] = told
             receive(told)
 

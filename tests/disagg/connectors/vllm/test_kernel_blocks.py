@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from disagg.connectors.blocks import Group, block_table
+from disagg.connectors.blocks import BlockGroup, block_table
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import engine_layout
-from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
-from disagg.connectors.vllm.worker import Worker
+from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
+from disagg.connectors.vllm.worker import ConnectorWorker
 from tests.disagg.connectors.vllm import engines, kernels
 
 BLOCKS, TOKENS, D, HEADS, WINDOW = 12, 140, 8, 2, 20
@@ -114,7 +114,7 @@ class Side:
         settings = Settings.read({"verify": "checksum"}, "extra")
         roles = {"produces": produces, "consumes": not produces}
         rank = Rank(settings, layout, **roles, readers=1, log=log)
-        self.worker = Worker(rank, groups, self.described.layers)
+        self.worker = ConnectorWorker(rank, groups, self.described.layers)
 
     def step(self, **what):
         step = Step(**what)
@@ -135,6 +135,11 @@ def opened():
     yield side
     for each in held:
         each.worker.rank.close()
+
+
+def send(blocks, start, stop):
+    last = stop == TOKENS
+    return SendTask(request="p", room="room", blocks=blocks, start=start, stop=stop, last=last)
 
 
 EARLY = [7, 2], [5, 4], [3]  # of the first 70 tokens
@@ -161,9 +166,12 @@ def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, 
     prefill, decode = opened(source, produces=True), opened(dest, produces=False)
     before = source.raw.clone()
     address = prefill.worker.rank.prefill.address
-    prefill.step(sends=[Send("p", "room", EARLY, 0, 70, False)])
-    results = decode.step(receives=[Receive("d", Source("room", (address,)), here, 0, TOKENS)])
-    prefill.step(sends=[Send("p", "room", THERE, 70, TOKENS, True)])
+    prefill.step(sends=[send(EARLY, 0, 70)])
+    receive = ReceiveTask(
+        request="d", source=Source("room", (address,)), blocks=here, start=0, stop=TOKENS
+    )
+    results = decode.step(receives=[receive])
+    prefill.step(sends=[send(THERE, 70, TOKENS)])
     end = time.monotonic() + 20
     while not results.received:
         assert time.monotonic() < end
@@ -181,7 +189,7 @@ def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, 
 def test_each_group_says_how_many_items_its_blocks_are(opened):
     side = opened(Memory(Cut(33), THERE, HAD), produces=True)
     assert side.described.groups == (
-        Group("kv0", 33, 66), Group("swa1", 33, 66), Group("state2", 1, 66, "first"),
+        BlockGroup("kv0", 33, 66), BlockGroup("swa1", 33, 66), BlockGroup("state2", 1, 66, "first"),
     )  # fmt: skip
     said = {s.name: (s.items_per_block, s.reserved) for s in side.described.layout.spaces}
     assert said == {"kv0": (33, 33), "swa1": (33, 33), "state2": (1, 1)}

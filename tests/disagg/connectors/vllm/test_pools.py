@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import slots, states
-from disagg.connectors.tensors import Layer
+from disagg.connectors.linear_states import LinearShard, slots, states
+from disagg.connectors.tensors import LayerTensor
 from disagg.plan import plan
 from kvpool import Shard
 from kvpool.item import Seq
@@ -63,14 +63,15 @@ def attention(config, layer, rank, ranks):
         sizes = {"latent": config["kv_lora_rank"], "rope": config["qk_rope_head_dim"]}
         view = torch.zeros(5, 1, 8, sum(sizes.values()))
         rows = partial(formats.latent_rows, **sizes, dtype="float32")
-        return "kv", Layer(name, layer, view, rows)
+        return "kv", LayerTensor(name=name, number=layer, view=view, format=rows)
     total, dim = config["num_key_value_heads"], config["head_dim"]
     view = torch.zeros(5, total // ranks, 8, 2 * dim)
     heads = Shard(rank, ranks).heads(total)
     keys = partial(formats.transposed_keys, key=dim, value=dim, dtype="float32", heads=heads)
     windowed = config.get("layer_types", [""] * 4)[layer] == "sliding_attention"
-    found = Layer(name, layer, view, keys, prefix="swa." if windowed else "")
-    return "swa" if windowed else "kv", found
+    prefix = "swa." if windowed else ""
+    tensor = LayerTensor(name=name, number=layer, view=view, format=keys, prefix=prefix)
+    return "swa" if windowed else "kv", tensor
 
 
 def shapes_of(config, ranks):
@@ -85,11 +86,11 @@ def linear(config, layer, rank, ranks, key_first=True):
     """As `read_layer` makes it on a CPU, or on a GPU."""
     shapes = shapes_of(config, ranks)
     view = torch.zeros(5, 1, 1, 4 * sum(map(prod, shapes)), dtype=torch.int8)
-    parts = states(
-        "delta_net", *shapes, ("float32", "float32"), rank=rank, ranks=ranks, key_first=key_first
-    )
+    shard = LinearShard(rank=rank, ranks=ranks, key_first=key_first)
+    parts = states("delta_net", *shapes, ("float32", "float32"), shard)
     name = f"model.layers.{layer}.linear_attn"
-    return "state", Layer(name, layer, view, partial(slots, item=Seq(*parts)))
+    form = partial(slots, item=Seq(*parts))
+    return "state", LayerTensor(name=name, number=layer, view=view, format=form)
 
 
 @pytest.fixture

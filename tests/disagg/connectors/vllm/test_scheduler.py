@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.connectors.vllm.scheduler import Scheduler
+from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.protocol.messages import room_name
 
 
@@ -43,7 +43,7 @@ def output(request, count, blocks, resumed=()):
 
 def scheduler(stream=False, cuts=False, produces=True, consumes=True, waits=False):
     roles = {"produces": produces, "consumes": consumes}
-    made = Scheduler(Groups(), **roles, stream=stream, cuts=cuts, waits=waits)
+    made = ConnectorScheduler(Groups(), **roles, stream=stream, cuts=cuts, waits=waits)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
 

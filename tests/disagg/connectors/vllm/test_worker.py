@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.connectors.blocks import Group
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.stats import empty, summary, total
-from disagg.connectors.vllm.scheduler import Receive, Send, Step, log
-from disagg.connectors.vllm.worker import Worker
+from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
+from disagg.connectors.vllm.worker import ConnectorWorker
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 
@@ -38,11 +38,11 @@ class Side:
             Space("state1", "slot", block_pool="blocks"),
         )
         layout = PoolLayout.of(rows, state, spaces=spaces)
-        groups = Group("kv0", 1, TOKENS), Group("state1", 1, TOKENS, "first")
+        groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("state1", 1, TOKENS, "first")
         roles = {"produces": produces, "consumes": not produces}
         about = {"readers": 1, "log": log, "conventions": said or {}}
         rank = Rank(Settings.read(extra, "extra"), layout, **roles, **about)
-        self.worker = Worker(rank, groups, layers)
+        self.worker = ConnectorWorker(rank, groups, layers)
         self.sent, self.received, self.failed = set(), set(), set()
 
     def step(self, finished=("p",), **what):
@@ -76,11 +76,13 @@ def until(true, *sides, turns=None):
 
 
 def receive(prefill, room="room", blocks=((0, 4, 5), (7,)), start=0):
-    return Receive("d", Source(room, (prefill.worker.rank.prefill.address,)), blocks, start, 20)
+    source = Source(room, (prefill.worker.rank.address,))
+    return ReceiveTask(request="d", source=source, blocks=blocks, start=start, stop=20)
 
 
 def send(room="room", start=0, stop=20, last=True):
-    return Send("p", room, ((3, 1, 2), (6,)), start, stop, last)
+    blocks = (3, 1, 2), (6,)
+    return SendTask(request="p", room=room, blocks=blocks, start=start, stop=stop, last=last)
 
 
 def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
@@ -248,7 +250,12 @@ def test_an_aborted_request_is_reported_once_and_not_as_failed(sides):
 def test_a_prefill_that_is_not_there_fails_its_request_only(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    nobody = Receive("lost", Source("other", ("tcp://nonsense",)), ((8,), (10,)), 0, 8)
+    nobody = replace(
+        receive(prefill, blocks=((8,), (10,))),
+        request="lost",
+        source=Source("other", ("tcp://nonsense",)),
+        stop=8,
+    )
     decode.step(receives=[nobody, receive(prefill, blocks=((9, 4, 5), (7,)))])
     until(lambda: {"d", "lost"} <= decode.received, decode, prefill)
     assert decode.failed == {"lost"}
