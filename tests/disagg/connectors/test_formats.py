@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from disagg.connectors.tensors import (
     join_nested,
     layout_of,
 )
-from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool
+from disagg.plan import plan
 from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Heads, fp8_latent_row
-from kvpool.pools.kinds import mamba1, mamba2
+from kvpool.models import declare
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
 
@@ -253,58 +254,38 @@ def test_linear_state_of_two_ranks_is_handed_to_one_that_keeps_its_taps_otherwis
     oracle.assert_holds(held, table)
 
 
-def shape_of(layout: PoolLayout):
-    """All of a layout's regions that two sides must have in common."""
-    return {
-        region.key: (
-            region.dtype,
-            region.width,
-            [(axis.name, axis.start, axis.total) for axis in region.inner_axes],
-        )
-        for region in layout.regions
-    }
+DELTA_NET = {
+    "model_type": "qwen3_next", "num_hidden_layers": 4, "hidden_size": 64, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["linear_attention"] * 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 
 
-def pool_for(name):
-    common = {"layers": range(2), "num_pages": 8, "page_size": 8, "dtype": "bf16"}
-    return {
-        "keys_and_values": lambda: MHAPool(num_kv_heads=2, head_dim=D, **common),
-        "two_sizes": lambda: MHAPool(num_kv_heads=2, head_dim=D, v_head_dim=24, **common),
-        "fp8_scales": lambda: MHAPool(num_kv_heads=2, head_dim=D, packing="fp8", **common),
-        "latent_rows": lambda: MLAPool(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, **common),
-        "rows_of_656": lambda: MLAPool(packing="fp8", **common),
-        "index_keys": lambda: NSAPool(**common),
-    }[name]()
-
-
-@pytest.mark.parametrize(
-    "name", ["keys_and_values", "two_sizes", "fp8_scales", "latent_rows", "rows_of_656"]
-)
-def test_state_of_vllm_is_the_state_of_a_pool(name):
-    source, pool = engine(FORMATS[name], orders(FORMATS[name])[-1]), pool_for(name)
-    assert shape_of(source.layout) == shape_of(pool.layout)
-    source.write(43)
-    table = oracle.place(pool, 43)
-    oracle.blank(pool)
-    oracle.move([source.state], pool, [source.table(43)], table)
-    oracle.assert_holds(pool, table)
-
-
-def test_index_keys_of_vllm_are_those_of_a_pool():
-    seen = shape_of(engine(FORMATS["index_keys"]).layout)
-    held = shape_of(pool_for("index_keys").layout)
-    assert seen == {key: held[key] for key in seen}
-
-
-@pytest.mark.parametrize(
-    ("kind", "linear"),
-    [("mamba1", mamba1(16, 2 * HEAD, 4)), ("mamba2", mamba2(V, HEAD, 1, 2 * HEAD, 4))],
-)
-def test_mamba_state_of_vllm_is_that_of_a_pool(kind, linear):
-    pool = HybridLinearPool(
-        linear=linear, linear_layers=[0], layers=[0], num_slots=4, page_size=8, dtype="bf16"
-    )
-    assert shape_of(slot_of(kind)[0].layout) == shape_of(pool.layout)
+@pytest.mark.parametrize("key_first", [True, False])
+def test_a_state_of_a_delta_net_is_transposed_where_it_must_be(key_first):
+    """vLLM says `[head, value, key]`, which is what GPUs have. On a CPU it is `[head, key, value]`,
+    as in the pool.
+    """
+    heads, value, key = temporal = 4, 12, 8
+    conv = 3, 2 * 2 * key + heads * value
+    sizes = prod(conv), prod(temporal)
+    flat = torch.arange(5 * sum(sizes), dtype=F32).view(5, -1)
+    shard = LinearShard(key_first=key_first)
+    form = partial(slots, item=Seq(*states("delta_net", conv, temporal, ("float32",) * 2, shard)))
+    view = flat.view(I8)[:, None, None]
+    seen = LayerTensor(name="linear", number=0, view=view, format=form).describe("state")
+    source = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 4)
+    counts = {"num_pages": 5, "num_slots": 5, "page_size": 4}
+    dest = declare(DELTA_NET).build(dtype="float32", layers=[0], **counts)
+    tables = [RequestAddress(9, {"state": Span([n]), "kv": Span([1, 2, 3])}) for n in (3, 2)]
+    memory = oracle.over(source, flat.view(-1).view(U8).numpy())
+    oracle.apply(plan([source], dest.layout).bind(0, *tables), [memory], dest)
+    pooled_conv, pooled = dest.get_linear_state(0, [2])
+    own_conv, own = flat[3].split(sizes)
+    assert pooled_conv[0].equal(own_conv.view(conv).T)
+    own = own.view(heads, key, value) if key_first else own.view(temporal).transpose(1, 2)
+    assert pooled[0].equal(own)
 
 
 @pytest.mark.parametrize(
