@@ -6,13 +6,60 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "disagg.runtime.endpoint", "tests.oracle", "tests.pools"])
+
+
+class Child:
+    """A forked process that runs `target(pipe, *arguments)`, and this end of the pipe. As a context
+    it kills the process at the end.
+    """
+
+    def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
+        self.pipe, end = FORKS.Pipe()
+        self.process = FORKS.Process(target=target, args=(end, *arguments), daemon=True)
+        self.process.start()
+        end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join(20)
+        self.pipe.close()
+
+    def answer(self) -> Any:
+        """What it sends next."""
+        assert self.pipe.poll(120), "the process does not answer"
+        return self.pipe.recv()
+
+    def ask(self, *order: Any) -> Any:
+        """Its answer to an order."""
+        self.pipe.send(order)
+        return self.answer()
+
+    def close(self) -> int | None:
+        """Sends None, which tells it to end; its exit status."""
+        self.pipe.send(None)
+        self.process.join(30)
+        return self.process.exitcode
+
+
+def until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    """Waits; the limit is for overloaded machines, not for what is tested."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.001)
 
 
 def stands_still(pid: int) -> bool:
@@ -38,7 +85,7 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 
 @contextmanager
-def forked(work, *given):
+def forked(work, *arguments):
     """A fork of this process that does `work` and then waits: its number, and what `work` returned,
     as text.
     """
@@ -46,7 +93,7 @@ def forked(work, *given):
     pid = os.fork()
     if not pid:
         try:
-            os.write(write, str(work(*given)).encode())
+            os.write(write, str(work(*arguments)).encode())
             signal.pause()
         finally:
             os._exit(1)

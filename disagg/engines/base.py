@@ -10,7 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
+
+from typing_extensions import TypeVar
 
 from disagg.errors import PeerError
 from disagg.host.forks import keep_for_ever
@@ -18,13 +20,16 @@ from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.sentences import nearest
 
+PeerT = TypeVar("PeerT", default=Any)
+TransferT = TypeVar("TransferT", default=Any)
+
 FENCE_POLL_SECONDS = 0.0005
 """Interval at which a waiting `fence` checks again."""
 
 
-def waited(quiet: Callable[[], bool], timeout: float | None) -> bool:
-    """Whether `quiet()` came to be within `timeout` seconds (0: now; None: however long it takes),
-    as `Engine.fence` waits.
+def wait_until(quiet: Callable[[], bool], timeout: float | None) -> bool:
+    """Whether `quiet()` was true within `timeout` seconds (0: now; None: without a limit), as
+    `Engine.fence` waits.
     """
     stop = None if timeout is None else time.monotonic() + timeout
     while not quiet():
@@ -42,8 +47,8 @@ class TransferError(PeerError, RuntimeError):
     """A read failed or would leave registered memory; none of its bytes may be relied on."""
 
 
-class Engine(ABC):
-    """Reads batches from peers. The types of peers and transfers are the engine's own."""
+class Engine(ABC, Generic[PeerT, TransferT]):
+    """Reads batches from peers; each engine has types of its own for peers and transfers."""
 
     name: ClassVar[str]
     max_bytes: int = 16 << 20
@@ -79,18 +84,18 @@ class Engine(ABC):
         """What a peer needs to read the registered memory; called after `register`."""
 
     @abstractmethod
-    def connect(self, metadata: bytes) -> Any:
+    def connect(self, metadata: bytes) -> PeerT:
         """A peer, from its `metadata()` (untrusted). Raises TransferError if unreachable."""
 
     @abstractmethod
-    def read(self, peer: Any, batch: CopyBatch) -> Any:
+    def read(self, peer: PeerT, batch: CopyBatch) -> TransferT:
         """Starts copying the runs of `batch` from the peer; returns a transfer to `poll`.
 
         The batch's arrays may be reused after the call. Raises TransferError.
         """
 
     @abstractmethod
-    def poll(self, transfer: Any) -> bool:
+    def poll(self, transfer: TransferT) -> bool:
         """Whether every byte has arrived. Raises TransferError if the transfer has failed."""
 
     def notify(self, descriptor: int) -> None:
@@ -103,7 +108,7 @@ class Engine(ABC):
         """Lets peers' reads proceed; called often on the side that is read."""
 
     @abstractmethod
-    def fence(self, peer: Any, timeout: float | None = None) -> bool:
+    def fence(self, peer: PeerT, timeout: float | None = None) -> bool:
         """Gives up a peer and its reads; True once no byte of them can land here.
 
         With a `timeout` in seconds (0: do not wait) it may return False; call it again then.
@@ -146,14 +151,14 @@ def engine_class(name: str) -> type[Engine]:
             f"engine {name!r} is unknown; known: {', '.join(known)}.{nearest(name, known)}"
         )
     try:
-        found: type[Engine] = entry.load()
+        engine: type[Engine] = entry.load()
     except Exception as error:  # of a package that is not ours
         package = entry.dist.name if entry.dist else entry.module
         raise EngineUnavailable(
             f"engine {name!r} of package {package} cannot be loaded: "
             f"{type(error).__name__}: {error}"
         ) from None
-    return found
+    return engine
 
 
 def create_engine(name: str, **options: Any) -> Engine:

@@ -28,7 +28,7 @@ def run(data: bytes) -> str:
     """Connects, and splits runs at the peer's ranges."""
     engine = MooncakeEngine()
     try:
-        with patch("disagg.engines.mooncake.engine.PeerThread", NoThread):
+        with patch("disagg.engines.threaded.PeerThread", NoThread):
             peer = engine.connect(data)
     except TransferError:
         return "refused"

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engines.base import Engine, TransferError, waited
+from disagg.engines.base import Engine, TransferError, wait_until
 from disagg.engines.local.copies import HostCopies, finished
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
@@ -185,7 +185,7 @@ class LocalEngine(Engine):
         peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
         for job in peer.jobs:
             job.cancel()
-        if not waited(peer.quiet, timeout):
+        if not wait_until(peer.quiet, timeout):
             return False
         peer.hang_up()
         if peer.attached is not None:

@@ -6,18 +6,16 @@ interface and with or without keys: keep the ports inside a trusted network.
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from disagg.engines.base import Engine, EngineUnavailable, TransferError
+from disagg.engines.base import EngineUnavailable, TransferError
 from disagg.engines.mooncake.package import (
     SWITCHES,
     choose,
@@ -27,43 +25,20 @@ from disagg.engines.mooncake.package import (
     register_ranges,
     start,
 )
-from disagg.engines.mooncake.thread import MooncakeTransfer, PeerThread
+from disagg.engines.mooncake.reader import MAX_REGIONS, MooncakeMetadata, MooncakeReader
 from disagg.engines.ranges import Ranges
-from disagg.host.loopback import is_loopback
-from disagg.host.waker import Waker
+from disagg.engines.threaded import ThreadedEngine, ThreadedPeer, ThreadedTransfer
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
-from kvpool.layout.types import HOST, MAX_INT
+from kvpool.layout.types import HOST
 
-log = logging.getLogger("disagg")
-
-MAX_REGIONS = 1 << 16
 TCP_RUN_BYTES = 4 << 20
 """Longer runs are cut over TCP: 256 MiB in one run take 1.4 times as long as in these pieces."""
 HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
-class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A peer's endpoint address, the token by which it is recognised, and its registered ranges."""
-
-    protocol: str
-    hostname: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token_at: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
-    token: bytes
-    ranges: Annotated[list[tuple[int, int]], msgspec.Meta(max_length=MAX_REGIONS)]
-
-
-@dataclass(eq=False)
-class MooncakePeer:
-    """A peer's registered ranges, and the thread that reads them."""
-
-    ranges: Ranges
-    thread: PeerThread
-
-
-class MooncakeEngine(Engine):
+class MooncakeEngine(ThreadedEngine):
     """Host memory, and CUDA memory with Mooncake's CUDA build, over `protocol` "tcp" or "rdma"
     (then `device` names NICs; default: all).
 
@@ -73,11 +48,8 @@ class MooncakeEngine(Engine):
     """
 
     name = "mooncake"
-    max_bytes = 128 << 20  # a read is queued for a thread, which returns to Python once a call
-    parts_in_flight = 4
-    background = True
     run_overhead_bytes = 48 << 10
-    progress_seconds = 0.05  # Mooncake's threads answer peers
+    ports = " to TCP ports 15000 to 17000"
     token_bytes: ClassVar[int] = 16
     max_regions: ClassVar[int] = MAX_REGIONS
 
@@ -98,16 +70,11 @@ class MooncakeEngine(Engine):
             raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
         package()
         choose(protocol)
-        self._protocol, self._hostname, self._device = protocol, hostname, device
-        self._chunk, self._shared = chunk, shared
+        super().__init__(hostname, shared=shared)
+        self._protocol, self._device, self._chunk = protocol, device, chunk
         self._token = np.frombuffer(secrets.token_bytes(self.token_bytes), dtype=np.uint8)
-        self._ranges: list[tuple[int, int]] = []
-        self._own = Ranges.of([])
-        self._peers: list[MooncakePeer] = []
         self._engine: Any = None
-        self._held: list[np.ndarray] = []
-        self._waker = Waker()
-        self._exposed = False
+        self._scratches: list[np.ndarray] = []
 
     @classmethod
     def protocols(cls) -> Sequence[str]:
@@ -123,24 +90,17 @@ class MooncakeEngine(Engine):
             return str(reason)
         return None
 
-    def notify(self, descriptor: int) -> None:
-        """See Engine."""
-        self._waker.set(descriptor)
-
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs in ranges; deferred until `metadata` where only peers need it."""
         self._check(slabs)
-        ranges = [each for slab in slabs for each in self._chunks(slab)]
+        ranges = [chunk for slab in slabs for chunk in self._chunks(slab)]
         regions = len(self._ranges) + len(ranges)
         if regions > self.max_regions:
             raise TransferError(
                 f"{regions} regions: engine {self.name} registers at most {self.max_regions}. "
                 "Put all buffers into one slab per device, or set a larger `chunk`."
             )
-        try:
-            self._own = Ranges.of([*self._ranges, *ranges])
-        except ValueError as error:
-            raise TransferError(f"slabs: {error}") from None
+        self._claim(ranges)
         if self._shared:
             self._serving()
         if self._engine is not None:
@@ -150,12 +110,17 @@ class MooncakeEngine(Engine):
 
     def metadata(self) -> bytes:
         """The endpoint address, the token and the registered ranges."""
-        port = self._serving().get_rpc_port()
-        at, token = self._token.ctypes.data, self._token.tobytes()
-        own = MooncakeMetadata(self._protocol, self._hostname, port, at, token, self._ranges)
+        own = MooncakeMetadata(
+            protocol=self._protocol,
+            hostname=self._hostname,
+            port=self._serving().get_rpc_port(),
+            token_at=self._token.ctypes.data,
+            token=self._token.tobytes(),
+            ranges=self._ranges,
+        )
         return msgspec.msgpack.encode(own)
 
-    def connect(self, metadata: bytes) -> MooncakePeer:
+    def connect(self, metadata: bytes) -> ThreadedPeer:
         """Returns at once: the first read fails if the peer cannot be reached."""
         try:
             owner = msgspec.msgpack.decode(metadata, type=MooncakeMetadata)
@@ -171,69 +136,30 @@ class MooncakeEngine(Engine):
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "
                 f"{self._protocol!r}. Give both the same `protocol`."
             )
-        address = f"{owner.hostname}:{owner.port}"
-        scratch = np.zeros(self.token_bytes, dtype=np.uint8)
         shared = self._serving() if self._shared else None
-        if shared is not None:
-            self._held.append(scratch)
-        thread = PeerThread(
-            address,
-            owner.token_at,
-            owner.token,
-            scratch,
-            self._reading if shared is None else lambda: shared,
-            self._shared,
-            self._scope(),
-            self._protocol == "tcp",
-            self._waker.wake,
+        reader = MooncakeReader(
+            owner=owner,
+            scratch=np.zeros(self.token_bytes, dtype=np.uint8),
+            obtain=self._reading if shared is None else lambda: shared,
+            shared=self._shared,
+            scope=self._scope(),
+            polls=self._protocol == "tcp",
         )
-        peer = MooncakePeer(ranges, thread)
-        self._peers.append(peer)
-        return peer
+        if self._shared:
+            self._scratches.append(reader.scratch)
+        return self._connected(f"mooncake {reader.address}", reader, ranges)
 
-    def read(self, peer: MooncakePeer, batch: CopyBatch) -> MooncakeTransfer | None:
+    def read(self, peer: ThreadedPeer, batch: CopyBatch) -> ThreadedTransfer | None:
         """Queues the batch for the peer's thread, cut at the edges of registered ranges."""
-        if not batch.runs:
-            return None
-        if self._protocol == "tcp":
-            batch = batch.cut(TCP_RUN_BYTES)
-        batch = peer.ranges.cut(batch, batch.src, "the peer")
-        return peer.thread.read(self._own.cut(batch, batch.dst, "this engine"))
-
-    def poll(self, transfer: MooncakeTransfer | None) -> bool:
-        """Whether the thread has completed it."""
-        if transfer is None:
-            return True
-        if not transfer.ended.is_set():
-            return False
-        if transfer.problem is not None:
-            raise TransferError(transfer.problem)
-        return True
-
-    def fence(self, peer: MooncakePeer, timeout: float | None = None) -> bool:
-        """Waits for the running call; after a failed one its `TransferEngine` is destroyed."""
-        peer.thread.give_up()
-        quiet = peer.thread.quiet(timeout)
-        # a shared `TransferEngine` is destroyed once all threads have released it: `close` waits
-        if quiet and not self._shared and peer in self._peers:
-            self._peers.remove(peer)
-        return quiet
+        return super().read(peer, batch.cut(TCP_RUN_BYTES) if self._protocol == "tcp" else batch)
 
     def close(self) -> None:
         """Gives up all peers, and waits for calls that may write."""
-        for peer in self._peers:
-            peer.thread.give_up()
-        while self._peers:
-            thread = self._peers.pop().thread
-            if self._shared:
-                thread.join()
-            else:
-                thread.quiet(None)
+        super().close()
         if self._engine is not None:
             with self._scope():
                 hasten(self._engine)
                 self._engine = None
-        self._waker.close()
 
     def _check(self, slabs: Sequence[Slab]) -> None:
         """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
@@ -266,7 +192,7 @@ class MooncakeEngine(Engine):
                     register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
                 register_ranges(engine, self._ranges)
             self._engine = engine
-            self._warn_exposed(engine)
+            self._warn_exposed(engine.get_rpc_port())
         return self._engine
 
     def _reading(self) -> Any:
@@ -274,19 +200,5 @@ class MooncakeEngine(Engine):
         engine = start(self._protocol, self._hostname, self._device)
         if self._protocol != "tcp":
             register_ranges(engine, self._ranges)
-            self._warn_exposed(engine)
+            self._warn_exposed(engine.get_rpc_port())
         return engine
-
-    def _warn_exposed(self, engine: Any) -> None:
-        """Says once that registered memory can be reached from other hosts."""
-        if self._exposed or is_loopback(self._hostname):
-            return
-        self._exposed = True
-        log.warning(
-            "engine %s at %s: any process that reaches its port %d can read and overwrite the "
-            "registered memory, also where endpoints have keys. Let a firewall admit only this "
-            "deployment's hosts to TCP ports 15000 to 17000 (docs/security.md).",
-            self.name,
-            self._hostname,
-            engine.get_rpc_port(),
-        )

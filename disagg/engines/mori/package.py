@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 import uuid
 import weakref
 from collections import deque
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +26,6 @@ from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
 TOKEN_BYTES = 16
-PEERS = 4096
-"""Peers that have a place of their own for the token that is read from them."""
 SPENT = 1024
 """Statuses that are kept after success: MoRI's thread may still be leaving one."""
 NO_XGMI = "MORI_DISABLE_AUTO_XGMI"
@@ -45,138 +42,90 @@ class MoriSettings:
     num_worker_threads: int
 
 
-class MoriRuns(NamedTuple):
-    """Runs from one of a peer's registrations into one of ours: their bases, and offsets and
-    lengths in bytes, `[N]` each.
-    """
-
-    dst_base: int
-    src_base: int
-    dst: list[int]
-    src: list[int]
-    nbytes: list[int]
-
-
 class MoriIO:
-    """An `IOEngine` with the RDMA backend, made by `start`. Any thread may `start` and `read`; the
-    calls may take seconds. All raise TransferError with MoRI's reason.
+    """An `IOEngine` with the RDMA backend, where slabs are registered. One thread at a time uses
+    it. All methods raise TransferError with MoRI's reason.
     """
 
     def __init__(self, settings: MoriSettings, slabs: Sequence[Slab]) -> None:
-        self.key = f"kvpool-{uuid.uuid4().hex}"
+        self.tokens = np.zeros((2, TOKEN_BYTES), dtype=np.uint8)
+        """What a peer reads to know that this process answers, and place for a peer's."""
+        self.tokens[0] = np.frombuffer(os.urandom(TOKEN_BYTES), dtype=np.uint8)
         self.memory: dict[int, Any] = {}
-        self._settings, self._slabs = settings, list(slabs)
-        self._tokens = np.zeros((1 + PEERS, TOKEN_BYTES), dtype=np.uint8)
-        self._tokens[0] = np.frombuffer(os.urandom(TOKEN_BYTES), dtype=np.uint8)
-        self._io: Any = None
-        self._alive: weakref.ref[Any] | None = None
-        self._started = self._ended = False
-        self._met: dict[str, Any] = {}
+        self._posted: list[Any] = []
         self._spent: deque[Any] = deque(maxlen=SPENT)
-        self._lock = threading.Lock()
-
-    @property
-    def token(self) -> bytes:
-        """What a peer reads at `token_base` to know that this process answers."""
-        return bytes(self._tokens[0])
+        self._io = _io_engine(settings)
+        self._alive = weakref.ref(self._io)
+        self.register([Slab(self.token_base, self.tokens.nbytes), *slabs])
 
     @property
     def token_base(self) -> int:
-        """The registration that begins with the token."""
-        return int(self._tokens.ctypes.data)
-
-    def start(self) -> None:
-        """Makes the `IOEngine` and registers all memory, once."""
-        with self._lock:
-            if self._ended:
-                raise TransferError("the peer was given up.")
-            if not self._started:
-                self._io = self._made()
-                self._alive = weakref.ref(self._io)
-                tokens = Slab(self.token_base, self._tokens.nbytes)
-                for slab in (tokens, *self._slabs):
-                    self._register(slab)
-                self._started = True
+        """The registration of the tokens."""
+        return int(self.tokens.ctypes.data)
 
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Registers more memory."""
-        with self._lock:
-            self._slabs.extend(slabs)
-            for slab in slabs if self._started else ():
-                self._register(slab)
+        """Registers memory; `memory` has its `MemoryDesc`s by base."""
+        locations = mori_io().MemoryLocationType
+        for slab in slabs:
+            kind, _, number = slab.memory.partition(":")
+            place = (-1, locations.CPU) if kind == HOST else (int(number), locations.GPU)
+            action = f"registration of {slab.nbytes} bytes on {slab.memory}"
+            desc = self._call(action, "register_memory", slab.base, slab.nbytes, *place)
+            self.memory[slab.base] = desc
 
     def description(self) -> Any:
         """The `EngineDesc`, by which peers find this process."""
         return self._call("description", "get_engine_desc")
 
-    def read(self, engine: Any, memory: dict[int, Any], runs: MoriRuns) -> Any:
-        """Posts a read of a peer's memory and returns its `TransferStatus`, which must be kept
-        until it succeeds or the `IOEngine` is destroyed: MoRI writes to it. `engine` is the peer's
-        `EngineDesc`, `memory` its `MemoryDesc` by base. If this raises, nothing was posted.
-        """
-        if engine.key not in self._met:
-            self._call("peer", "register_remote_engine", engine)
-            self._met[engine.key] = engine
-        if self._met[engine.key] != engine:
-            raise TransferError(f"two peers have MoRI's key {engine.key[:100]!r}. Restart one.")
-        here, there = self.memory[runs.dst_base], memory[runs.src_base]
+    def meet(self, engine: Any) -> None:
+        """Makes a peer known by its `EngineDesc`."""
+        self._call("peer", "register_remote_engine", engine)
+
+    def post(self, dst: Any, dst_offsets: Any, src: Any, src_offsets: Any, sizes: Any) -> Any:
+        """Posts a read between two registrations and returns its `TransferStatus`."""
         number = self._call("number", "allocate_transfer_uid")
-        rows = [here], [runs.dst], [there], [runs.src], [runs.nbytes], [number]
-        [status] = self._call(f"read of {len(runs.nbytes)} runs", "batch_read", *rows)
+        rows = [dst], [dst_offsets], [src], [src_offsets], [sizes], [number]
+        [status] = self._call(f"read of {len(sizes)} runs", "batch_read", *rows)
+        # MoRI writes to it until the read has succeeded or the IOEngine is destroyed
+        self._posted.append(status)
         return status
 
-    def read_token(self, slot: int, base: int) -> MoriRuns:
-        """The read of a peer's token into the place of peer number `slot`."""
-        at = TOKEN_BYTES * (1 + slot % PEERS)
-        return MoriRuns(self.token_base, base, [at], [0], [TOKEN_BYTES])
-
-    def token_of(self, slot: int) -> bytes:
-        """The token that was read from peer number `slot`."""
-        return bytes(self._tokens[1 + slot % PEERS])
-
-    def spend(self, statuses: Sequence[Any]) -> None:
-        """Takes statuses of reads that have succeeded."""
-        self._spent.extend(statuses)
+    def spend(self) -> None:
+        """All that was posted has succeeded."""
+        self._spent.extend(self._posted)
+        self._posted.clear()
 
     def destroy(self) -> bool:
-        """Lets go of the `IOEngine`; True once it is gone, so that no further byte can land. It is
-        not while a thread is in one of its calls.
-        """
-        with self._lock:
-            self._ended, self._io = True, None
-        return self._alive is None or self._alive() is None
+        """Lets go of the `IOEngine`; True once it is gone, so that no further byte can land."""
+        self._io = None
+        return self._alive() is None
 
-    def _made(self) -> Any:
-        api, settings = mori_io(), self._settings
-        try:
-            made = api.IOEngine(self.key, api.IOEngineConfig(host=settings.hostname, port=0))
-            config = api.RdmaBackendConfig(
-                settings.qp_per_transfer,
-                settings.post_batch_size,
-                settings.num_worker_threads,
-                api.PollCqMode.POLLING,
-                False,  # peers need no notification, and one that fails would fail its read
-            )
-            made.create_backend(api.BackendType.RDMA, config)
-            return made
-        except Exception as error:  # of C++, without a type of their own
-            reason = str(error)
-        raise TransferError(f"MoRI cannot start RDMA on {settings.hostname}: {reason}")
-
-    def _register(self, slab: Slab) -> None:
-        where = mori_io().MemoryLocationType
-        kind, _, number = slab.memory.partition(":")
-        place = (-1, where.CPU) if kind == HOST else (int(number), where.GPU)
-        what = f"registration of {slab.nbytes} bytes on {slab.memory}"
-        self.memory[slab.base] = self._call(what, "register_memory", slab.base, slab.nbytes, *place)
-
-    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+    def _call(self, action: str, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self._io, method)(*arguments)
         except Exception as error:  # of C++, without a type of their own
             reason = str(error)
         # not in the `except`: the traceback of MoRI's error keeps the IOEngine alive
-        raise TransferError(f"MoRI's {what}: {reason}")
+        raise TransferError(f"MoRI's {action}: {reason}")
+
+
+def _io_engine(settings: MoriSettings) -> Any:
+    api = mori_io()
+    try:
+        key = f"kvpool-{uuid.uuid4().hex}"
+        engine = api.IOEngine(key, api.IOEngineConfig(host=settings.hostname, port=0))
+        config = api.RdmaBackendConfig(
+            settings.qp_per_transfer,
+            settings.post_batch_size,
+            settings.num_worker_threads,
+            api.PollCqMode.POLLING,
+            False,  # peers need no notification, and one that fails would fail its read
+        )
+        engine.create_backend(api.BackendType.RDMA, config)
+        return engine
+    except Exception as error:  # of C++, without a type of their own
+        reason = str(error)
+    raise TransferError(f"MoRI cannot start RDMA on {settings.hostname}: {reason}")
 
 
 def mori_io() -> Any:
@@ -198,7 +147,7 @@ def missing() -> str | None:
         ("a NIC with an active RDMA port (/sys/class/infiniband)", _active_port()),
         (f"MoRI ({install('mori')})", find_spec("mori") is not None),
     )
-    absent = [what for what, there in parts if not there]
+    absent = [part for part, present in parts if not present]
     return f"missing: {'; '.join(absent)}." if absent else None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engines.base import Engine, TransferError, waited
+from disagg.engines.base import Engine, TransferError, wait_until
 from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
 from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
 from disagg.plan.bind import CopyBatch
@@ -145,7 +145,7 @@ class NixlEngine(Engine):
         """
         if peer.given_up is None:
             peer.given_up = time.monotonic()
-        return waited(lambda: self._quiet(peer), timeout)
+        return wait_until(lambda: self._quiet(peer), timeout)
 
     def telemetry(self) -> Mapping[str, float]:
         """NIXL's sums over complete reads (seconds count from the post), and how many agents a

@@ -13,11 +13,9 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from disagg.engines.local import LocalEngine
 from disagg.engines.local.host import this_host
 from disagg.host.unix_sockets import new_path
-from disagg.plan.bind import CopyBatch
-from kvpool.layout import Slab
+from tests.disagg.engines.owners import engine_of
 
 F_ADD_SEALS, F_SEAL_SHRINK = 1033, 2
 SIZE = 1 << 16
@@ -28,32 +26,14 @@ def files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def batch_of(*runs):
-    """Of (source pointer, destination pointer, bytes)."""
-    return CopyBatch(*np.array(runs, dtype=np.int64).T)
-
-
 def blank(size=SIZE):
     """Zeroed private memory."""
     return np.zeros(size, dtype=np.uint8)
 
 
-def read(engine, peer, batch):
-    """Reads a batch, to its end."""
-    transfer = engine.read(peer, batch)
-    while not engine.poll(transfer):
-        pass
-
-
-@contextmanager
 def reading(memory):
     """An engine that reads into an array."""
-    engine = LocalEngine()
-    engine.register([Slab(memory.ctypes.data, memory.nbytes)])
-    try:
-        yield engine
-    finally:
-        engine.close()
+    return engine_of("local", memory)
 
 
 @contextmanager
@@ -70,7 +50,7 @@ def framed(body: bytes) -> bytes:
 
 def offer(segments: Iterable[Iterable[int]], devices: Iterable[list] = ()) -> bytes:
     """An offer of host segments (base, nbytes, file or -1, offset) and device segments."""
-    return framed(msgspec.msgpack.encode([[list(each) for each in segments], list(devices)]))
+    return framed(msgspec.msgpack.encode([[list(row) for row in segments], list(devices)]))
 
 
 def metadata(path: bytes | str) -> bytes:

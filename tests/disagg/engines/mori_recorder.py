@@ -11,6 +11,7 @@ import ctypes
 import enum
 import threading
 import weakref
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,34 +21,18 @@ import msgspec
 CALLS: list[tuple] = []
 """(key of the IOEngine, method, arguments) in order, over all of them."""
 
-
-class BackendType(enum.Enum):
-    RDMA = 2
-
-
-class PollCqMode(enum.Enum):
-    POLLING = 0
-    EVENT = 1
+BackendType = enum.Enum("BackendType", {"RDMA": 2})
+PollCqMode = enum.Enum("PollCqMode", {"POLLING": 0, "EVENT": 1})
+IOEngineConfig = namedtuple("IOEngineConfig", "host port")
+RdmaBackendConfig = namedtuple(
+    "RdmaBackendConfig",
+    "qp_per_transfer post_batch_size num_worker_threads poll_cq_mode enable_notification",
+)
 
 
 class MemoryLocationType(enum.Enum):
     CPU = 1
     GPU = 2
-
-
-@dataclass(frozen=True)
-class IOEngineConfig:
-    host: str = ""
-    port: int = 0
-
-
-@dataclass(frozen=True)
-class RdmaBackendConfig:
-    qp_per_transfer: int
-    post_batch_size: int
-    num_worker_threads: int
-    poll_cq_mode: PollCqMode
-    enable_notification: bool
 
 
 class Packed:
@@ -79,30 +64,28 @@ class MemoryDesc(msgspec.Struct, Packed, frozen=True, array_like=True):
 
 class TransferStatus:
     def __init__(self):
-        self._code, self._message, self._changed = "IN_PROGRESS", "", threading.Condition()
+        self.code, self.message, self.ended = "IN_PROGRESS", "", threading.Event()
 
     def update(self, code, message=""):
-        with self._changed:
-            if self._code != "FAILED":
-                self._code, self._message = code, message
-            self._changed.notify_all()
+        if not self.Failed():
+            self.code, self.message = code, message
+        self.ended.set()
 
     def InProgress(self):
-        return self._code == "IN_PROGRESS"
+        return self.code == "IN_PROGRESS"
 
     def Succeeded(self):
-        return self._code == "SUCCESS"
+        return self.code == "SUCCESS"
 
     def Failed(self):
-        return self._code == "FAILED"
+        return self.code == "FAILED"
 
     def Message(self):
-        return self._message
+        return self.message
 
     def WaitFor(self, timeout_ms=-1):
         assert isinstance(timeout_ms, int)
-        with self._changed:
-            self._changed.wait_for(lambda: not self.InProgress(), timeout_ms / 1000)
+        self.ended.wait(timeout_ms / 1000)
 
 
 @dataclass
@@ -137,29 +120,24 @@ class Network:
         self.block = threading.Event()
         self.block.set()
         self.no_device = False
-        self.made: list[weakref.ref] = []
+        self.engines: list[weakref.ref] = []
 
     def module(self):
         """What `import mori.io` gives."""
+        names = "BackendType", "PollCqMode", "MemoryLocationType", "IOEngineConfig"
+        names += "RdmaBackendConfig", "EngineDesc", "MemoryDesc"
         return SimpleNamespace(
-            BackendType=BackendType,
-            PollCqMode=PollCqMode,
-            MemoryLocationType=MemoryLocationType,
-            IOEngineConfig=IOEngineConfig,
-            RdmaBackendConfig=RdmaBackendConfig,
-            EngineDesc=EngineDesc,
-            MemoryDesc=MemoryDesc,
-            IOEngine=partial(IOEngine, self),
+            IOEngine=partial(IOEngine, self), **{name: globals()[name] for name in names}
         )
 
     def alive(self):
         """How many `IOEngine`s have not been destroyed."""
-        return sum(each() is not None for each in self.made)
+        return sum(engine() is not None for engine in self.engines)
 
     def release(self):
         """Lands everything that was held; whether any byte did."""
         held, self.held = self.held, []
-        return sum(each.land() for each in held) > 0
+        return sum(posted.land() for posted in held) > 0
 
 
 class IOEngine:
@@ -167,9 +145,8 @@ class IOEngine:
         CALLS.append((key, "IOEngine", (config,)))
         self.network, self.key, self.config = network, key, config
         self.memory, self.engines, self.connected, self.regions = {}, {}, {}, {}
-        self.uids = 0
-        self.desc = None
-        network.made.append(weakref.ref(self))
+        self.uids, self.desc = 0, None
+        network.engines.append(weakref.ref(self))
 
     def _record(self, method, *arguments):
         CALLS.append((self.key, method, arguments))
@@ -183,7 +160,6 @@ class IOEngine:
         self.network.listening[self.desc.host, self.desc.port] = self
 
     def get_engine_desc(self):
-        self._record("get_engine_desc")
         return self.desc
 
     def register_remote_engine(self, desc):
@@ -201,31 +177,27 @@ class IOEngine:
         self.uids += 1
         return self.uids - 1
 
-    def batch_read(self, dsts, dst_offsets, srcs, src_offsets, sizes, uids):
-        self._record("batch_read", dsts, dst_offsets, srcs, src_offsets, sizes, uids)
+    def batch_read(self, *lists):
+        self._record("batch_read", *lists)
         assert self.network.block.wait(20)
-        lists = dsts, dst_offsets, srcs, src_offsets, sizes, uids
-        assert {len(each) for each in lists} == {1}, "one status could be lost with an exception"
-        [dst], [src] = dsts, srcs
+        assert {len(values) for values in lists} == {1}, "one status could be lost with an error"
+        dst, dst_offsets, src, src_offsets, sizes, uid = (value for [value] in lists)
         assert self.memory[dst.id] == dst
-        there, base = self._connection(src)
-        status = TransferStatus()
-        columns = dst_offsets[0], src_offsets[0], sizes[0]
-        assert len({len(column) for column in columns}) == 1 and len(columns[0]) > 0
-        assert all(type(value) is int for column in columns for value in column)
-        rows = list(zip(*columns))
+        listener, base = self._connection(src)
+        status, rows = TransferStatus(), list(zip(dst_offsets, src_offsets, sizes))
+        assert len({len(dst_offsets), len(src_offsets), len(sizes)}) == 1 and rows
+        assert all(type(value) is int for row in rows for value in row)
         if any(n > 0xFFFFFFFF or d + n > dst.size or s + n > src.size for d, s, n in rows):
             status.update("FAILED", "length out of range")
             return [status]
-        posted = Posted(
-            weakref.ref(self), status, [(dst.data + d, base + s, n) for d, s, n in rows]
-        )
-        if there() is None:
+        landing = [(dst.data + d, base + s, n) for d, s, n in rows]
+        posted = Posted(weakref.ref(self), status, landing)
+        if listener() is None:
             status.update("FAILED", "transport retry counter exceeded")
-        elif reason := self.network.refuse(uids[0], src.engine_key):
+        elif reason := self.network.refuse(uid, src.engine_key):
             status.update("FAILED", reason)
             self.network.held.append(posted)  # other parts of it may be in flight
-        elif self.network.hold(uids[0], src.engine_key):
+        elif self.network.hold(uid, src.engine_key):
             self.network.held.append(posted)
         else:
             posted.land()
@@ -238,14 +210,14 @@ class IOEngine:
         if place not in self.connected:
             self.connected[place] = weakref.ref(self._listener(desc))
         if region not in self.regions:
-            found = self._listener(desc).memory[src.id]
-            if found.size != src.size:
+            memory = self._listener(desc).memory[src.id]
+            if memory.size != src.size:
                 raise RuntimeError("remote MR size mismatch")
-            self.regions[region] = found.data
+            self.regions[region] = memory.data
         return self.connected[place], self.regions[region]
 
     def _listener(self, desc):
-        found = self.network.listening.get((desc.host, desc.port))
-        if found is None:
+        listener = self.network.listening.get((desc.host, desc.port))
+        if listener is None:
             raise RuntimeError(f"connect({desc.host}:{desc.port}): Connection refused")
-        return found
+        return listener

@@ -4,7 +4,6 @@ of the installed Mooncake.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -16,30 +15,11 @@ import pytest
 from disagg.engines.base import EngineUnavailable, TransferError
 from disagg.engines.mooncake import ascend, engine as mooncake
 from disagg.engines.mooncake.ascend import ALIGNMENT, AscendEngine
-from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from tests.disagg.engines.owners import batch_of, read, slab_of
 from tests.disagg.engines.peers import ENGINES
 
 PARTS = {"_driver": "an NPU", "_cann": "CANN", "_transport": "USE_ASCEND_DIRECT"}
-
-
-def test_without_an_npu_it_is_unavailable_and_imports_no_vendor_package():
-    if AscendEngine.availability() is None:
-        return  # this machine has an NPU
-    code = """
-import sys
-from disagg.engines.base import EngineUnavailable, create_engine
-try:
-    create_engine("ascend")
-except EngineUnavailable as error:
-    print(error)
-assert not {"torch", "torch_npu", "mooncake"} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("engine 'ascend': missing: ")
-    with pytest.raises(EngineUnavailable, match="missing: "):
-        AscendEngine()
 
 
 @pytest.mark.parametrize("absent", [*PARTS, "torch_npu", None])
@@ -48,19 +28,18 @@ def test_exactly_the_missing_parts_are_named(monkeypatch, absent):
         monkeypatch.setattr(ascend, part, lambda part=part: part != absent)
     names = {**PARTS, "torch_npu": "torch_npu"}
     monkeypatch.setattr(ascend, "find_spec", lambda name: None if name == absent else "found")
-    said = AscendEngine.availability()
+    reason = AscendEngine.availability()
     if absent is None:
-        assert (said is None) == ("mooncake" in ENGINES)
+        assert (reason is None) == ("mooncake" in ENGINES)
     else:
-        named = [part for part, text in names.items() if text in said]
-        assert named == [absent]
+        assert [part for part, text in names.items() if text in reason] == [absent]
 
 
 def test_a_mooncake_of_another_build_has_no_ascend_transport(another_mooncake):
     library = another_mooncake / "engine.so"
-    for content, there in ((b"TcpTransport", False), (b"..21AscendDirectTransportE..", True)):
+    for content, present in ((b"TcpTransport", False), (b"..21AscendDirectTransportE..", True)):
         library.write_bytes(content)
-        assert ascend._transport() == there
+        assert ascend._transport() == present
 
 
 def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
@@ -148,13 +127,11 @@ if "mooncake" in ENGINES:
         source[:] = np.arange(source.size, dtype=np.uint32) >> 5
         engines = [AscendEngine(chunk=ALIGNMENT) for _ in range(2)]
         for engine, memory in zip(engines, (source, dest)):
-            engine.register([Slab(memory.ctypes.data, memory.nbytes, "npu:3")])
+            engine.register([slab_of(memory, "npu:3")])
         serving, reading = engines
         peer = reading.connect(serving.metadata())
         run = (source.ctypes.data + 7, dest.ctypes.data + 7, source.nbytes - 7)
-        transfer = reading.read(peer, CopyBatch(*np.array([run], dtype=np.int64).T))
-        while not reading.poll(transfer):
-            pass
+        read(reading, peer, batch_of(run))
         assert np.array_equal(dest[7:], source[7:]) and not dest[:7].any()
         assert reading.fence(peer, 0)
         assert pretended == {threading.get_ident(): 3, peer.thread._thread.ident: 3}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -20,70 +20,13 @@ from disagg.engines.base import (
 )
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from kvpool.device.cpu import CPUDevice
 from kvpool.device.host_copy import LARGE, copy_runs
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import metadata
+from tests.disagg.engines.owners import Owner, batch_of, engine_of, memory_of, pattern, read
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
 
 SIZE = 1 << 20
-
-
-def pattern(kind: str) -> np.ndarray:
-    """Memory of a kind, filled with a pattern."""
-    if kind == "shared":
-        memory = CPUDevice().allocate(SIZE).numpy()
-    elif kind == "unsealed":
-        handle = os.memfd_create("other")
-        os.ftruncate(handle, SIZE)
-        memory = np.frombuffer(mmap.mmap(handle, SIZE), dtype=np.uint8)
-    else:
-        memory = np.empty(SIZE, dtype=np.uint8)
-    memory[:] = (np.arange(SIZE) * 2654435761 >> 11).astype(np.uint8)
-    return memory
-
-
-def owner(pipe, name, kind):
-    """Registers memory and waits."""
-    memory, engine = pattern(kind), create_engine(name)
-    engine.register([Slab(memory.ctypes.data, SIZE)])
-    pipe.send((engine.metadata(), memory.ctypes.data))
-    while not pipe.poll(0.001):
-        engine.progress()
-    engine.close()
-
-
-class Owner:
-    """A process with registered memory."""
-
-    def __init__(self, name, kind):
-        self.pipe, there = FORKS.Pipe()
-        self.process = FORKS.Process(target=owner, args=(there, name, kind), daemon=True)
-        self.process.start()
-        there.close()
-        assert self.pipe.poll(60)
-        self.metadata, self.base = self.pipe.recv()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.pipe.send(None)
-        self.process.join(20)
-        assert self.process.exitcode == 0
-
-
-def read(engine, peer, batch):
-    transfer = engine.read(peer, batch)
-    while not engine.poll(transfer):
-        pass
-
-
-def batch_of(*runs):
-    return CopyBatch(*np.array(runs, dtype=np.int64).T)
-
-
 CASES = [(name, "shared") for name in ENGINES] + [
     ("local", "private"),
     ("local", "unsealed"),
@@ -98,44 +41,38 @@ def test_runs_of_every_length_arrive_and_nothing_else_changes(name, kind):
     lengths = random.permutation([1, 2, 3, 7, 64, 64, 64, 1000, 4096, LARGE - 1, LARGE, 100_003])
     gaps = random.integers(0, 50, (2, lengths.size))
     src, dst = (np.cumsum(lengths + gap) - lengths for gap in gaps)
-    memory, truth = CPUDevice().allocate(SIZE).numpy(), pattern("private")
+    memory, truth = memory_of("shared", SIZE), pattern(SIZE)
     memory[:] = 0xEE
     expected = memory.copy()
     for start, stop, length in zip(src, dst, lengths):
         expected[stop : stop + length] = truth[start : start + length]
-    with Owner(name, kind) as other:
-        engine = create_engine(name)
-        engine.register([Slab(memory.ctypes.data, SIZE)])
+    with Owner(name, SIZE, kind) as other, engine_of(name, memory) as engine:
         peer = engine.connect(other.metadata)
         read(engine, peer, CopyBatch(other.base + src, memory.ctypes.data + dst, lengths))
-        read(engine, peer, CopyBatch(*[src[:0]] * 3))
+        read(engine, peer, batch_of())
         engine.fence(peer)
-        engine.close()
+        assert other.close() == 0
     assert np.array_equal(memory, expected)
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("at", [-1, SIZE - 7, SIZE + 4096, -(1 << 40)])
-def test_a_pointer_outside_registered_memory_is_refused_before_a_byte_moves(name, at):
-    memory = CPUDevice().allocate(SIZE).numpy()
-    with Owner(name, "shared") as other:
-        engine = create_engine(name)
-        engine.register([Slab(memory.ctypes.data, SIZE)])
-        peer = engine.connect(other.metadata)
-        here = memory.ctypes.data
+@pytest.mark.parametrize("offset", [-1, SIZE - 7, SIZE + 4096, -(1 << 40)])
+def test_a_pointer_outside_registered_memory_is_refused_before_a_byte_moves(name, offset):
+    memory = memory_of("shared", SIZE)
+    dst = memory.ctypes.data
+    with Owner(name, SIZE, "shared") as other, engine_of(name, memory) as engine:
+        runs = batch_of((other.base, dst, 8), (other.base + offset, dst + 8, 8))
         with pytest.raises(TransferError):
-            read(engine, peer, batch_of((other.base, here, 8), (other.base + at, here + 8, 8)))
-        engine.close()
+            read(engine, engine.connect(other.metadata), runs)
     assert not memory.any()
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_malformed_metadata_is_refused(name):
-    engine = create_engine(name)
-    for data in (b"", b"\x93\x01\x02", b"x" * 1000):
-        with pytest.raises(TransferError):
-            engine.connect(data)
-    engine.close()
+    with engine_of(name) as engine:
+        for data in (b"", b"\x93\x01\x02", b"x" * 1000):
+            with pytest.raises(TransferError):
+                engine.connect(data)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -153,9 +90,9 @@ def test_memory_of_a_missing_device_is_refused_by_name(name):
     ],
 )
 def test_wrong_metadata_is_refused(change, sentence):
-    told = msgspec.msgpack.decode(metadata("/s"))
+    fields = msgspec.msgpack.decode(metadata("/s"))
     with pytest.raises(TransferError, match=sentence):
-        LocalEngine().connect(msgspec.msgpack.encode({**told, **change}))
+        LocalEngine().connect(msgspec.msgpack.encode({**fields, **change}))
 
 
 def test_unmapped_memory_cannot_be_registered():
@@ -168,6 +105,27 @@ def test_engines_are_known_by_name():
     with pytest.raises(EngineUnavailable, match=r"'pigeon' is unknown; known: .*local.*nixl"):
         create_engine("pigeon")
     assert all(engine_class(name).availability() is None for name in ENGINES)
+
+
+@pytest.mark.parametrize("name", ["ascend", "mori"])
+def test_without_its_device_it_is_unavailable_and_imports_no_vendor_package(name):
+    if engine_class(name).availability() is None:
+        return  # this machine has one
+    code = f"""
+import sys
+from disagg.engines.base import EngineUnavailable, create_engine, engine_class
+for make in (engine_class({name!r}), lambda: create_engine({name!r})):
+    try:
+        make()
+    except EngineUnavailable as error:
+        print(error)
+assert not {{"torch", "torch_npu", "mooncake", "mori"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    direct, by_name = done.stdout.splitlines()
+    assert direct.startswith(f"engine {name}: missing: ")
+    assert by_name.startswith(f"engine '{name}': missing: ")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -192,8 +150,8 @@ def test_copies_of_many_runs_equal_slices(data):
 
 
 def test_a_pool_is_mapped_and_not_read_through_the_kernel():
-    with Owner("local", "shared") as other:
-        peer = LocalEngine().connect(other.metadata)
+    with Owner("local", SIZE, "shared") as other, engine_of("local") as engine:
+        peer = engine.connect(other.metadata)
         assert not peer.ways.any()
         first = ctypes.c_ubyte.from_address(other.base + int(peer.shifts[0])).value
-    assert first == pattern("private")[0]
+    assert first == pattern(1)[0]

@@ -12,31 +12,26 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.digest.digest import digests, pieces
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
-from disagg.plan.bind import CopyBatch
 from kvpool.device import get_device
-from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.local_peers import FakePeer, offer
+from tests.disagg.engines.owners import batch_of, memory_of, pattern, read
 from tests.disagg.engines.shared_device import installed, there
 from tests.pools import CLASSES, mla
-from tests.processes import FORKS, forked
+from tests.processes import Child, forked
 
 TOKENS = 21
 SIZE = 1 << 18
-
-
-def pattern():
-    return (np.arange(SIZE) * 2654435761 >> 11).astype(np.uint8)
 
 
 def owner(pipe):
     """A process with memory of the device and of the host."""
     with installed():
         device, engine = get_device("shm:0"), create_engine("local")
-        memories = [each.allocate(SIZE).numpy() for each in (device, CPUDevice())]
+        memories = [device.allocate(SIZE).numpy(), memory_of("shared", SIZE)]
         for memory, name in zip(memories, ("shm:0", "cpu")):
-            memory[:] = pattern() if name == "cpu" else ~pattern()
+            memory[:] = pattern(SIZE) if name == "cpu" else ~pattern(SIZE)
             engine.register([Slab(memory.ctypes.data, SIZE, name)])
         pipe.send((engine.metadata(), [memory.ctypes.data for memory in memories]))
         pipe.recv()
@@ -46,13 +41,9 @@ def owner(pipe):
 @pytest.fixture(scope="module")
 def other():
     """Metadata of another process, and pointers to its device memory and host memory."""
-    pipe, there = FORKS.Pipe()
-    process = FORKS.Process(target=owner, args=(there,), daemon=True)
-    process.start()
-    yield pipe.recv()
-    pipe.send(None)
-    process.join(20)
-    assert process.exitcode == 0
+    with Child(owner) as child:
+        yield child.answer()
+        assert child.close() == 0
 
 
 @pytest.fixture
@@ -66,13 +57,9 @@ def here():
         engine.close()
 
 
-def batch_of(*runs):
-    return CopyBatch(*np.array(runs, dtype=np.int64).T)
-
-
 def test_one_read_moves_device_memory_and_host_memory(other, here):
     (metadata, bases), (_, memory, engine) = other, here
-    own = CPUDevice().allocate(SIZE).numpy()
+    own = memory_of("shared", SIZE)
     to = memory.ctypes.data
     peer = engine.connect(metadata)
     runs = [
@@ -80,10 +67,8 @@ def test_one_read_moves_device_memory_and_host_memory(other, here):
         (bases[1] + 9, own.ctypes.data + 512, 50),
         (bases[0], to + 1024, 8),
     ]
-    transfer = engine.read(peer, batch_of(*runs))
-    while not engine.poll(transfer):
-        pass
-    truth = pattern()
+    read(engine, peer, batch_of(*runs))
+    truth = pattern(SIZE)
     expected = np.zeros((2, SIZE), dtype=np.uint8)
     expected[0, 64:164], expected[0, 1024:1032] = ~truth[7:107], ~truth[:8]
     expected[1, 512:562] = truth[9:59]
@@ -93,16 +78,12 @@ def test_one_read_moves_device_memory_and_host_memory(other, here):
 def test_memory_of_the_same_process_is_not_mapped(here):
     device, memory, engine = here
     source, other = device.allocate(SIZE).numpy(), create_engine("local")
-    source[:] = pattern()
+    source[:] = pattern(SIZE)
     slab = Slab(source.ctypes.data, SIZE, "shm:1")
     other.register([slab])
     metadata = other.metadata()
-    transfer = engine.read(
-        engine.connect(metadata), batch_of((slab.base + 3, memory.ctypes.data, 64))
-    )
-    while not engine.poll(transfer):
-        pass
-    assert np.array_equal(memory[:64], pattern()[3:67]) and not device.attached
+    read(engine, engine.connect(metadata), batch_of((slab.base + 3, memory.ctypes.data, 64)))
+    assert np.array_equal(memory[:64], pattern(SIZE)[3:67]) and not device.attached
     other.close()
     with pytest.raises(TransferError, match="has ended"):
         engine.connect(metadata)
@@ -110,7 +91,7 @@ def test_memory_of_the_same_process_is_not_mapped(here):
 
 def test_runs_between_the_host_and_a_device_are_refused(other, here):
     (metadata, bases), (_, memory, engine) = other, here
-    own = CPUDevice().allocate(64).numpy()
+    own = memory_of("shared", 64)
     peer = engine.connect(metadata)
     for src, dst in ((bases[0], own.ctypes.data), (bases[1], memory.ctypes.data)):
         with pytest.raises(TransferError, match="between host memory and shm:1"):
@@ -128,7 +109,7 @@ def test_a_fence_is_true_once_the_device_has_copied_and_unmaps(other, here):
         assert not memory.any() and not device.attached[-1].closed
     assert engine.fence(peer)
     assert engine.poll(transfer) and device.attached[-1].closed
-    assert np.array_equal(memory[:64], ~pattern()[:64])
+    assert np.array_equal(memory[:64], ~pattern(SIZE)[:64])
     with pytest.raises(TransferError, match="registered no memory"):
         engine.read(peer, batch_of((bases[0], memory.ctypes.data, 64)))
 

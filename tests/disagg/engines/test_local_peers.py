@@ -20,12 +20,10 @@ from disagg.engines.local import LocalEngine, offer as offers
 from disagg.engines.local.host import Segment, read_process
 from disagg.engines.local.offer import Offer
 from disagg.engines.local.server import OfferServer
-from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,
     FakePeer,
-    batch_of,
     blank,
     files,
     framed,
@@ -33,11 +31,10 @@ from tests.disagg.engines.local_peers import (
     metadata,
     offer,
     offering,
-    read,
     reading,
 )
-from tests.disagg.engines.owners import Owner, pattern, until
-from tests.processes import FORKS, forked
+from tests.disagg.engines.owners import Owner, batch_of, memory_of, pattern, read, slab_of
+from tests.processes import Child, forked, until
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -149,14 +146,12 @@ def test_a_process_that_ends_during_a_read_is_noticed_after_it():
             raise TransferError("ended")
 
     with pytest.raises(TransferError, match="ended"):
-        read_process(
-            os.getpid(), check, *np.array([[source.ctypes.data], [memory.ctypes.data], [64]])
-        )
+        read_process(os.getpid(), check, *batch_of((source.ctypes.data, memory.ctypes.data, 64)))
     assert calls == [False, True]
 
 
 def test_shared_memory_of_a_process_that_has_ended_stays_readable():
-    memory, source = blank(), CPUDevice().allocate(SIZE).numpy()
+    memory, source = blank(), memory_of("shared", SIZE)
     source[:] = pattern(SIZE)
     with offering(source) as (other, told), reading(memory) as engine:
         peer = engine.connect(told)
@@ -168,25 +163,24 @@ def test_shared_memory_of_a_process_that_has_ended_stays_readable():
 def test_a_slab_may_reach_over_the_end_of_a_file_in_its_last_page():
     nbytes, page = SIZE + 512, mmap.PAGESIZE
     whole = -(-nbytes // page) * page
-    held = {
-        each.ctypes.data: each for each in (CPUDevice().allocate(nbytes).numpy() for _ in range(64))
-    }
-    low = next(base for base in held if base + whole in held)  # mapped side by side
-    memory, sources = blank(2 * nbytes), (held[low], held[low + whole])
+    arrays = [memory_of("shared", nbytes) for _ in range(64)]
+    by_base = {array.ctypes.data: array for array in arrays}
+    low = next(base for base in by_base if base + whole in by_base)  # mapped side by side
+    memory, sources = blank(2 * nbytes), (by_base[low], by_base[low + whole])
     for number, source in enumerate(sources):
         source[:] = np.resize(np.roll(pattern(SIZE), number), nbytes)
     with closing(LocalEngine()) as other, reading(memory) as engine:
         other.register([Slab(low, whole + nbytes)])  # as of buffers that are less than a page apart
         runs = [
-            (each.ctypes.data, memory.ctypes.data + n * nbytes, nbytes)
-            for n, each in enumerate(sources)
+            (source.ctypes.data, memory.ctypes.data + n * nbytes, nbytes)
+            for n, source in enumerate(sources)
         ]
         read(engine, engine.connect(other.metadata()), batch_of(*runs))
     assert np.array_equal(memory, np.concatenate(sources))
 
 
 def test_one_read_takes_runs_of_several_segments_in_any_order():
-    shared = [CPUDevice().allocate(SIZE).numpy() for _ in range(2)]
+    shared = [memory_of("shared", SIZE) for _ in range(2)]
     sources, memory, expected = [*shared, blank()], blank(), blank()
     for number, source in enumerate(sources):
         source[:] = np.roll(pattern(SIZE), number)
@@ -197,7 +191,7 @@ def test_one_read_takes_runs_of_several_segments_in_any_order():
         expected[64 * at : 64 * at + 64] = source[start : start + 64]
         runs.append((source.ctypes.data + start, memory.ctypes.data + 64 * at, 64))
     with closing(LocalEngine()) as other, reading(memory) as engine:
-        other.register([Slab(source.ctypes.data, SIZE) for source in sources])
+        other.register([slab_of(source) for source in sources])
         peer = engine.connect(other.metadata())
         beyond = sources[1].ctypes.data + SIZE - 8, memory.ctypes.data, 9
         with pytest.raises(TransferError, match=f"9 bytes at {beyond[0]:#x} do not lie in"):
@@ -225,7 +219,7 @@ def test_a_reader_that_takes_its_offer_late_delays_no_other():
 
 
 def test_a_thousand_connects_leave_no_file_open():
-    memory, shared = blank(), CPUDevice().allocate(SIZE).numpy()
+    memory, shared = blank(), memory_of("shared", SIZE)
     with offering(shared) as (_, told), reading(memory) as engine:
         before = files()
         for _ in range(1000):
@@ -258,7 +252,7 @@ except TransferError as error:
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["shared", "private"])
 def test_a_reader_in_another_process_namespace_reads_shared_memory_only(kind):
-    memory = CPUDevice().allocate(SIZE).numpy() if kind == "shared" else blank()
+    memory = memory_of(kind, SIZE)
     memory[:] = pattern(SIZE)
     with offering(memory) as (_, told):
         command = ["unshare", "--pid", "--fork", sys.executable, "-c", READ, told.hex()]
@@ -275,11 +269,11 @@ def test_a_reader_in_another_process_namespace_reads_shared_memory_only(kind):
 
 
 def sockets():
-    found = set()
+    links = set()
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one of this listing
-            found.add(os.readlink(f"/proc/self/fd/{entry}"))
-    return {name for name in found if name.startswith("socket:")}
+            links.add(os.readlink(f"/proc/self/fd/{entry}"))
+    return {link for link in links if link.startswith("socket:")}
 
 
 def test_a_forked_child_gives_up_and_its_parent_serves_on():
@@ -310,16 +304,13 @@ def leave_a_child(pipe):
 
 
 def test_a_process_that_was_killed_has_ended_although_its_child_lives():
-    pipe, there = FORKS.Pipe()
-    process = FORKS.Process(target=leave_a_child, args=(there,), daemon=True)
-    process.start()
-    told, base, pid = pipe.recv()
-    memory = blank()
+    child, memory = Child(leave_a_child), blank()
+    told, base, pid = child.answer()
     try:
         with reading(memory) as engine:
             peer = engine.connect(told)
-            process.kill()
-            process.join()
+            child.process.kill()
+            child.process.join()
             with pytest.raises(TransferError, match="has ended"):
                 read(engine, peer, batch_of((base, memory.ctypes.data, SIZE)))
             with pytest.raises(TransferError, match="has ended"):

@@ -25,13 +25,11 @@ from disagg.engines.local.offer import Incoming, Offer, dial
 from disagg.engines.local.server import OfferServer
 from disagg.host.unix_sockets import Credentials, new_path
 from kvpool import MLAPool, RequestAddress, Span
-from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.local_peers import (
     SIZE,
     FakePeer,
-    batch_of,
     blank,
     files,
     framed,
@@ -39,10 +37,10 @@ from tests.disagg.engines.local_peers import (
     metadata,
     offer,
     offering,
-    read,
     reading,
 )
-from tests.processes import FORKS, forked
+from tests.disagg.engines.owners import batch_of, memory_of, read
+from tests.processes import Child, forked
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -133,15 +131,11 @@ def serve_offer(pipe):
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
 def test_a_process_that_offers_a_pointer_of_others_is_read_itself(whose):
-    pipe, there = FORKS.Pipe()
-    process = FORKS.Process(target=serve_offer, args=(there,), daemon=True)
-    process.start()
-    with holder(whose) as (_, base):
-        pipe.send(offer([(base, ITEM, -1, 0)]))
-        why = page_after_a_room_with(pipe.recv(), base)
-    assert f"memory of process {process.pid} cannot be read" in why
-    pipe.send(None)
-    process.join(20)
+    with Child(serve_offer) as child, holder(whose) as (_, base):
+        child.pipe.send(offer([(base, ITEM, -1, 0)]))
+        why = page_after_a_room_with(child.answer(), base)
+        assert f"memory of process {child.process.pid} cannot be read" in why
+        assert child.close() == 0
 
 
 def test_metadata_tells_no_more_than_where_to_ask():
@@ -290,36 +284,29 @@ def pipe_end():
     return read
 
 
+def good():
+    return memory_file(64)
+
+
+WHOLE, UNFIT = [(4096, 64, 0, 0)], "not a regular one, or is not sealed"
 SPOILT = {
-    "a pipe": ([(4096, 64, 0, 0)], [pipe_end], "not a regular one, or is not sealed"),
-    "a folder": (
-        [(4096, 64, 0, 0)],
-        [lambda: os.open("/tmp", os.O_RDONLY)],
-        "not a regular one, or is not sealed",
-    ),
-    "a device": (
-        [(4096, 64, 0, 0)],
-        [lambda: os.open("/dev/zero", os.O_RDONLY)],
-        "not a regular one, or is not sealed",
-    ),
-    "a file that may shrink": (
-        [(4096, 64, 0, 0)],
-        [lambda: memory_file(64, sealed=False)],
-        "not a regular one, or is not sealed",
-    ),
-    "fewer files": ([(4096, 64, 0, 0), (8192, 64, 1, 0)], [lambda: memory_file(64)], "1 files"),
-    "more files": ([(4096, 64, 0, 0)], [lambda: memory_file(64)] * 2, "2 files came"),
-    "files for none": ([(4096, 64, -1, 0)], [lambda: memory_file(64)], "1 files came"),
+    "a pipe": (WHOLE, [pipe_end], UNFIT),
+    "a folder": (WHOLE, [lambda: os.open("/tmp", os.O_RDONLY)], UNFIT),
+    "a device": (WHOLE, [lambda: os.open("/dev/zero", os.O_RDONLY)], UNFIT),
+    "a file that may shrink": (WHOLE, [lambda: memory_file(64, sealed=False)], UNFIT),
+    "fewer files": ([*WHOLE, (8192, 64, 1, 0)], [good], "1 files"),
+    "more files": (WHOLE, [good] * 2, "2 files came"),
+    "files for none": ([(4096, 64, -1, 0)], [good], "1 files came"),
     "no such index": ([(4096, 64, -2, 0)], [], "0 files came"),
-    "beyond the file": ([(4096, 65, 0, 0)], [lambda: memory_file(64)], "0 to 65 of a file of 64"),
-    "before the file": ([(4096, 8, 0, -8)], [lambda: memory_file(64)], "-8 to 0 of a file"),
-    "far away": ([(4096, 8, 0, 1 << 62)], [lambda: memory_file(64)], "of a file of 64 bytes"),
+    "beyond the file": ([(4096, 65, 0, 0)], [good], "0 to 65 of a file of 64"),
+    "before the file": ([(4096, 8, 0, -8)], [good], "-8 to 0 of a file"),
+    "far away": ([(4096, 8, 0, 1 << 62)], [good], "of a file of 64 bytes"),
     "no bytes": ([(4096, 0, -1, 0)], [], "0 bytes at 0x1000 overlap another segment or overflow"),
     "fewer than none": ([(4096, -1, -1, 0)], [], "-1 bytes at 0x1000 overlap"),
     "too many bytes": ([(4096, (1 << 63) - 1, -1, 0)], [], "or overflow"),
     "a negative pointer": ([(-4096, 64, -1, 0)], [], "-0x1000 overlap"),
     "twice the same": ([(4096, 64, -1, 0), (4159, 9, -1, 0)], [], "9 bytes at 0x103f overlap"),
-    "too many files": ([(4096, 64, -1, 0)], [lambda: memory_file(1)] * 3, "more than 2 files"),
+    "too many files": ([(4096, 64, -1, 0)], [good] * 3, "more than 2 files"),
     "too many segments": ([(4096 * n, 1, -1, 0) for n in range(10)], [], "10 segments"),
 }
 
@@ -391,7 +378,7 @@ def test_an_offer_of_more_files_than_one_message_carries_arrives():
 
 
 def test_peers_cannot_write_what_they_are_offered():
-    memory = CPUDevice().allocate(SIZE).numpy()
+    memory = memory_of("shared", SIZE)
     with offering(memory) as (_, told):
         connection = dial(msgspec.msgpack.decode(told)["socket"])
         incoming = Incoming(connection)

@@ -15,20 +15,24 @@ import pytest
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.mooncake.package import choose, fetch, hasten, start
-from disagg.engines.mooncake.thread import CALL_RUNS, POLLED_BYTES
+from disagg.engines.mooncake.reader import CALL_RUNS, POLLED_BYTES
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.owners import Owner, pattern, until
+from tests.disagg.engines.owners import (
+    Owner,
+    batch_of,
+    engine_of,
+    finish,
+    pattern,
+    read,
+)
 from tests.disagg.engines.peers import ENGINES
+from tests.processes import until
 
 __test__ = "mooncake" in ENGINES  # collected if the package is installed
 
 SIZE = 32 << 20
 BLOCK = 4096
-
-
-def slab(memory: np.ndarray) -> Slab:
-    return Slab(memory.ctypes.data, memory.nbytes)
 
 
 def owner(**options) -> Owner:
@@ -56,10 +60,8 @@ def memory():
 
 @pytest.fixture
 def engine(memory):
-    made = create_engine("mooncake")
-    made.register([slab(memory)])
-    yield made
-    made.close()
+    with engine_of("mooncake", memory) as engine:
+        yield engine
 
 
 def blocks(peer, memory, count, width=BLOCK, first=0):
@@ -67,11 +69,6 @@ def blocks(peer, memory, count, width=BLOCK, first=0):
     offsets = np.arange(first, first + count, dtype=np.int64) * width
     nbytes = np.full(count, width, dtype=np.int64)
     return CopyBatch(peer.base + offsets, memory.ctypes.data + offsets, nbytes)
-
-
-def finish(engine, transfer):
-    while not engine.poll(transfer):
-        pass
 
 
 def settled(memory):
@@ -136,40 +133,39 @@ class Noted:
 @pytest.fixture
 def noted(memory):
     """An engine, and what it reads with, once a read has begun."""
-    made, used = MooncakeEngine(), []
-    made.register([slab(memory)])
-    raw = made._reading
+    used = []
+    with engine_of("mooncake", memory) as engine:
+        make = engine._reading
 
-    def reading():
-        used.append(Noted(raw()))
-        return used[-1]
+        def reading():
+            used.append(Noted(make()))
+            return used[-1]
 
-    made._reading = reading
-    yield made, used
-    used.clear()
-    made.close()
+        engine._reading = reading
+        yield engine, used
+        used.clear()
 
 
 def test_a_long_read_asks_with_pauses_and_a_short_one_waits_in_mooncake(noted, memory, other):
-    made, used = noted
-    peer = made.connect(other.metadata)
-    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES - 1)))
+    engine, used = noted
+    peer = engine.connect(other.metadata)
+    read(engine, peer, blocks(other, memory, 1, width=POLLED_BYTES - 1))
     assert "transfer_check_status" not in used[0].calls
-    finish(made, made.read(peer, blocks(other, memory, 1, width=POLLED_BYTES)))
+    read(engine, peer, blocks(other, memory, 1, width=POLLED_BYTES))
     assert "transfer_check_status" in used[0].calls
 
 
 def test_a_long_run_is_read_in_pieces(noted, memory, other):
-    made, used = noted
+    engine, used = noted
     run = (9 << 20) + 5
-    finish(made, made.read(made.connect(other.metadata), blocks(other, memory, 1, width=run)))
+    read(engine, engine.connect(other.metadata), blocks(other, memory, 1, width=run))
     assert np.array_equal(memory[:run], pattern(SIZE)[:run]) and not memory[run:].any()
     assert sorted(used[0].lengths)[-3:] == [(1 << 20) + 5, 4 << 20, 4 << 20]
 
 
 def test_more_runs_than_mooncake_queues_are_cut_into_calls(engine, memory, other):
     count = 4 * CALL_RUNS + 3
-    finish(engine, engine.read(engine.connect(other.metadata), blocks(other, memory, count)))
+    read(engine, engine.connect(other.metadata), blocks(other, memory, count))
     assert np.array_equal(memory[: count * BLOCK], pattern(SIZE)[: count * BLOCK])
     assert not memory[count * BLOCK :].any()
 
@@ -183,15 +179,15 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
         batch.src[:], batch.dst[:] = columns.src, columns.dst
         transfers.append(engine.read(peer, batch))
     batch.src[:] = batch.dst[:] = 0
-    for transfer in transfers:
-        finish(engine, transfer)
+    finish(engine, *transfers)
     assert np.array_equal(memory[: 4096 * BLOCK], pattern(SIZE)[: 4096 * BLOCK])
 
 
 def test_a_run_across_registered_ranges_is_cut_at_their_edges(memory):
-    engine = MooncakeEngine(chunk=3 << 20)
-    engine.register([slab(memory)])
-    with owner(chunk=(5 << 20) + 1) as peer:
+    with (
+        engine_of("mooncake", memory, chunk=3 << 20) as engine,
+        owner(chunk=(5 << 20) + 1) as peer,
+    ):
         reader = engine.connect(peer.metadata)
         border = (5 << 20) + 1
         at, to = peer.base + border - 8, memory.ctypes.data
@@ -200,9 +196,8 @@ def test_a_run_across_registered_ranges_is_cut_at_their_edges(memory):
         assert fetch(raw, address(peer), [[at], [to], [8]])
         hasten(raw)
         del raw
-        finish(engine, engine.read(reader, blocks(peer, memory, 1, width=SIZE)))
+        read(engine, reader, blocks(peer, memory, 1, width=SIZE))
         assert np.array_equal(memory, pattern(SIZE))
-    engine.close()
 
 
 def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
@@ -218,33 +213,25 @@ def test_anyone_who_reaches_the_ports_can_write_registered_memory(memory):
 
 @pytest.mark.parametrize(("hostname", "times"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
 def test_that_other_hosts_can_reach_the_memory_is_said_once(memory, caplog, hostname, times):
-    engine = create_engine("mooncake", hostname=hostname)
-    engine.register([slab(memory)])
-    for _ in range(2):
-        port = msgspec.msgpack.decode(engine.metadata())["port"]
-    engine.close()
-    said = f"at {hostname}: any process that reaches its port {port} can read and overwrite"
-    assert caplog.text.count(said) == caplog.text.count("firewall") == times
+    with engine_of("mooncake", memory, hostname=hostname) as engine:
+        for _ in range(2):
+            port = msgspec.msgpack.decode(engine.metadata())["port"]
+    sentence = f"at {hostname}: any process that reaches its port {port} can read and overwrite"
+    assert caplog.text.count(sentence) == caplog.text.count("firewall") == times
 
 
-def test_memory_that_mooncake_refuses_is_an_error(memory):
-    engine = MooncakeEngine()
-    engine.register([slab(memory)])
+def test_memory_that_mooncake_refuses_is_an_error(engine, memory):
     with pytest.raises(TransferError, match="overlap"):
         engine.register([Slab(memory.ctypes.data + 4096, 4096)])
     engine.metadata()
     engine._engine.register_memory(1 << 40, 4096)  # behind the engine's back
     with pytest.raises(TransferError, match=r"cannot register 4096 bytes at 0x10000000000 \(code"):
         engine.register([Slab(1 << 40, 4096)])
-    engine.close()
 
 
 def test_an_engine_that_only_reads_registers_no_memory(engine, memory, other):
-    assert engine._engine is None
     peer = engine.connect(other.metadata)
-    transfer = engine.read(peer, CopyBatch(*np.array([[other.base], [memory.ctypes.data], [64]])))
-    while not engine.poll(transfer):
-        pass
+    read(engine, peer, batch_of((other.base, memory.ctypes.data, 64)))
     assert engine._engine is None
 
 
@@ -281,17 +268,17 @@ def test_neither_side_is_accessed_outside_its_registered_memory(engine, memory, 
     ],
 )
 def test_wrong_metadata_is_refused(engine, other, change, sentence):
-    told = msgspec.msgpack.decode(other.metadata)
+    fields = msgspec.msgpack.decode(other.metadata)
     with pytest.raises(TransferError, match=sentence):
-        engine.connect(msgspec.msgpack.encode({**told, **change}))
+        engine.connect(msgspec.msgpack.encode({**fields, **change}))
 
 
 def test_another_process_that_answers_is_refused(engine, memory, other):
-    told = msgspec.msgpack.decode(other.metadata)
+    fields = msgspec.msgpack.decode(other.metadata)
     for change, sentence in (({"token": bytes(16)}, "process answers"), ({"port": 1}, "no answer")):
-        peer = engine.connect(msgspec.msgpack.encode({**told, **change}))
+        peer = engine.connect(msgspec.msgpack.encode({**fields, **change}))
         with pytest.raises(TransferError, match=f"{sentence} at 127.0.0.1:"):
-            finish(engine, engine.read(peer, blocks(other, memory, 1)))
+            read(engine, peer, blocks(other, memory, 1))
         with pytest.raises(TransferError, match=sentence):
             engine.read(peer, blocks(other, memory, 1))
         assert engine.fence(peer, 0)
@@ -301,7 +288,7 @@ def test_another_process_that_answers_is_refused(engine, memory, other):
 def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other):
     with owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
-        finish(engine, engine.read(there, blocks(peer, memory, 1)))
+        read(engine, there, blocks(peer, memory, 1))
         transfer = engine.read(there, blocks(peer, memory, 2, width=SIZE // 2))
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
@@ -309,7 +296,7 @@ def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other
                 finish(engine, transfer)
                 transfer = engine.read(there, blocks(peer, memory, 1))
         assert engine.fence(there)
-        finish(engine, engine.read(elsewhere, blocks(other, memory, 64)))
+        read(engine, elsewhere, blocks(other, memory, 64))
     assert np.array_equal(memory[: 64 * BLOCK], pattern(SIZE)[: 64 * BLOCK])
 
 
@@ -329,7 +316,7 @@ def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine
         assert not engine.fence(there, 0)
         with pytest.raises(TransferError, match="given up"):
             engine.read(there, blocks(peer, memory, 1))
-        finish(engine, engine.read(elsewhere, blocks(other, memory, 64, first=half // BLOCK)))
+        read(engine, elsewhere, blocks(other, memory, 64, first=half // BLOCK))
         assert np.array_equal(memory[half : half + 64 * BLOCK], truth[half : half + 64 * BLOCK])
         assert engine.fence(there)
         after = memory.copy()
@@ -339,13 +326,11 @@ def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine
         again = engine.connect(peer.metadata)
         for connected_peer, process in ((again, peer), (elsewhere, other)):
             memory[:] = 0
-            finish(engine, engine.read(connected_peer, blocks(process, memory, 4, width=SIZE // 4)))
+            read(engine, connected_peer, blocks(process, memory, 4, width=SIZE // 4))
             assert np.array_equal(memory, truth)
 
 
-def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory):
-    engine = MooncakeEngine()
-    engine.register([slab(memory)])
+def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(engine, memory):
     with owner() as peer:
         peer.stop()
         there = engine.connect(peer.metadata)
@@ -359,12 +344,10 @@ def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(memory)
     assert not memory.any()
 
 
-def test_close_ends_reads_in_flight(memory):
-    engine = MooncakeEngine()
-    engine.register([slab(memory)])
+def test_close_ends_reads_in_flight(engine, memory):
     with owner() as peer:
         there = engine.connect(peer.metadata)
-        finish(engine, engine.read(there, blocks(peer, memory, 1)))
+        read(engine, there, blocks(peer, memory, 1))
         peer.stop()
         engine.read(there, blocks(peer, memory, 16, width=1 << 20))
         until(lambda: there.thread._doubt)
@@ -375,21 +358,18 @@ def test_close_ends_reads_in_flight(memory):
 
 
 def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, other):
-    engine = MooncakeEngine(shared=True)
-    engine.register([slab(memory)])
-    with owner() as peer:
+    with engine_of("mooncake", memory, shared=True) as engine, owner() as peer:
         there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         for connected_peer, process in ((there, peer), (elsewhere, other)):
-            finish(engine, engine.read(connected_peer, blocks(process, memory, 64)))
+            read(engine, connected_peer, blocks(process, memory, 64))
         assert engine.fence(elsewhere, 0)
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
-            finish(engine, engine.read(there, blocks(peer, memory, 64)))
+            read(engine, there, blocks(peer, memory, 64))
         with pytest.raises(TransferError, match="share one TransferEngine"):
             engine.fence(there, 0)
         again = engine.connect(other.metadata)
-        finish(engine, engine.read(again, blocks(other, memory, 64, first=64)))
-    engine.close()
+        read(engine, again, blocks(other, memory, 64, first=64))
     assert np.array_equal(memory[: 128 * BLOCK], pattern(SIZE)[: 128 * BLOCK])
 
 
@@ -399,7 +379,7 @@ def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
 
     for cycle in range(31):
         peer = engine.connect(other.metadata)
-        finish(engine, engine.read(peer, blocks(other, memory, 1, first=cycle)))
+        read(engine, peer, blocks(other, memory, 1, first=cycle))
         assert engine.fence(peer, 0)
         peer.thread.join()
         if cycle == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import re
 import socket
@@ -21,9 +20,10 @@ from disagg.engines.nixl import memory as nixl_memory
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.owners import Owner, pattern
+from tests.disagg.engines.owners import Owner, batch_of, finish, pattern, read
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import assert_holds, blank, fill, place, write
+from tests.processes import Child
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -35,22 +35,15 @@ TRANSPORTS = {"default": {}, "tcp": {"transports": "tcp"}, "posix": {"transports
 @pytest.fixture(scope="module")
 def friends():
     """A process per transport that is never stopped; all exit with status 0."""
-    found = {}
+    owners = {}
 
     def friend(transports):
-        if transports not in found:
-            found[transports] = Owner("nixl", SIZE, **TRANSPORTS[transports])
-        return found[transports]
+        if transports not in owners:
+            owners[transports] = Owner("nixl", SIZE, **TRANSPORTS[transports])
+        return owners[transports]
 
     yield friend
-    assert {name: each.close() for name, each in found.items()} == dict.fromkeys(found, 0)
-
-
-def finish(engine, transfers, owner=None):
-    """Polls until all are complete; an owner in this process must make progress too."""
-    while not all(engine.poll(transfer) for transfer in transfers):
-        if owner:
-            owner.progress()
+    assert {name: owner.close() for name, owner in owners.items()} == dict.fromkeys(owners, 0)
 
 
 def hand_off(sources, dest, tokens, *, start=0):
@@ -72,7 +65,7 @@ def hand_off(sources, dest, tokens, *, start=0):
         batch = made.bind(source, there[source], here, tokens=range(start, tokens))
         transfers += [reader.read(peer, part) for part in batch.split(1 << 16, 37)]
         peers.append(peer)
-    finish(reader, transfers, owner)
+    finish(reader, *transfers, owner=owner)
     assert all(reader.fence(peer, 0) for peer in peers)
     reader.close()
     owner.close()
@@ -110,7 +103,7 @@ def test_another_process_is_read_over(transports, friends):
     lengths = random.integers(1, width + 1, count)
     batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
     parts = list(batch.split(1 << 16, 400))
-    finish(engine, [engine.read(peer, part) for part in parts])
+    finish(engine, *[engine.read(peer, part) for part in parts])
     counted = engine.telemetry()
     assert engine.fence(peer, 0)
     assert not engine._agent._held, "NIXL's requests are released"
@@ -151,14 +144,13 @@ def small_read(engine, other, memory, peer=None):
     """Reads eight bytes to the end of `memory` and checks them."""
     peer = peer or engine.connect(other.metadata)
     memory[-8:] = 0xEE
-    finish(engine, [engine.read(peer, to_the_end(other, memory))])
+    read(engine, peer, to_the_end(other, memory))
     assert np.array_equal(memory[-8:], pattern(8))
     return peer
 
 
 def to_the_end(other, memory):
-    run = [other.base], [memory.ctypes.data + memory.size - 8], [8]
-    return CopyBatch(*(np.array(column, dtype=np.int64) for column in run))
+    return batch_of((other.base, memory.ctypes.data + memory.size - 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,7 @@ def test_what_keeps_an_agent_alive():
         engine.register(slabs)
         peer, _ = stuck(engine, other, memory)
         with pytest.raises(TransferError) as kept:
-            engine.read(peer, CopyBatch(*np.array([[8], [8], [8]])))
+            engine.read(peer, batch_of((8, 8, 8)))
         held = engine._agent._nixl.agent
         with pytest.raises(TransferError, match="still refers to it"):
             engine.fence(peer, 0)
@@ -286,9 +278,7 @@ def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycl
         peer = engine.connect(metadata)
         starts = np.arange(0, size, 4096)
         lengths = np.full(starts.size, 4096)
-        transfer = engine.read(peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
-        while not engine.poll(transfer):
-            pass
+        read(engine, peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
         assert engine.fence(peer, 0)
         engine.close()
         assert np.array_equal(memory, truth)
@@ -298,14 +288,10 @@ def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycl
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_created_and_closed_engines_leave_nothing_behind(transports, friends):
     """Files, threads and memory of the reading process, over cycles."""
-    spawn = multiprocessing.get_context("spawn")
-    other, (pipe, there) = friends(transports), spawn.Pipe()
-    given = there, other.metadata, other.base, MIB, TRANSPORTS[transports], 14
-    process = spawn.Process(target=come_and_go, args=given, daemon=True)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    seen = [pipe.recv() for _ in range(14)]
+    other, options = friends(transports), TRANSPORTS[transports]
+    with Child(come_and_go, other.metadata, other.base, MIB, options, 14) as child:
+        seen = [child.answer() for _ in range(14)]
+        assert child.close() == 0
     for before, after in pairwise(seen[3:]):
         assert after[:2] == before[:2]
     assert seen[-1][2] - seen[3][2] < 256, "pages of 4 KiB"
@@ -318,8 +304,7 @@ def read_over_a_new_connection(engine, other, memory):
     """Connects, reads `memory.size` bytes, compares them and gives the peer up."""
     memory[:] = 0xEE
     peer = engine.connect(other.metadata)
-    runs = CopyBatch(*np.array([[other.base], [memory.ctypes.data], [memory.size]]))
-    finish(engine, [engine.read(peer, runs)])
+    read(engine, peer, batch_of((other.base, memory.ctypes.data, memory.size)))
     assert engine.fence(peer, 0)
     assert np.array_equal(memory, pattern(memory.size))
 

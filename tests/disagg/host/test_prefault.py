@@ -13,7 +13,7 @@ from disagg import DecodeEndpoint, create_engine
 from disagg.host.prefault import Prefault
 from kvpool.layout import Buffer, PoolLayout, Space
 from tests.disagg.engines.local_peers import reading
-from tests.disagg.engines.owners import until
+from tests.processes import until
 
 PAGES = 9000
 """35 MiB: more than one chunk."""

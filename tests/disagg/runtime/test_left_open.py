@@ -24,9 +24,9 @@ from disagg import (
 )
 from disagg.protocol.messages import Disconnect, decode as decoded
 from disagg.runtime.transport import MemoryNetwork
-from tests.disagg.engines.owners import until
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import MLA, TOKENS, pool
+from tests.processes import until
 
 LEAVES = """
 import sys, threading

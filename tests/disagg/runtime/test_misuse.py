@@ -26,7 +26,7 @@ from disagg.protocol import messages
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
-from tests.disagg.engines.local_peers import batch_of, read
+from tests.disagg.engines.owners import batch_of, read
 from tests.disagg.waiting import until
 from tests.streams import dial
 
