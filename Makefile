@@ -100,7 +100,7 @@ screenshots: venv chromium  ## every picture on a phone, a tablet and a desktop,
 # the CPU on PyTorch's own index only; with it: make lowest LOWEST_TORCH="torch==2.10.0 --index-url ..."
 LOWEST_VENV ?= .venv-lowest
 LOWEST_TORCH ?= $(TORCH)
-LOWEST_EXTRAS := cli,metrics,viz,test
+LOWEST_EXTRAS := cli,metrics,test
 LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/test_document_commands.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
 	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
 	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_strangers.py \

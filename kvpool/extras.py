@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {
-    "matplotlib": ("matplotlib", "viz"),
     "prometheus_client": ("prometheus-client", "metrics"),
     "rich": ("rich", "cli"),
     "torch": ("PyTorch", "torch"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -99,8 +98,3 @@ def growth(xs: Sequence[float], ys: Sequence[float]) -> float:
     us, vs = [math.log(x) for x in xs], [math.log(y) for y in ys]
     u, v = sum(us) / len(us), sum(vs) / len(vs)
     return sum((a - u) * (b - v) for a, b in zip(us, vs)) / sum((a - u) ** 2 for a in us)
-
-
-def to_json(runs: Sequence[Figures]) -> str:
-    """All runs."""
-    return json.dumps([run.as_dict() for run in runs], indent=1)

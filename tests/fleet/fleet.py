@@ -28,12 +28,10 @@ MOST_BROKEN = 20
 
 
 class Fleet:
-    """Runs a spec once. `broken` lists what must not have happened; `progress` is told how many
-    rooms have ended.
-    """
+    """Runs a spec once. `broken` lists what must not have happened."""
 
-    def __init__(self, spec: Spec, progress: Callable[[int], None] = lambda rooms: None) -> None:
-        self.spec, self._progress = spec, progress
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.timeline, self.trace = Timeline(), Trace()
         self.network = FleetNetwork(spec, self.timeline, self.trace)
         self.routes, self._faults = (random.Random(f"{use} {spec.seed}") for use in "rf")
@@ -117,7 +115,6 @@ class Fleet:
         self._ended += 1
         self._failed += room.failed
         self._seconds.append(self.timeline.now - room.began)
-        self._progress(self._ended)
         self.timeline.at(self.timeline.now, partial(self._start, room.decode))
 
     def _finished(self) -> bool:

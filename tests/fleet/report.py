@@ -1,15 +1,11 @@
-"""Figures as tables."""
+"""Figures as Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from kvpool.render.text import human
 from tests.fleet.figures import Figures, growth
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WHAT = {
     "fleet": "ranks of the fleet",
@@ -31,14 +27,12 @@ COLUMNS: tuple[Column, ...] = (
 """Of a table of several runs."""
 
 
-def one_table(run: Figures) -> Table:
+def one_table(run: Figures) -> Iterator[str]:
     """All figures of a run."""
-    from kvpool.render.table import FittedTable
-
     spec, memory = run.spec, run.memory
     most, parts = run.peaks, ", ".join(f"{what} {n:,}" for what, n in run.parts.items())
     failures = ", ".join(f"{what} {n:,}" for what, n in run.failures.items())
-    median, late = (1000 * each for each in run.room_seconds)
+    median, late = (1000 * seconds for seconds in run.room_seconds)
     links = run.link_messages * spec.rooms / run.seconds / max(1, run.links)
     prefill, decode = spec.engines
     rows = (
@@ -63,25 +57,18 @@ def one_table(run: Figures) -> Table:
         ("this machine", f"{run.cpu_seconds:,.1f} s of its processor"),
         ("trace", run.trace),
     )  # fmt: skip
-    table = FittedTable(show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, words in rows:
-        table.add_row(name, words)
-    return table
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {name} | {words} |" for name, words in rows)
 
 
-def growth_table(what: str, runs: Sequence[Figures]) -> Table:
+def growth_table(what: str, runs: Sequence[Figures]) -> Iterator[str]:
     """A row for each run, and how each figure grows with the ranks of what grows."""
-    from kvpool.render.table import FittedTable
-
-    table = FittedTable(title=WHAT[what])
-    for name in ("ranks", "rooms", *(name for name, _, _ in COLUMNS)):
-        table.add_column(name, justify="right")
+    yield f"{WHAT[what]}:\n"
+    yield " | ".join(("| ranks", "rooms", *(f"{name}" for name, _, _ in COLUMNS), "")).rstrip()
+    yield "|--:" * (2 + len(COLUMNS)) + "|"
     for run in runs:
         figures = (form.format(value(run)) for _, value, form in COLUMNS)
-        table.add_row(f"{run.grown(what):,}", f"{run.spec.rooms:,}", *figures)
+        yield f"| {run.grown(what):,} | {run.spec.rooms:,} | {' | '.join(figures)} |"
     ranks = [run.grown(what) for run in runs]
     slopes = (growth(ranks, [value(run) for run in runs]) for _, value, _ in COLUMNS)
-    table.add_row("ranks^", "", *(f"{slope:.2f}" for slope in slopes))
-    return table
+    yield f"| ranks^ | | {' | '.join(f'{slope:.2f}' for slope in slopes)} |"

@@ -103,13 +103,13 @@ class Spec:
         from kvpool.models import declare
 
         tp = self.prefill_tp if side == "prefill" else self.decode_tp
-        where: dict[str, Any] = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
-        sizes: dict[str, Any] = {"num_pages": self.pages(side), "page_size": PAGE}
+        common: dict[str, Any] = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
+        common |= {"num_pages": self.pages(side), "page_size": PAGE}
         if not self.model:
             heads = math.lcm(HEADS, self.prefill_tp, self.decode_tp)
             kv: dict[str, Any] = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
-            return MHAPool(layers=range(LAYERS), **kv, **sizes, **where).layout
-        layout = declare(self.model).build(requests=1, **sizes, **where).layout
+            return MHAPool(layers=range(LAYERS), **kv, **common).layout
+        layout = declare(self.model).build(requests=1, **common).layout
         if [space.name for space in layout.spaces] != ["kv"]:
             names = ", ".join(space.name for space in layout.spaces)
             raise ValueError(f"model {self.model}: pages alone are simulated, it has {names}.")
@@ -121,6 +121,8 @@ class Spec:
         other side and one that gets larger; `both`: one engine on each side, of as many ranks.
         Of one engine there are fewer rooms: each is of all ranks.
         """
+        if ranks < 8:
+            raise ValueError(f"ranks={ranks}: 8 or more.")
         size = 8
         while size <= ranks:
             if what == "fleet":

@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from msgspec import structs
-from typer.testing import CliRunner
 
 from disagg.protocol import messages
 from disagg.protocol.rooms.ended import EndedRooms
 from disagg.runtime.reads.lane import Lane
-from tests.fleet.__main__ import simulate
+from tests.fleet.__main__ import main
 from tests.fleet.figures import growth
 from tests.fleet.fleet import Fleet
 from tests.fleet.memory import footprint
@@ -25,13 +23,8 @@ from tests.fleet.spec import Spec
 
 ROOT = Path(__file__).parents[2]
 SMALL = Spec(prefill=4, decode=8, rooms=120, in_flight=4)
+PARTS_OF_MEMORY = ("decode_peer", "decode_room", "prefill_peer", "prefill_room")
 FAULTY = replace(SMALL, loss=2e-3, deaths=4, chunks=2, peer_timeout=2.0)
-app = typer.Typer()
-app.command()(simulate)
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(each) for each in arguments])
 
 
 def test_without_faults_every_room_succeeds_on_every_rank():
@@ -67,16 +60,10 @@ def test_one_seed_is_one_trace_in_every_process():
         "from tests.fleet.test_fleet import FAULTY\n"
         "print(Fleet(replace(FAULTY, rooms=40)).run().trace)\n"
     )
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    here, other = (Fleet(replace(FAULTY, rooms=40, seed=seed)).run().trace for seed in (0, 1))
-    assert there.strip() == here != other
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    trace = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment)
+    first, second = (Fleet(replace(FAULTY, rooms=40, seed=seed)).run().trace for seed in (0, 1))
+    assert trace.decode().strip() == first != second
 
 
 def test_a_read_takes_the_time_of_its_bytes():
@@ -108,15 +95,14 @@ def test_messages_of_connections_follow_time_and_not_rooms():
 @pytest.mark.parametrize("groups", [True, False])
 def test_a_room_costs_no_more_than_its_ranks(wide, groups):
     spec = replace(SMALL, rooms=256, groups=groups)
-    runs = [Fleet(each).run() for each in spec.growing(wide, 32 if wide == "both" else 64)]
-    assert [each.ranks for each in runs] == [8, 16, 32, 64][: len(runs)]
-    for each in runs:
-        prefill, decode = each.spec.prefill, each.spec.decode
-        pairs = max(prefill, decode) if groups else prefill * decode
-        assert each.room_messages == 4 * pairs
-    ranks = [each.ranks for each in runs]
-    for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
-        assert growth(ranks, [getattr(each.memory, name) for each in runs]) < 1.05, name
+    runs = [Fleet(grown).run() for grown in spec.growing(wide, 32 if wide == "both" else 64)]
+    ranks = [run.ranks for run in runs]
+    assert ranks == [8, 16, 32, 64][: len(runs)]
+    for run in runs:
+        sides = run.spec.prefill, run.spec.decode
+        assert run.room_messages == 4 * (max(sides) if groups else sides[0] * sides[1])
+    for name in PARTS_OF_MEMORY:
+        assert growth(ranks, [getattr(run.memory, name) for run in runs]) < 1.05, name
 
 
 def test_replicas_that_hand_over_to_replicas_send_as_many_messages_as_there_are_ranks():
@@ -131,10 +117,10 @@ def test_replicas_that_hand_over_to_replicas_send_as_many_messages_as_there_are_
 @pytest.mark.parametrize("groups", [True, False])
 def test_a_fleet_twice_as_large_costs_a_room_no_more(groups):
     spec = replace(SMALL, rooms=256, groups=groups)
-    runs = [Fleet(each).run() for each in spec.growing("fleet", 32)]
-    assert {each.room_messages for each in runs} == {8.0 if groups else 16.0}
+    runs = [Fleet(grown).run() for grown in spec.growing("fleet", 32)]
+    assert {run.room_messages for run in runs} == {8.0 if groups else 16.0}
     first, *_, last = runs
-    for name in ("decode_peer", "decode_room", "prefill_peer", "prefill_room"):
+    for name in PARTS_OF_MEMORY:
         assert getattr(last.memory, name) <= 1.25 * getattr(first.memory, name), name
 
 
@@ -146,12 +132,12 @@ def test_a_turn_looks_at_ranks_of_which_something_is_read(monkeypatch):
         return step(self)
 
     monkeypatch.setattr(Lane, "step", counted)
-    found = []
+    per_room = []
     for spec in replace(SMALL, rooms=256).growing("fleet", 32):
         before = steps[0]
         Fleet(spec).run()
-        found.append((steps[0] - before) / spec.rooms)
-    assert found[-1] < 1.5 * found[0]
+        per_room.append((steps[0] - before) / spec.rooms)
+    assert per_room[-1] < 1.5 * per_room[0]
 
 
 def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monkeypatch):
@@ -202,52 +188,54 @@ def test_a_footprint_counts_each_object_once():
     assert footprint([inner], seen) == sys.getsizeof([inner])
 
 
-def test_the_command_prints_the_figures_and_their_table_apart():
-    options = ["--prefill", 4, "--decode", 8, "--rooms", 60, "--deaths", 1, "--seed", 3]
-    done = run(*options, "--json")
-    assert done.exit_code == 0, done.output
-    (found,) = json.loads(done.stdout)
-    for word in (found["trace"], "rooms a second", "memory of a peer", "12 ranks"):
-        assert word in " ".join(done.stderr.split())
-    assert (found["ranks"], found["died"], found["broken"]) == (12, 1, [])
+def test_the_command_prints_the_figures(capsys):
+    options = ["--prefill", "4", "--decode", "8", "--rooms", "60", "--deaths", "1", "--seed", "3"]
+    assert main(options) == main([*options, "--json"]) == 0
+    table, _, document = capsys.readouterr().out.partition("\n[")
+    (run,) = json.loads("[" + document)
+    for word in (run["trace"], "rooms a second", "memory of a peer", "12 ranks"):
+        assert word in table
+    assert (run["ranks"], run["died"], run["broken"]) == (12, 1, [])
+    assert (
+        main(
+            [
+                "--rooms",
+                "40",
+                "--in-flight",
+                "2",
+                "--ranks",
+                "16",
+                "--grow",
+                "fleet",
+                "--grow",
+                "decode",
+            ]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.count("ranks^") == 2
 
 
-def test_the_command_draws_how_figures_grow(tmp_path):
-    path = tmp_path / "growth.svg"
-    options = ["--rooms", 40, "--in-flight", 2, "--ranks", 16]
-    done = run(*options, "--grow", "fleet", "--grow", "decode", "--chart", path)
-    assert done.exit_code == 0, done.output
-    assert done.output.count("ranks^") == 2
-    assert path.read_text().startswith("<?xml")
-
-
-def test_the_command_says_what_is_broken(monkeypatch):
+def test_the_command_says_what_is_broken(monkeypatch, capsys):
     once = EndedRooms.take
     monkeypatch.setattr(EndedRooms, "take", lambda self: once(self) * 2)
-    done = run("--prefill", 2, "--decode", 2, "--rooms", 5)
-    assert done.exit_code == 1
-    assert "has ended twice" in done.output
+    assert main(["--prefill", "2", "--decode", "2", "--rooms", "5"]) == 1
+    assert "has ended twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--prefill", 3], "3 prefill ranks in engines of 2: give a multiple of 2."),
-        (["--rooms", 0], "rooms=0: 1 or more."),
-        (["--loss", 1], "loss=1.0: from 0 to less than 1."),
-        (["--rate", 0], "rate=0.0: more than 0 bytes a second."),
-        (["--latency", -1], "latency=-1.0: 0 or more."),
-        (["--grow", "rooms"], "--grow rooms: one of fleet, prefill, decode, both."),
-        (["--grow", "fleet", "--ranks", 4], "--ranks 4: 8 or more."),
-        (["--chart", "a.svg"], "--chart draws what --grow measures: add --grow fleet."),
-        (["--grow", "fleet", "--chart", "a.pdf"], "a.pdf: the name must end in .svg or .png."),
-        (
-            ["--grow", "fleet", "--chart", "/no/such/a.svg"],
-            "/no/such/a.svg: there is no such directory.",
-        ),
+        ("--prefill 3", "3 prefill ranks in engines of 2: give a multiple of 2."),
+        ("--rooms 0", "rooms=0: 1 or more."),
+        ("--loss 1", "loss=1.0: from 0 to less than 1."),
+        ("--rate 0", "rate=0.0: more than 0 bytes a second."),
+        ("--latency -1", "latency=-1.0: 0 or more."),
+        ("--grow rooms", "argument --grow: invalid choice: 'rooms'"),
+        ("--grow fleet --ranks 4", "ranks=4: 8 or more."),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_name(options, problem):
-    done = run(*options)
-    assert done.exit_code == 2
-    assert problem in " ".join(done.output.replace("│", "").split())
+def test_options_that_cannot_be_are_refused_by_name(options, problem, capsys):
+    with pytest.raises(SystemExit):
+        main(options.split())
+    assert problem in capsys.readouterr().err

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from disagg.engines.local import LocalEngine
+from tests.disagg.engines.peers import ENGINES
 from tests.soak.__main__ import main, soak
 from tests.soak.report import MIB, Report
 from tests.soak.samples import LEAST, Limits, Sample, trends
@@ -19,10 +20,15 @@ KEPT_EVERY = 0.1
 """Seconds after which the next read leaves something behind, however many there are."""
 
 
-def test_a_short_run_passes_and_reports_what_it_did(tmp_path, capsys):
-    options = ["--minutes", "0.1", "--engines", "local", "--families", "dsv4", "--memory", "64"]
+@pytest.mark.parametrize(
+    ("engine", "minutes", "memory"),
+    [("local", 0.1, 64), *(pytest.param(name, 3, 4, marks=pytest.mark.long) for name in ENGINES)],
+)
+def test_a_run_passes_and_reports_what_it_did(tmp_path, capsys, engine, minutes, memory):
+    options = ["--minutes", str(minutes), "--engines", engine, "--memory", str(memory)]
     faults = QUIET, RECONNECT, "restart decode", "abort by prefill"
-    status = main([*options, "--out", str(tmp_path), "--faults", *faults])
+    options += ["--families", "dsv4", "--out", str(tmp_path), "--faults", *faults]
+    status = main(options)
     text, report = capsys.readouterr().out, json.loads((tmp_path / "soak.json").read_text())
     assert status == 0 and report["passed"], text
     (part,) = report["slices"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import Report
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
-from tests.fleet.fleet import Fleet
-from tests.fleet.report import COLUMNS, growth_table, one_table
-from tests.fleet.spec import Spec
 
 SAVED = Path(__file__).parents[1] / "snapshot" / "version1.safetensors"
 V4 = {
@@ -79,20 +75,6 @@ def test_the_bench_table_fits_with_every_case(width):
     table = Report({"device": "cpu", "name": "x"}, {}, "2026-11-23", False, rows).table()
     words = {word.rstrip(",;.:") for case in cases for word in case.name.split()}
     reads_well(rendered(table, width), width, words | {"allocator", "12.35", "1,234"})
-
-
-@pytest.fixture(scope="module")
-def run():
-    return Fleet(Spec(prefill=4, decode=8, rooms=60, in_flight=4)).run()
-
-
-@every_width
-def test_tables_of_the_simulator_fit(width, run):
-    headers = {word for name, _, _ in COLUMNS for word in name.split()}
-    large = replace(run, spec=replace(run.spec, prefill=2048, decode=2048, rooms=1_920_000))
-    table = growth_table("fleet", [run, large])
-    reads_well(rendered(table, width), width, headers | {"1,920,000", "4,096", "ranks^"})
-    reads_well(rendered(one_table(large), width), width, {run.trace, "4,096"})
 
 
 def test_words_that_do_not_fit_make_a_table_wide_and_are_not_cut():
