@@ -427,6 +427,32 @@ def move(
     return made
 
 
+def hand_off(
+    sources: Sequence[KVPool | State],
+    dest: KVPool | State,
+    tokens: int,
+    *,
+    prefix: int = 0,
+    **options,
+) -> tuple[TransferPlan, list[int]]:
+    """Fills sources, moves what follows a prefix that the destination holds, and compares every
+    byte of its memory, but for regions that may be missing; the plan, and the bytes of each source.
+    """
+    addresses = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
+    for source, address in zip(sources, addresses):
+        fill(source, address)
+    into, positions = place(dest, tokens), range(prefix, tokens)
+    blank(dest)
+    write(dest, into, range(prefix), salt=1)
+    transfer = move(sources, dest, addresses, into, positions, **options)
+    whole = state(dest)
+    kept = tuple(r for r in whole.layout.regions if r.key not in transfer.missing)
+    held = replace(whole, layout=replace(whole.layout, regions=kept))
+    assert_holds(held, into, positions, kept=range(prefix))
+    batches = transfer.bind_all(addresses, into, tokens=positions)
+    return transfer, [batch.total for batch in batches]
+
+
 def apply(batch, sources: Sequence[KVPool | State], dest: KVPool | State) -> None:
     """Copies the runs of a batch one by one, once none is seen to leave memory."""
     _inside(batch.src, batch.nbytes, [m for source in sources for m in state(source).memory])

@@ -146,9 +146,9 @@ def engine_class(name: str) -> type[Engine]:
     """
     entry = _entries().get(name)
     if entry is None:
-        known = engine_names()
+        names = engine_names()
         raise EngineUnavailable(
-            f"engine {name!r} is unknown; known: {', '.join(known)}.{nearest(name, known)}"
+            f"engine {name!r} is unknown; known: {', '.join(names)}.{nearest(name, names)}"
         )
     try:
         engine: type[Engine] = entry.load()

@@ -46,21 +46,21 @@ class Ranges:
         if not self.starts.size:
             raise TransferError(f"{whose} has registered no memory.")
         last = first + batch.nbytes
-        at = np.searchsorted(self.starts, first, side="right") - 1
-        to = np.searchsorted(self.starts, last - 1, side="right") - 1
-        inside = (at >= 0) & (to >= at) & (last <= self.ends[to])
-        inside &= self.block[at] == self.block[to]
+        low = np.searchsorted(self.starts, first, side="right") - 1
+        high = np.searchsorted(self.starts, last - 1, side="right") - 1
+        inside = (low >= 0) & (high >= low) & (last <= self.ends[high])
+        inside &= self.block[low] == self.block[high]
         if not inside.all():
             wrong = int(np.flatnonzero(~inside)[0])
             raise TransferError(
                 f"{int(batch.nbytes[wrong])} bytes at {int(first[wrong]):#x} do not lie in memory "
                 f"that {whose} has registered."
             )
-        pieces = to - at + 1
+        pieces = high - low + 1
         if (pieces == 1).all():
             return batch
         run, piece = ragged(pieces)
-        low = np.maximum(first[run], self.starts[at[run] + piece])
-        high = np.minimum(last[run], self.ends[at[run] + piece])
-        within = low - first[run]
-        return CopyBatch(batch.src[run] + within, batch.dst[run] + within, high - low)
+        start = np.maximum(first[run], self.starts[low[run] + piece])
+        end = np.minimum(last[run], self.ends[low[run] + piece])
+        within = start - first[run]
+        return CopyBatch(batch.src[run] + within, batch.dst[run] + within, end - start)

@@ -4,14 +4,13 @@ pages and placements.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool import LayoutError, PoolLayout, Shard
-from tests.oracle import assert_holds, blank, fill, merged, move, place, state, write
+from tests.oracle import hand_off, merged, state
 from tests.pools import dsv4, hybrid, hybrid_nsa, mha, mla, nsa, swa
 
 MANY = {"num_pages": 30, "num_window_pages": 35, "num_slots": 4}
@@ -40,25 +39,6 @@ def other(kind, **more):
 DRAFT = {"owner": "draft", "layers": [2, 3]}
 PREFILL = {"placement": "layer"}
 DECODE = {"placement": "page", "page_size": 16}
-
-
-def hand_off(sources, dest, tokens=29, **options):
-    """Fills the sources, moves, compares every byte of dest; returns the plan."""
-    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    here = place(dest, tokens)
-    for source, address in zip(sources, there):
-        fill(source, address)
-    blank(dest)
-    made = move(sources, dest, there, here, **options)
-    if made.missing:
-        kept = tuple(r for r in dest.layout.regions if r.key not in made.missing)
-        dest = replace(state(dest), layout=replace(dest.layout, regions=kept))
-    assert_holds(dest, here)
-    return made
-
-
-def ranks(size, build):
-    return [build(shard=Shard(rank, size)) for rank in range(size)]
 
 
 @pairs
@@ -95,8 +75,8 @@ def test_a_draft_that_shares_ids_moves_with_its_target(target, draft, prefill, d
 
     sources = both([Shard(rank, prefill) for rank in range(prefill)], **PREFILL)
     for dest in both([Shard(rank, decode) for rank in range(decode)], **DECODE):
-        made = hand_off(sources, dest)
-        assert (made.missing, made.unsent) == ((), ())
+        transfer, _ = hand_off(sources, dest, 29)
+        assert (transfer.missing, transfer.unsent) == ((), ())
 
 
 @pairs
@@ -116,7 +96,7 @@ def test_own_ids_on_one_side_and_shared_ids_on_the_other(there):
     """Regions are paired by key, whichever id list they use."""
     source = merged(nsa(**MANY), mla(**MANY, **DRAFT, own_spaces=there))
     dest = merged(nsa(**MANY, page_size=3), mla(**MANY, **DRAFT, page_size=3, own_spaces=not there))
-    hand_off([source], dest)
+    hand_off([source], dest, 29)
 
 
 @pytest.mark.parametrize("packing", ["fp8", "bf16"])
@@ -129,7 +109,7 @@ def test_a_draft_with_index_keys_moves_from_both_sides(packing, placement):
         return merged(nsa(**MANY, packing=packing, **more), draft)
 
     dest = both(placement=placement, page_size=3)
-    hand_off([both()], dest)
+    hand_off([both()], dest, 29)
     moved = {region.role for region in dest.layout.regions if region.owner == "draft"}
     scales = {"latent.scale"} if packing == "fp8" else set()
     assert moved == {"latent", "rope", "index_key", "index_key.scale"} | scales
@@ -147,8 +127,8 @@ def test_a_draft_on_decode_only_is_refused_unless_allowed_by_name(target, draft)
     assert "draft layer" in str(refused.value) and "allow_missing" in str(refused.value)
     with pytest.raises(IncompatibleLayouts):
         plan([source.layout], dest.layout, allow_missing={"draft1", "target"})
-    made = hand_off([source], dest, allow_missing={"draft"})
-    assert set(made.missing) == keys
+    transfer, _ = hand_off([source], dest, 29, allow_missing={"draft"})
+    assert set(transfer.missing) == keys
 
 
 def test_a_draft_whose_target_is_allowed_to_be_missing_is_still_needed_whole():
@@ -162,8 +142,8 @@ def test_a_draft_whose_target_is_allowed_to_be_missing_is_still_needed_whole():
 @pairs
 def test_a_draft_on_prefill_only_is_not_sent(target, draft):
     source = merged(same(target), same(draft, **DRAFT))
-    made = hand_off([source], same(target, **DECODE))
-    assert {owner for owner, _, _ in made.unsent} == {"draft"}
+    transfer, _ = hand_off([source], same(target, **DECODE), 29)
+    assert {owner for owner, _, _ in transfer.unsent} == {"draft"}
 
 
 CUTS = {"PP1": (0, 8), "PP2": (0, 4, 8), "uneven PP2": (0, 5, 8), "PP4": (0, 2, 4, 6, 8)}
@@ -193,7 +173,7 @@ def test_a_draft_beside_the_last_stage_moves_over_pipeline_stages(model, prefill
 
     sources = list(stages(prefill))
     for dest in stages(decode, page_size=16, placement="page"):
-        hand_off(sources, dest)
+        hand_off(sources, dest, 29)
 
 
 @pytest.mark.parametrize("prefill", [(0, 2, 4), (0, 1, 2, 3, 4), (0, 3, 4)])
@@ -210,7 +190,7 @@ def test_a_draft_that_is_cut_into_stages_itself_moves_too(draft, prefill, decode
 
     sources = list(stages(prefill))
     for dest in stages(decode, page_size=16):
-        hand_off(sources, dest)
+        hand_off(sources, dest, 29)
 
 
 def test_a_stage_without_the_draft_that_decode_needs_is_named():
@@ -226,7 +206,7 @@ def test_two_drafts_are_two_owners():
         drafts = (mla(**MANY, owner=f"draft{n}", layers=[4], **more) for n in (0, 1))
         return merged(mha(**MANY, **more), *drafts)
 
-    hand_off([three()], three(page_size=3))
+    hand_off([three()], three(page_size=3), 29)
 
 
 @pytest.mark.parametrize("draft", KINDS)
@@ -234,13 +214,7 @@ def test_only_what_follows_a_prefix_moves_of_both(draft):
     def both(**more):
         return merged(same("nsa", **more), same(draft, **DRAFT, **more))
 
-    source, dest, tokens, prefix = both(), both(**DECODE), 29, 11
-    there, here = place(source, tokens, 1), place(dest, tokens)
-    fill(source, there)
-    blank(dest)
-    write(dest, here, range(prefix), salt=1)
-    move([source], dest, [there], here, range(prefix, tokens))
-    assert_holds(dest, here, range(prefix, tokens), kept=range(prefix))
+    hand_off([both()], both(**DECODE), 29, prefix=11)
 
 
 def test_a_merged_layout_is_that_of_its_parts():

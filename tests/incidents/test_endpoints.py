@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import product
 from threading import Thread
 
@@ -19,19 +18,7 @@ from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.engines.peers import ENGINES
 from tests.disagg.waiting import until
-from tests.oracle import (
-    DEST,
-    SOURCE,
-    State,
-    assert_holds,
-    blank,
-    fill,
-    move,
-    place,
-    state,
-    values,
-    write,
-)
+from tests.oracle import DEST, SOURCE, State, blank, hand_off, place, state, values, write
 from tests.streams import Server, dial
 
 MHA = {"layers": range(2), "num_kv_heads": 8, "head_dim": 4, "dtype": "bf16"}
@@ -41,12 +28,19 @@ MLA = {"layers": range(8), "kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "
 def requests(pool, lengths):
     """Block tables of several requests in one pool, in shuffled, disjoint pages."""
     ids = np.random.default_rng(len(lengths)).permutation(np.arange(1, pool.num_pages))
-    found, size = [], pool.page_size
+    addresses = []
     for tokens in lengths:
-        count = -(-tokens // size)
-        found.append(RequestAddress(tokens, {"kv": Span(ids[:count])}))
+        count = -(-tokens // pool.page_size)
+        addresses.append(RequestAddress(tokens, {"kv": Span(ids[:count])}))
         ids = ids[count:]
-    return found
+    return addresses
+
+
+def hold(source, rooms):
+    """Fills a source with requests, by (address, salt)."""
+    blank(source, SOURCE)
+    for address, salt in rooms:
+        write(source, address, range(address.num_tokens), salt)
 
 
 def assert_only(dest, rooms):
@@ -95,9 +89,7 @@ def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
     lengths = (50, 17, 33, 64)
     source = MHAPool(**MHA, num_pages=20, page_size=16)
     given = requests(source, lengths)
-    blank(source, SOURCE)
-    for salt, address in enumerate(given):
-        write(source, address, range(address.num_tokens), salt)
+    hold(source, zip(given, range(len(given))))
     with prefill_of(source, engine) as prefill, ExitStack() as stack:
         ranks = []
         for tp, page in ((4, 16), (8, 5)):
@@ -133,8 +125,7 @@ def test_each_byte_of_a_replicated_latent_is_sent_once_and_all_replicas_send(eng
         for rank in range(4):
             source = MLAPool(**MLA, num_pages=9, page_size=16, shard=Shard(rank, 4))
             address = place(source, tokens, rank)
-            blank(source, SOURCE)
-            write(source, address, range(tokens), salt=rank)
+            hold(source, [(address, rank)])
             prefills.append((stack.enter_context(prefill_of(source, engine)), address, source))
         addresses = [prefill.address for prefill, *_ in prefills]
         for rank in range(2):
@@ -194,18 +185,6 @@ def tensors(*parts, drafts=0):
     return State(PoolLayout.of(*seen, spaces=spaces, total_kv_layers=5), memory, views)
 
 
-def hand_off(sources, dest, tokens=37, **options):
-    """Fills the sources, moves, and compares every byte that is not allowed to be missing."""
-    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, there):
-        fill(source, address)
-    blank(dest)
-    made = move(sources, dest, there, into := place(dest, tokens), **options)
-    kept = tuple(r for r in dest.layout.regions if r.key not in made.missing)
-    assert_holds(replace(dest, layout=replace(dest.layout, regions=kept)), into)
-    return made
-
-
 STACKED = ("layer", "item", "entry", "dim")
 
 
@@ -217,8 +196,8 @@ def test_groups_of_stacked_layers_land_by_layer_and_a_draft_layer_of_decode_is_u
         for layers in ([0, 1, 2], [3, 4])
     ]
     dest = tensors(*((STACKED, [*range(6)], [role], dim) for role, dim in rows.items()), drafts=1)
-    made = hand_off(sources, dest, allow_missing={"draft"})
-    assert set(made.missing) == {("draft", 5, role) for role in rows}
+    transfer, _ = hand_off(sources, dest, 37, allow_missing={"draft"})
+    assert set(transfer.missing) == {("draft", 5, role) for role in rows}
 
 
 def test_stages_whose_tensors_are_composed_differently_are_paired_by_region():
@@ -228,7 +207,8 @@ def test_stages_whose_tensors_are_composed_differently_are_paired_by_region():
         tensors((STACKED, [4, 3], ["k"], 24), (STACKED, [3, 4], ["v"], 24)),
     ]
     paged = ("item", "role", "entry", "dim")
-    hand_off(sources, tensors(*((paged, [layer], ["k", "v"], 24) for layer in (3, 0, 4, 2, 1))))
+    dest = tensors(*((paged, [layer], ["k", "v"], 24) for layer in (3, 0, 4, 2, 1)))
+    hand_off(sources, dest, 37)
 
 
 class Faulty(LocalEngine):
@@ -259,9 +239,7 @@ def test_an_exception_in_one_request_fails_that_request_only(where):
     lengths = [21, 33, 19, 30]
     given = dict(zip(rooms, requests(source, lengths)))
     into = dict(zip(rooms, reversed(requests(dest, lengths[::-1]))))
-    blank(source, SOURCE)
-    for salt, address in enumerate(given.values()):
-        write(source, address, range(address.num_tokens), salt)
+    hold(source, zip(given.values(), range(4)))
     blank(dest)
     (buffer,) = dest.layout.buffers
 
@@ -330,9 +308,7 @@ def test_hostile_decodes_and_prefills_do_not_affect_others():
     """
     source, dest = (MLAPool(**MLA, num_pages=40, page_size=4) for _ in range(2))
     given, into = requests(source, (50, 30)), requests(dest, (50, 30, 20))
-    blank(source, SOURCE)
-    for salt, address in enumerate(given):
-        write(source, address, range(address.num_tokens), salt)
+    hold(source, zip(given, range(len(given))))
     with prefill_of(source) as prefill, decode_of(dest) as decode:
         with overheard(prefill.address) as (address, said), decode_of(dest) as other:
             other.connect([address], timeout=30)

@@ -11,48 +11,22 @@ from kvpool.layout import RequestAddress, Span
 from kvpool.pools.base import Shard
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
-from tests.oracle import assert_holds, blank, built, fill, move, pages_for, place, write
+from tests.oracle import assert_holds, blank, built, fill, hand_off, move, pages_for, place
 
 
-def mha(layers=range(2), *, heads=4, dims=(4, 4), tokens=50, page=16, rank=0, tp=1, **options):
-    return MHAPool(
-        layers=layers,
-        num_kv_heads=heads,
-        head_dim=dims[0],
-        v_head_dim=dims[1],
-        num_pages=pages_for(tokens, page),
-        page_size=page,
-        dtype=options.pop("dtype", "bf16"),
-        shard=Shard(rank, tp),
-        **options,
-    )
+def pool(kind, sizes, layers=range(2), *, tokens=50, page=16, rank=0, tp=1, **options):
+    common = {"num_pages": pages_for(tokens, page), "page_size": page, "shard": Shard(rank, tp)}
+    return kind(**{"layers": layers, "dtype": "bf16", **common, **sizes, **options})
 
 
-def mla(layers=range(2), *, dims=(8, 4), tokens=50, page=16, rank=0, tp=1, **options):
-    return MLAPool(
-        layers=layers,
-        kv_lora_rank=dims[0],
-        qk_rope_head_dim=dims[1],
-        num_pages=pages_for(tokens, page),
-        page_size=page,
-        dtype=options.pop("dtype", "bf16"),
-        shard=Shard(rank, tp),
-        **options,
-    )
+def mha(layers=range(2), *, heads=4, dims=(4, 4), **options):
+    sizes = {"num_kv_heads": heads, "head_dim": dims[0], "v_head_dim": dims[1]}
+    return pool(MHAPool, sizes, layers, **options)
 
 
-def hand_off(sources, dest, tokens, *, prefix=0):
-    """Fills the sources, moves and compares; returns the plan and the bytes of each source."""
-    addresses = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, addresses):
-        fill(source, address)
-    into = place(dest, tokens)
-    blank(dest)
-    write(dest, into, range(prefix), salt=1)
-    made = move(sources, dest, addresses, into, range(prefix, tokens))
-    assert_holds(dest, into, range(prefix, tokens), kept=range(prefix))
-    batches = made.bind_all(addresses, into, tokens=range(prefix, tokens))
-    return made, [batch.total for batch in batches]
+def mla(layers=range(2), *, dims=(8, 4), **options):
+    sizes = {"kv_lora_rank": dims[0], "qk_rope_head_dim": dims[1]}
+    return pool(MLAPool, sizes, layers, **options)
 
 
 STAGES = {
@@ -187,16 +161,10 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
     """sglang: flat indices were int32."""
     tokens, heads, dim = 1_700_000, 8, 128
 
-    def pool(size):
-        return MHAPool(
-            layers=range(80),
-            num_kv_heads=heads,
-            head_dim=dim,
-            num_pages=-(-tokens // size) + 1,
-            page_size=size,
-            dtype="bf16",
-            device="meta",
-        )
+    def layout(size):
+        pages = -(-tokens // size) + 1
+        sizes = {"heads": heads, "dims": (dim, dim), "num_pages": pages, "device": "meta"}
+        return mha(range(80), page=size, **sizes).layout
 
     def ids(size, seed):
         return np.random.default_rng(seed).permutation(-(-tokens // size)) + 1
@@ -208,7 +176,7 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
         return (number * pages + page_id) * size * row + position % size * row
 
     there, here = ids(64, 1), ids(page, 2)
-    made = plan([pool(64).layout], pool(page).layout)
+    made = plan([layout(64)], layout(page))
     batch = made.bind(
         0,
         RequestAddress(tokens, {"kv": Span(there)}),

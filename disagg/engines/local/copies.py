@@ -11,7 +11,7 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.local.host import read_process, unreadable
-from disagg.engines.local.offer import ENDED, Connection
+from disagg.engines.local.offer import ENDED, PeerConnection
 from disagg.host.waker import Waker
 from kvpool import _native
 from kvpool.device.host_copy import copy_runs
@@ -44,7 +44,7 @@ class HostCopies:
         return self._thread().post(src, *columns, keep=keep, at_once=at_once)
 
     def of_process(
-        self, connection: Connection, src: Ints, dst: Ints, nbytes: Ints
+        self, connection: PeerConnection, src: Ints, dst: Ints, nbytes: Ints
     ) -> _native.Job | None:
         """Reads memory of the process at the other end of a connection, which stays open until the
         job has ended.

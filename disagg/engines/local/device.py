@@ -48,7 +48,7 @@ class Attached:
     mappings: list[MappedMemory] = field(default_factory=list)
     event: Event | None = None
 
-    def add(self, shared: DeviceSegment) -> int:
+    def map_segment(self, shared: DeviceSegment) -> int:
         """Maps a segment; returns its shift here."""
         from kvpool.device import DeviceUnavailable
 
@@ -58,8 +58,9 @@ class Attached:
             try:
                 mapping = self.device.attach(shared.handle)
             except DeviceUnavailable as reason:
-                where = shared.memory[:100]
-                raise TransferError(f"the peer's memory on {where}: {reason}") from None
+                raise TransferError(
+                    f"the peer's memory on {shared.memory[:100]}: {reason}"
+                ) from None
         self.mappings.append(mapping)
         if mapping.nbytes != shared.nbytes:
             raise TransferError(
@@ -100,16 +101,16 @@ def attach(
     """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
     each. `own`: they are of this process.
     """
-    here = memory or HOST
+    own_memory = memory or HOST
     for part in shared:
-        if not memory or part.memory.partition(":")[0] != here.partition(":")[0]:
+        if not memory or part.memory.partition(":")[0] != own_memory.partition(":")[0]:
             raise TransferError(
-                f"the peer's memory is on {part.memory[:100]}, this side's on {here}: engine local "
-                "moves between devices of one kind. Use nixl or mooncake, for an NPU ascend."
+                f"the peer's memory is on {part.memory[:100]}, this side's on {own_memory}: engine "
+                "local moves between devices of one kind. Use nixl or mooncake, for an NPU ascend."
             )
     attached = Attached(memory, _sharing(memory), own)
     try:
-        return attached, [attached.add(part) for part in shared]
+        return attached, [attached.map_segment(part) for part in shared]
     except TransferError:
         attached.close()
         raise

@@ -22,7 +22,7 @@ from disagg.engines.base import Engine, TransferError, wait_until
 from disagg.engines.local.copies import HostCopies, finished
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
-from disagg.engines.local.offer import Incoming, Offer, dial
+from disagg.engines.local.offer import IncomingOffer, Offer, dial
 from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer
 from disagg.engines.local.server import OfferServer
 from disagg.host.prefault import Prefault
@@ -59,7 +59,7 @@ class LocalTransfer:
     event: Event | None = None
 
 
-class LocalEngine(Engine):
+class LocalEngine(Engine[LocalPeer, LocalTransfer]):
     """A thread outside Python copies host memory, a device its own. Where kvpool was installed
     without a compiler, `read` copies host memory before it returns.
     """
@@ -119,7 +119,7 @@ class LocalEngine(Engine):
         if owner.host != this_host():
             raise TransferError("the peer is on another host. Use engine nixl.")
         connection = dial(owner.socket)
-        peer = LocalPeer(connection, Incoming(connection))
+        peer = LocalPeer(connection=connection, incoming=IncomingOffer(connection))
         self._peers.append(peer)
         try:
             self._is_here(peer, CONNECT_SECONDS)
@@ -244,7 +244,8 @@ class LocalEngine(Engine):
                 "shares its memory, or use engine nixl."
             )
         if offer.devices:
-            own = peer.connection.pid == os.getpid()  # what comes from here was registered here
+            # what this process offers was registered in it
+            own = peer.connection.pid == os.getpid()
             peer.attached, moved = attach(offer.devices, self._memory, own=own)
             rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
         for base, nbytes, shift, way in rows:
@@ -256,7 +257,7 @@ class LocalEngine(Engine):
 
     def _on_device(self, pointers: Ints) -> npt.NDArray[np.bool_]:
         """Which of this side's pointers point into device memory."""
-        found = np.zeros(pointers.shape, dtype=bool)
+        on_device = np.zeros(pointers.shape, dtype=bool)
         for shared in self._shared:
-            found |= (pointers >= shared.base) & (pointers < shared.base + shared.nbytes)
-        return found
+            on_device |= (pointers >= shared.base) & (pointers < shared.base + shared.nbytes)
+        return on_device

@@ -47,7 +47,7 @@ class Files:
 
     def find(self, slab: Slab) -> list[Segment]:
         """The segments of a slab, each in one mapping of this process."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         reached = slab.base
         for low, high, shared, offset, device, inode in _mappings():
             if high <= reached or low >= slab.end:
@@ -60,19 +60,19 @@ class Files:
             nbytes = stop - reached
             if file != PRIVATE:  # what is mapped of a file's last page may lie beyond its end
                 nbytes = min(nbytes, os.fstat(self.handles[file]).st_size - start)
-            part = Segment(reached, nbytes, file, start)
-            if found and _continues(found[-1], part):
-                whole = found[-1].nbytes + part.nbytes
-                found[-1] = msgspec.structs.replace(found[-1], nbytes=whole)
+            segment = Segment(reached, nbytes, file, start)
+            if segments and _continues(segments[-1], segment):
+                whole = segments[-1].nbytes + nbytes
+                segments[-1] = msgspec.structs.replace(segments[-1], nbytes=whole)
             elif nbytes > 0:
-                found.append(part)
+                segments.append(segment)
             reached = stop
         if reached < slab.end:
             raise TransferError(
                 f"{slab.nbytes} bytes at {slab.base:#x} are not mapped here (only up to "
                 f"{reached:#x})."
             )
-        return found
+        return segments
 
     def _index(self, device: int, inode: int) -> int:
         """The index of a mapping's file. PRIVATE if this process has no descriptor of it, or if it
@@ -118,11 +118,12 @@ def _is_sealed(handle: int) -> bool:
         return False
 
 
-def _continues(one: Segment, other: Segment) -> bool:
+def _continues(segment: Segment, following: Segment) -> bool:
     """Whether two segments are one mapping that the kernel split, so that a run may cross."""
-    if one.file == other.file == PRIVATE:
+    if segment.file == following.file == PRIVATE:
         return True
-    return one.file == other.file and one.offset + one.nbytes == other.offset
+    end = segment.offset + segment.nbytes
+    return segment.file == following.file and end == following.offset
 
 
 def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
@@ -191,13 +192,12 @@ def read_process(pid: int, check: Callable[[], None], src: Ints, dst: Ints, nbyt
     readv = _libc.process_vm_readv
     readv.restype = ctypes.c_ssize_t
     readv.argtypes = (ctypes.c_int, *_VECTOR, *_VECTOR, ctypes.c_ulong)
-    here = np.stack([dst, nbytes], axis=1)
-    there = np.stack([src, nbytes], axis=1)
+    local, remote = (np.stack([column, nbytes], axis=1) for column in (dst, src))
     for start in range(0, src.size, IOV_MAX):
         count = min(IOV_MAX, src.size - start)
         wanted = int(nbytes[start : start + count].sum())
         check()
-        got = readv(pid, here[start:].ctypes.data, count, there[start:].ctypes.data, count, 0)
+        got = readv(pid, local[start:].ctypes.data, count, remote[start:].ctypes.data, count, 0)
         check()
         if got != wanted:
             reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"

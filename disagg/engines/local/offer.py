@@ -60,7 +60,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             end = part.base + part.nbytes
 
 
-class Connection:
+class PeerConnection:
     """To the process `pid` that serves a peer's socket, as the kernel names it (0: it is in a
     process namespace out of sight).
     """
@@ -82,7 +82,7 @@ class Connection:
         self.link.close()
 
 
-def dial(path: bytes) -> Connection:
+def dial(path: bytes) -> PeerConnection:
     """Connects to a peer's socket. Raises TransferError at once if nobody serves it, or another
     user.
     """
@@ -91,45 +91,45 @@ def dial(path: bytes) -> Connection:
             f"malformed metadata: {path[: MAX_PATH + 1]!r} is no absolute path of at most "
             f"{MAX_PATH} bytes."
         )
-    where = os.fsdecode(path)
+    name = os.fsdecode(path)
     try:
         # a stranger's metadata must not lead to the sockets of other services
         folder = os.stat(os.path.dirname(path))
-        _check_user(where, folder.st_uid)
+        _check_user(name, folder.st_uid)
         if folder.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise TransferError(
-                f"the peer's socket {where!r} lies in a folder that other users may open, which "
+                f"the peer's socket {name!r} lies in a folder that other users may open, which "
                 "no socket of engine local does."
             )
         with ExitStack() as undo:
             link = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             link.setblocking(False)
             link.connect(path)
-            who = peer_credentials(link)
-            _check_user(where, who.uid)
+            peer = peer_credentials(link)
+            _check_user(name, peer.uid)
             undo.pop_all()
     except OSError as error:
         raise TransferError(
-            f"the peer's socket {where!r} cannot be reached ({error.strerror}): its process has "
+            f"the peer's socket {name!r} cannot be reached ({error.strerror}): its process has "
             "ended, or the two processes do not see one folder. Give both the same "
             "XDG_RUNTIME_DIR or /tmp, or use engine nixl."
         ) from None
-    return Connection(link, who.pid)
+    return PeerConnection(link, peer.pid)
 
 
-def _check_user(where: str, uid: int) -> None:
+def _check_user(name: str, uid: int) -> None:
     if not Credentials(0, uid).trusted:
         raise TransferError(
-            f"the peer's socket {where!r} is of user {uid}, this process runs as user "
+            f"the peer's socket {name!r} is of user {uid}, this process runs as user "
             f"{os.geteuid()}: engine local reads memory of its own user only. Run both as one "
             "user, or use engine nixl."
         )
 
 
-class Incoming:
+class IncomingOffer:
     """An offer on its way, and the files that have come with it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PeerConnection) -> None:
         self.files: list[int] = []
         self._link = connection.link
         self._data = bytearray()

@@ -9,7 +9,7 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import Attached
-from disagg.engines.local.offer import Connection, Incoming
+from disagg.engines.local.offer import IncomingOffer, PeerConnection
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 
@@ -24,14 +24,14 @@ def _none() -> Ints:
     return np.empty(0, dtype=np.int64)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LocalPeer:
     """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
     none while its offer is `incoming`. `jobs` are copies of which a byte may still land.
     """
 
-    connection: Connection
-    incoming: Incoming | None
+    connection: PeerConnection
+    incoming: IncomingOffer | None
     bases: Ints = field(default_factory=_none)
     ends: Ints = field(default_factory=_none)
     shifts: Ints = field(default_factory=_none)
@@ -51,15 +51,15 @@ class LocalPeer:
         first = int(self.bases.searchsorted(src.min(), side="right")) - 1
         if first >= 0 and ends.max() <= self.ends[first]:  # all in one, as most are
             return [(int(self.ways[first]), (src + self.shifts[first], dst, nbytes))]
-        at = np.maximum(self.bases.searchsorted(src, side="right") - 1, 0)
-        inside = (src >= self.bases[at]) & (ends <= self.ends[at])
+        number = np.maximum(self.bases.searchsorted(src, side="right") - 1, 0)
+        inside = (src >= self.bases[number]) & (ends <= self.ends[number])
         if not inside.all():
             wrong = int(np.flatnonzero(~inside)[0])
             raise TransferError(
                 f"{int(nbytes[wrong])} bytes at {int(src[wrong]):#x} do not lie in memory that the "
                 "peer has registered."
             )
-        src, ways = src + self.shifts[at], self.ways[at]
+        src, ways = src + self.shifts[number], self.ways[number]
         masks = [(way, ways == way) for way in np.unique(ways).tolist()]
         return [(way, (src[mask], dst[mask], nbytes[mask])) for way, mask in masks]
 

@@ -50,14 +50,14 @@ class AscendEngine(MooncakeEngine):
     def availability(cls) -> str | None:
         """All that is missing; found without importing a vendor's package."""
         missing = [
-            what
-            for what, there in (
+            part
+            for part, present in (
                 ("an NPU with its driver (/dev/davinci_manager)", _driver()),
                 ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
                 (f"torch_npu ({install('npu')})", find_spec("torch_npu") is not None),
                 ("a Mooncake that was built with USE_ASCEND_DIRECT", _transport()),
             )
-            if not there
+            if not present
         ]
         return f"missing: {'; '.join(missing)}." if missing else super().availability()
 

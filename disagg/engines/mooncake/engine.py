@@ -62,8 +62,8 @@ class MooncakeEngine(ThreadedEngine):
         shared: bool = False,
     ) -> None:
         if protocol not in self.protocols():
-            known = ", ".join(self.protocols())
-            raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} has {known}.")
+            protocols = ", ".join(self.protocols())
+            raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} has {protocols}.")
         if not HOSTNAME.fullmatch(hostname):
             raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")
         if chunk is not None and chunk < 1:

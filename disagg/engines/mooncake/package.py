@@ -48,10 +48,10 @@ def package() -> Any:
 
 def choose(protocol: str) -> None:
     """Forces a transport. Raises EngineUnavailable if this process already uses another."""
-    for other, switch in SWITCHES.items():
-        if other != protocol and switch in os.environ:
+    for name, switch in SWITCHES.items():
+        if name != protocol and switch in os.environ:
             raise EngineUnavailable(
-                f"protocol {protocol!r}: {switch} is set, so this process uses {other}. A process "
+                f"protocol {protocol!r}: {switch} is set, so this process uses {name}. A process "
                 "has one protocol."
             )
     if protocol in SWITCHES:
@@ -105,8 +105,8 @@ def fetch(
     src, dst, nbytes = rows
     number = engine.batch_transfer_async_read(address, dst, src, nbytes)
     if number and polled:
-        at = nbytes[-1] - 1
-        last = engine.batch_transfer_async_read(address, [dst[-1] + at], [src[-1] + at], [1])
+        end = nbytes[-1] - 1
+        last = engine.batch_transfer_async_read(address, [dst[-1] + end], [src[-1] + end], [1])
         if not (last and _poll(engine, last)):
             return False
     # the status frees the number: a second call would crash
@@ -131,9 +131,9 @@ def hasten(engine: Any) -> None:
     port = engine.get_rpc_port()
     with suppress(OSError):  # destruction then takes a second
         for handle in _listeners(port):
-            found = socket.socket(fileno=handle)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, WAKE)
-            found.detach()  # Mooncake owns it
+            listener = socket.socket(fileno=handle)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, WAKE)
+            listener.detach()  # Mooncake owns it
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
 
 

@@ -47,8 +47,9 @@ class Agent:
         self, backend: str, options: Mapping[str, str], counts: MutableMapping[str, float]
     ) -> None:
         api = nixl_api()
-        known = vars(api.nixlBind).values()  # its exceptions share no base of their own
-        self._errors = tuple(e for e in known if isinstance(e, type) and issubclass(e, Exception))
+        # its exceptions share no base of their own
+        classes = (name for name in vars(api.nixlBind).values() if isinstance(name, type))
+        self._errors = tuple(kind for kind in classes if issubclass(kind, Exception))
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], capture_telemetry=True
         )
@@ -62,13 +63,13 @@ class Agent:
 
     def register(self, slabs: list[tuple[int, int, int, str]], memory: NixlMemory) -> None:
         """Registers rows (pointer, length, device, "")."""
-        what = f"registration of {len(slabs)} slabs on {memory.name}"
-        self._call(what, "register_memory", slabs, memory.segment)
+        action = f"registration of {len(slabs)} slabs on {memory.name}"
+        self._call(action, "register_memory", slabs, memory.segment)
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to read from this one."""
-        found: bytes = self._call("metadata", "get_agent_metadata")
-        return found
+        metadata: bytes = self._call("metadata", "get_agent_metadata")
+        return metadata
 
     def connect(self, metadata: bytes) -> str:
         """Loads a peer's metadata and returns the name of its agent; calls are counted."""
@@ -110,8 +111,10 @@ class Agent:
         rows[0, :, 2], rows[1, :, 2] = src.device, dst.device
         remote = self._call("rows", "get_xfer_descs", rows[0], src.segment)
         local = self._call("rows", "get_xfer_descs", rows[1], dst.segment)
-        what = f"read of {batch.runs} runs"
-        return self._hold(self._call(what, "initialize_xfer", "READ", local, remote, name))
+        action = f"read of {batch.runs} runs"
+        number = next(self._number)
+        self._held[number] = self._call(action, "initialize_xfer", "READ", local, remote, name)
+        return number
 
     def post(self, read: int) -> bool:
         """Starts a read; whether it is already complete. If this raises, bytes may still land."""
@@ -126,12 +129,12 @@ class Agent:
             return False
         if state != "DONE":
             raise TransferError(f"NIXL read failed: the backend reports state {state}.")
-        seen = self._call("telemetry", "get_xfer_telemetry", self._held[read])
+        telemetry = self._call("telemetry", "get_xfer_telemetry", self._held[read])
         self.counts["reads"] += 1
-        self.counts["descriptors"] += seen.descCount
-        self.counts["bytes"] += seen.totalBytes
-        self.counts["post_seconds"] += seen.postDuration / 1e6
-        self.counts["transfer_seconds"] += seen.xferDuration / 1e6
+        self.counts["descriptors"] += telemetry.descCount
+        self.counts["bytes"] += telemetry.totalBytes
+        self.counts["post_seconds"] += telemetry.postDuration / 1e6
+        self.counts["transfer_seconds"] += telemetry.xferDuration / 1e6
         self.release(read)
         return True
 
@@ -156,24 +159,21 @@ class Agent:
             gc.collect()
         return self._alive() is None
 
-    def _hold(self, made: Any) -> int:
-        number = next(self._number)
-        self._held[number] = made
-        return number
-
-    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+    def _call(self, action: str, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self._nixl, method)(*arguments)
         except self._errors as error:
             reason = str(error) or type(error).__name__
         del arguments  # the traceback keeps this frame and the NIXL objects that it names
-        raise TransferError(f"NIXL {what}: {reason}")
+        raise TransferError(f"NIXL {action}: {reason}")
 
 
-def backend_options(backend: str, given: dict[str, str], transports: str | None) -> dict[str, str]:
+def backend_options(
+    backend: str, options: dict[str, str], transports: str | None
+) -> dict[str, str]:
     """The backend's options, with those that select one UCX transport."""
     if transports is None:
-        return given
+        return options
     if backend != "UCX" or "," in transports:
         raise ValueError(
             f"transports={transports!r} with backend {backend!r}: `transports` names one transport "
@@ -184,9 +184,9 @@ def backend_options(backend: str, given: dict[str, str], transports: str | None)
         raise ValueError(
             f"transports={transports!r} has no effect: the variable UCX_TLS={forced} overrides it."
         )
-    config = ",".join(filter(None, [given.get("engine_config"), f"TLS={transports}"]))
+    config = ",".join(filter(None, [options.get("engine_config"), f"TLS={transports}"]))
     handling = {"ucx_error_handling_mode": "none"} if transports in WITHOUT_ERRORS else {}
-    return {**handling, **given, "engine_config": config}
+    return {**handling, **options, "engine_config": config}
 
 
 def nixl_api() -> Any:

@@ -49,7 +49,7 @@ class NixlTransfer:
     problem: str | None = None
 
 
-class NixlEngine(Engine):
+class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     """NIXL with one backend; `options` are passed to the backend unchanged.
 
     `transports` is one UCX transport (`tcp`, `posix`, `rc`, …); the variable UCX_TLS selects
@@ -104,8 +104,8 @@ class NixlEngine(Engine):
 
     def metadata(self) -> bytes:
         """The memory's name, and the agent's metadata."""
-        found = NixlMetadata(self._memory or HOST, self._current().metadata())
-        return msgspec.msgpack.encode(found)
+        own = NixlMetadata(self._memory or HOST, self._current().metadata())
+        return msgspec.msgpack.encode(own)
 
     def connect(self, metadata: bytes) -> NixlPeer:
         """Loads the peer's metadata."""
@@ -185,9 +185,9 @@ class NixlEngine(Engine):
     def _quiet(self, peer: NixlPeer) -> bool:
         """Whether no byte from a peer that was given up can land; retires its agent if need be."""
         self._poll_all(peer)
-        waited = time.monotonic() - (peer.given_up or 0.0)
+        seconds = time.monotonic() - (peer.given_up or 0.0)
         failed = any(transfer.problem is not None for transfer in peer.open)
-        if peer.open and (failed or waited >= self._patience):
+        if peer.open and (failed or seconds >= self._patience):
             for transfer in peer.open:
                 self._retire(transfer.agent)
             self._end_agents()

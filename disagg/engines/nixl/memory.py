@@ -57,8 +57,8 @@ def one_memory(slabs: Sequence[Slab], registered: str = "") -> str:
 def decode_metadata(metadata: bytes) -> NixlMetadata:
     """Decodes a peer's metadata (untrusted). Raises TransferError."""
     try:
-        found = msgspec.msgpack.decode(metadata, type=NixlMetadata)
+        owner = msgspec.msgpack.decode(metadata, type=NixlMetadata)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TransferError(f"malformed metadata: {error}") from None
-    memory_of(found.memory)
-    return found
+    memory_of(owner.memory)
+    return owner

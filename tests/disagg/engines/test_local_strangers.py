@@ -21,7 +21,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, offer as offers, server as servers
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import Incoming, Offer, dial
+from disagg.engines.local.offer import IncomingOffer, Offer, dial
 from disagg.engines.local.server import OfferServer
 from disagg.host.unix_sockets import Credentials, new_path
 from kvpool import MLAPool, RequestAddress, Span
@@ -381,7 +381,7 @@ def test_peers_cannot_write_what_they_are_offered():
     memory = memory_of("shared", SIZE)
     with offering(memory) as (_, told):
         connection = dial(msgspec.msgpack.decode(told)["socket"])
-        incoming = Incoming(connection)
+        incoming = IncomingOffer(connection)
         assert incoming.receive(20) == Offer([Segment(memory.ctypes.data, SIZE, 0, 0)], [])
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(incoming.files[0], b"x")
