@@ -6,29 +6,28 @@ import os
 
 
 class EndedFile:
-    """A pipe that holds a byte while it is `set`."""
+    """Can be read while it is `set`."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+        self._file = os.eventfd(0)
         self._is_set = False
 
     def fileno(self) -> int:
-        """The end to watch."""
-        return self._read
+        """The file to watch."""
+        return self._file
 
     def set(self, holds: bool) -> None:
         """Lets it be read, or not."""
-        if holds == self._is_set or self._read < 0:
+        if holds == self._is_set or self._file < 0:
             return
         self._is_set = holds
         if holds:
-            os.write(self._write, b"\0")
+            os.eventfd_write(self._file, 1)
         else:
-            os.read(self._read, 1)
+            os.eventfd_read(self._file)
 
     def close(self) -> None:
-        """Closes both ends."""
-        if self._read >= 0:
-            os.close(self._read)
-            os.close(self._write)
-            self._read = self._write = -1
+        """Closes it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

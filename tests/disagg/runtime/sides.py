@@ -1,11 +1,12 @@
-"""One prefill and one decode in this process, each with a pool and a request."""
+"""Prefills and decodes in this process, each over a pool with a request."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
-from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
-from kvpool import MLAPool
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from kvpool import MLAPool, RequestAddress
 from tests import oracle
 
 TOKENS = 75
@@ -32,3 +33,71 @@ def decode_side(**options):
     oracle.blank(dest)
     with DecodeEndpoint(dest.layout, create_engine("local"), **options) as endpoint:
         yield endpoint, dest, oracle.place(dest, TOKENS, 9)
+
+
+def endpoints(stack, kind, holders, **options):
+    """An endpoint over each of `holders`, which the stack closes."""
+    made = (kind(oracle.state(h).layout, create_engine("local"), **options) for h in holders)
+    return [stack.enter_context(endpoint) for endpoint in made]
+
+
+@contextmanager
+def connected(source, dest, *, engine=None, prefill=None, **options):
+    """Prefill over `source`, and decode over `dest` with an engine and options, connected."""
+    engine = engine or create_engine("local")
+    with (
+        PrefillEndpoint(
+            oracle.state(source).layout, create_engine("local"), **(prefill or {})
+        ) as sender,
+        DecodeEndpoint(oracle.state(dest).layout, engine, **options) as reader,
+    ):
+        reader.connect([sender.address], timeout=30)
+        yield sender, reader
+
+
+def succeeds(endpoint, room):
+    state = endpoint.wait(room, 30)
+    assert state is KVPoll.Success, endpoint.failure(room)
+
+
+def send_chunks(prefill, source, table, edges, *, by_layer=False, aux=None):
+    """Writes and sends a request in chunks between `edges`, each whole or layer by layer."""
+    layers = sorted({region.layer for region in oracle.state(source).layout.regions})
+    for start, stop in pairwise(edges):
+        oracle.write(source, table, range(start, stop))
+        part = table if stop == edges[-1] else RequestAddress(stop, table.spans)
+        for layer in layers if by_layer else [None]:
+            last = stop == edges[-1] and layer in (None, layers[-1])
+            some = None if layer is None else range(layer, layer + 1)
+            chunk = range(start, stop)
+            prefill.send("r", part, tokens=chunk, layers=some, last=last, aux=aux if last else None)
+
+
+def hand_over(sources, dests, edges, *, start=0, readers=None, by_layer=False, aux=None, **options):
+    """Moves a request of chunks between `edges`, of which every destination has `start` tokens:
+    each byte is right, and all ranks are released. Returns the links, and how many bytes were read.
+    """
+    with ExitStack() as stack:
+        prefills = endpoints(stack, PrefillEndpoint, sources)
+        decodes, tables, links = [], [], []
+        for number, dest in enumerate(dests):
+            ranks = readers(number) if readers else len(dests)
+            (decode,) = endpoints(stack, DecodeEndpoint, [dest], ranks=ranks, **options)
+            links.append(decode.connect([prefill.address for prefill in prefills], timeout=30))
+            oracle.blank(dest)
+            tables.append(oracle.place(dest, edges[-1], 90 + number))
+            oracle.write(dest, tables[-1], range(start), salt=1)
+            decode.receive("r", tables[-1], start=start, aux=[*(aux or ())])
+            decodes.append(decode)
+        for seed, (prefill, source) in enumerate(zip(prefills, sources)):
+            oracle.blank(source, oracle.SOURCE)
+            table = oracle.place(source, edges[-1], seed)
+            send_chunks(prefill, source, table, edges, by_layer=by_layer, aux=aux)
+        for decode, dest, table in zip(decodes, dests, tables):
+            succeeds(decode, "r")
+            assert decode.aux("r") == (aux or {})
+            oracle.assert_holds(dest, table, range(start, edges[-1]), kept=range(start))
+        for prefill in prefills:
+            succeeds(prefill, "r")
+            assert not any(prefill.leases().leased.values())
+        return links, sum(decode.metrics("r").bytes_moved for decode in decodes)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
-from disagg.engines.base import create_engine
+from disagg import KVPoll
 from kvpool import Allocator, PrefixCache, RequestAddress, RequestPinned
 from tests import oracle
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.pools import CLASSES, dsv4, hybrid, mla, swa
 
 MANY = {"num_pages": 14, "num_window_pages": 24, "num_slots": 9}
@@ -20,14 +20,10 @@ every = pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
 
 
 @contextmanager
-def connected(build):
-    """A source pool, and prefill, an allocator and decode of another pool, over sockets."""
+def receiving(build):
+    """A source pool, and prefill, another pool and its decode."""
     source, dest = build(**MANY), build(**MANY)
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum") as decode,
-    ):
-        decode.connect([prefill.address], timeout=10)
+    with connected(source, dest, verify="checksum") as (prefill, decode):
         oracle.blank(dest)
         yield source, prefill, dest, decode
 
@@ -38,14 +34,14 @@ def received(source, prefill, decode, request, tokens, start=0):
     oracle.fill(source, table)
     decode.receive("r", request.address(), start=start, at_most=True)
     prefill.send("r", table)
-    assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+    succeeds(decode, "r")
     return decode.num_tokens("r")
 
 
 @every
 @pytest.mark.parametrize("tokens", [0, 1, 7, 16, 21, ROOM])
 def test_fewer_tokens_than_there_is_room_for_come_whole_and_the_request_goes_on(build, tokens):
-    with connected(build) as (source, prefill, dest, decode):
+    with receiving(build) as (source, prefill, dest, decode):
         alloc = Allocator(dest)
         request, other = alloc.new_request(), alloc.new_request()
         alloc.extend(request, ROOM, at_most=True)
@@ -72,7 +68,7 @@ def test_fewer_tokens_than_there_is_room_for_come_whole_and_the_request_goes_on(
 
 @every
 def test_a_prefix_that_is_there_stays_and_what_follows_it_comes(build):
-    with connected(build) as (source, prefill, dest, decode):
+    with receiving(build) as (source, prefill, dest, decode):
         alloc = Allocator(dest)
         request = alloc.new_request()
         alloc.extend(request, 8)
@@ -123,7 +119,7 @@ def test_until_the_number_is_said_nothing_goes_on_from_it(build):
 
 
 def test_the_number_is_not_said_while_a_room_receives():
-    with connected(swa) as (_, _, dest, decode):
+    with receiving(swa) as (_, _, dest, decode):
         alloc = Allocator(dest)
         request = alloc.new_request()
         alloc.extend(request, ROOM, at_most=True)

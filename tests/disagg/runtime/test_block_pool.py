@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, RoomError, create_engine
+from disagg import RoomError
 from kvpool import Allocator
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import RequestAddress, Space, Span
 from tests import pools
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, place, state, write
 
 TOKENS, WINDOW, ITEMS = 75, 24, 64
@@ -40,16 +39,6 @@ def hybrid(how, page=16, short=8, padding=False, cut=1):
     return overlaid(parts, spaces, ITEMS, padding=padding, tensors=how == "tensors")
 
 
-@contextmanager
-def connected(source, dest, **options):
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
-        yield prefill, decode
-
-
 @pytest.mark.parametrize("staging", [0, 16 << 20], ids=["direct", "staged"])
 @pytest.mark.parametrize(
     ("there", "here"),
@@ -76,8 +65,8 @@ def test_a_hybrid_cache_arrives_in_one_room(there, here, staging):
         decode.receive("r", wanted)
         prefill.send("r", offered, tokens=range(40), last=False)
         prefill.send("r", offered)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-        assert prefill.wait("r", 30) is KVPoll.Success
+        succeeds(decode, "r")
+        succeeds(prefill, "r")
     assert_holds(dest, wanted, also=[beside])
     assert (source.memory[0] == before).all()
 
@@ -97,7 +86,7 @@ def test_a_block_that_a_window_freed_may_be_another_space_s_between_chunks():
         prefill.send("r", RequestAddress(40, spans), last=False)
         write(source, offered := RequestAddress(TOKENS, later), range(TOKENS))
         prefill.send("r", offered)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
     assert_holds(dest, wanted)
 
 
@@ -115,7 +104,7 @@ def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
         blank(dest)
         prefill.send("r", good)
         decode.receive("r", good)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
     assert_holds(dest, good)
 
 
@@ -149,7 +138,7 @@ def test_a_pool_of_our_own_in_blocks_hands_over_to_a_static_one_and_back(name, p
     with connected(source, dest, verify="checksum") as (prefill, decode):
         decode.receive("r", wanted := here.address())
         prefill.send("r", offered)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-        assert prefill.wait("r", 30) is KVPoll.Success
+        succeeds(decode, "r")
+        succeeds(prefill, "r")
     assert_holds(dest, wanted, also=[beside])
     assert (state(source).memory[0] == before).all()

@@ -4,16 +4,15 @@ room, the space, the id and what would be right.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 from msgspec.structs import replace
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg import KVPoll
 from disagg.protocol.messages import ChunkReady, decode as read_message, encode, spans_of
 from disagg.runtime.socket_transport import SocketTransport
 from kvpool.layout import RequestAddress, Span
-from tests.oracle import SOURCE, assert_holds, blank, elsewhere, merged, place, state, write
+from tests.disagg.runtime.sides import connected, succeeds
+from tests.oracle import SOURCE, assert_holds, blank, elsewhere, merged, place, write
 from tests.pools import hybrid, mha, mla, swa
 
 TOKENS = 30
@@ -29,19 +28,6 @@ def table(pool, tokens=TOKENS, **ids):
     return RequestAddress(tokens, spans)
 
 
-@contextmanager
-def sides(source, dest, **options):
-    """Both endpoints, connected."""
-    with (
-        PrefillEndpoint(
-            state(source).layout, create_engine("local"), **options.pop("prefill", {})
-        ) as prefill,
-        DecodeEndpoint(state(dest).layout, create_engine("local"), **options) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
-        yield prefill, decode
-
-
 def moves(prefill, decode, source, dest, there, here, room="good"):
     """A room of which every byte arrives."""
     blank(source, SOURCE)
@@ -49,7 +35,7 @@ def moves(prefill, decode, source, dest, there, here, room="good"):
     write(source, there, range(TOKENS))
     prefill.send(room, there)
     decode.receive(room, here)
-    assert decode.wait(room, 30) is KVPoll.Success, decode.failure(room)
+    succeeds(decode, room)
     assert_holds(dest, here)
 
 
@@ -83,7 +69,7 @@ WRONG = {
 def test_a_block_table_that_cannot_be_right_is_refused_by_name_and_leaves_nothing(side, case):
     build, ids, reason = WRONG[case]
     source, dest = build(), build()
-    with sides(source, dest) as (prefill, decode):
+    with connected(source, dest) as (prefill, decode):
         endpoint = prefill if side == "send" else decode
         with pytest.raises(ValueError, match="room 'bad': ") as refused:
             getattr(endpoint, side)("bad", table(source, **ids))
@@ -96,14 +82,14 @@ def test_a_block_table_that_cannot_be_right_is_refused_by_name_and_leaves_nothin
 def test_pages_that_a_window_has_passed_may_be_any():
     source, dest = WINDOW(), WINDOW()
     ids = [0, 99, *range(5, 18)]  # of 30 tokens the last 6 are alive: pages 12 to 14
-    with sides(source, dest) as (prefill, decode):
+    with connected(source, dest) as (prefill, decode):
         moves(prefill, decode, source, dest, table(source, swa=ids), place(dest, TOKENS))
 
 
 def test_a_chunk_needs_its_own_pages_and_a_prefix_of_decode_none():
     source, dest = mha(**MORE), mha(**MORE)
     here = place(dest, TOKENS)
-    with sides(source, dest) as (prefill, decode):
+    with connected(source, dest) as (prefill, decode):
         prefill.send("r", table(source, 16, kv=[3, 4, 5, 6]), last=False)
         with pytest.raises(ValueError, match="needs items for positions 16 to 23, its block table"):
             prefill.send("r", table(source, 24, kv=[3, 4, 5, 6]), last=False)
@@ -112,7 +98,7 @@ def test_a_chunk_needs_its_own_pages_and_a_prefix_of_decode_none():
         with pytest.raises(ValueError, match="needs items for positions 12 to 31, its block table"):
             decode.receive("r", kept, start=15)
         decode.receive("r", kept, start=16)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
 
 
 def test_the_list_of_a_draft_that_prefill_may_lack_may_be_left_out():
@@ -123,12 +109,12 @@ def test_the_list_of_a_draft_that_prefill_may_lack_may_be_left_out():
     whole = place(dest, TOKENS)
     some = RequestAddress(TOKENS, {"kv": whole.spans["kv"]})
     assert whole.spans.keys() > some.spans.keys()
-    with sides(dest, dest) as (_, decode), pytest.raises(ValueError, match="no ids for space"):
+    with connected(dest, dest) as (_, decode), pytest.raises(ValueError, match="no ids for space"):
         decode.receive("r", some)
-    with sides(source, dest, allow_missing={"draft"}) as (prefill, decode):
+    with connected(source, dest, allow_missing={"draft"}) as (prefill, decode):
         decode.receive("r", some)
         prefill.send("r", place(source, TOKENS))
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
 
 
 class Lying(SocketTransport):
@@ -144,7 +130,7 @@ class Lying(SocketTransport):
 
 def test_an_id_outside_prefills_pool_that_a_peer_sends_fails_that_room_and_no_other():
     source, dest, transport = mha(**MORE), mha(**MORE), Lying()
-    with sides(source, dest, prefill={"transport": transport}) as (prefill, decode):
+    with connected(source, dest, prefill={"transport": transport}) as (prefill, decode):
         here, there = place(dest, TOKENS), place(source, TOKENS)
         decode.receive("bad", here)
         prefill.send("bad", there)

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.plan import IncompatibleLayouts
 from kvpool.item import Cell, Repeat, Seq
-from kvpool.layout import Interleave, RequestAddress, Space
+from kvpool.layout import Interleave, Space
+from tests.disagg.runtime.sides import endpoints, hand_over, succeeds
 from tests.disagg.waiting import until
-from tests.oracle import assert_holds, blank, built, fill, packed, place, write
+from tests.oracle import assert_holds, blank, built, fill, packed, place
 
 TOKENS, LAYERS, ITEMS = 101, 2, 40
 ROW = 12  # bytes of an entry
@@ -32,12 +33,6 @@ def state(size, rank, ranks, page=8):
     return built([*parts, (0, "index", ITEMS, keys)], spaces)
 
 
-def ends(stack, kind, holders, **options):
-    """An endpoint for each holder."""
-    made = (kind(each.layout, create_engine("local"), **options) for each in holders)
-    return [stack.enter_context(each) for each in made]
-
-
 def filled(holders):
     """Block tables of sources, which hold a request."""
     tables = [place(each, TOKENS, seed) for seed, each in enumerate(holders)]
@@ -46,43 +41,16 @@ def filled(holders):
     return tables
 
 
-def send(prefills, tables, cuts, room="r"):
-    """Every rank sends the same chunks; the first begins at 0 for all."""
-    for start, stop in zip([0, *cuts[1:-1]], cuts[1:]):
-        for prefill, table in zip(prefills, tables):
-            part = table if stop == TOKENS else RequestAddress(stop, table.spans)
-            prefill.send(room, part, tokens=range(start, stop), last=stop == TOKENS)
-
-
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize(("sources", "dests"), [(2, 1), (1, 2), (2, 3), (3, 3)])
 def test_ranks_of_prefill_hand_over_to_other_ranks(sources, dests, size, cuts):
-    start = cuts[0]
     theirs = [state(size, rank, sources) for rank in range(sources)]
     ours = [state(size, rank, dests) for rank in range(dests)]
-    tables = filled(theirs)
-    with ExitStack() as stack:
-        prefills = ends(stack, PrefillEndpoint, theirs)
-        decodes = ends(stack, DecodeEndpoint, ours, ranks=dests, verify="checksum")
-        rooms = []
-        for seed, (decode, dest) in enumerate(zip(decodes, ours), 90):
-            blank(dest)
-            table = place(dest, TOKENS, seed)
-            write(dest, table, range(start), salt=1)
-            decode.connect([prefill.address for prefill in prefills], timeout=30)
-            decode.receive("r", table, start=start)
-            rooms.append(table)
-        send(prefills, tables, cuts)
-        read = 0
-        for decode, dest, table in zip(decodes, ours, rooms):
-            assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-            assert_holds(dest, table, range(start, TOKENS), kept=range(start))
-            read += decode.metrics("r").bytes_moved
-        # each row is one rank's, each index key every rank's
-        assert read == (TOKENS - start) * (LAYERS * ROW + dests * 3)
-        for prefill in prefills:
-            assert prefill.wait("r", 30) is KVPoll.Success
+    start, edges = cuts[0], [0, *cuts[1:]]
+    _, read = hand_over(theirs, ours, edges, start=start, verify="checksum")
+    # each row is one rank's, each index key every rank's
+    assert read == (TOKENS - start) * (LAYERS * ROW + dests * 3)
 
 
 def test_equal_ranks_read_from_their_like_and_wait_for_all():
@@ -92,8 +60,8 @@ def test_equal_ranks_read_from_their_like_and_wait_for_all():
     tables = filled(theirs)
     blank(dest)
     with ExitStack() as stack:
-        prefills = ends(stack, PrefillEndpoint, theirs)
-        (decode,) = ends(stack, DecodeEndpoint, [dest], verify="checksum")
+        prefills = endpoints(stack, PrefillEndpoint, theirs)
+        (decode,) = endpoints(stack, DecodeEndpoint, [dest], verify="checksum")
         decode.connect([prefill.address for prefill in prefills], timeout=30)
         decode.receive("r", table := place(dest, TOKENS, 9))
         prefills[1].send("r", tables[1])
@@ -101,7 +69,7 @@ def test_equal_ranks_read_from_their_like_and_wait_for_all():
         with pytest.raises(TimeoutError, match="chunks from position 0 on, of rank 0 of prefill"):
             decode.wait("r", 0.1)
         prefills[0].send("r", tables[0])
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
         assert_holds(dest, table)
 
 
@@ -112,8 +80,8 @@ def test_a_digest_names_the_position_in_the_request():
     tables, table = filled(theirs), place(dest, TOKENS, 9)
     position = 59  # of prefill's rank 1 (56 to 63), and of decode's rank 2 of 3
     with ExitStack() as stack:
-        prefills = ends(stack, PrefillEndpoint, theirs)
-        (decode,) = ends(stack, DecodeEndpoint, [dest], verify="checksum")
+        prefills = endpoints(stack, PrefillEndpoint, theirs)
+        (decode,) = endpoints(stack, DecodeEndpoint, [dest], verify="checksum")
         decode.connect([prefill.address for prefill in prefills], timeout=30)
         decode.receive("r", table)
         for prefill, each in zip(prefills, tables):
@@ -132,8 +100,8 @@ def test_a_digest_names_the_position_in_the_request():
 def test_a_prefill_that_lacks_a_rank_is_refused():
     theirs = [state(4, rank, 4) for rank in (0, 1, 3)]
     with ExitStack() as stack:
-        prefills = ends(stack, PrefillEndpoint, theirs)
-        (decode,) = ends(stack, DecodeEndpoint, [state(1, 0, 1)])
+        prefills = endpoints(stack, PrefillEndpoint, theirs)
+        (decode,) = endpoints(stack, DecodeEndpoint, [state(1, 0, 1)])
         said = "rank 2 of 4 of prefill's space kv, in stretches of 4 positions, is missing"
         with pytest.raises(IncompatibleLayouts, match=said):
             decode.connect([prefill.address for prefill in prefills], timeout=30)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
-from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.runtime.sides import MLA, TOKENS, connected, endpoints, succeeds
 from tests.disagg.waiting import until
 
-TOKENS = 75
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
 
 
 def ready(pool, start=0, salt=1):
@@ -44,7 +45,7 @@ def test_pp2_x_tp2_prefill_hands_over_to_one_decode_in_chunks(engine):
             source.send("r1", 0, 20, last=False)
         for source in sources:
             source.send("r1", 20, TOKENS, aux={"first_token": 7})
-        assert decode.wait("r1", 60) is KVPoll.Success, decode.failure("r1")
+        succeeds(decode, "r1")
         assert decode.aux("r1") == {"first_token": 7}
         oracle.assert_holds(dest, address)
         assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
@@ -64,7 +65,7 @@ def test_a_prefix_that_decode_holds_is_neither_read_nor_touched(engine, start):
         source.send(1, 0, TOKENS)  # before anybody wants it
         decode.connect([source.address], timeout=60)
         decode.receive(1, address, start=start)
-        assert decode.wait(1, 60) is KVPoll.Success, decode.failure(1)
+        succeeds(decode, 1)
         oracle.assert_holds(dest, address, range(start, TOKENS), kept=range(start))
         assert decode.metrics(1).bytes_moved == (TOKENS - start) * dest.bytes_per_token
 
@@ -83,7 +84,7 @@ def test_two_decode_ranks_read_one_room_and_prefill_waits_for_both(engine):
             with DecodeEndpoint(dest.layout, create_engine(engine), ranks=2) as decode:
                 decode.connect([source.address], timeout=60)
                 decode.receive(5, address)
-                assert decode.wait(5, 60) is KVPoll.Success, decode.failure(5)
+                succeeds(decode, 5)
                 oracle.assert_holds(dest, address)
                 states.append(source.call("wait", 5, 0.2)[0])
         assert states == [KVPoll.Transferring, KVPoll.Success]
@@ -96,11 +97,7 @@ def pair():
     dest = MLAPool(layers=range(2), **MLA)
     given = oracle.place(source, TOKENS)
     oracle.fill(source, given)
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
+    with connected(source, dest) as (prefill, decode):
         yield prefill, given, decode, dest, ready(dest)
 
 
@@ -165,16 +162,15 @@ def test_either_side_can_abort_and_both_learn_why(pair):
 def test_aux_values_on_which_ranks_disagree_fail_by_name():
     dest = MHAPool(layers=range(2), **MHA)
     ranks = [MHAPool(layers=range(2), **{**MHA, "shard": Shard(rank, 2)}) for rank in range(2)]
-    with DecodeEndpoint(dest.layout, create_engine("local")) as decode:
-        prefill = [PrefillEndpoint(pool.layout, create_engine("local")) for pool in ranks]
+    with ExitStack() as stack:
+        prefill = endpoints(stack, PrefillEndpoint, ranks)
+        (decode,) = endpoints(stack, DecodeEndpoint, [dest])
         decode.connect([rank.address for rank in prefill], timeout=30)
         decode.receive("r", ready(dest))
         for number, (rank, pool) in enumerate(zip(prefill, ranks)):
             rank.send("r", oracle.place(pool, TOKENS), aux={"first_token": number})
         assert decode.wait("r", 10) is KVPoll.Failed
         assert "ranks send different values of aux first_token" in str(decode.failure("r"))
-        for rank in prefill:
-            rank.close()
 
 
 def test_a_refusal_reaches_both_sides_with_all_reasons():
@@ -193,16 +189,6 @@ def test_a_refusal_reaches_both_sides_with_all_reasons():
         for text in (str(refused.value), str(decode.failure("r")), prefill.refusals()[0]):
             assert "target layers 0-1 latent: bfloat16 on prefill, float32 on decode" in text
             assert "target layer 2 rope: prefill offers no such region" in text
-
-
-def test_other_engines_are_refused_by_name():
-    pool = MLAPool(layers=range(2), **MLA)
-    with (
-        PrefillEndpoint(pool.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("nixl")) as decode,
-        pytest.raises(HandshakeRefused, match="engine 'local' here, 'nixl' there"),
-    ):
-        decode.connect([prefill.address], timeout=30)
 
 
 def test_silence_is_a_time_out_that_names_the_address():

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, TransferError
-from disagg.engines.base import create_engine
+from disagg import KVPoll, TransferError
 from disagg.engines.local import LocalEngine
 from kvpool import MLAPool
 from tests import oracle
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.disagg.stepping import MLA
 
 TOKENS = 75
@@ -72,50 +72,21 @@ class Counted(LocalEngine):
         return super().connect(metadata)
 
 
-@pytest.fixture
-def pair():
-    """Makes a prefill and a decode over an engine, connected."""
-    pools = [MLAPool(layers=range(2), **MLA) for _ in range(2)]
-    given, into = oracle.place(pools[0], TOKENS), oracle.place(pools[1], TOKENS, 9)
-    oracle.fill(pools[0], given)
-    oracle.blank(pools[1])
-    opened = []
-
-    def connected(engine):
-        prefill = PrefillEndpoint(pools[0].layout, create_engine("local"))
-        decode = DecodeEndpoint(pools[1].layout, engine)
-        opened.extend([decode, prefill])
-        decode.connect([prefill.address], timeout=30)
-        return prefill, decode, given, into
-
-    yield connected
-    for endpoint in opened:
-        endpoint.close()
-
-
-def test_the_engine_is_connected_before_the_first_room_and_once(pair):
-    engine = Counted()
-    prefill, decode, given, into = pair(engine)
-    assert engine.connections == 1
-    prefill.send("r", given)
-    decode.receive("r", into)
-    assert decode.wait("r", 30) is KVPoll.Success
-    assert engine.connections == 1
-
-
-def test_an_engine_that_is_refused_at_first_is_connected_by_the_first_room(pair):
-    engine = Counted(refused=1)
-    prefill, decode, given, into = pair(engine)
-    assert engine.connections == 1
-    prefill.send("r", given)
-    decode.receive("r", into)
-    assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-    assert engine.connections == 2
-
-
-def test_an_engine_that_cannot_be_connected_fails_the_room(pair):
-    prefill, decode, given, into = pair(Counted(refused=2))
-    prefill.send("r", given)
-    decode.receive("r", into)
-    assert decode.wait("r", 30) is KVPoll.Failed
-    assert "not yet" in decode.failure("r").reason
+@pytest.mark.parametrize(("refused", "connections"), [(0, 1), (1, 2), (2, 2)])
+def test_the_engine_is_connected_before_the_first_room_or_by_it(refused, connections):
+    source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
+    given, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, 9)
+    oracle.fill(source, given)
+    oracle.blank(dest)
+    engine = Counted(refused)
+    with connected(source, dest, engine=engine) as (prefill, decode):
+        assert engine.connections == 1
+        prefill.send("r", given)
+        decode.receive("r", into)
+        if refused < 2:
+            succeeds(decode, "r")
+            oracle.assert_holds(dest, into)
+        else:
+            assert decode.wait("r", 30) is KVPoll.Failed
+            assert "not yet" in decode.failure("r").reason
+    assert engine.connections == connections

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from disagg import DecodeEndpoint, Group, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import IncompatibleLayouts
 from kvpool.pools.base import Shard
+from tests.disagg.runtime.sides import connected, endpoints, hand_over
 from tests.disagg.runtime.test_context_parallel import state
-from tests.oracle import assert_holds, blank, place, write
+from tests.oracle import place
 from tests.pools import mha, mla
 
 TOKENS, CUT = 21, 13
@@ -47,50 +49,26 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_members_read_all_their_bytes_and_all_ranks_are_released(case):
     sources, dests, table = CASES[case]
-    tables = [place(each, TOKENS, seed) for seed, each in enumerate(sources)]
-    with ExitStack() as stack:
-        prefills = [
-            stack.enter_context(PrefillEndpoint(each.layout, create_engine("local")))
-            for each in sources
-        ]
-        addresses = [each.address for each in prefills]
-        decodes, rooms = [], []
-        for number, dest in enumerate(dests):
-            options = {"ranks": group(dests, number), "verify": "checksum"}
-            decode = DecodeEndpoint(dest.layout, create_engine("local"), **options)
-            decodes.append(stack.enter_context(decode))
-            blank(dest)
-            rooms.append(place(dest, TOKENS, 90 + number))
-            link = decode.connect(addresses, timeout=30)
-            assert table is None or [*link.asks] == table[number]
-            decode.receive("r", rooms[-1], aux=["token"])
-        for prefill, each, where in zip(prefills, sources, tables):
-            write(each, where, range(CUT))
-            prefill.send("r", where, tokens=range(CUT), last=False)
-        for prefill, each, where in zip(prefills, sources, tables):
-            write(each, where, range(CUT, TOKENS))
-            prefill.send("r", where, tokens=range(CUT, TOKENS), last=True, aux={"token": 7})
-        for decode, dest, where in zip(decodes, dests, rooms):
-            assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-            assert decode.aux("r") == {"token": 7}
-            assert_holds(dest, where)
-        for prefill in prefills:
-            assert prefill.wait("r", 30) is KVPoll.Success, prefill.failure("r")
+    links, _ = hand_over(
+        sources,
+        dests,
+        [0, CUT, TOKENS],
+        readers=partial(group, dests),
+        verify="checksum",
+        aux={"token": 7},
+    )
+    assert table is None or [[*link.asks] for link in links] == table
 
 
 def test_a_member_that_aborts_leaves_no_room_open_on_any_side():
     sources, dests, _ = CASES["TP2 to TP4"]
     with ExitStack() as stack:
-        prefills = [
-            stack.enter_context(PrefillEndpoint(each.layout, create_engine("local")))
-            for each in sources
-        ]
+        prefills = endpoints(stack, PrefillEndpoint, sources)
         decodes = []
         for number, dest in enumerate(dests):
-            made = DecodeEndpoint(dest.layout, create_engine("local"), ranks=group(dests, number))
-            decodes.append(stack.enter_context(made))
-            made.connect([each.address for each in prefills], timeout=30)
-            made.receive("r", place(dest, TOKENS, number))
+            decodes += endpoints(stack, DecodeEndpoint, [dest], ranks=group(dests, number))
+            decodes[-1].connect([each.address for each in prefills], timeout=30)
+            decodes[-1].receive("r", place(dest, TOKENS, number))
         decodes[0].abort("r", "gave up")
         prefills[0].wait("r", 30)
         for prefill, each in zip(prefills, sources):
@@ -110,9 +88,8 @@ def test_a_group_with_another_layout_than_the_endpoint_is_refused():
 def test_a_link_that_another_member_cannot_read_from_is_refused_by_name():
     source, dest = mla(), mla()
     dests = [dest, mla(packing="f32")]
-    with ExitStack() as stack:
-        prefill = stack.enter_context(PrefillEndpoint(source.layout, create_engine("local")))
-        made = DecodeEndpoint(dest.layout, create_engine("local"), ranks=group(dests, 0))
-        decode = stack.enter_context(made)
-        with pytest.raises(IncompatibleLayouts, match="on decode rank 1 of its group: bfloat16"):
-            decode.connect([prefill.address], timeout=30)
+    with (
+        pytest.raises(IncompatibleLayouts, match="on decode rank 1 of its group: bfloat16"),
+        connected(source, dest, ranks=group(dests, 0)),
+    ):
+        pass

@@ -7,12 +7,10 @@ import os
 import threading
 import time
 
-import msgspec
 import numpy as np
 import pytest
 
 from disagg import (
-    DecodeEndpoint,
     EndpointClosed,
     KVPoll,
     PrefillEndpoint,
@@ -27,11 +25,9 @@ from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.owners import batch_of, read
+from tests.disagg.runtime.sides import MLA, TOKENS, connected, succeeds
 from tests.disagg.waiting import until
 from tests.streams import dial
-
-TOKENS = 75
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
 
 
 @pytest.fixture
@@ -40,11 +36,7 @@ def pair():
     source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
     oracle.fill(source, oracle.place(source, TOKENS))
     oracle.blank(dest)
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
+    with connected(source, dest) as (prefill, decode):
         yield prefill, oracle.place(source, TOKENS), decode, oracle.place(dest, TOKENS), dest
 
 
@@ -55,8 +47,8 @@ def works(pair, room, address=None):
     oracle.blank(dest)
     decode.receive(room, address)
     prefill.send(room, given)
-    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
-    assert prefill.wait(room, 20) is KVPoll.Success
+    succeeds(decode, room)
+    succeeds(prefill, room)
     oracle.assert_holds(dest, address)
 
 
@@ -93,7 +85,7 @@ def test_numpy_integers_are_integers(pair):
     decode.receive(np.int64(5), RequestAddress(np.int64(TOKENS), address.spans), start=np.int32(0))
     spans = {"kv": Span(given.spans["kv"].ids, np.int64(0))}
     prefill.send(np.uint8(5), RequestAddress(np.int32(TOKENS), spans))
-    assert decode.wait(5, 20) is KVPoll.Success, decode.failure(5)
+    succeeds(decode, 5)
     oracle.assert_holds(dest, address)
 
 
@@ -115,27 +107,15 @@ def test_aux_values_may_be_any_number(pair):
     prefill, given, decode, address, _ = pair
     decode.receive("r", address)
     prefill.send("r", given, aux={"logprob": float("nan"), "hidden": b"\0" * 1000})
-    assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+    succeeds(decode, "r")
     assert np.isnan(decode.aux("r")["logprob"])
-
-
-def test_a_link_of_another_endpoint_is_refused(pair):
-    prefill, _, decode, address, dest = pair
-    with DecodeEndpoint(dest.layout, create_engine("local")) as other:
-        link = other.connect([prefill.address], timeout=20)
-        with pytest.raises(ValueError, match="another endpoint's"):
-            decode.receive("r", address, link=link)
 
 
 def test_more_rooms_at_once_than_a_socket_queues_by_default():
     source, dest = (
         MLAPool(layers=[0], **{**MLA, "num_pages": 3002, "page_size": 1}) for _ in range(2)
     )
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
+    with connected(source, dest) as (prefill, decode):
         page = [RequestAddress(1, {"kv": Span([n + 1])}) for n in range(3000)]
         for room, address in enumerate(page):
             prefill.send(room, address)
@@ -185,11 +165,8 @@ def test_a_hundred_endpoints_leave_no_file_and_no_thread_behind():
     pool = MLAPool(layers=[0], **MLA)
 
     def once():
-        with (
-            PrefillEndpoint(pool.layout, create_engine("local")) as prefill,
-            DecodeEndpoint(pool.layout, create_engine("local")) as decode,
-        ):
-            decode.connect([prefill.address], timeout=20)
+        with connected(pool, pool):
+            pass
 
     def held():
         gc.collect()
@@ -218,13 +195,9 @@ def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
     oracle.fill(source, given := oracle.place(source, TOKENS))
     address = oracle.place(dest, TOKENS)
     transport, options = SocketTransport(), {"peer_timeout": 4}
-    with (
-        PrefillEndpoint(source.layout, create_engine("local"), **options) as prefill,
-        DecodeEndpoint(
-            dest.layout, create_engine("local"), transport=transport, **options
-        ) as decode,
-    ):
-        link = decode.connect([prefill.address], timeout=30)
+    with connected(source, dest, prefill=options, transport=transport, **options) as ends:
+        prefill, decode = ends
+        (link,) = decode.machine.peers.links
         decode.receive("r", address)
         until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
         rubbish, send = [b"rubbish"], transport.send
@@ -275,7 +248,7 @@ def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
     with pytest.raises(TimeoutError, match=sentence):
         decode.wait("r", 0.05)
     prefill.send("r", given)
-    assert decode.wait("r", 20) is KVPoll.Success
+    succeeds(decode, "r")
 
 
 def test_pages_of_a_room_that_is_not_over_are_refused_to_another(pair):
@@ -288,26 +261,6 @@ def test_pages_of_a_room_that_is_not_over_are_refused_to_another(pair):
         decode.poll("two")
     decode.abort("one", "retry")
     works(pair, "two")
-
-
-def test_pages_may_be_offered_in_several_rooms_at_once():
-    """A shared prefix is only read."""
-    source, dest = (MLAPool(layers=range(2), **{**MLA, "num_pages": 40}) for _ in range(2))
-    oracle.fill(source, given := oracle.place(source, TOKENS))
-    oracle.blank(dest)
-    one = oracle.place(dest, TOKENS)
-    tables = {"one": one, "two": oracle.elsewhere(dest, one)}
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
-        for room, table in tables.items():
-            prefill.send(room, given)
-            decode.receive(room, table)
-        for room in tables:
-            assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
-        oracle.assert_holds(dest, one, also=[tables["two"]])
 
 
 class Odd(Exception):
@@ -330,15 +283,6 @@ def test_an_event_that_raises_anything_fails_its_room_and_no_other(pair):
     assert prefill.poll("waits") is KVPoll.Bootstrapping
     assert prefill.leases().leased == {"kv": 5}
     works(pair, "next")
-
-
-@pytest.mark.parametrize("other", [messages.PROTOCOL - 1, messages.PROTOCOL + 1])
-def test_a_hello_of_another_protocol_is_refused_by_number(pair, other):
-    hello = {"type": "hello", "protocol": other, "shape": "unknown", "generation": 5}
-    with dial(pair[0].address) as stranger:
-        stranger.send(msgspec.msgpack.encode(hello))
-        answer = messages.decode(stranger.receive())
-        assert f"protocol {messages.PROTOCOL} here, {other} there" in answer.reasons[0]
 
 
 def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, monkeypatch):

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from disagg import DecodeEndpoint, EndpointClosed, KVPoll, PrefillEndpoint
+from disagg import EndpointClosed, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from kvpool import Allocator, OutOfPages, RequestAddress, RequestPinned
 from tests import oracle
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.pools import dsv4, hybrid, mla, swa
 
 PAGE, STRANGER = 16, 7
@@ -57,14 +58,10 @@ class Side:
 
 
 @contextmanager
-def connected(build, dest=None, *, verify=None, **options):
-    """Both sides, connected over engine local."""
+def pinning(build, dest=None, *, verify=None, **options):
+    """Both sides, connected."""
     here, there = Side(build()), Side((dest or build)())
-    with (
-        PrefillEndpoint(here.pool.layout, create_engine("local"), **options) as prefill,
-        DecodeEndpoint(there.pool.layout, create_engine("local"), verify=verify) as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
+    with connected(here.pool, there.pool, verify=verify, prefill=options) as (prefill, decode):
         yield here, prefill, there, decode
 
 
@@ -73,7 +70,7 @@ def arrives(there, decode, room, tokens=TOKENS, **options):
     request = there.request(tokens, received=True)
     oracle.blank(there.pool)
     decode.receive(room, request.address(), **options)
-    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
+    succeeds(decode, room)
     oracle.assert_holds(there.pool, request.address())
     return request
 
@@ -81,19 +78,19 @@ def arrives(there, decode, room, tokens=TOKENS, **options):
 @pytest.mark.parametrize("verify", [None, "checksum"])
 @pytest.mark.parametrize("build", [slotted, ringed])
 def test_a_state_that_is_offered_is_not_overwritten_by_the_next_token(build, verify):
-    with connected(build, verify=verify) as (here, prefill, there, decode):
+    with pinning(build, verify=verify) as (here, prefill, there, decode):
         request = here.request(TOKENS)
         prefill.send("r", request.address())
         with pytest.raises(RequestPinned, match=r"room 'r' offers .* the state in (slot|ring) 1 "):
             here.compute(request, 1)
         arrives(there, decode, "r")
-        assert prefill.wait("r", 20) is KVPoll.Success
+        succeeds(prefill, "r")
         here.compute(request, 1)
 
 
 @pytest.mark.parametrize("verify", [None, "checksum"])
 def test_a_window_page_that_is_offered_goes_to_no_other_request(verify):
-    with connected(windowed, verify=verify) as (here, prefill, there, decode):
+    with pinning(windowed, verify=verify) as (here, prefill, there, decode):
         request = here.request(TOKENS)
         prefill.send("r", request.address())
         with pytest.raises(RequestPinned, match=r"it would lose items \d+ of space swa") as no:
@@ -108,14 +105,14 @@ def test_a_window_page_that_is_offered_goes_to_no_other_request(verify):
 
 @pytest.mark.parametrize("build", [paged, windowed, slotted, ringed])
 def test_what_is_offered_is_not_freed(build):
-    with connected(build, verify="checksum") as (here, prefill, there, decode):
+    with pinning(build, verify="checksum") as (here, prefill, there, decode):
         request = here.request(TOKENS)
         prefill.send("r", request.address())
         with pytest.raises(RequestPinned, match=r"offers the 80 .* free would give up items"):
             here.allocator.free(request)
         here.reuse()
         arrives(there, decode, "r")
-        assert prefill.wait("r", 20) is KVPoll.Success
+        succeeds(prefill, "r")
         here.allocator.free(request)
         here.allocator.check_integrity()
 
@@ -134,7 +131,7 @@ def writers(there, request, saved):
 
 @pytest.mark.parametrize("build", [slotted, ringed])
 def test_what_is_received_is_neither_freed_nor_changed_nor_read(build):
-    with connected(build) as (here, prefill, there, decode):
+    with pinning(build) as (here, prefill, there, decode):
         saved = here.pool.save(here.request(TOKENS).address())
         request = there.request(TOKENS, received=True)
         oracle.blank(there.pool)
@@ -145,7 +142,7 @@ def test_what_is_received_is_neither_freed_nor_changed_nor_read(build):
         there.reuse()
         oracle.blank(there.pool)
         prefill.send("r", here.request(TOKENS).address())
-        assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
         oracle.assert_holds(there.pool, request.address())
         for call in reversed(writers(there, request, saved)[:3]):
             call()
@@ -155,7 +152,7 @@ def test_a_request_of_a_failed_room_is_pinned_while_a_read_may_still_write(monke
     def fail(*_):
         raise TransferError("injected")
 
-    with connected(paged) as (here, prefill, there, decode):
+    with pinning(paged) as (here, prefill, there, decode):
         monkeypatch.setattr(decode.engine, "read", fail)
         monkeypatch.setattr(decode.engine, "fence", fail)
         request = there.request(TOKENS, received=True)
@@ -175,8 +172,8 @@ def test_a_request_of_a_failed_room_is_pinned_while_a_read_may_still_write(monke
 
 def success(prefill, decode, request):
     decode.receive("r", request.address())
-    assert prefill.wait("r", 20) is KVPoll.Success
-    assert decode.wait("r", 20) is KVPoll.Success
+    succeeds(prefill, "r")
+    succeeds(decode, "r")
 
 
 def abort(prefill, decode, request):
@@ -200,7 +197,7 @@ def lost(prefill, decode, request):
 @pytest.mark.parametrize("end", [success, abort, lease_end, close, lost])
 def test_once_the_room_has_ended_everything_is_allowed_again(end):
     lease = 0.3 if end is lease_end else None
-    with connected(slotted, lease=lease) as (here, prefill, there, decode):
+    with pinning(slotted, lease=lease) as (here, prefill, there, decode):
         request = here.request(TOKENS)
         saved = here.pool.save(request.address())
         prefill.send("r", request.address())
@@ -213,7 +210,7 @@ def test_once_the_room_has_ended_everything_is_allowed_again(end):
 
 @pytest.mark.parametrize("build", [paged, windowed, slotted, ringed])
 def test_chunked_prefill_goes_on_between_its_chunks(build):
-    with connected(build, verify="checksum") as (here, prefill, there, decode):
+    with pinning(build, verify="checksum") as (here, prefill, there, decode):
         request, total = here.request(), 176
         for start in range(0, total, 24):
             here.compute(request, min(24, total - start))
@@ -222,12 +219,12 @@ def test_chunked_prefill_goes_on_between_its_chunks(build):
                 here.allocator.free(request)
             here.reuse()
         arrives(there, decode, "r", total)
-        assert prefill.wait("r", 20) is KVPoll.Success
+        succeeds(prefill, "r")
         here.allocator.free(request)
 
 
 def test_a_chunk_that_is_refused_leaves_the_pins_as_they_were():
-    with connected(slotted) as (here, prefill, _, _):
+    with pinning(slotted) as (here, prefill, _, _):
         request = here.request(TOKENS)
         with pytest.raises(ValueError, match="the next chunk starts there"):
             prefill.send("r", request.address(), tokens=range(8, TOKENS))
@@ -241,11 +238,11 @@ def test_a_chunk_that_is_refused_leaves_the_pins_as_they_were():
 
 
 def test_a_room_of_the_same_name_is_another_room():
-    with connected(slotted) as (here, prefill, there, decode):
+    with pinning(slotted) as (here, prefill, there, decode):
         first, second = here.request(TOKENS), here.request(TOKENS)
         prefill.send("r", first.address())
         arrives(there, decode, "r")
-        assert prefill.wait("r", 20) is KVPoll.Success
+        succeeds(prefill, "r")
         prefill.forget("r")
         decode.forget("r")
         prefill.send("r", second.address())
@@ -256,7 +253,7 @@ def test_a_room_of_the_same_name_is_another_room():
 
 
 def test_a_request_that_several_rooms_offer_is_pinned_until_all_have_ended():
-    with connected(paged, verify="checksum") as (here, prefill, there, decode):
+    with pinning(paged, verify="checksum") as (here, prefill, there, decode):
         request = here.request(TOKENS)
         for room in range(3):
             prefill.send(room, request.address())
@@ -264,20 +261,20 @@ def test_a_request_that_several_rooms_offer_is_pinned_until_all_have_ended():
             with pytest.raises(RequestPinned, match="free would give up"):
                 here.allocator.free(request)
             there.allocator.free(arrives(there, decode, room))
-            assert prefill.wait(room, 20) is KVPoll.Success
+            succeeds(prefill, room)
         here.allocator.free(request)
 
 
 @pytest.mark.parametrize("build", [paged, windowed, slotted])
 def test_rooms_of_forks_share_pages_and_end_one_by_one(build):
-    with connected(build, verify="checksum") as (here, prefill, there, decode):
+    with pinning(build, verify="checksum") as (here, prefill, there, decode):
         parent = here.request(TOKENS)
         prefill.send("parent", parent.address())
         child = here.allocator.fork(parent, TOKENS)
         here.compute(child, 20)  # nothing of the fork is offered yet
         prefill.send("child", child.address())
         there.allocator.free(arrives(there, decode, "parent"))
-        assert prefill.wait("parent", 20) is KVPoll.Success
+        succeeds(prefill, "parent")
         here.allocator.free(parent)
         here.reuse()
         with pytest.raises(RequestPinned, match="room 'child' offers the 100"):
@@ -287,7 +284,7 @@ def test_rooms_of_forks_share_pages_and_end_one_by_one(build):
 
 @pytest.mark.parametrize("build", [slotted, windowed])
 def test_a_block_table_that_is_no_longer_the_requests_is_refused(build):
-    with connected(build) as (here, prefill, _, _):
+    with pinning(build) as (here, prefill, _, _):
         request = here.request(TOKENS)
         old = request.address()
         here.compute(request, PAGE)
@@ -303,7 +300,7 @@ def test_a_block_table_that_is_no_longer_the_requests_is_refused(build):
 
 
 def test_a_block_table_of_pages_alone_stays_good_while_the_request_grows():
-    with connected(paged) as (here, prefill, there, decode):
+    with pinning(paged) as (here, prefill, there, decode):
         request = here.request(TOKENS)
         old = request.address()
         here.compute(request, 1)
@@ -313,7 +310,7 @@ def test_a_block_table_of_pages_alone_stays_good_while_the_request_grows():
 
 
 def test_two_rooms_do_not_receive_one_request():
-    with connected(paged) as (_, _, there, decode):
+    with pinning(paged) as (_, _, there, decode):
         request = there.request(TOKENS, received=True)
         decode.receive("r", request.address())
         with pytest.raises(RequestPinned, match="room 's' would write to the same items"):
@@ -327,7 +324,7 @@ def test_two_rooms_do_not_receive_one_request():
 
 
 def test_pages_that_requests_share_are_not_received():
-    with connected(paged) as (here, prefill, there, decode):
+    with pinning(paged) as (here, prefill, there, decode):
         prefix = there.request(40)
         request = there.allocator.fork(prefix, 40)
         there.allocator.extend(request, TOKENS - 40, received=True)
@@ -335,14 +332,14 @@ def test_pages_that_requests_share_are_not_received():
             decode.receive("r", request.address(), start=31)
         decode.receive("r", request.address(), start=32)
         prefill.send("r", here.request(TOKENS).address())
-        assert decode.wait("r", 20) is KVPoll.Success
+        succeeds(decode, "r")
 
 
 def test_a_request_is_not_offered_while_it_is_received():
     pool = Side(paged())
     with (
         PrefillEndpoint(pool.pool.layout, create_engine("local")) as relay,
-        connected(paged, lambda: pool.pool) as (_, _, _, decode),
+        pinning(paged, lambda: pool.pool) as (_, _, _, decode),
     ):
         request = pool.request(TOKENS, received=True)
         decode.receive("r", request.address())
@@ -355,7 +352,7 @@ def test_a_request_is_not_offered_while_it_is_received():
 
 
 def test_a_block_table_that_is_not_a_requests_pins_nothing():
-    with connected(paged) as (here, prefill, there, decode):
+    with pinning(paged) as (here, prefill, there, decode):
         request, wanted = here.request(TOKENS), there.request(TOKENS, received=True)
         prefill.send("r", RequestAddress(TOKENS, request.address().spans))
         here.allocator.free(request)
@@ -364,7 +361,7 @@ def test_a_block_table_that_is_not_a_requests_pins_nothing():
 
 
 def test_an_endpoint_that_is_closed_pins_nothing():
-    with connected(paged) as (here, prefill, _, _):
+    with pinning(paged) as (here, prefill, _, _):
         request = here.request(TOKENS)
         prefill.close()
         with pytest.raises(EndpointClosed):
@@ -373,7 +370,7 @@ def test_an_endpoint_that_is_closed_pins_nothing():
 
 
 def test_what_prefill_frees_between_chunks_is_not_offered_to_a_larger_window():
-    with connected(windowed, windowed.but(window=64)) as (here, prefill, there, decode):
+    with pinning(windowed, windowed.but(window=64)) as (here, prefill, there, decode):
         request, total = here.request(), 176
         for start in range(0, total, 32):
             here.compute(request, min(32, total - start))

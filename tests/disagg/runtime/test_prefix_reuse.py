@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
-from disagg.engines.base import create_engine
 from kvpool import Allocator, PrefixCache, RequestPinned
 from tests import oracle
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.pools import dsv4, hybrid, mla, swa
 
 PAGE = 16
@@ -35,13 +34,9 @@ class Side:
 
 
 @contextmanager
-def connected(build):
+def reusing(build):
     here, there = Side(build()), Side(build())
-    with (
-        PrefillEndpoint(here.pool.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(there.pool.layout, create_engine("local"), verify="checksum") as decode,
-    ):
-        decode.connect([prefill.address], timeout=30)
+    with connected(here.pool, there.pool, verify="checksum") as (prefill, decode):
         yield here, prefill, there, decode
 
 
@@ -69,7 +64,7 @@ def hand_over(here, prefill, there, decode, room, tokens):
     decode.receive(room, dest.address(), start=start)
     with pytest.raises(RequestPinned, match="others would reuse what is not there yet"):
         there.allocator.store(dest, tokens[start:])
-    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
+    succeeds(decode, room)
     there.allocator.store(dest, tokens[start:])
     assert oracle.holds(there.pool, dest.address())
     return source, dest, computed_from, start
@@ -77,7 +72,7 @@ def hand_over(here, prefill, there, decode, room, tokens):
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_both_ends_begin_with_what_they_have(kind):
-    with connected(POOLS[kind]) as (here, prefill, there, decode):
+    with reusing(POOLS[kind]) as (here, prefill, there, decode):
         source, dest, *began = hand_over(here, prefill, there, decode, 1, PROMPT)
         assert began == [0, 0]
         prefill.wait(1, 20)
@@ -91,7 +86,7 @@ def test_both_ends_begin_with_what_they_have(kind):
 
 
 def test_decode_reads_only_what_it_lacks():
-    with connected(POOLS["full"]) as (here, prefill, there, decode):
+    with reusing(POOLS["full"]) as (here, prefill, there, decode):
         hand_over(here, prefill, there, decode, 1, PROMPT)
         hand_over(here, prefill, there, decode, 2, FOLLOWED)
         first, second = (decode.metrics(room).bytes_moved for room in (1, 2))
@@ -99,7 +94,7 @@ def test_decode_reads_only_what_it_lacks():
 
 
 def test_pages_that_are_kept_for_others_cannot_be_received_again():
-    with connected(POOLS["full"]) as (here, prefill, there, decode):
+    with reusing(POOLS["full"]) as (here, prefill, there, decode):
         _, dest, *_ = hand_over(here, prefill, there, decode, 1, PROMPT)
         there.allocator.free(dest)
         again = there.allocator.new_request(PROMPT)

@@ -10,15 +10,16 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.plan import Group, IncompatibleLayouts
-from kvpool.layout import RequestAddress
 from kvpool.pools.placement import Shard
+from tests.disagg.runtime.sides import endpoints, hand_over
 from tests.disagg.waiting import until
-from tests.oracle import SOURCE, assert_holds, blank, merged, place, state, write
+from tests.oracle import merged, place, state
 from tests.pools import CLASSES, hybrid, mha, mla, swa
 
-TOKENS, CUT = 21, 13
+TOKENS = 21
+EDGES = [0, 13, TOKENS]
 FIRST, LAST = range(2), range(2, 4)
 WINDOWS_FIRST = swa.but(window_layers=(0, 1))
 """Layers 0 and 1 have a window, 2 and 3 have none: PP 2 cuts between the kinds."""
@@ -34,54 +35,13 @@ def stages(build, cuts, tp=1):
     ]
 
 
-def endpoints(stack, kind, holders, **options):
-    made = (kind(state(each).layout, create_engine("local"), **options) for each in holders)
-    return [stack.enter_context(each) for each in made]
-
-
-def send(prefill, holder, table, room="r", by_layer=False):
-    """Writes and sends a request in two chunks, each whole or layer by layer."""
-    layers = sorted({region.layer for region in state(holder).layout.regions})
-    for start, stop in ((0, CUT), (CUT, TOKENS)):
-        write(holder, table, range(start, stop))
-        part = table if stop == TOKENS else RequestAddress(stop, table.spans)
-        for layer in layers if by_layer else [None]:
-            last = stop == TOKENS and layer in (None, layers[-1])
-            some = None if layer is None else range(layer, layer + 1)
-            prefill.send(room, part, tokens=range(start, stop), layers=some, last=last)
-
-
-def hand_over(sources, dests, *, by_layer=False, readers=None, **options):
-    """Moves a request; every byte of every destination is right, and all ranks are released."""
-    with ExitStack() as stack:
-        prefills = endpoints(stack, PrefillEndpoint, sources)
-        decodes, tables = [], []
-        for number, dest in enumerate(dests):
-            ranks = readers(number) if readers else len(dests)
-            (decode,) = endpoints(stack, DecodeEndpoint, [dest], ranks=ranks, **options)
-            decode.connect([each.address for each in prefills], timeout=30)
-            blank(dest)
-            tables.append(place(dest, TOKENS, 90 + number))
-            decode.receive("r", tables[-1])
-            decodes.append(decode)
-        for seed, (prefill, source) in enumerate(zip(prefills, sources)):
-            blank(source, SOURCE)
-            send(prefill, source, place(source, TOKENS, seed), by_layer=by_layer)
-        for decode, dest, table in zip(decodes, dests, tables):
-            assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-            assert_holds(dest, table)
-        for prefill in prefills:
-            assert prefill.wait("r", 30) is KVPoll.Success, prefill.failure("r")
-            assert not any(prefill.leases().leased.values())
-
-
 @pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 @pytest.mark.parametrize("build", [WINDOWS_FIRST, hybrid.but(linear_layers=(0, 1))])
 def test_a_stage_reads_from_a_prefill_whose_other_stage_has_no_role_of_it(build, by_layer):
     sources, dests = stages(build, (2,)), stages(build, (2,))
     theirs, ours = ({r.role for r in pool.layout.regions} for pool in (sources[1], dests[0]))
     assert theirs.isdisjoint(ours)
-    hand_over(sources, dests, by_layer=by_layer, verify="checksum")
+    hand_over(sources, dests, EDGES, by_layer=by_layer, verify="checksum")
 
 
 @settings(max_examples=25)
@@ -98,7 +58,7 @@ def test_stages_of_any_kinds_hand_over_to_any_other_stages(data):
     ]
     layouts = tuple(pool.layout for pool in sides[1])
     readers = data.draw(st.sampled_from((None, partial(Group, layouts))), label="group")
-    hand_over(*sides, by_layer=data.draw(st.booleans(), label="by layer"), readers=readers)
+    hand_over(*sides, EDGES, by_layer=data.draw(st.booleans(), label="by layer"), readers=readers)
 
 
 def test_what_no_rank_holds_is_refused_on_decode_and_on_every_rank_with_all_reasons():
@@ -131,7 +91,7 @@ def test_a_draft_that_prefill_holds_on_a_rank_of_its_own_in_another_form_is_not_
 
 def test_a_rank_that_holds_only_a_draft_is_released_by_a_decode_without_one():
     draft = mha(owner="draft", layers=[4], total_kv_layers=5, num_pages=40)
-    hand_over([mla(num_pages=40), draft], [mla(num_pages=40)], verify="checksum")
+    hand_over([mla(num_pages=40), draft], [mla(num_pages=40)], EDGES, verify="checksum")
 
 
 def test_a_group_of_stages_one_of_which_has_a_draft_reads_all_of_both_and_asks_few():
@@ -141,7 +101,7 @@ def test_a_group_of_stages_one_of_which_has_a_draft_reads_all_of_both_and_asks_f
         for first, last in (stages(WINDOWS_FIRST, (2,)), stages(WINDOWS_FIRST, (2,)))
     )
     layouts = tuple(state(each).layout for each in dests)
-    hand_over(sources, dests, readers=partial(Group, layouts), verify="checksum")
+    hand_over(sources, dests, EDGES, readers=partial(Group, layouts), verify="checksum")
 
 
 def test_a_member_of_a_group_that_reads_nothing_succeeds_with_the_others():
