@@ -6,8 +6,8 @@ SGLang is imported. Page 0 and slot 0 are padding. Read in SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,20 +15,73 @@ import torch
 
 from disagg.connectors import formats
 from disagg.connectors.linear_states import LinearKind, LinearShard, tensor_states
-from disagg.connectors.sglang.deepseek import read_dsa, read_dsv4, read_mla, read_npu_mla
-from disagg.connectors.sglang.layer_set import LayerSet, PoolReader, Ranks
-from disagg.connectors.tensors import (
-    PlacedTensor,
-    UnknownFormat,
-    naming,
-)
-from kvpool.item import Cell
+from disagg.connectors.tensors import LayerTensor, PlacedTensor, TensorPart, UnknownFormat, naming
+from kvpool.item import Cell, Template
 from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
+from kvpool.layout.formats import Heads, fp8_latent_row, latent_row
 
 HERE = "add it to disagg/connectors/sglang/states.py"
 ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
+DSV4_UNUSED = ("unified_kv_pool", "request_window", "swa_req_ring_size")
+"""What pools of DeepSeek-V4 that are known do without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What the pools of a rank do not say.
+
+    `tp_rank`, `tp_size`: its place in attention's tensor parallelism. `total_kv_heads`: those of
+    the model. `window`: the tokens before a position that its sliding window sees (the scheduler's
+    `sliding_window_size`). `groups`: Mamba-2's B and C in the model. `sliding`: layers that see
+    that window, whether or not their pool holds more.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    total_kv_heads: int = 1
+    window: int | None = None
+    groups: int = 0
+    sliding: Collection[int | None] = ()
+
+    def heads(self, count: int) -> Heads:
+        """The `count` heads of this rank."""
+        return formats.head_shard(count, self.total_kv_heads, self.tp_rank, self.tp_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSet:
+    """Layers of one pool: whose, their numbers, the space of their pages, what precedes their
+    roles, and the name of the pool.
+    """
+
+    ranks: Ranks
+    owner: str
+    numbers: Sequence[int]
+    space: Space
+    prefix: str = ""
+    pool: str
+
+    def tensors(
+        self, views: Iterable[torch.Tensor], form: Callable[..., list[TensorPart]], **numbers: Any
+    ) -> Iterator[PlacedTensor]:
+        """A tensor of each of the layers, in their order, which holds `form` of these numbers."""
+        for number, view in zip(self.numbers, views, strict=True):
+            slides = self.owner == "target" and number in self.ranks.sliding
+            layer = LayerTensor(
+                name=f"{self.pool} layer {number}",
+                number=number,
+                view=view,
+                format=partial(form, **numbers),
+                owner=self.owner,
+                prefix=self.prefix or ("swa." if slides else ""),
+            )
+            yield self.space, layer
+
+
+PoolReader = Callable[[Any, LayerSet], Iterator[PlacedTensor]]
+"""Yields the tensors of a pool, which holds these layers."""
 
 
 def read_heads(
@@ -38,12 +91,11 @@ def read_heads(
     knows.
     """
     heads = layers.ranks.heads(pool.head_num)
-    form = partial(formats.head_rows, row=cell, heads=heads)
     if order == "nhd":
         buffers = [formats.paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
-    elif order not in ORDERS:
-        form = partial(formats.packed_heads, row=cell, packing=order, heads=heads)
-    yield from layers.tensors(buffers, form)
+    if order in ORDERS:
+        return layers.tensors(buffers, formats.head_rows, row=cell, heads=heads)
+    return layers.tensors(buffers, formats.packed_heads, row=cell, packing=order, heads=heads)
 
 
 def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -77,6 +129,65 @@ def read_mxfp8(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         if pool.mxfp8_sf_interleaved:
             order = f"sglang mxfp8 scales, {' x '.join(map(str, shape))}"
         yield from read_heads(pool, layers, buffers, Cell(role, count, "ue8m0"), order)
+
+
+def read_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    """Rows of latent and rope, the same on every rank."""
+    row: Template = latent_row(pool.kv_lora_rank, pool.qk_rope_head_dim, dtype_name(pool.dtype))
+    if pool.dsa_kv_cache_store_fp8:
+        row = fp8_latent_row()
+    views = (formats.paged(tensor, pool.page_size) for tensor in pool.kv_buffer)
+    yield from layers.tensors(views, formats.rows, row=row)
+
+
+def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTensor]:
+    """Pages of index keys in fp8, then of their scales; layers that reuse another's top-k have
+    none.
+    """
+    kind = {"dim": pool.index_head_dim, "dtype": "e4m3", "scale": "float32"}
+    tensors = zip(layers.numbers, pool.index_k_with_scale_buffer)
+    keys = {number: tensor for number, tensor in tensors if len(tensor)}
+    views = (tensor.view(len(tensor), 1, page, -1) for tensor in keys.values())
+    yield from replace(layers, numbers=[*keys]).tensors(views, formats.index_keys, **kind)
+
+
+def read_dsa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    """Rows, and index keys."""
+    yield from read_mla(pool, layers)
+    if pool.index_kpool > 1 or torch.version.hip:
+        raise UnknownFormat(
+            f"index keys of {pool.index_kpool} tokens, and those of ROCm, are not known. Use a "
+            f"model with a key a token on another device, or {HERE}."
+        )
+    yield from read_index_keys(pool, layers, pool.page_size)
+
+
+def read_npu_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    """Latent, rope, index keys and their scales in tensors of their own, layers stacked."""
+    if pool.k_buffer is None:
+        raise UnknownFormat("its device cache is turned off (SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD).")
+    page = pool.page_size
+    if pool.use_fia_nz or pool.index_page_size != page:
+        raise UnknownFormat(
+            f"use_fia_nz {pool.use_fia_nz} and index pages of {pool.index_page_size} beside pages "
+            f"of {page} are not known. Unset SGLANG_USE_FIA_NZ, and use equal pages."
+        )
+    dtype, slots = dtype_name(pool.dtype), pool.indexer_layer_id_to_slot
+    numbers = [layers.numbers[layer - pool.start_layer] for layer in slots]
+    indexed = replace(layers, numbers=numbers)
+    for role, holders, stacked, kind in (
+        ("latent", layers, pool.k_buffer, dtype),
+        ("rope", layers, pool.v_buffer, dtype),
+        ("index_key", indexed, pool.index_k_buffer, dtype),
+        ("index_key.scale", indexed, pool.index_k_scale_buffer, "float32"),
+    ):
+        if stacked is None or not stacked.numel():
+            continue
+        row: Template = fp8_latent_row()
+        if role != "latent" or not pool.dsa_kv_cache_store_fp8:
+            row = Cell(role, stacked.shape[-1], kind)
+        views = (formats.paged(tensor, page) for tensor in stacked)
+        yield from holders.tensors(views, formats.rows, row=row)
 
 
 def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -124,6 +235,67 @@ def read_mamba(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     )
     for tensors, form in tensor_states(kind, conv, temporal, shard):
         yield from holders.tensors(tensors, form)
+
+
+def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    """Latents of the window; on layers that compress, latents of 4 or 128 tokens (of 4 with index
+    keys), and the tokens that are not yet compressed: in a ring for each page of the window (4), or
+    for each request (128).
+    """
+    fits = {
+        "kv_layout": str(getattr(pool.kv_layout, "value", pool.kv_layout)) == "v4",
+        "uniform_fp8": not pool.uniform_fp8,
+        **{name: getattr(pool, name) is None for name in DSV4_UNUSED},
+        "online": not any(ring and ring.online for ring in pool.compress_state_pools),
+        "compression_ratios": set(pool.compression_ratios) <= {0, 4, 128},
+        "index_pools": not any(keys.use_fp4_indexer for keys in pool.index_pools.values()),
+        "c4_kv_pool": "HiSparse" not in type(pool.kv_pools.get(4)).__name__,
+    }
+    if not all(fits.values()):
+        wrong = ", ".join(name for name, is_known in fits.items() if not is_known)
+        raise UnknownFormat(
+            f"{wrong}: known are paged latents of DeepSeek-V4 in fp8, compressed 4 and 128 to one, "
+            f"their index keys in fp8, and rings of tokens. Use those, or {HERE}."
+        )
+    ratios = {n: layer.compress_ratio for n, layer in enumerate(pool.layer_mapping) if layer}
+    page, window = pool.swa_kv_pool.page_size, pool.sliding_window - 1
+    space = Space("swa", entries_per_item=page, window=window)
+    sliding = replace(layers, numbers=[*ratios], space=space, prefix="swa.")
+    yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, formats.v4_latents, entries=page)
+    for ratio in sorted({*ratios.values()} - {0}):
+        numbers = [n for n in ratios if ratios[n] == ratio]
+        yield from read_compressed(pool, replace(layers, numbers=numbers), ratio)
+
+
+def read_compressed(pool: Any, layers: LayerSet, ratio: int) -> Iterator[PlacedTensor]:
+    """Latents, index keys and rings of layers that keep one latent for `ratio` tokens."""
+    entries = pool.page_size // ratio
+    space = Space(f"c{ratio}", entries_per_item=entries, tokens_per_entry=ratio, ids="kv")
+    layers = replace(layers, space=space, prefix=f"c{ratio}.")
+    latents = pool.kv_pools[ratio].kv_buffer
+    yield from layers.tensors(latents, formats.v4_latents, entries=entries)
+    if ratio in pool.index_pools:
+        yield from read_index_keys(pool.index_pools[ratio], layers, entries)
+    for role, rings in (
+        ("state", pool.compress_state_pools),
+        ("index_state", pool.indexer_compress_state_pools),
+    ):
+        for number in layers.numbers:
+            if (ring := rings[number]) is not None:
+                yield from read_ring(ring, replace(layers, numbers=[number]), role, ratio)
+
+
+def read_ring(ring: Any, layer: LayerSet, role: str, ratio: int) -> Iterator[PlacedTensor]:
+    """A layer's tokens that are not yet compressed: to 4 those of the last two windows, in a ring
+    of each page of the sliding window; to 128 those of the open one, in a ring of each request.
+    """
+    rows, size = ring.kv_score_buffer.kv_score, ring.ring_size
+    space = Space("c128.ring", "ring", size, window=0, window_step=ratio)
+    if ratio == 4:
+        page = ring.swa_page_size
+        space = Space("c4.ring", entries_per_item=page, window=4, window_step=4, ring=size)
+    row, layer = Cell(role, rows.shape[-1], dtype_name(rows.dtype)), replace(layer, space=space)
+    yield from layer.tensors([formats.paged(rows, size)], formats.rows, row=row)
 
 
 POOLS: Mapping[str, PoolReader] = {
