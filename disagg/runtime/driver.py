@@ -28,8 +28,7 @@ from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
 from disagg.runtime.loop.ended_file import EndedFile
 from disagg.runtime.loop.event_loop import EventLoop
-from disagg.runtime.loop.io_thread import IOThread
-from disagg.runtime.loop.pace import Pace
+from disagg.runtime.loop.io_thread import IOThread, Pace
 from disagg.runtime.loop.waiters import Waiters
 from disagg.runtime.transport import WaitsAside
 

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.connectors.values import read_values, write_values
 from disagg.protocol.messages import Aux
 
 ONE_SIDED = ("kv_checksum", "output_dsa_topk_indices")
 """Buffers that one side may lack: SGLang then goes without what they hold."""
 
 
-def rows(buffers: Any, row: int) -> dict[str, torch.Tensor]:
+def buffer_rows(buffers: Any, row: int) -> dict[str, torch.Tensor]:
     """A request's row of each buffer that a `MetadataBuffers` has, by name."""
-    held = {name: each for name, each in vars(buffers).items() if isinstance(each, torch.Tensor)}
-    return {name: buffer[row] for name, buffer in held.items()}
+    tensors = {name: t for name, t in vars(buffers).items() if isinstance(t, torch.Tensor)}
+    return {name: tensor[row] for name, tensor in tensors.items()}
 
 
 def read_row(buffers: Any, row: int) -> Aux:
     """The values of a request's row: bytes by name, and the first token."""
-    held = rows(buffers, row)
-    return read_values(held) | {FIRST_TOKEN: int(held["output_ids"][0])}
+    rows = buffer_rows(buffers, row)
+    values: Aux = {name: _bytes(tensor).numpy().tobytes() for name, tensor in rows.items()}
+    return values | {FIRST_TOKEN: int(rows["output_ids"][0])}
 
 
 def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> None:
@@ -37,12 +37,35 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
 
     Raises ValueError for a buffer that only one side has, or that is of another size there.
     """
-    held = rows(buffers, row)
+    rows = buffer_rows(buffers, row)
     if "output_ids" not in values:
-        for each in held.values():
-            each.zero_()
-        held["output_ids"][0] = values[FIRST_TOKEN]
-        held["bootstrap_room"][0] = room
+        for tensor in rows.values():
+            tensor.zero_()
+        rows["output_ids"][0] = values[FIRST_TOKEN]
+        rows["bootstrap_room"][0] = room
         return
-    given = {name: value for name, value in values.items() if name != FIRST_TOKEN}
-    write_values(held, given, ONE_SIDED)
+    sent = values.keys() - {FIRST_TOKEN}
+    for name in sorted((sent ^ rows.keys()) - {*ONE_SIDED}):
+        side, other = ("prefill", "decode") if name in sent else ("decode", "prefill")
+        raise ValueError(
+            f"metadata buffer {name}: {side} has it, {other} has not. Start both engines with the "
+            "same options and the same version."
+        )
+    shared = sorted(sent & rows.keys())
+    for name in shared:
+        expected, value = _bytes(rows[name]).numel(), values[name]
+        if not isinstance(value, bytes) or len(value) != expected:
+            size = f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+            raise ValueError(
+                f"metadata buffer {name}: {size} on prefill, {expected} bytes on decode. Start "
+                "both engines with the same model and options."
+            )
+    for name in shared:
+        tensor = rows[name]
+        data = torch.frombuffer(bytearray(values[name]), dtype=torch.uint8).view(tensor.dtype)
+        tensor.copy_(data.view(tensor.shape))
+
+
+def _bytes(row: torch.Tensor) -> torch.Tensor:
+    """A row's bytes, on the host."""
+    return row.contiguous().cpu().view(torch.uint8)

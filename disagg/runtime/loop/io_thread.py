@@ -10,13 +10,30 @@ from collections.abc import Callable
 
 from disagg.host import brief
 from disagg.host.signals import deferred_signals
-from disagg.runtime.loop.pace import Pace
 from disagg.runtime.transport import Transport
 
 log = logging.getLogger("disagg")
 
 FAILED_SECONDS = 0.05
 """Before the next turn, after a wait that has failed."""
+
+
+class Pace:
+    """How often a side that is read lets its engine make progress: pauses of `least` seconds, that
+    double up to `most` while the host is late in ending them. Dozens of endpoints on a few cores
+    would otherwise keep one another from their turns.
+    """
+
+    def __init__(self, least: float, most: float) -> None:
+        self._least, self._most = least, max(least, most)
+        self.seconds = least
+
+    def woke(self, asked: float, taken: float) -> None:
+        """A pause of `asked` seconds has taken so many."""
+        if taken > 2 * asked:
+            self.seconds = min(self._most, 2 * self.seconds)
+        else:
+            self.seconds = max(self._least, self.seconds / 2)
 
 
 class IOThread:
