@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 MOST_MODULES = 14
 FLOORS = {  # lowest first; folders and modules of one floor do not import one another
     "kvpool": (
-        {"extras", "version"},
+        {"extras", "process", "version"},
         {"_native", "lazy", "layout"},
         {"device"},
         {"pools"},
