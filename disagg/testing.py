@@ -29,7 +29,7 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.pools.placement import Shard
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
-from kvpool.testing.item_checks import capacity, place
+from kvpool.testing.checks.items import capacity, place
 from kvpool.testing.memory import PoolMemory, every, off, settle
 from kvpool.testing.values import Bytes
 

@@ -5,30 +5,59 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import filter as matching, fnmatchcase
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvpool.device import Device, get_device
 from kvpool.pools.base import KVPool
 from kvpool.pools.placement import Shard
-from kvpool.testing import layout_checks
-from kvpool.testing.access_checks import ACCESS_CHECKS
 from kvpool.testing.case import Build, Case, CheckFailure, ConformanceError, Inapplicable
-from kvpool.testing.device_checks import MEMORY_CHECKS, PROPERTY_CHECKS
-from kvpool.testing.item_checks import ITEM_CHECKS
-from kvpool.testing.layout_checks import LAYOUT_CHECKS
-from kvpool.testing.packing_checks import PACKING_CHECKS
+from kvpool.testing.checks import layout
+from kvpool.testing.checks.access import ACCESS_CHECKS
+from kvpool.testing.checks.devices import MEMORY_CHECKS, PROPERTY_CHECKS
+from kvpool.testing.checks.graphs import GRAPH_CHECKS, no_graphs
+from kvpool.testing.checks.items import ITEM_CHECKS
+from kvpool.testing.checks.layout import LAYOUT_CHECKS
+from kvpool.testing.checks.packing import PACKING_CHECKS
+from kvpool.testing.checks.rows import ROW_CHECKS
+from kvpool.testing.checks.sharing import SHARING_CHECKS, no_sharing
+from kvpool.testing.checks.streams import STREAM_CHECKS, no_streams
 from kvpool.testing.pools import POOLS
-from kvpool.testing.row_checks import ROW_CHECKS
 
 PoolCheck = Callable[[Case], None]
 DeviceCheck = Callable[[Device], None]
 OTHERS: Sequence[Mapping[str, Any]] = ({}, {"placement": "page"}, {"shard": Shard(1, 2)})
 _WITHOUT_MEMORY = (
-    layout_checks.views_described_back_are_the_layout,
-    layout_checks.contiguous_lists_agree_with_the_layout,
-    layout_checks.layers_are_the_models,
+    layout.views_described_back_are_the_layout,
+    layout.contiguous_lists_agree_with_the_layout,
+    layout.layers_are_the_models,
 )
 _T = TypeVar("_T")
+
+
+class HardwareChecks(NamedTuple):
+    """Checks of what only some devices have: `unfit` says why a device has it not, or None."""
+
+    name: str
+    title: str
+    unfit: Callable[[Device], str | None]
+    checks: Sequence[DeviceCheck]
+
+
+HARDWARE_CHECKS = (
+    HardwareChecks(
+        "streams",
+        "work on streams is ordered by events and never waits",
+        no_streams,
+        STREAM_CHECKS,
+    ),
+    HardwareChecks(
+        "graphs",
+        "captured writes, reads and copies replay with new inputs",
+        no_graphs,
+        GRAPH_CHECKS,
+    ),
+    HardwareChecks("ipc", "another process maps the device's memory", no_sharing, SHARING_CHECKS),
+)
 
 
 def check_device(name: str, pools: Sequence[str] = ("*",)) -> list[str]:
@@ -69,8 +98,11 @@ def cases(device: Device, pools: Sequence[str] = ("*",)) -> list[Case]:
 
 def device_checks(device: Device) -> list[DeviceCheck]:
     """Checks of a device without a pool."""
-    with_memory = *MEMORY_CHECKS, *ROW_CHECKS
-    return [*PROPERTY_CHECKS, *(with_memory if has_memory(device) else ())]
+    if not has_memory(device):
+        return [*PROPERTY_CHECKS]
+    fitting = [group for group in HARDWARE_CHECKS if group.unfit(device) is None]
+    hardware = [check for group in fitting for check in group.checks]
+    return [*PROPERTY_CHECKS, *MEMORY_CHECKS, *ROW_CHECKS, *hardware]
 
 
 def plugin_device_checks(device: Device) -> list[DeviceCheck]:

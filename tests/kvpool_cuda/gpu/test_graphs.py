@@ -1,4 +1,4 @@
-"""Work that cannot be captured in a CUDA graph. What can is in `disagg.cli.accept.graphs`."""
+"""Work that cannot be captured in a CUDA graph. What can is in `kvpool.testing.checks.graphs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is refused. What another process reads is in `disagg.cli.accept.ipc`."""
+"""Memory that is refused. What another process reads is in `kvpool.testing.checks.sharing`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.device.cpu import CompletedEvent
 from kvpool.device.torch_ops import WriteRow
 from kvpool.testing.case import equal, fail, random_of
-from kvpool.testing.item_checks import chain
+from kvpool.testing.checks.items import chain
 from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
 from kvpool.testing.values import Bytes
 

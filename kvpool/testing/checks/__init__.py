@@ -1,0 +1,1 @@
+"""The kit's checks, by what they are of; `kvpool.testing.run` runs them."""
