@@ -18,10 +18,11 @@ from disagg.cli.bench.case import QUICK, sizes_for
 from disagg.cli.bench.cases import all_cases, context_on, measurable
 from disagg.cli.bench.machine import machine, now, packages
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import Report
+from disagg.cli.bench.report import BenchReport
 from disagg.cli.bench.transfers import transfer_cases
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import DeviceUnavailable
+from tests.bench.host import host_cases
 
 PAIRS: list[tuple[str, float, float, float]] = []
 ROWS: list[Measurement] = []
@@ -55,7 +56,8 @@ def engines() -> dict[str, str | None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         working = [name for name, reason in engines().items() if reason is None]
-        cases = all_cases(sizes_of(metafunc.config), working)
+        sizes = sizes_of(metafunc.config)
+        cases = [*all_cases(sizes, working), *host_cases(sizes is QUICK)]
         metafunc.parametrize("case", cases, ids=[f"{case.group}: {case.name}" for case in cases])
 
 
@@ -102,8 +104,12 @@ def pytest_terminal_summary(terminalreporter, config):
     sizes = sizes_of(config)
     for name, reason in engines().items():
         if reason is not None:
-            ROWS.extend(Measurement(case, reason=reason) for case in transfer_cases(sizes, [name]))
-    report = Report(WHERE, packages(), now(), sizes is QUICK, ROWS)
+            ROWS.extend(
+                Measurement(case=case, reason=reason) for case in transfer_cases(sizes, [name])
+            )
+    report = BenchReport(
+        machine=WHERE, versions=packages(), date=now(), quick=sizes is QUICK, rows=ROWS
+    )
     terminalreporter.section("rates, and those of the copies that bound them")
     console = Console(width=100)
     with console.capture() as text:

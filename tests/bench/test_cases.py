@@ -1,4 +1,4 @@
-"""The cases of `kvpool bench`: each is checked, and timed if benchmarks are enabled."""
+"""The cases of `kvpool bench` and of host work: each is checked, and timed if benchmarks are on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_case(case, context, benchmark, pytestconfig):
         try:
             work = opened(case, context)
         except UNABLE as reason:
-            ROWS.append(Measurement(case, reason=str(reason)))
+            ROWS.append(Measurement(case=case, reason=str(reason)))
             pytest.skip(str(reason))
         if benchmark.disabled:
             benchmark.pedantic(work.ours)

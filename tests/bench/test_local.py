@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from disagg.cli.bench.peer import PeerReaders, pattern
+from disagg.cli.bench.peer import pattern, peer_readers
 from disagg.plan.bind import CopyBatch
 from kvpool.device import get_device
 
@@ -39,16 +40,15 @@ def loop(tmp_path_factory):
 @pytest.fixture(scope="module")
 def readers(pytestconfig):
     timed = pytestconfig.getoption("benchmark_enable")
-    made = PeerReaders(get_device("cpu"), 2 * (TOTAL if timed else 2 << 20))
-    yield made
-    made.close()
+    with closing(peer_readers(get_device("cpu"), 2 * (TOTAL if timed else 2 << 20))) as opened:
+        yield opened
 
 
 @pytest.mark.skipif(COMPILER is None, reason="the reference is compiled: no C compiler is here")
 @pytest.mark.parametrize("width", [1 << 10, 4 << 10, 36 << 10, 1 << 20])
 def test_read(paired, loop, readers, width):
     """From `read` until the caller knows that all is here; memory of both is the CPU device's."""
-    reader = readers.reader("local")
+    reader = readers("local")
     memory = reader.memory
     count = memory.numel() // 2 // width
     random = np.random.default_rng(0)

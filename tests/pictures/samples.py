@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.cli.accept import report as accept
-from disagg.cli.accept.html import html as accept_page
 from disagg.cli.bench.case import COPY, BenchCase
 from disagg.cli.bench.chart import chart_of
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import Report
+from disagg.cli.bench.report import BenchReport
 from disagg.cli.explanation.hand_off import HandOff
 from disagg.cli.explanation.picture import page as explained
 from disagg.cli.explanation.sides import Geometry, read_side
@@ -27,19 +26,12 @@ from tests import oracle
 from tests.kvpool.render.test_memory_map import layout_of
 
 TOKENS = 2000
-PLAIN = "plain Python"
 RATIOS = {
     "store": [("K and V 8 x 128, NHD", 1.06), ("MLA fp8, 656 B", 0.27), ("DSv4 fp8, 584 B", 0.23)],
     "load": [("K and V 8 x 128, NHD", 0.74), ("MLA bf16, 1152 B", 1.04), ("DSv4 fp8, 584 B", 0.3)],
     "move": [("MLA by layer, device ids", 1.24), ("MLA by page, host ids", 0.92)],
     "gather": [("512 B", 0.88), ("36 KiB", 1.15)],
     "scatter": [("512 B", 1.0), ("36 KiB", 1.2)],
-    "allocator": [("256 requests, DSv4", 1.11, PLAIN)],
-    "plan": [
-        ("MLA", 16.0, "one request of plain Python"),
-        ("MLA from TP8 x PP2, known shape", 21.0, "a new plan"),
-    ],
-    "bind": [("MLA, 61 x 2048 pages, cold", 82.0, PLAIN), ("DSv4, 131,072 tokens", 62.0, PLAIN)],
     "transfer": [
         ("local, 1 KiB", 0.71),
         ("mooncake, 1 KiB", 0.0015),
@@ -122,19 +114,35 @@ def rooms() -> dict[str, RoomMetrics]:
     }
 
 
-def report() -> Report:
+def report() -> BenchReport:
     """Ratios as they are measured, some far below and far above 1, and a case that did not run."""
     rows = [measured(group, *case) for group, cases in RATIOS.items() for case in cases]
-    lacking = BenchCase("transfer", "mori, 1 KiB", 0, lambda _: None, engine="mori")
-    rows.append(Measurement(lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
-    about = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
-    return Report(about, {"torch": "2.13.0"}, "2026-11-23T12:00:00", False, rows)
+    lacking = case_of("transfer", "mori, 1 KiB")
+    rows.append(Measurement(case=lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
+    return BenchReport(
+        machine={"device": "cpu", "name": "a processor", "memory": "8 GiB"},
+        versions={"torch": "2.13.0"},
+        date="2026-11-23T12:00:00",
+        quick=False,
+        rows=rows,
+    )
+
+
+def case_of(group: str, name: str, bound: str = COPY) -> BenchCase:
+    """A case that is not run."""
+    return BenchCase(group=group, name=name, nbytes=0, open=lambda _: None, bound=bound)
 
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
     """A case that took a millisecond."""
-    case = BenchCase(group, name, 0, lambda _: None, bound)
-    return Measurement(case, 1e-3, ratio * 1e-3, ratio, 0.0, 20)
+    return Measurement(
+        case=case_of(group, name, bound),
+        seconds=1e-3,
+        reference_seconds=ratio * 1e-3,
+        ratio=ratio,
+        beyond=0.0,
+        rounds=20,
+    )
 
 
 def hybrid() -> PoolLayout:
@@ -200,8 +208,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
     "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
-    "accept.html": lambda: accept_page(accepted()),
-    "accept-failed.html": lambda: accept_page(
+    "accept.html": lambda: accept.Report.as_html(accepted()),
+    "accept-failed.html": lambda: accept.Report.as_html(
         accepted(accept.Row("local, small runs", "failed", LONG_SENTENCE, 1.5))
     ),
     "bench.html": lambda: chart_html(chart_of(report()), report().header()),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +13,11 @@ import typer
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rich.console import Console
 
-    from disagg.cli.accept.report import SectionResult
+    from disagg.cli.accept.report import Report
     from disagg.cli.accept.sections import Section
     from kvpool.device import Device
 
@@ -48,23 +51,12 @@ def accept(
     """
     from rich.console import Console
 
-    from disagg.cli.accept.facts import commit, facts
-    from disagg.cli.accept.html import html
-    from disagg.cli.accept.report import FAILED, FORMAT, Report
-    from disagg.cli.accept.sections import SECTIONS
     from disagg.cli.bench.cases import measurable
-    from disagg.cli.bench.machine import now, packages
     from kvpool.device import DeviceUnavailable
-    from kvpool.layout.sentences import nearest
 
-    names = [section.name for section in SECTIONS]
-    for name in only or ():
-        if name not in names:
-            raise typer.BadParameter(
-                f"--only {name}: one of {', '.join(names)}.{nearest(name, names)}"
-            )
+    sections = _sections(only)
     try:
-        found = measurable(device)
+        tried = measurable(device)
         out.mkdir(parents=True, exist_ok=True)
     except DeviceUnavailable as error:
         raise typer.BadParameter(str(error)) from None
@@ -72,38 +64,7 @@ def accept(
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
     for name in (JSON_NAME, HTML_NAME):
         check_output("--out", out / name)
-    date, began, where, source = now(), time.monotonic(), facts(found), commit()
-
-    chosen = [section for section in SECTIONS if section.name in (only or names)]
-    results: list[SectionResult] = []
-
-    def write() -> Report:
-        interrupted = chosen[len(results)].name if len(results) < len(chosen) else None
-        report = Report(
-            format=FORMAT,
-            device=device,
-            passed=not interrupted and all(result.state != FAILED for result in results),
-            interrupted=interrupted,
-            quick=quick,
-            complete=[result.name for result in results] == names,
-            date=date,
-            seconds=time.monotonic() - began,
-            machine=where,
-            versions=packages(),
-            commit=source,
-            sections=results,
-        )
-        (out / JSON_NAME).write_bytes(report.as_json())
-        (out / HTML_NAME).write_text(html(report), encoding="utf-8")
-        return report
-
-    try:
-        report = write()  # before each section: one that ends the process is named in the file
-        for result in _run(chosen, found, quick, Console(stderr=as_json)):
-            results.append(result)
-            report = write()
-    except KeyboardInterrupt:
-        report = write()
+    report = _run(tried, sections, quick, out, Console(stderr=as_json))
     typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
     if as_json:
         typer.echo(report.as_json(), nl=False)
@@ -111,33 +72,67 @@ def accept(
         raise typer.Exit(130 if report.interrupted else 1)
 
 
+def _sections(only: list[str] | None) -> list[Section]:
+    """The sections of --only, in their order. Raises typer.BadParameter."""
+    from disagg.cli.accept import sections
+    from kvpool.layout.sentences import nearest
+
+    names = [section.name for section in sections.SECTIONS]
+    for name in only or ():
+        if name not in names:
+            known = ", ".join(names)
+            raise typer.BadParameter(f"--only {name}: one of {known}.{nearest(name, names)}")
+    return [section for section in sections.SECTIONS if section.name in (only or names)]
+
+
 def _run(
-    sections: Sequence[Section], device: Device, quick: bool, console: Console
-) -> Iterator[SectionResult]:
-    """Runs sections, with a bar on a terminal; prints a line for each, and one for each failure."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    device: Device, chosen: Sequence[Section], quick: bool, out: Path, console: Console
+) -> Report:
+    """Runs sections, prints a line for each and one for each failure, and writes the report: before
+    each section, so that it names one that ends the process, and at the end.
+    """
+    from rich.text import Text
 
+    from disagg.cli.accept import report, sections
     from disagg.cli.accept.scope import Scope
+    from disagg.cli.bench.machine import commit, detailed, now, packages
+    from disagg.cli.progress import progress_bar
 
-    done = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    now = TextColumn("{task.description}", markup=False)
-    hidden = not console.is_terminal
-    with Progress(*done, now, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=len(sections))
-        for section in sections:
+    began, results = time.monotonic(), list[report.SectionResult]()
+    date, facts, source = now(), detailed(device), commit()
 
-            def tell(what: str, of: str = section.name) -> None:
-                progress.update(task, description=f"{of}: {what}")
+    def write(running: str | None) -> Report:
+        written = report.Report(
+            format=report.FORMAT,
+            device=device.name,
+            passed=not running and all(result.state != report.FAILED for result in results),
+            interrupted=running,
+            quick=quick,
+            complete=[result.name for result in results] == [s.name for s in sections.SECTIONS],
+            date=date,
+            seconds=time.monotonic() - began,
+            machine=facts,
+            versions=packages(),
+            commit=source,
+            sections=results,
+        )
+        (out / JSON_NAME).write_bytes(written.as_json())
+        (out / HTML_NAME).write_text(written.as_html(), encoding="utf-8")
+        return written
 
-            tell(section.title)
-            result = section.result(Scope(device, quick, tell))
-            progress.advance(task)
-            for line in result.lines():
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-            yield result
+    running = None
+    with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
+        for section in chosen:
+            running = section.name
+            write(running)
+            tell(f"{section.name}: {section.title}")
+            results.append(section.result(Scope(device, quick, partial(_told, tell, section.name))))
+            tell("", advance=1)
+            for line in results[-1].lines():
+                console.print(Text(line), soft_wrap=True)
+        running = None
+    return write(running)
+
+
+def _told(tell: Callable[[str], object], section: str, what: str) -> None:
+    tell(f"{section}: {what}")

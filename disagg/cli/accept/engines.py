@@ -5,16 +5,15 @@ runs one by one, and small runs through staging buffers. Every byte of both pool
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
 from disagg.cli.accept.report import NOT_HERE, Row
-from disagg.cli.accept.scope import NotHere, Scope, Wrong
-from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED, OtherProcess
+from disagg.cli.accept.scope import Scope
+from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED
 from disagg.engines.base import TransferError, create_engine, engine_class, engine_names
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import STAGING_BYTES, DecodeEndpoint
@@ -25,142 +24,132 @@ from kvpool.layout import PoolLayout
 from kvpool.pools.base import KVPool
 from kvpool.pools.mha import MHAPool
 from kvpool.pools.mla import MLAPool
+from kvpool.process import Restarted
 from kvpool.render.text import human
+from kvpool.testing.case import Inapplicable, fail
 
 ROOM = "accept"
 
 
-class HandOff(NamedTuple):
-    """A class of pools, and the arguments of prefill's and of decode's."""
+class TrialMove(NamedTuple):
+    """A class of pools with its arguments, those in which decode differs, and a request's tokens,
+    also where little is tried.
+    """
 
-    name: str
     kind: type[KVPool]
-    common: Mapping[str, Any]
-    prefill: Mapping[str, Any]
-    decode: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    of_decode: Mapping[str, Any]
     tokens: int
     small_tokens: int
     staged: bool = False
 
-    def pool(self, side: Mapping[str, Any], tokens: int, device: str) -> KVPool:
-        """A side's pool, for a request of some tokens and with pages to spare."""
+    def side(self, name: str, tokens: int, device: str) -> TransferSide:
+        """A side's pool with a request and pages to spare."""
+        arguments = {**self.arguments, **(self.of_decode if name == "dest" else {})}
+        pages = 3 + -(-tokens // arguments["page_size"])
         build: Any = self.kind
-        pages = 3 + -(-tokens // side["page_size"])
-        made: KVPool = build(**{**self.common, **side}, num_pages=pages, device=device)
-        return made
+        return TransferSide(build(**arguments, num_pages=pages, device=device), tokens, name)
 
 
-HEADS = {"layers": range(4), "num_kv_heads": 8, "head_dim": 64, "dtype": "bf16"}
 LATENTS = {
     "layers": range(8),
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "dtype": "bf16",
     "placement": "page",
+    "page_size": 64,
+}
+HEADS = {
+    "layers": range(4),
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "dtype": "bf16",
+    "page_size": 32,
+    "order": "nhd",
 }
 # where the order of heads differs, each head of each token is a run: 128 bytes
-ORDERS = {"page_size": 32, "order": "nhd"}, {"page_size": 16, "order": "hnd"}
-HAND_OFFS = (
-    HandOff("large runs", MLAPool, LATENTS, {"page_size": 64}, {"page_size": 64}, 2000, 300),
-    HandOff("small runs", MHAPool, HEADS, *ORDERS, 1000, 100),
-    HandOff("small runs, staged", MHAPool, HEADS, *ORDERS, 1000, 100, staged=True),
-)
+ORDER = {"page_size": 16, "order": "hnd"}
+MOVES = {
+    "large runs": TrialMove(MLAPool, LATENTS, {}, 2000, 300),
+    "small runs": TrialMove(MHAPool, HEADS, ORDER, 1000, 100),
+    "small runs, staged": TrialMove(MHAPool, HEADS, ORDER, 1000, 100, staged=True),
+}
 
 
 def engine_rows(scope: Scope) -> list[Row]:
     """A row for each engine that does not work here, and for each hand-off of the others."""
     rows = []
-    with closing(_Other(scope.device.name)) as other:
-        for name in engine_names():
-            reason = engine_class(name).availability()
+    with closing(Restarted(TrialPrefill, scope.device.name)) as prefill:
+        for engine in engine_names():
+            reason = engine_class(engine).availability()
             if reason is not None:
-                rows.append(Row(name, NOT_HERE, reason))
+                rows.append(Row(engine, NOT_HERE, reason))
                 continue
-            rows += [
-                scope.tried(f"{name}, {each.name}", partial(_handed_over, scope, other, name, each))
-                for each in HAND_OFFS
-            ]
+            for move in MOVES:
+                moved = partial(_moved, scope, prefill, engine, move)
+                rows.append(scope.tried(f"{engine}, {move}", moved))
     return rows
 
 
-def _handed_over(scope: Scope, other: _Other, engine: str, case: HandOff) -> str:
-    """Hands one request over. Raises NotHere where the engine refuses the device's memory."""
-    tokens = case.small_tokens if scope.small else case.tokens
-    dest = TransferSide(case.pool(case.decode, tokens, scope.device.name), tokens, "dest")
-    with closing(_decode(case, engine, dest.pool.layout)) as decode:
-        address, refusal = other.process.call("open", engine, HAND_OFFS.index(case), tokens)
+def _moved(scope: Scope, prefill: Restarted, engine: str, name: str) -> str:
+    """Hands one request over. Raises Inapplicable if the engine refuses the device's memory."""
+    move, other = MOVES[name], prefill()
+    tokens = move.small_tokens if scope.small else move.tokens
+    dest = move.side("dest", tokens, scope.device.name)
+    with closing(_decode(move, engine, dest.pool.layout)) as decode:
+        address, refusal = other.call("open", engine, name, tokens)
         if refusal is not None:
-            raise NotHere(f"not for this device: {refusal}")
+            raise Inapplicable(f"not for this device: {refusal}")
         decode.connect([address], timeout=READER_TIMEOUT)
         decode.receive(ROOM, dest.address)
-        other.process.call("send")
+        other.call("send")
         if decode.wait(ROOM, READER_TIMEOUT) is not KVPoll.Success:
-            raise Wrong(f"the hand-off failed: {decode.failure(ROOM)}")
-        found = decode.metrics(ROOM)
+            fail(f"the hand-off failed: {decode.failure(ROOM)}")
+        metrics = decode.metrics(ROOM)
     dest.check()
-    other.process.call("check")
-    way = " through staging buffers" if case.staged else ""
-    runs = f"{found.runs:,} runs of {human(found.bytes_per_run)}{way}"
-    return f"{human(found.bytes_moved)} in {runs}; every byte of both pools is right"
+    other.call("check")
+    way = " through staging buffers" if move.staged else ""
+    runs = f"{metrics.runs:,} runs of {human(metrics.bytes_per_run)}{way}"
+    return f"{human(metrics.bytes_moved)} in {runs}; every byte of both pools is right"
 
 
-def _decode(case: HandOff, engine: str, layout: PoolLayout) -> DecodeEndpoint:
-    """Decode's endpoint. Raises NotHere."""
-    made, staging = create_engine(engine), STAGING_BYTES if case.staged else 0
+def _decode(move: TrialMove, name: str, layout: PoolLayout) -> DecodeEndpoint:
+    """Decode's endpoint. Raises Inapplicable."""
+    engine, staging = create_engine(name), STAGING_BYTES if move.staged else 0
     with ExitStack() as stack:
-        stack.callback(made.close)
-        if case.staged and not made.run_overhead_bytes:
-            raise NotHere(f"engine {engine} reads small runs as they are.")
-        if case.staged and not staging_buffers(layout, made, staging).slabs:
-            raise NotHere("not for this device: it cannot scatter from staging buffers.")
+        stack.callback(engine.close)
+        if move.staged and not engine.run_overhead_bytes:
+            raise Inapplicable(f"engine {name} reads small runs as they are.")
+        if move.staged and not staging_buffers(layout, engine, staging).slabs:
+            raise Inapplicable("not for this device: it cannot scatter from staging buffers.")
         try:
-            decode = DecodeEndpoint(layout, made, staging=staging, verify="checksum")
+            decode = DecodeEndpoint(layout, engine, staging=staging, verify="checksum")
         except REFUSED as error:
-            raise NotHere(f"not for this device: {error}") from None
+            raise Inapplicable(f"not for this device: {error}") from None
         stack.pop_all()
     return decode
 
 
-class _Other:
-    """The process that prefills, and another after it has ended."""
+class TrialPrefill:
+    """Called by the other process: it prefills."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
-        self._running: OtherProcess | None = None
-
-    @property
-    def process(self) -> OtherProcess:
-        """The process."""
-        if self._running is None or not self._running.process.is_alive():
-            self._running = OtherProcess(_serve, self._device)
-        return self._running
-
-    def close(self) -> None:
-        """Ends it."""
-        if self._running is not None:
-            self._running.close()
-
-
-class _Prefill:
-    """What the other process does when it is called."""
-
-    def __init__(self, device: str) -> None:
+        torch.set_num_threads(1)
         self._device = device
         self._endpoint: PrefillEndpoint | None = None
 
-    def open(self, engine: str, number: int, tokens: int) -> tuple[str | None, str | None]:
-        """Fills the pool of a hand-off. Returns its endpoint address, or why it is refused."""
+    def open(self, engine_name: str, move: str, tokens: int) -> tuple[str | None, str | None]:
+        """Fills the pool of a hand-off. Returns its endpoint's address, or why it is refused."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
-        case = HAND_OFFS[number]
-        self._side = TransferSide(case.pool(case.prefill, tokens, self._device), tokens, "source")
+        self._side = MOVES[move].side("source", tokens, self._device)
         self._side.write()
-        made = create_engine(engine)
+        engine = create_engine(engine_name)
         try:
-            self._endpoint = PrefillEndpoint(self._side.pool.layout, made)
+            self._endpoint = PrefillEndpoint(self._side.pool.layout, engine)
         except REFUSED as error:
-            made.close()
+            engine.close()
             return None, str(error)
         return self._endpoint.address, None
 
@@ -173,16 +162,3 @@ class _Prefill:
     def check(self) -> None:
         """Raises CheckFailure if a byte of the pool has changed."""
         self._side.memory.check(self._side.bytes)
-
-
-def _serve(pipe: Connection, device: str) -> None:
-    """The other process: answers calls until the pipe is closed; errors are sent as str."""
-    torch.set_num_threads(1)
-    side = _Prefill(device)
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            name, arguments = pipe.recv()
-            try:
-                pipe.send(getattr(side, name)(*arguments))
-            except Exception as error:  # it is told, and the next is tried
-                pipe.send(f"{type(error).__name__}: {error}")

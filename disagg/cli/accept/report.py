@@ -1,11 +1,15 @@
-"""The report: its JSON form, and whether it passed. docs/accept.md describes each field."""
+"""The report: its JSON form, which docs/accept.md describes, and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, Literal
 
 import msgspec
+
+from kvpool.render.page import page
 
 FORMAT = "kvpool-accept-2"
 
@@ -13,6 +17,28 @@ State = Literal["passed", "failed", "not here"]
 PASSED: State = "passed"
 FAILED: State = "failed"
 NOT_HERE: State = "not here"
+STATES = PASSED, FAILED, NOT_HERE
+UNPRINTABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What a page, or a file in UTF-8, cannot hold."""
+CSS = """
+:root { --passed: #1a7f37; }
+@media (prefers-color-scheme: dark) { :root { --passed: #57ab5a; } }
+table { border-collapse: collapse; width: 100%; margin: 6px 0; }
+tr { border-bottom: 1px solid var(--line); }
+td { vertical-align: top; padding: 3px 12px 3px 0; }
+.number { text-align: right; padding: 3px 0 3px 12px; font-variant-numeric: tabular-nums; }
+.state, .number { white-space: nowrap; }
+.counts { width: auto; }
+.sentence { width: 60%; overflow-wrap: anywhere; }
+.passed { color: var(--passed); } .quiet, .not-here { color: var(--quiet); }
+.failed { color: var(--found); font-weight: 600; }
+@media (max-width: 700px) {
+  .rows tr, .rows td:first-child { display: block; } .rows tr { padding: 5px 0; }
+  .rows td { display: inline; padding: 0 8px 0 0; } .rows td:first-child { font-weight: 600; }
+}
+"""
+Cell = tuple[str, str]
+"""Words, and the class that they are shown as."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,6 +51,18 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sentence: str
     seconds: float = 0.0
     figures: Mapping[str, Any] | None = None
+
+    @property
+    def cells(self) -> list[Cell]:
+        """A line of the page."""
+        seconds = f"{self.seconds:.2f} s" if self.seconds else ""
+        state = f"state {self.state.replace(' ', '-')}"
+        return [
+            (self.name, ""),
+            (self.state, state),
+            (self.sentence, "sentence"),
+            (seconds, "number"),
+        ]
 
 
 class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,9 +89,15 @@ class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return FAILED
         return PASSED if self.count(PASSED) else NOT_HERE
 
+    @property
+    def counts(self) -> list[Cell]:
+        """A line of the page."""
+        numbers = [*(f"{self.count(state):,}" for state in STATES), f"{self.seconds:,.1f}"]
+        return [(self.name, ""), *((number, "number") for number in numbers)]
+
     def lines(self) -> list[str]:
         """One line of text, and one for each row that failed."""
-        counts = [f"{self.count(s):,} {s}" for s in (PASSED, FAILED, NOT_HERE) if self.count(s)]
+        counts = [f"{self.count(s):,} {s}" for s in STATES if self.count(s)]
         head = f"{self.name:<12} {', '.join(counts)}, {self.seconds:.1f} s"
         return [head, *(f"  FAIL {row.name}: {row.sentence}" for row in self.failed)]
 
@@ -80,8 +124,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def verdict(self) -> str:
         """One line: the device, and how many rows ended how."""
         counts = [
-            f"{sum(each.count(state) for each in self.sections):,} {state}"
-            for state in (PASSED, FAILED, NOT_HERE)
+            f"{sum(section.count(state) for section in self.sections):,} {state}"
+            for state in STATES
         ]
         extent = "" if self.complete else ", some sections"
         size = ", quick" if self.quick else ""
@@ -93,3 +137,46 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def as_json(self) -> bytes:
         """One JSON object."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def as_html(self) -> str:
+        """One page: verdict, what failed, the sections, and the machine."""
+        version, source = self.versions.get("kvpool", ""), self.commit or "an installed package"
+        body = [f"<p>{_text(f'kvpool {version}, {source}, {self.date}')}</p>"]
+        failed = [
+            ((f"{section.name}: {row.name}", "failed"), (row.sentence, "sentence"))
+            for section in self.sections
+            for row in section.failed
+        ]
+        if failed:
+            body += ["<h2>What failed</h2>", _table(failed, "rows")]
+        titles: list[Cell] = [
+            ("", ""),
+            *((words, "number quiet") for words in (*STATES, "seconds")),
+        ]
+        counts = [titles, *(section.counts for section in self.sections)]
+        body += ["<h2>Sections</h2>", _table(counts, "counts")]
+        for section in self.sections:
+            body += [f"<h2>{_text(f'{section.name}: {section.title}')}</h2>"]
+            body += [_table((row.cells for row in section.rows), "rows")]
+        for title, facts in (("The machine", self.machine), ("Packages", self.versions)):
+            lines = (((name, ""), (value, "sentence")) for name, value in facts.items())
+            body += [f"<h2>{title}</h2>", _table(lines)]
+        style = f"{CSS}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
+        return page(_printable(f"kvpool accept: {self.verdict}"), *body, style=style)
+
+
+def _table(lines: Iterable[Iterable[Cell]], kind: str = "") -> str:
+    rows = (
+        "".join(f'<td class="{shown}">{_text(words)}</td>' for words, shown in line)
+        for line in lines
+    )
+    written = "".join(f"<tr>{row}</tr>\n" for row in rows)
+    return f'<table class="{kind}">\n{written}</table>'
+
+
+def _text(words: str) -> str:
+    return escape(_printable(words))
+
+
+def _printable(words: str) -> str:
+    return UNPRINTABLE.sub("\ufffd", words)

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row
 from kvpool.device import Device
-
-
-class NotHere(Exception):
-    """Something cannot be tried on this device or machine; the message says why."""
-
-
-class Wrong(Exception):
-    """What was tried gave another result than it must."""
+from kvpool.testing.case import CheckFailure, Inapplicable
 
 
 @dataclass(frozen=True)
@@ -27,27 +20,22 @@ class Scope:
     tell: Callable[[str], None] = lambda _: None
 
     @property
-    def on_host(self) -> bool:
-        """Whether the device's memory is the host's."""
-        return self.device.allocate(1).device.type == "cpu"
-
-    @property
     def small(self) -> bool:
         """Whether sizes are minimal and nothing is timed: if `quick`, and on emulated devices."""
         return self.quick or self.device.emulated
 
     def tried(self, name: str, work: Callable[[], str]) -> Row:
-        """The row of one thing that is tried. `work` returns what it found, or raises NotHere;
-        anything else that it raises is a failure.
+        """The row of one thing that is tried. `work` returns what it found, or raises Inapplicable
+        if it cannot be tried here; anything else that it raises is a failure.
         """
         self.tell(name)
         began = time.monotonic()
         try:
             state, sentence = PASSED, work()
-        except NotHere as why:
+        except Inapplicable as why:
             state, sentence = NOT_HERE, str(why)
-        except Wrong as what:
-            state, sentence = FAILED, str(what)
+        except CheckFailure as failure:
+            state, sentence = FAILED, str(failure)
         except Exception as error:  # the others are tried all the same
             state, sentence = FAILED, f"{type(error).__name__}: {error}"
         return Row(name, state, " ".join(sentence.split()), time.monotonic() - began)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from disagg.cli.accept.bench import bench_rows
-from disagg.cli.accept.conformance import conformance_rows
 from disagg.cli.accept.engines import engine_rows
-from disagg.cli.accept.graphs import graph_rows
-from disagg.cli.accept.ipc import ipc_rows
+from disagg.cli.accept.kit import conformance_rows, hardware_rows
 from disagg.cli.accept.models import model_rows
 from disagg.cli.accept.report import FAILED, Row, SectionResult
 from disagg.cli.accept.scope import Scope
-from disagg.cli.accept.streams import stream_rows
+from kvpool.testing.run import HARDWARE_CHECKS
 
 
 class Section(NamedTuple):
@@ -37,9 +36,7 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("conformance", "the kit that every device must pass, byte for byte", conformance_rows),
-    Section("streams", "work on streams is ordered by events and never waits", stream_rows),
-    Section("graphs", "captured writes, reads and copies replay with new inputs", graph_rows),
-    Section("ipc", "another process maps the device's memory", ipc_rows),
+    *(Section(group.name, group.title, partial(hardware_rows, group)) for group in HARDWARE_CHECKS),
     Section("engines", "every engine moves the device's memory between processes", engine_rows),
     Section("models", "real models prefill in one process and decode in another", model_rows),
     Section("bench", "every operation beside the plain copy that bounds it", bench_rows),

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.cli.bench.handoff.decode import DecodeSide
-from disagg.cli.bench.peer import PeerReader
+from disagg.cli.bench.handoff.decode import TimedHandOffs
+from disagg.cli.bench.peer import OneOpen, PeerReader
 from disagg.cli.bench.work import Work
 from kvpool.device import Device
 
@@ -16,16 +16,16 @@ COPY = "copy"
 
 
 class BenchContext(NamedTuple):
-    """Where cases run: a device, and readers of a peer's memory of the same kind."""
+    """Where cases run: a device, and peers in another process that has memory of the same kind."""
 
     device: Device
-    reader: Callable[[str], PeerReader]
-    """The reader of an engine by name; closes the previous one. Raises CannotRun."""
-    handoffs: Callable[[str, str], DecodeSide]
-    """Endpoints of an engine and a family; closes the previous ones. Raises CannotRun."""
+    readers: OneOpen[PeerReader]
+    """By engine."""
+    handoffs: OneOpen[TimedHandOffs]
+    """By engine and family."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCase:
     """`nbytes` are the bytes of a copy with as much memory traffic as the case; 0 if it moves none.
 
@@ -41,8 +41,13 @@ class BenchCase:
     calls: int = 0
     engine: str | None = None
 
+    @property
+    def title(self) -> str:
+        """Group and name."""
+        return f"{self.group}: {self.name}"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """How much each case moves, and for how many `seconds` and rounds it is timed. Calls that take
     `batch_seconds` together are timed as one.
@@ -55,10 +60,6 @@ class Sizes:
     run_bytes: int
     """Bytes to gather and scatter."""
     transfer_bytes: int
-    bound_pages: int
-    """Pages to bind, of 64 tokens in 61 layers."""
-    plan_ranks: int
-    """Ranks of prefill to plan with, a multiple of 64."""
     handoff_tokens: tuple[int, ...] = (1, 128, 8192)
     handoff_chunk: int = 2048
     """Tokens of requests, and of their chunks where they come in several."""
@@ -70,13 +71,18 @@ class Sizes:
 
 MIB = 1 << 20
 QUICK = Sizes(
-    *(MIB // 4, 2, MIB, 2 * MIB, 64, 64, (1, 512), 256),
+    entry_bytes=MIB // 4,
+    pages=2,
+    run_bytes=MIB,
+    transfer_bytes=2 * MIB,
+    handoff_tokens=(1, 512),
+    handoff_chunk=256,
     least_rounds=3,
     seconds=0.0,
     batch_seconds=0.0,
 )
-HOST_SIZES = Sizes(22 * MIB, 8, 32 * MIB, 32 * MIB, 2048, 512)
-ACCELERATOR = Sizes(256 * MIB, 128, 256 * MIB, 64 * MIB, 2048, 512)
+HOST_SIZES = Sizes(entry_bytes=22 * MIB, pages=8, run_bytes=32 * MIB, transfer_bytes=32 * MIB)
+ACCELERATOR = Sizes(entry_bytes=256 * MIB, pages=128, run_bytes=256 * MIB, transfer_bytes=64 * MIB)
 
 
 def sizes_for(device: Device, quick: bool) -> Sizes:

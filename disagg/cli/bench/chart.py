@@ -8,7 +8,7 @@ from itertools import groupby
 
 from disagg.cli.bench.cases import GROUPS
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import Report, number_of, time_of
+from disagg.cli.bench.report import BenchReport, number_of, time_of
 from kvpool.render.chart import COLOURS, Axis, Chart, Kind, Mark, Panel, Row, log_axis
 
 WORST = 0.001
@@ -17,7 +17,7 @@ COPIES = "Rate relative to a plain copy of as many bytes"
 HOST_WORK = "Speed relative to another implementation"
 
 
-def chart_of(report: Report) -> Chart:
+def chart_of(report: BenchReport) -> Chart:
     """Two panels: cases bounded by a plain copy, and those with another reference."""
     rows = [row for row in report.rows if row.ratio is not None]
     panels = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,23 +18,51 @@ DRIVERS = {
     "cuda": Path("/proc/driver/nvidia/version"),
     "npu": Path("/usr/local/Ascend/driver/version.info"),
 }
+NVIDIA_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def machine(device: Device) -> dict[str, str]:
     """The device's name and driver, and the host and its load."""
     kind = device.allocate(1).device
-    found = {"device": device.name, "name": _cpu()}
+    facts = {"device": device.name, "name": _cpu()}
     if kind.type != "cpu":
         name_of = getattr(torch.get_device_module(kind), "get_device_name", str)
-        found["name"] = name_of(kind)
-        found["driver"] = _first_line(DRIVERS.get(kind.type))
-        found["host"] = _cpu()
+        facts["name"] = name_of(kind)
+        facts["driver"] = _first_line(DRIVERS.get(kind.type))
+        facts["host"] = _cpu()
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-    found["system"] = f"{platform.system()} {platform.release()}"
-    found["cores"] = str(os.cpu_count())
-    found["threads"] = "1"
-    found["load before"] = load
-    return found
+    facts["system"] = f"{platform.system()} {platform.release()}"
+    facts["cores"] = str(os.cpu_count())
+    facts["threads"] = "1"
+    facts["load before"] = load
+    return facts
+
+
+def detailed(device: Device) -> dict[str, str]:
+    """The same, the device's properties, and what torch was built for."""
+    details, kind = machine(device), device.allocate(1).device
+    if kind.type != "cpu":
+        # containers have no /proc of the driver
+        if kind.type == "cuda" and details.get("driver") == "unknown":
+            details["driver"] = _printed(*NVIDIA_DRIVER) or "unknown"
+        module = torch.get_device_module(kind)
+        if hasattr(module, "get_device_properties"):
+            details["properties"] = str(module.get_device_properties(kind))
+    if torch.version.cuda:
+        details["torch built for CUDA"] = torch.version.cuda
+    return details
+
+
+def commit() -> str | None:
+    """The commit that this code was checked out from, and whether files differ from it; None for
+    an installed package.
+    """
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    head = _printed("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _printed("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{head}{', with changes' if changed else ''}" if head else None
 
 
 def packages() -> dict[str, str]:
@@ -46,9 +75,9 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def one_line(found: Mapping[str, str]) -> str:
+def one_line(facts: Mapping[str, str]) -> str:
     """One line of names and values."""
-    return ", ".join(f"{name} {value}" for name, value in found.items())
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _cpu() -> str:
@@ -58,6 +87,15 @@ def _cpu() -> str:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{named[0] if named else platform.processor()} ({platform.machine()})"
+
+
+def _printed(*command: str) -> str:
+    """What a command prints, or nothing if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _first_line(path: Path | None) -> str:

@@ -20,7 +20,7 @@ MOST_CALLS = 1000
 UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.OutOfMemoryError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Median seconds of a call of a case and of its reference, and medians of the rounds' ratios
     (reference over case: 1 is as fast as the bound) and differences (`beyond` the reference, in
@@ -62,11 +62,11 @@ def measured(case: BenchCase, context: BenchContext, sizes: Sizes) -> Measuremen
             work = opened(case, context)
             return _timed(case, work, context.device, sizes)
     except UNABLE as error:
-        return Measurement(case, reason=str(error))
+        return Measurement(case=case, reason=str(error))
     except WrongBytes as error:
-        return Measurement(case, reason=f"wrong: {error}", failed=True)
+        return Measurement(case=case, reason=f"wrong: {error}", failed=True)
     except Exception as error:  # a failure of one case must not end the others
-        return Measurement(case, reason=f"{type(error).__name__}: {error}", failed=True)
+        return Measurement(case=case, reason=f"{type(error).__name__}: {error}", failed=True)
 
 
 def opened(case: BenchCase, context: BenchContext) -> Work:
@@ -130,14 +130,21 @@ def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Mea
     ours, theirs = (median(times) for times in zip(*taken))
     ratio = median(reference / mine for mine, reference in taken)
     beyond = median(mine - reference for mine, reference in taken)
-    return Measurement(case, ours, theirs, ratio, beyond, len(taken))
+    return Measurement(
+        case=case,
+        seconds=ours,
+        reference_seconds=theirs,
+        ratio=ratio,
+        beyond=beyond,
+        rounds=len(taken),
+    )
 
 
 def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
-    made = effort(case, work, device, sizes)
+    calls, reference_calls, rounds = effort(case, work, device, sizes)
     taken = []
-    for _ in range(made.rounds):
+    for _ in range(rounds):
         # the reference first: it evicts the case's data from the caches
-        theirs = batch(work.reference, made.reference_calls, device, work.clock)
-        taken.append((batch(work.ours, made.calls, device, work.clock), theirs))
+        theirs = batch(work.reference, reference_calls, device, work.clock)
+        taken.append((batch(work.ours, calls, device, work.clock), theirs))
     return measurement_of(case, taken)

@@ -22,9 +22,12 @@ def move_cases(sizes: Sizes) -> Iterator[BenchCase]:
     nbytes = sizes.pages * LAYERS * MLA_PAGE_BYTES
     for placement in ("layer", "page"):
         for ids in ("device", "host"):
-            name = f"MLA by {placement}, {ids} ids"
-            opened = partial(open_move, sizes.pages, placement, ids)
-            yield BenchCase("move", name, nbytes, opened)
+            yield BenchCase(
+                group="move",
+                name=f"MLA by {placement}, {ids} ids",
+                nbytes=nbytes,
+                open=partial(open_move, sizes.pages, placement, ids),
+            )
 
 
 def open_move(pages: int, placement: Placement, ids: str, context: BenchContext) -> Work:
@@ -40,19 +43,19 @@ def open_move(pages: int, placement: Placement, ids: str, context: BenchContext)
     views = [pool.item_bytes_view(buffer) for buffer in pool.layout.buffers]
     shuffled = 1 + np.random.default_rng(0).permutation(2 * pages)
     src, dst = shuffled[:pages], shuffled[pages:]
-    there, here = (torch.from_numpy(each).to(views[0].device) for each in (src, dst))
+    sources, dests = (torch.from_numpy(ids).to(views[0].device) for ids in (src, dst))
     expected = [noise(pages, MLA_PAGE_BYTES, seed=layer) for layer in range(LAYERS)]
-    for view, held in zip(views, expected):
-        view[there] = held.to(view.device)
+    for view, rows in zip(views, expected):
+        view[sources] = rows.to(view.device)
 
     def check() -> None:
-        for layer, (view, held) in enumerate(zip(views, expected)):
-            need_equal(f"pages of layer {layer}", view[here], held)
+        for layer, (view, rows) in enumerate(zip(views, expected)):
+            need_equal(f"pages of layer {layer}", view[dests], rows)
 
     if ids == "host":
         ours = partial(pool.copy_items, "kv", src, dst)
     else:
-        ours = partial(context.device.copy_items, views, there, here, disjoint=True)
+        ours = partial(context.device.copy_items, views, sources, dests, disjoint=True)
     return Work(ours, plain_copy(context.device, pages * LAYERS * MLA_PAGE_BYTES), check)
 
 
@@ -62,7 +65,7 @@ def run_cases(sizes: Sizes) -> Iterator[BenchCase]:
         for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width
             opened = partial(open_runs, group, count, width)
-            yield BenchCase(group, name, count * width, opened)
+            yield BenchCase(group=group, name=name, nbytes=count * width, open=opened)
 
 
 def open_runs(group: str, count: int, width: int, context: BenchContext) -> Work:
@@ -70,20 +73,20 @@ def open_runs(group: str, count: int, width: int, context: BenchContext) -> Work
     apart = context.device.allocate(2 * count * width)
     whole = context.device.allocate(count * width)
     slots = np.random.default_rng(0).permutation(2 * count)[:count]
-    held = noise(count, width)
-    at = torch.from_numpy(slots).to(apart.device)
+    runs = noise(count, width)
+    places = torch.from_numpy(slots).to(apart.device)
     addresses = apart.data_ptr() + slots * width, whole.data_ptr() + np.arange(count) * width
     if group == "gather":
-        apart.view(-1, width)[at] = held.to(apart.device)
+        apart.view(-1, width)[places] = runs.to(apart.device)
         src, dst = addresses
     else:
-        whole.view(-1, width).copy_(held)
+        whole.view(-1, width).copy_(runs)
         dst, src = addresses
     nbytes = np.full(count, width, dtype=np.int64)
 
     def check() -> None:
-        found = whole.view(-1, width) if group == "gather" else apart.view(-1, width)[at]
-        need_equal("runs", found, held)
+        copied = whole.view(-1, width) if group == "gather" else apart.view(-1, width)[places]
+        need_equal("runs", copied, runs)
 
     return Work(
         partial(context.device.copy_runs, src, dst, nbytes),

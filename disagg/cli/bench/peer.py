@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,11 +16,65 @@ from disagg.engines.base import Engine, EngineUnavailable, TransferError, create
 from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, DeviceUnavailable, get_device
 from kvpool.layout import Slab
+from kvpool.process import OtherProcess, ProcessFailed, Restarted
 
 READER_TIMEOUT = 60.0
-"""Seconds to wait for the peer process or a read."""
+"""Seconds to wait for a read or a hand-off."""
 WAIT_SECONDS = 0.1
-REFUSED = (EngineUnavailable, TransferError, DeviceUnavailable, MemoryError, NotImplementedError)
+REFUSED = (
+    EngineUnavailable,
+    TransferError,
+    ProcessFailed,
+    DeviceUnavailable,
+    MemoryError,
+    NotImplementedError,
+)
+"""Why an engine or a device cannot run a case."""
+
+
+class Closable(Protocol):
+    """What is closed after its use."""
+
+    def close(self) -> None:
+        """Closes it."""
+
+
+_T = TypeVar("_T", bound=Closable)
+
+
+class OneOpen(Generic[_T]):
+    """What `open(other, *key)` returned last, which uses another process.
+
+    It is closed before another is opened. The process starts with the first.
+    """
+
+    def __init__(self, processes: Restarted, open: Callable[..., _T]) -> None:
+        self._processes, self._open = processes, open
+        self._key: tuple[str, ...] = ()
+        self._opened: _T | CannotRun | None = None
+
+    def __call__(self, *key: str) -> _T:
+        """What is open for a key, such as an engine. Raises CannotRun if it cannot be opened."""
+        if self._opened is None or self._key != key or not self._processes.alive:
+            self._close_opened()
+            self._key = key
+            try:
+                self._opened = self._open(self._processes(), *key)
+            except REFUSED as error:
+                self._opened = CannotRun(str(error))
+        if isinstance(self._opened, CannotRun):
+            raise self._opened
+        return self._opened
+
+    def close(self) -> None:
+        """Closes what is open, and ends the process."""
+        self._close_opened()
+        self._processes.close()
+
+    def _close_opened(self) -> None:
+        if self._opened is not None and not isinstance(self._opened, CannotRun):
+            self._opened.close()
+        self._opened = None
 
 
 class PeerReader:
@@ -30,18 +83,25 @@ class PeerReader:
     `memory` is this side's; the peer's, at pointer `base`, holds `pattern`.
     """
 
-    def __init__(self, engine: Engine, peer: Any, base: int, memory: torch.Tensor) -> None:
-        self.engine, self.peer, self.base, self.memory = engine, peer, base, memory
-        self._told, self._tells = os.pipe()
-        os.set_blocking(self._told, False)
-        os.set_blocking(self._tells, False)
-        engine.notify(self._tells)
+    def __init__(self, memory: torch.Tensor, other: OtherProcess, name: str) -> None:
+        self.engine, self.memory = create_engine(name), memory
+        try:
+            self.base: int = other.call("base")
+            self.engine.register([slab_of(memory)])
+            self.peer: Any = self.engine.connect(other.call("metadata", name))
+        except BaseException:
+            self.engine.close()
+            raise
+        self._wake, self._notify = os.pipe()
+        for end in (self._wake, self._notify):
+            os.set_blocking(end, False)
+        self.engine.notify(self._notify)
 
     def close(self) -> None:
         """Closes the engine."""
         self.engine.close()
-        os.close(self._told)
-        os.close(self._tells)
+        os.close(self._wake)
+        os.close(self._notify)
 
     def read(self, batch: CopyBatch) -> None:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
@@ -55,116 +115,50 @@ class PeerReader:
                     self._wait()
 
     def _wait(self) -> None:
-        """Until the engine tells that a transfer may have ended."""
-        if select.select([self._told], [], [], WAIT_SECONDS)[0]:
-            os.read(self._told, 4096)
+        """Waits until the engine reports that a transfer may have ended."""
+        if select.select([self._wake], [], [], WAIT_SECONDS)[0]:
+            os.read(self._wake, 4096)
 
 
-class PeerReaders:
-    """Readers by engine, one at a time. The peer process starts with the first reader; each side
-    has `nbytes` of the device's memory.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self._device, self._nbytes = device, nbytes
-        self._other: PeerProcess | None = None
-        self._last: tuple[str, PeerReader | str] | None = None
-
-    def reader(self, name: str) -> PeerReader:
-        """The reader of an engine; closes the previous one. Raises CannotRun if the engine does
-        not work here or with this device's memory.
-        """
-        if self._last is None or self._last[0] != name:
-            self._give_up()
-            self._last = name, self._connect(name)
-        found = self._last[1]
-        if isinstance(found, str):
-            raise CannotRun(found)
-        return found
-
-    def close(self) -> None:
-        """Closes the engine, and ends the process."""
-        self._give_up()
-        if self._other is not None:
-            self._other.close()
-            self._other = None
-
-    def _connect(self, name: str) -> PeerReader | str:
-        try:
-            engine = create_engine(name)
-        except EngineUnavailable as error:
-            return str(error)
-        try:
-            if self._other is None or not self._other.process.is_alive():
-                self._other = PeerProcess(self._device, self._nbytes)
-            memory = self._other.memory
-            engine.register([_slab(memory)])
-            peer = engine.connect(self._other.metadata(name))
-        except REFUSED as error:
-            engine.close()
-            return str(error)
-        return PeerReader(engine, peer, self._other.base, memory)
-
-    def _give_up(self) -> None:
-        if self._last is not None and isinstance(self._last[1], PeerReader):
-            self._last[1].close()
-        self._last = None
+def peer_readers(device: Device, nbytes: int) -> OneOpen[PeerReader]:
+    """Readers by engine. Each side has `nbytes` of the device's memory."""
+    memory = device.allocate(nbytes)
+    processes = Restarted(PeerMemory, device.name, nbytes)
+    return OneOpen(processes, partial(PeerReader, memory))
 
 
-class OtherProcess:
-    """A process that runs `serve(pipe, *arguments)`, which answers calls."""
+class PeerMemory:
+    """The peer process: memory that holds `pattern`, served by one engine at a time."""
 
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, there = spawn.Pipe()
-        self.process = spawn.Process(target=serve, args=(there, *arguments), daemon=True)
-        self.process.start()
-        there.close()
+    def __init__(self, device: str, nbytes: int) -> None:
+        torch.set_num_threads(1)
+        peer_device = get_device(device)
+        self._memory = peer_device.allocate(nbytes)
+        self._memory.copy_(pattern(nbytes))
+        peer_device.record().synchronize()
+        self._engine: Engine | None = None
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """The answer to a call. Raises TransferError."""
-        self.post(name, *arguments)
-        return self.answer()
+    @property
+    def progress_seconds(self) -> float | None:
+        """How often the engine is to make progress."""
+        return None if self._engine is None else self._engine.progress_seconds
 
-    def post(self, name: str, *arguments: Any) -> None:
-        """Makes a call, of which `answer` is to be taken."""
-        self._pipe.send((name, arguments))
+    def progress(self) -> None:
+        """Lets reads proceed."""
+        if self._engine is not None:
+            self._engine.progress()
 
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
-
-    def answer(self) -> Any:
-        """The process's next answer. Raises TransferError with its error, if it sends one."""
-        try:
-            if not self._pipe.poll(READER_TIMEOUT):
-                self.close()
-                raise TransferError(f"the other process did not answer in {READER_TIMEOUT:.0f} s.")
-            said = self._pipe.recv()
-        except EOFError:
-            self.process.join()
-            raise TransferError(
-                f"the other process ended with status {self.process.exitcode}."
-            ) from None
-        if isinstance(said, str):
-            raise TransferError(f"in the other process: {said}")
-        return said
-
-
-class PeerProcess(OtherProcess):
-    """The peer process, its memory at `base`, and as much `memory` of this process."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.memory = device.allocate(nbytes)
-        super().__init__(serve, device.name, nbytes)
-        self.base: int = self.answer()
+    def base(self) -> int:
+        """The memory's pointer."""
+        return self._memory.data_ptr()
 
     def metadata(self, engine: str) -> bytes:
-        """Metadata of the peer's engine of that name, which replaces its previous one."""
-        said: bytes = self.call("metadata", engine)
-        return said
+        """Metadata of an engine of that name, which replaces the one before."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = create_engine(engine)
+        self._engine.register([slab_of(self._memory)])
+        return self._engine.metadata()
 
 
 def pattern(nbytes: int) -> torch.Tensor:
@@ -172,37 +166,6 @@ def pattern(nbytes: int) -> torch.Tensor:
     return noise(nbytes, seed=7)
 
 
-def serve(pipe: Connection, device: str, nbytes: int) -> None:
-    """The peer process: serves the engine requested last until the pipe is closed; errors are sent
-    as str.
-    """
-    torch.set_num_threads(1)
-    engine: Engine | None = None
-    try:
-        there = get_device(device)
-        memory = there.allocate(nbytes)
-        memory.copy_(pattern(nbytes))
-        there.record().synchronize()
-        pipe.send(memory.data_ptr())
-        while True:
-            if engine is not None and not pipe.poll(engine.progress_seconds):
-                engine.progress()
-                continue
-            _, (name,) = pipe.recv()
-            if engine is not None:
-                engine.close()
-                engine = None
-            try:
-                engine = create_engine(name)
-                engine.register([_slab(memory)])
-                pipe.send(engine.metadata())
-            except REFUSED as error:
-                pipe.send(str(error))
-    except (EOFError, KeyboardInterrupt):
-        pass
-    except REFUSED as error:
-        pipe.send(str(error))
-
-
-def _slab(memory: torch.Tensor) -> Slab:
+def slab_of(memory: torch.Tensor) -> Slab:
+    """A tensor of bytes as memory to register."""
     return Slab(memory.data_ptr(), memory.numel(), str(memory.device))

@@ -11,11 +11,12 @@ from disagg.cli.bench.measure import Measurement
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchReport:
     """Measurements, and where and when (UTC) they were taken. `quick` sizes fit into caches."""
 
     machine: Mapping[str, str]
@@ -77,16 +78,25 @@ class Report:
         )
         return table
 
+    def print(self, console: Console) -> None:
+        """Prints header, table and what was left out."""
+        from rich.text import Text
+
+        console.print(Text(self.header()), soft_wrap=True)
+        console.print(self.table(), crop=False)
+        for line in self.left_out():
+            console.print(Text(line), soft_wrap=True)
+
     def left_out(self) -> list[str]:
         """Why cases did not run, one sentence per reason."""
-        found: dict[tuple[str, str | None, str], list[Measurement]] = {}
+        alike: dict[tuple[str, str | None, str], list[Measurement]] = {}
         for row in self.rows:
             if row.reason is not None:
                 key = row.case.group, row.case.engine, row.reason
-                found.setdefault(key, []).append(row)
+                alike.setdefault(key, []).append(row)
         return [
             f"{'failed' if rows[0].failed else 'not run'}: {_named(group, rows)}: {reason}"
-            for (group, _, reason), rows in found.items()
+            for (group, _, reason), rows in alike.items()
         ]
 
 

@@ -19,10 +19,9 @@ from kvpool.layout.formats import scale_role
 
 WINDOW_PAGE = 128
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}
-MLA_ROLES = {"latent": (512,), "rope": (64,)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryFormat:
     """Entries of one layer: their pool, the shape of their bf16 values by role, and the stored
     bytes per entry.
@@ -35,7 +34,7 @@ class EntryFormat:
     stored: int
 
     @property
-    def given(self) -> int:
+    def value_bytes(self) -> int:
         """Bytes of an entry's values."""
         return 2 * sum(int(np.prod(shape)) for shape in self.roles.values())
 
@@ -51,25 +50,25 @@ class EntryFormat:
         )
 
 
+_K_AND_V = {"k": (8, 128), "v": (8, 128)}
+_MLA = {"latent": (512,), "rope": (64,)}
+_DSV4 = {"swa.latent": (448,), "swa.rope": (64,)}
+
+
+def _format(
+    name: str, kind: type[KVPool], roles: Mapping[str, Any], stored: int, **arguments: Any
+) -> EntryFormat:
+    return EntryFormat(name=name, kind=kind, roles=roles, stored=stored, arguments=arguments)
+
+
 ENTRY_FORMATS = (
-    EntryFormat("K and V 8 x 128, NHD", MHAPool, HEADS, {"k": (8, 128), "v": (8, 128)}, 4096),
-    EntryFormat(
-        "K and V 8 x 128, HND",
-        MHAPool,
-        {**HEADS, "order": "hnd"},
-        {"k": (8, 128), "v": (8, 128)},
-        4096,
-    ),
-    EntryFormat("MLA bf16, 1152 B", MLAPool, {"packing": "bf16"}, MLA_ROLES, 1152),
-    EntryFormat("MLA fp8, 656 B", MLAPool, {"packing": "fp8"}, MLA_ROLES, 656),
-    EntryFormat("index keys fp8, 132 B", NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
-    EntryFormat(
-        "DSv4 fp8, 584 B",  # of which one byte is spare
-        DSv4Pool,
-        {"packing": "fp8", "compress_ratios": [0]},
-        {"swa.latent": (448,), "swa.rope": (64,)},
-        583,
-    ),
+    _format("K and V 8 x 128, NHD", MHAPool, _K_AND_V, 4096, **HEADS),
+    _format("K and V 8 x 128, HND", MHAPool, _K_AND_V, 4096, **HEADS, order="hnd"),
+    _format("MLA bf16, 1152 B", MLAPool, _MLA, 1152, packing="bf16"),
+    _format("MLA fp8, 656 B", MLAPool, _MLA, 656, packing="fp8"),
+    _format("index keys fp8, 132 B", NSAPool, {"index_key": (128,)}, 132, packing="fp8"),
+    # 584 bytes, of which one is spare
+    _format("DSv4 fp8, 584 B", DSv4Pool, _DSV4, 583, packing="fp8", compress_ratios=[0]),
 )
 
 
@@ -85,40 +84,43 @@ def load_cases(sizes: Sizes) -> Iterator[BenchCase]:
 
 def _cases(group: str, opens: Callable[..., Work], sizes: Sizes) -> Iterator[BenchCase]:
     for rows in ENTRY_FORMATS:
-        both = rows.given + rows.stored
-        tokens = max(1, 2 * sizes.entry_bytes // both // WINDOW_PAGE) * WINDOW_PAGE
-        nbytes = tokens * both // 2
-        yield BenchCase(group, rows.name, nbytes, partial(opens, rows, tokens, nbytes))
+        moved = rows.value_bytes + rows.stored  # of an entry, twice what a copy counts
+        tokens = max(1, 2 * sizes.entry_bytes // moved // WINDOW_PAGE) * WINDOW_PAGE
+        nbytes = tokens * moved // 2
+        opened = partial(opens, rows, tokens, nbytes)
+        yield BenchCase(group=group, name=rows.name, nbytes=nbytes, open=opened)
 
 
 def open_store(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See store_cases."""
-    pool, where, values = _filled(rows, tokens, context)
+    pool, locations, values = _filled(rows, tokens, context)
 
     def check() -> None:
         for role, expected in _stored(pool, values).items():
-            found = _entries(pool, role, where)
-            need_equal(f"entries of {role}", found, expected.contiguous().view(torch.uint8))
+            written = _entries(pool, role, locations)
+            need_equal(f"entries of {role}", written, expected.contiguous().view(torch.uint8))
 
-    return Work(lambda: pool.write(0, where, values), plain_copy(context.device, nbytes), check)
+    return Work(lambda: pool.write(0, locations, values), plain_copy(context.device, nbytes), check)
 
 
 def open_load(rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext) -> Work:
     """See load_cases."""
-    pool, where, values = _filled(rows, tokens, context)
-    pool.write(0, where, values)
+    pool, locations, values = _filled(rows, tokens, context)
+    pool.write(0, locations, values)
     stored = _stored(pool, values)
     read: dict[str, torch.Tensor] = {}
 
     def ours() -> None:
-        read.update(zip(rows.roles, pool.read_roles(rows.roles, 0, where)))
+        read.update(zip(rows.roles, pool.read_roles(rows.roles, 0, locations)))
 
     def check() -> None:
         for role in rows.roles:
-            scales = stored.get(scale_role(role))
-            held = stored[role]
-            expected = held if scales is None else dequantise(held, scales, torch.bfloat16)
-            need_equal(f"entries of {role}", *(t.view(torch.uint8) for t in (read[role], expected)))
+            scales, expected = stored.get(scale_role(role)), stored[role]
+            if scales is not None:
+                expected = dequantise(expected, scales, torch.bfloat16)
+            need_equal(
+                f"entries of {role}", read[role].view(torch.uint8), expected.view(torch.uint8)
+            )
 
     return Work(ours, plain_copy(context.device, nbytes), check)
 
@@ -134,29 +136,29 @@ def _filled(
     entries = pool.view(first, 0).shape[1]
     seed = torch.Generator().manual_seed(0)
     pages = 1 + torch.randperm(tokens // entries, generator=seed)
-    where = (pages[:, None] * entries + torch.arange(entries)).flatten()
-    there = pool.view(first, 0).device
+    locations = (pages[:, None] * entries + torch.arange(entries)).flatten()
+    device = pool.view(first, 0).device
     values = {
-        role: torch.randn(tokens, *shape, generator=seed).bfloat16().to(there)
+        role: torch.randn(tokens, *shape, generator=seed).bfloat16().to(device)
         for role, shape in rows.roles.items()
     }
-    return pool, where.to(there), values
+    return pool, locations.to(device), values
 
 
 def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The entries that the pool must hold, computed on the host."""
-    found = {}
-    for role, given in values.items():
-        scales = scale_role(role)
+    entries = {}
+    for role, floats in values.items():
+        entries[role], scales = floats.cpu(), scale_role(role)
         if (pool.owner, 0, scales) in pool.layout.region_by_key:
             kind, view = pool.view(role, 0).dtype, pool.view(scales, 0)
-            found[role], found[scales] = quantise(given.cpu(), view.shape[-1], view.dtype, kind)
-        else:
-            found[role] = given.cpu()
-    return found
+            entries[role], entries[scales] = quantise(
+                floats.cpu(), view.shape[-1], view.dtype, kind
+            )
+    return entries
 
 
-def _entries(pool: KVPool, role: str, where: torch.Tensor) -> torch.Tensor:
+def _entries(pool: KVPool, role: str, locations: torch.Tensor) -> torch.Tensor:
     """Bytes of the pool's memory at locations, `[N, ..., byte]`, on the host."""
-    view, at = bits(pool.view(role, 0)).cpu(), where.cpu()
-    return view[at // view.shape[1], at % view.shape[1]].view(torch.uint8)
+    view, rows = bits(pool.view(role, 0)).cpu(), locations.cpu()
+    return view[rows // view.shape[1], rows % view.shape[1]].view(torch.uint8)

@@ -21,9 +21,13 @@ def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
     for engine in engines:
         for name, width in {**READ_WIDTHS, "one run": sizes.transfer_bytes}.items():
             count = sizes.transfer_bytes // width
-            title = f"{engine}, {name}"
-            opened = partial(open_transfer, engine, count, width)
-            yield BenchCase("transfer", title, count * width, opened, engine=engine)
+            yield BenchCase(
+                group="transfer",
+                name=f"{engine}, {name}",
+                nbytes=count * width,
+                open=partial(open_transfer, engine, count, width),
+                engine=engine,
+            )
 
 
 def memory_bytes(sizes: Sizes) -> int:
@@ -33,7 +37,7 @@ def memory_bytes(sizes: Sizes) -> int:
 
 def open_transfer(engine: str, count: int, width: int, context: BenchContext) -> Work:
     """See transfer_cases."""
-    reader = context.reader(engine)
+    reader = context.readers(engine)
     memory = reader.memory
     random = np.random.default_rng(0)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
@@ -43,11 +47,10 @@ def open_transfer(engine: str, count: int, width: int, context: BenchContext) ->
     context.device.record().synchronize()
 
     def check() -> None:
-        there = pattern(memory.numel())
-        expected = torch.zeros_like(there)
         slots = 2 * count * width
-        there, into = (each[:slots].view(-1, width) for each in (there, expected))
-        into[torch.from_numpy(dst // width)] = there[torch.from_numpy(src // width)]
-        need_equal("runs of memory", memory[:slots].view(-1, width), into)
+        runs = pattern(memory.numel())[:slots].view(-1, width)
+        expected = torch.zeros_like(runs)
+        expected[torch.from_numpy(dst // width)] = runs[torch.from_numpy(src // width)]
+        need_equal("runs of memory", memory[:slots].view(-1, width), expected)
 
     return Work(partial(reader.read, batch), plain_copy(context.device, count * width), check)

@@ -17,24 +17,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.processes import (
-    PROBLEMS,
-    decode_process,
-    prefill_process,
-    sentence_of,
-    spawned,
-)
-from disagg.cli.demo.run import Check, Decoded, say
+from disagg.cli.demo.decode import Comparison, DecodedPrompt, decoded_prompts, say
+from disagg.cli.demo.models import MODELS, DemoSettings
+from disagg.cli.demo.prefill import PrefillSide
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from kvpool.cli.output import check_output
 from kvpool.extras import needs
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import nearest
+from kvpool.process import OtherProcess
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -106,40 +102,46 @@ def demo(
     if find_spec("transformers") is None:
         raise typer.BadParameter(f"the demo {needs('transformers')}")
     check_output("--timeline", timeline, SUFFIXES)
-    settings = Settings(
-        model,
-        engine,
-        tuple(prompt_tokens),
-        chunk_tokens,
-        dtype,
-        packing or dtype,
-        seed,
-        max(1, (multiprocessing.cpu_count() or 2) // 2),
-        prefill_page,
-        decode_page,
-        device,
+    settings = DemoSettings(
+        model=model,
+        engine=engine,
+        prompts=tuple(prompt_tokens),
+        chunk_tokens=chunk_tokens,
+        new_tokens=new_tokens,
+        dtype=dtype,
+        packing=packing or dtype,
+        seed=seed,
+        threads=max(1, (multiprocessing.cpu_count() or 2) // 2),
+        prefill_page=prefill_page,
+        decode_page=decode_page,
+        device=device,
     )
-    console, failure = Console(stderr=as_json), None
-    found: list[Decoded] = []
-    try:
-        for each in run(settings, new_tokens, console, timeline):
-            found.append(each)
-    except PROBLEMS as error:
-        failure = sentence_of(error)
-        say(console, Check(False, failure))
-    passed = failure is None and all(check.passed for each in found for check in each.checks)
-    if as_json:
-        shown = ("model", "engine", "device", "dtype", "packing")
-        made = {name: getattr(settings, name) for name in shown}
-        made |= {"passed": passed, "failure": failure, "prompts": [*map(asdict, found)]}
-        typer.echo(json.dumps(made))
-    if not passed:
+    if not _played(settings, Console(stderr=as_json), as_json, timeline):
         raise typer.Exit(1)
 
 
+def _played(settings: DemoSettings, console: Console, as_json: bool, timeline: Path | None) -> bool:
+    """Runs the demo and prints its result. Whether it has passed."""
+    prompts: list[DecodedPrompt] = []
+    failure = None
+    try:
+        for prompt in run(settings, console, timeline):
+            prompts.append(prompt)
+    except PROBLEMS as error:
+        failure = str(error) or type(error).__name__
+        say(console, Comparison(False, failure))
+    passed = failure is None and all(check.passed for prompt in prompts for check in prompt.checks)
+    if as_json:
+        names = ("model", "engine", "device", "dtype", "packing")
+        result = {name: getattr(settings, name) for name in names}
+        result |= {"passed": passed, "failure": failure, "prompts": [*map(asdict, prompts)]}
+        typer.echo(json.dumps(result))
+    return passed
+
+
 def run(
-    settings: Settings, new_tokens: int, console: Console, timeline: Path | None = None
-) -> Iterator[Decoded]:
+    settings: DemoSettings, console: Console, timeline: Path | None = None
+) -> Iterator[DecodedPrompt]:
     """Runs the demo, prompt by prompt. Draws its hand-offs to `timeline`."""
     from kvpool.device import get_device
 
@@ -147,6 +149,5 @@ def run(
     reason = engine_class(settings.engine).availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
-    with spawned(prefill_process, settings) as peer:
-        yield from decode_process(peer, settings, new_tokens, console, timeline)
-        peer.process.join(5)
+    with OtherProcess(PrefillSide, name="prefill") as other:
+        yield from decoded_prompts(other, settings, console, timeline)

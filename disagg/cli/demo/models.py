@@ -94,20 +94,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings that both processes share, and each side's page size (0: the family's default)."""
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What both processes share: prompts by their lengths, each side's page size (0: the family's
+    default), and how many tokens are decoded.
+    """
 
     model: str
-    engine: str
+    engine: str = "local"
     prompts: tuple[int, ...]
     chunk_tokens: int
+    new_tokens: int
     dtype: str
     packing: str
-    seed: int
-    threads: int
-    prefill_page: int
-    decode_page: int
+    seed: int = 0
+    threads: int = 1
+    prefill_page: int = 0
+    decode_page: int = 0
     device: str = "cpu"
 
     @property
@@ -118,7 +121,7 @@ class Settings:
     def chunks(self, tokens: int) -> list[range]:
         """Positions of a prompt, by chunk."""
         size = self.chunk_tokens
-        return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+        return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def build(self) -> tuple[Any, torch.Tensor]:
         """The model and the longest prompt `[1, T]`, equal in every process."""
@@ -137,10 +140,10 @@ class Settings:
         make: Any = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, self.dtype))
         prompt = torch.randint(0, model.config.vocab_size, (1, max(self.prompts)))
-        where = get_device(self.device).allocate(1).device
-        return model.eval().to(where), prompt.to(where)
+        device = get_device(self.device).allocate(1).device
+        return model.eval().to(device), prompt.to(device)
 
-    def pool(self, model: Any, page: int, new_tokens: int = 0) -> Any:
+    def pool(self, model: Any, page: int) -> Any:
         """A pool for one request of the longest prompt and `new_tokens`, with three spare pages."""
         from kvpool.integrations.transformers import pool_for
         from kvpool.pools.budget import needed_items
@@ -151,6 +154,6 @@ class Settings:
             common["page_size"] = page
         few = dict.fromkeys(ITEM_COUNTS, 2)
         probe = pool_for(model.config, **common, **few, device="meta")
-        pages = -(-(max(self.prompts) + new_tokens) // probe.page_size) + 3
+        pages = -(-(max(self.prompts) + self.new_tokens) // probe.page_size) + 3
         items = needed_items([probe], 2, pages, self.chunk_tokens)
         return pool_for(model.config, **common, **items, device=self.device)

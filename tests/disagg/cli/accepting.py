@@ -51,6 +51,13 @@ class WrongByte(CPUDevice):
                 view.view(torch.uint8)[item, entry].flatten()[0] ^= 1
 
 
+class Crashing(CPUDevice):
+    """Ends its process when items are copied."""
+
+    def copy_items(self, views, src, dst, disjoint=False):
+        os._exit(7)
+
+
 class Handed(CPUDevice):
     """Host memory that other processes map by a handle, as they map a GPU's."""
 
@@ -118,6 +125,6 @@ class Unordered(Late):
 
 def install(folder: Path) -> None:
     """The devices above, as a package installs them."""
-    kinds = WrongByte, Handed, Beyond, Late, Waiting, Unordered
+    kinds = WrongByte, Crashing, Handed, Beyond, Late, Waiting, Unordered
     lines = [f"{kind.__name__.lower()} = {__name__}:{kind.__name__}" for kind in kinds]
     package(folder, "accepted", "\n".join(["[kvpool.devices]", *lines]))

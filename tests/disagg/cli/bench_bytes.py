@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.engines.base import engine_names
 
-PAGES, RUNS, READ, BOUND = 2, 1 << 20, 2 << 20, 64  # of the quick sizes
+PAGES, RUNS, READ = 2, 1 << 20, 2 << 20  # of the quick sizes
 HANDED = {"1 token": (1, 1), "512 tokens": (512, 512), "512 tokens in chunks of 256": (512, 256)}
 
 
@@ -50,25 +50,6 @@ COUNTED = {
         for group in ("gather", "scatter")
         for name, width in (("512 B", 512), ("4 KiB", 4096), ("36 KiB", 36_864))
     },
-    ("allocator", "256 requests, DSv4"): 256 * 5 * 8,
-    **{
-        ("plan", name): 0
-        for name in (
-            "MLA",
-            "K and V, 64 ranks, no two alike",
-            "DSv4, known shape",
-            "MLA from TP8 x PP2, known shape",
-            *(
-                f"DeepSeek-V3.2 and draft, {ranks} ranks{known}"
-                for ranks in (8, 64)
-                for known in ("", ", known shape")
-            ),
-        )
-    },
-    **{("bind", f"MLA, 61 x 64 pages{cold}"): 61 * BOUND * 3 * 8 for cold in ("", ", cold")},
-    # 16 pages of 30 layers' latents and keys (ratio 4) and of 31 layers' latents (ratio 128), a
-    # window page of every layer, two rings of the 30
-    ("bind", "DSv4, 4,096 tokens"): (16 * (2 * 30 + 31) + 61 + 2 * 30) * 3 * 8,
     **{
         ("transfer", f"{engine}, {name}"): READ // width * width
         for engine in engine_names()

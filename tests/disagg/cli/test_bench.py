@@ -7,32 +7,27 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from disagg.cli.bench import host
 from disagg.cli.bench.case import QUICK, BenchCase
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.command import bench
 from disagg.cli.bench.measure import measured, measurement_of
-from disagg.cli.bench.peer import PeerProcess
 from disagg.cli.bench.work import Work
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
 from disagg.engines.local.engine import LocalTransfer
-from disagg.plan import TransferPlan, plan
-from kvpool import Allocator
 from kvpool.device.cpu import CPUDevice
+from kvpool.process import OtherProcess
 from tests.disagg.cli.bench_bytes import COUNTED
 from tests.disagg.engines.peers import ENGINES
 
@@ -130,7 +125,9 @@ def test_work_with_a_clock_of_its_own_is_timed_by_it():
         spent[0] += seconds
 
     work = Work(partial(call, 3.0), partial(call, 1.0), nothing, lambda: spent[0])
-    case = BenchCase("handoff", "slow", 0, lambda _: work, "another", calls=1)
+    case = BenchCase(
+        group="handoff", name="slow", nbytes=0, open=lambda _: work, bound="another", calls=1
+    )
     row = measured(case, mock.Mock(), QUICK)
     assert (row.seconds, row.reference_seconds, row.beyond) == (3.0, 1.0, 2.0)
 
@@ -144,34 +141,9 @@ def zeros(rows, where):
     return [torch.zeros(len(where), *row.view.shape[2:], dtype=row.dtype) for row in rows]
 
 
-def twice_as_far(allocator, requests, tokens, extend=Allocator.extend_batch):
-    """Locations of later tokens."""
-    return extend(allocator, requests, 2 * tokens)
-
-
-def half_of_the_layers(sources, dest):
-    """A plan for fewer layers than the destination has."""
-    layers = sorted({region.layer for region in dest.regions})
-    half = layers[: len(layers) // 2]
-    regions = tuple(region for region in dest.regions if region.layer in half)
-    return plan(sources, replace(dest, regions=regions))
-
-
-def one_page(made, source, *addresses, bind=TransferPlan.bind):
-    """Runs of the first positions."""
-    return bind(made, source, *addresses, tokens=range(64))
-
-
 def no_read(engine, peer, batch):
     """A read of nothing, which is complete."""
     return LocalTransfer(peer)
-
-
-def another_page(made, source, there, here, bind=TransferPlan.bind):
-    """Runs of as many bytes, to another page."""
-    ids = np.roll(here.spans["kv"].ids, 1)
-    spans = {**here.spans, "kv": replace(here.spans["kv"], ids=ids)}
-    return bind(made, source, there, replace(here, spans=spans))
 
 
 @pytest.mark.parametrize(
@@ -182,10 +154,6 @@ def another_page(made, source, there, here, bind=TransferPlan.bind):
         ("move", CPUDevice, "copy_items", nothing),
         ("gather", CPUDevice, "copy_runs", nothing),
         ("scatter", CPUDevice, "copy_runs", nothing),
-        ("allocator", Allocator, "extend_batch", twice_as_far),
-        ("plan", host, "plan", half_of_the_layers),
-        ("bind", TransferPlan, "bind", one_page),
-        ("bind", TransferPlan, "bind", another_page),
         ("transfer", LocalEngine, "read", no_read),
         ("handoff", LocalEngine, "read", no_read),
     ],
@@ -208,14 +176,14 @@ def test_a_case_with_a_wrong_result_fails(monkeypatch, group, owner, name, inste
 )
 def test_a_case_that_cannot_run_or_raises_is_listed(monkeypatch, error, code, line):
     monkeypatch.setattr(CPUDevice, "copy_runs", mock.Mock(side_effect=error))
-    done = run("--only", "gather", "--only", "allocator")
+    done = run("--only", "gather", "--only", "move")
     assert done.exit_code == code and line in told(done)
-    assert "256 requests" in done.output
+    assert "MLA by layer" in done.output
 
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):
     monkeypatch.setattr(
-        PeerProcess, "metadata", lambda other, _: (other.process.kill(), other.answer())
+        OtherProcess, "call", lambda other, *_: (other.process.kill(), other.answer())
     )
     done = run("--only", "transfer", "--engine", "local")
     assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
@@ -246,12 +214,12 @@ def test_invalid_options_are_refused_before_anything_runs(monkeypatch, arguments
 @pytest.mark.parametrize("suffix", [".svg", ".html"])
 def test_the_chart_has_a_row_for_every_case(tmp_path, suffix):
     path = tmp_path / f"bench{suffix}"
-    groups = "--only", "gather", "--only", "bind", "--only", "transfer"
+    groups = "--only", "gather", "--only", "handoff", "--only", "transfer"
     done = run(*groups, "--engine", "local", "--chart", path)
     assert done.exit_code == 0, done.output
     text = path.read_text()
     assert ("<html" in text) is (suffix == ".html") and "right is better" in text
-    words = ("gather", "36 KiB", "bind", "MLA, 61 x 64 pages, cold (plain Python)", "local, 1 MiB")
+    words = ("gather", "36 KiB", "local, MLA, 1 token (the bare engine)", "local, 1 MiB")
     for name in words:
         assert f">{name}</text>" in text
 

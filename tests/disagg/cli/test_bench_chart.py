@@ -9,17 +9,25 @@ import pytest
 from disagg.cli.bench.case import BenchCase
 from disagg.cli.bench.chart import chart_of
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import Report
+from disagg.cli.bench.report import BenchReport
 
 
 def ratios_of(*ratios):
     """A chart of copies with these ratios."""
     rows = [
-        Measurement(BenchCase("gather", f"case {n}", 1, None), 1.0, ratio, ratio, 0.0, 3)
+        Measurement(
+            case=BenchCase(group="gather", name=f"case {n}", nbytes=1, open=None),
+            seconds=1.0,
+            reference_seconds=ratio,
+            ratio=ratio,
+            beyond=0.0,
+            rounds=3,
+        )
         for n, ratio in enumerate(ratios)
     ]
-    about = {"device": "cpu", "name": "x"}
-    return chart_of(Report(about, {}, "2026-11-23T12:00:00", False, rows))
+    machine = {"device": "cpu", "name": "x"}
+    date = "2026-11-23T12:00:00"
+    return chart_of(BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows))
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -22,20 +22,32 @@ from typer import Exit
 
 from disagg.cli.demo import check, command as demo
 from disagg.cli.demo.check import locations, same_as_pool, same_as_transformers
-from disagg.cli.demo.models import MODELS, Settings
-from disagg.cli.demo.processes import PrefillProcess
-from disagg.cli.demo.run import offer, prefill, transformers_cache
+from disagg.cli.demo.decode import decoded_prompts, transformers_cache
+from disagg.cli.demo.models import MODELS, DemoSettings
+from disagg.cli.demo.prefill import PrefillSide, prefill
 from disagg.engines.base import engine_names
 from kvpool.allocation.allocator import Allocator
 from kvpool.integrations.transformers import PoolCache
+from kvpool.process import Restarted
 from tests.disagg.engines.peers import ENGINES
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
-SMALL = Settings("llama", "local", (40,), 16, "float32", "float32", 0, 1, 8, 8)
 # around pages, windows and compressed entries of 4 and 128 tokens
 OVER_ALL = ("llama", "qwen3_next", "deepseek_v4")  # all models over all engines: --long
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 1000)
 PAGES = {"deepseek_v4": (256, 128)}
+
+
+def settings(model, prompts, chunk, dtype, packing=None, **more):
+    return DemoSettings(
+        model=model,
+        prompts=prompts,
+        chunk_tokens=chunk,
+        new_tokens=4,
+        dtype=dtype,
+        packing=packing or dtype,
+        **more,
+    )
 
 
 def kvpool(*arguments):
@@ -44,42 +56,20 @@ def kvpool(*arguments):
     )
 
 
-def prefill_side(pipe):
-    """Runs prefill's side of one demo after the other."""
-    while settings := pipe.recv():
-        offer(pipe, settings)
-
-
 @pytest.fixture(scope="module")
 def play():
     """Runs a demo between this process and another that plays prefill in all of them; returns the
     verdict and what was printed.
     """
-    spawn = multiprocessing.get_context("spawn")
-    peers: list[PrefillProcess] = []
+    with closing(Restarted(PrefillSide)) as processes:
 
-    def run(settings):
-        if not peers or not peers[-1].process.is_alive():
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=prefill_side, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            peers.append(PrefillProcess(here, process))
-        peer, console = peers[-1], Console(file=StringIO(), width=200)
-        peer.pipe.send(settings)
-        try:
-            found = list(demo.decode_process(peer, settings, 4, console))
-        except BaseException:
-            peer.process.kill()
-            raise
-        good = all(check.passed for each in found for check in each.checks)
-        return good, console.file.getvalue()
+        def run(settings):
+            console = Console(file=StringIO(), width=200)
+            prompts = [*decoded_prompts(processes(), settings, console)]
+            good = all(check.passed for prompt in prompts for check in prompt.checks)
+            return good, console.file.getvalue()
 
-    yield run
-    for peer in peers[-1:]:
-        peer.pipe.send(None)
-        peer.process.join(30)
-        assert peer.process.exitcode == 0
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -94,9 +84,9 @@ def play():
 def test_decode_elsewhere_equals_one_process(play, model, engine):
     # the longest prompt is as much work as all others, and nothing new to a second engine
     lengths = LENGTHS if engine == ENGINES[0] else LENGTHS[:-1]
-    here, there = PAGES.get(model, (16, 24))
-    settings = Settings(model, engine, lengths, 100, "bfloat16", "bfloat16", 0, 1, here, there)
-    good, said = play(settings)
+    prefill_page, decode_page = PAGES.get(model, (16, 24))
+    pages = {"prefill_page": prefill_page, "decode_page": decode_page}
+    good, said = play(settings(model, lengths, 100, "bfloat16", engine=engine, **pages))
     assert good, said
     claim = "logits of 4 of 4 decoded steps bit-equal to one process"
     for other in ("same pool", "transformers' own cache"):
@@ -106,7 +96,7 @@ def test_decode_elsewhere_equals_one_process(play, model, engine):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(play, model):
-    good, said = play(Settings(model, "local", (130, 257), 100, "float32", "fp8", 0, 1, 0, 0))
+    good, said = play(settings(model, (130, 257), 100, "float32", packing="fp8"))
     assert good, said
     assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
     errors = re.findall(r"PASS largest logit error of fp8: ([\d.]+)% of the largest", said)
@@ -115,9 +105,7 @@ def test_a_quantised_pool_moves_bit_for_bit_and_reports_its_error(play, model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_npus_code_over_reference_operators_equals_one_process(play, model):
-    good, said = play(
-        Settings(model, "local", (70,), 50, "bfloat16", "bfloat16", 0, 1, 0, 0, "npu-reference")
-    )
+    good, said = play(settings(model, (70,), 50, "bfloat16", device="npu-reference"))
     assert good, said
     assert said.count("PASS logits of 4 of 4 decoded steps bit-equal") == 2
 
@@ -177,13 +165,13 @@ def test_json_has_the_reason_of_a_failure(capsys):
 def single(request):
     """A model's pool and transformers' own cache after the same prompt."""
     page = {"deepseek_v4": 128}.get(request.param, 8)
-    settings = replace(SMALL, model=request.param, prompts=(140,), decode_page=page)
-    model, prompt = settings.build()
-    pool = settings.pool(model, page)
+    demo = settings(request.param, (140,), 16, "float32")
+    model, prompt = demo.build()
+    pool = demo.pool(model, page)
     cache, own = PoolCache.new(pool, Allocator(pool)), transformers_cache(model)
     with torch.no_grad():
         for each in (cache, own):
-            prefill(model, prompt, each, settings.chunks(140))
+            prefill(model, prompt, each, demo.chunks(140))
     return pool, cache.requests[0].address(), own
 
 
@@ -213,45 +201,47 @@ def test_two_pools_of_one_request_are_compared_byte_by_byte(single):
     assert same_as_pool(pool, address, pool, address) == (0, live)
 
 
-def mislead(pipe, settings):
-    """A prefill that computes one token more than decode has room for."""
-    demo.prefill_process(pipe, replace(settings, prompts=(settings.prompts[0] + 1,)))
+class Misleading(PrefillSide):
+    """Computes one token more than decode has room for."""
+
+    def open(self, settings):
+        return super().open(replace(settings, prompts=(settings.prompts[0] + 1,)))
 
 
-def vanish(pipe, settings):
-    """A prefill that ends before it sends its endpoint address."""
-    os._exit(3)
+class Vanishing:
+    """Ends before it has an endpoint."""
+
+    def open(self, settings):
+        os._exit(3)
 
 
-def vanish_later(pipe, settings):
-    """A prefill that sends an endpoint address without an endpoint, and ends."""
-    pipe.send(("address", "tcp://127.0.0.1:9"))
-    os._exit(4)
+class VanishingLater:
+    """Has the address of no endpoint, and ends."""
+
+    def open(self, settings):
+        Timer(0.5, os._exit, [4]).start()
+        return "tcp://127.0.0.1:9"
 
 
-def stop_listening(pipe, settings):
-    """A prefill that completes the handshake, closes its pipe, and ends a little later."""
+class NotSending(PrefillSide):
+    """Completes the handshake, and ends a little later."""
 
-    def close():
-        pipe.close()
+    def send(self, number):
         time.sleep(0.5)
         os._exit(5)
-
-    pipe.recv = close
-    offer(pipe, settings)
 
 
 @pytest.mark.parametrize(
     ("instead", "sentence"),
     [
-        (mislead, "41 tokens, decode made room for 40"),
-        (vanish, "prefill ended with status 3"),
-        (vanish_later, "prefill ended with status 4"),
-        (stop_listening, "prefill ended with status 5"),
+        (Misleading, "41 tokens, decode made room for 40"),
+        (Vanishing, "prefill ended with status 3"),
+        (VanishingLater, "prefill ended with status 4"),
+        (NotSending, "prefill ended with status 5"),
     ],
 )
 def test_a_failed_hand_off_is_exit_status_1_with_the_reason(monkeypatch, capsys, instead, sentence):
-    monkeypatch.setattr(demo, "prefill_process", instead)
+    monkeypatch.setattr(demo, "PrefillSide", instead)
     with pytest.raises(Exit) as ended:
         demo.demo(prompt_tokens=[40], prefill_page=8, decode_page=8)
     assert ended.value.exit_code == 1
@@ -277,7 +267,7 @@ def prefill_of(parent: int) -> int:
             with suppress(OSError):
                 line = Path(f"/proc/{entry}/cmdline").read_bytes()
                 status = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(status[1]) == parent and b"--multiprocessing-fork" in line:
+                if int(status[1]) == parent and b"kvpool.process" in line:
                     return int(entry)
         time.sleep(0.1)
     raise AssertionError("the demo has spawned no process")

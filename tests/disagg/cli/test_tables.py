@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from disagg.cli.bench.case import QUICK
 from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases
 from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import Report
+from disagg.cli.bench.report import BenchReport
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
 
@@ -71,10 +71,13 @@ def test_a_table_fits_and_breaks_no_name(width, command, names):
 @every_width
 def test_the_bench_table_fits_with_every_case(width):
     cases = all_cases(QUICK, ["local", "mooncake", "nixl", "ascend"], HANDOFF_ENGINES)
-    rows = [Measurement(case, 0.0123456, 0.9876543, 1234.5, 0.0345678, 5) for case in cases]
-    table = Report({"device": "cpu", "name": "x"}, {}, "2026-11-23", False, rows).table()
+    figures = {"seconds": 0.0123456, "reference_seconds": 0.9876543}
+    figures |= {"ratio": 1234.5, "beyond": 0.0345678, "rounds": 5}
+    rows = [Measurement(case=case, **figures) for case in cases]
+    machine = {"device": "cpu", "name": "x"}
+    report = BenchReport(machine=machine, versions={}, date="2026-11-23", quick=False, rows=rows)
     words = {word.rstrip(",;.:") for case in cases for word in case.name.split()}
-    reads_well(rendered(table, width), width, words | {"allocator", "12.35", "1,234"})
+    reads_well(rendered(report.table(), width), width, words | {"handoff", "12.35", "1,234"})
 
 
 def test_words_that_do_not_fit_make_a_table_wide_and_are_not_cut():
@@ -100,7 +103,7 @@ def test_what_is_over_goes_to_the_columns_that_need_it():
         "doctor",
         "explain deepseek_v3",
         "explain deepseek_v3 llama_3_1_70b",
-        "bench --quick --only allocator",
+        "bench --quick --only gather",
         f"snapshot show {SAVED}",
     ],
 )

@@ -221,7 +221,7 @@ WRITING = {
     "describe llama_3_1_70b --json --svg": ".svg",
     "describe llama_3_1_70b --json --html": ".html",
     "explain llama_3_1_70b --json --html": ".html",
-    "bench --quick --only plan --json --chart": ".svg",
+    "bench --quick --only gather --json --chart": ".svg",
     "demo --json --timeline": ".html",
 }
 

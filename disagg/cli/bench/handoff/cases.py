@@ -25,9 +25,15 @@ def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
                     if chunk < tokens:
                         name += f" in chunks of {chunk:,}"
                     last = range((tokens - 1) // chunk * chunk, tokens)
-                    opened = partial(open_handoff, engine, family, tokens, chunk)
-                    nbytes = chunk_bytes(layout, last)
-                    yield BenchCase("handoff", name, nbytes, opened, BARE, 1, engine)
+                    yield BenchCase(
+                        group="handoff",
+                        name=name,
+                        nbytes=chunk_bytes(layout, last),
+                        open=partial(open_handoff, engine, family, tokens, chunk),
+                        bound=BARE,
+                        calls=1,
+                        engine=engine,
+                    )
 
 
 def open_handoff(engine: str, family: str, tokens: int, chunk: int, context: BenchContext) -> Work:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
 
-from disagg.cli.bench.handoff.prefill import SOURCE_SEED, Prefill, serve
+from disagg.cli.bench.handoff.prefill import SOURCE_SEED, PrefillOffer, TimedPrefill
 from disagg.cli.bench.handoff.request import block_table, clear, need_request, pool_of
-from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED, OtherProcess
-from disagg.cli.bench.work import CannotRun, Work
+from disagg.cli.bench.peer import READER_TIMEOUT, OneOpen
+from disagg.cli.bench.work import Work
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from disagg.plan.columns import Columns
@@ -17,32 +17,33 @@ from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from kvpool.device import Device
 from kvpool.layout import PoolLayout
+from kvpool.process import OtherProcess, Restarted
 
 DEST_SEED = 2
 ASK_SECONDS = 0.0005
 
 
-class DecodeSide:
+class TimedHandOffs:
     """Endpoints of a prefill in another process and of a decode in this one, with pools of one
     model, and a bare engine on each side.
     """
 
     def __init__(
-        self, other: OtherProcess, device: Device, engine: str, family: str, tokens: int
+        self, other: OtherProcess, engine: str, family: str, *, tokens: int, device: str
     ) -> None:
         self._other, self._rooms, self._spent = other, 0, 0.0
+        self._pool = pool = pool_of(family, tokens, device)
         with ExitStack() as stack:
-            there: Prefill = other.call("open", engine, family, tokens)
-            self._pool = pool_of(family, tokens, device.name)
+            offer: PrefillOffer = other.call("open", engine, family, tokens)
             self._bare = create_engine(engine)
             stack.callback(self._bare.close)
-            self._bare.register(self._pool.layout.slabs())
-            self._peer = self._bare.connect(there.metadata)
-            self._decode = DecodeEndpoint(self._pool.layout, create_engine(engine))
+            self._bare.register(pool.layout.slabs())
+            self._peer = self._bare.connect(offer.metadata)
+            self._decode = DecodeEndpoint(pool.layout, create_engine(engine))
             stack.callback(self._decode.close)
-            self._decode.connect([there.address], timeout=READER_TIMEOUT)
-            self._source = PoolLayout.from_msgpack(there.layout)
-            self._plan = plan([self._source], self._pool.layout)
+            self._decode.connect([offer.address], timeout=READER_TIMEOUT)
+            self._source = PoolLayout.from_msgpack(offer.layout)
+            self._plan = plan([self._source], pool.layout)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -100,47 +101,15 @@ class DecodeSide:
         """Waits until so many chunks of a room were read."""
         ends = time.monotonic() + READER_TIMEOUT
         while True:
-            had = self._decode.metrics(room)
-            if had.chunks == chunks and had.bytes_moved == had.bytes_bound:
+            progress = self._decode.metrics(room)
+            if progress.chunks == chunks and progress.bytes_moved == progress.bytes_bound:
                 return
             if time.monotonic() > ends or self._decode.poll(room) is KVPoll.Failed:
-                raise TransferError(f"{had.chunks} of {chunks} chunks were read.")
+                raise TransferError(f"{progress.chunks} of {chunks} chunks were read.")
             time.sleep(ASK_SECONDS)
 
 
-class DecodeSides:
-    """Sides by engine and family, one at a time. The peer process starts with the first."""
-
-    def __init__(self, device: Device, tokens: int) -> None:
-        self._device, self._tokens = device, tokens
-        self._other: OtherProcess | None = None
-        self._last: tuple[Any, DecodeSide] | None = None
-
-    def side(self, engine: str, family: str) -> DecodeSide:
-        """The side of an engine and a family; closes the previous one. Raises CannotRun if the
-        engine does not work here or with this device's memory.
-        """
-        alive = self._other is not None and self._other.process.is_alive()
-        if alive and self._last is not None and self._last[0] == (engine, family):
-            return self._last[1]
-        self._give_up()
-        try:
-            if self._other is None or not alive:
-                self._other = OtherProcess(serve, self._device.name)
-            side = DecodeSide(self._other, self._device, engine, family, self._tokens)
-        except REFUSED as error:
-            raise CannotRun(str(error)) from None
-        self._last = (engine, family), side
-        return side
-
-    def close(self) -> None:
-        """Closes the endpoint, and ends the process."""
-        self._give_up()
-        if self._other is not None:
-            self._other.close()
-            self._other = None
-
-    def _give_up(self) -> None:
-        if self._last is not None:
-            self._last[1].close()
-        self._last = None
+def timed_hand_offs(device: Device, tokens: int) -> OneOpen[TimedHandOffs]:
+    """Hand-offs by engine and family, of requests of up to `tokens` tokens."""
+    opened = partial(TimedHandOffs, tokens=tokens, device=device.name)
+    return OneOpen(Restarted(TimedPrefill, device.name), opened)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
 
 from disagg.cli.bench.handoff.request import block_table, fill, pool_of
-from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED
+from disagg.cli.bench.peer import READER_TIMEOUT
 from disagg.engines.base import Engine, TransferError, create_engine
 from disagg.protocol.status import KVPoll
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -21,7 +20,7 @@ SETTLE_SECONDS = 0.003
 SOURCE_SEED = 1
 
 
-class Prefill(NamedTuple):
+class PrefillOffer(NamedTuple):
     """What decode needs to know: the endpoint's address, the bare engine's metadata, the layout."""
 
     address: str
@@ -37,10 +36,11 @@ class Served(NamedTuple):
     bare: Engine
 
 
-class PrefillSide:
-    """Answers calls of the other process. One model, engine and request at a time."""
+class TimedPrefill:
+    """Called by the other process. One model, engine and request at a time."""
 
     def __init__(self, device: str) -> None:
+        torch.set_num_threads(1)
         self._device = device
         self._open: Served | None = None
         self._table = RequestAddress(0, {})
@@ -52,28 +52,30 @@ class PrefillSide:
 
     def progress(self) -> None:
         """Lets reads of the bare engine proceed."""
-        if self._open is not None:
-            self._open.bare.progress()
+        self._served.bare.progress()
 
-    def open(self, engine: str, family: str, tokens: int) -> Prefill:
+    def open(self, engine: str, family: str, tokens: int) -> PrefillOffer:
         """Serves a pool for requests of up to `tokens` tokens."""
-        self.close()
+        if self._open is not None:
+            self._open.bare.close()
+            self._open.endpoint.close()
+            self._open = None
         pool = pool_of(family, tokens, self._device)
         endpoint, bare = PrefillEndpoint(pool.layout, create_engine(engine)), create_engine(engine)
         self._open = Served(pool, endpoint, bare)
         bare.register(pool.layout.slabs())
-        return Prefill(endpoint.address, bare.metadata(), pool.layout.to_msgpack())
+        return PrefillOffer(endpoint.address, bare.metadata(), pool.layout.to_msgpack())
 
     def fill(self, tokens: int) -> None:
         """Makes the request."""
-        pool = self._served().pool
+        pool = self._served.pool
         self._table = block_table(pool.layout, tokens, SOURCE_SEED)
         fill(pool, self._table)
         pool.device.record().synchronize()
 
     def send(self, room: int, start: int, stop: int) -> float:
         """Offers a chunk; returns the time before it was offered. The last comes after a pause."""
-        endpoint, last = self._served().endpoint, stop == self._table.num_tokens
+        endpoint, last = self._served.endpoint, stop == self._table.num_tokens
         if last:
             time.sleep(SETTLE_SECONDS)
         began = time.monotonic()
@@ -82,38 +84,13 @@ class PrefillSide:
 
     def end(self, room: int) -> None:
         """Forgets a room that has succeeded. Raises TransferError if it has failed."""
-        endpoint = self._served().endpoint
+        endpoint = self._served.endpoint
         if endpoint.wait(room, READER_TIMEOUT) is not KVPoll.Success:
             raise TransferError(str(endpoint.failure(room)))
         endpoint.forget(room)
 
-    def close(self) -> None:
-        """Serves nothing any more."""
-        if self._open is not None:
-            self._open.bare.close()
-            self._open.endpoint.close()
-            self._open = None
-
+    @property
     def _served(self) -> Served:
         if self._open is None:
             raise TransferError("no pool is served yet: `open` comes first.")
         return self._open
-
-
-def serve(pipe: Connection, device: str) -> None:
-    """The peer process: answers calls `(name, arguments)` until the pipe is closed; errors are sent
-    as str.
-    """
-    torch.set_num_threads(1)
-    side = PrefillSide(device)
-    try:
-        while True:
-            while not pipe.poll(side.progress_seconds):
-                side.progress()
-            name, arguments = pipe.recv()
-            try:
-                pipe.send(getattr(side, name)(*arguments))
-            except REFUSED as error:
-                pipe.send(str(error))
-    except (EOFError, KeyboardInterrupt):
-        side.close()

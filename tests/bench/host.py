@@ -1,4 +1,6 @@
-"""Host work that is independent of the device: allocation, plans and binding."""
+"""Host work that is independent of the device: allocation, plans and binding, against plain Python.
+Each case is checked before it is timed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from disagg.cli.bench.case import BenchCase, BenchContext, Sizes
-from disagg.cli.bench.plain import Lists, Run, regions, tuples
+from disagg.cli.bench.case import BenchCase, BenchContext
 from disagg.cli.bench.work import LAYERS, PAGE, Work, WrongBytes
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
@@ -20,23 +21,38 @@ from kvpool import Allocator, DSv4Pool, MHAPool, MLAPool, RequestAddress, Span
 from kvpool.layout import PoolLayout
 from kvpool.models import declare, declare_draft
 from kvpool.pools.placement import Shard
+from tests.bench.plain import Lists, Run, regions, tuples
 
 V4_PAGE = 256
 RATIOS = [128, 128, *[4, 128] * 29, 4]
 REQUESTS, BEFORE = 256, 131  # requests, and tokens that they have
 SPACES = {"swa": 128, "c4": 64, "c128": 2, "c4.ring": 8, "c128.ring": 128}
-PLAIN = "plain Python"
+PLAIN, NEW = "plain Python", "a new plan"
+PLANNED_PAGES = 2048
 Sides = Callable[[], tuple[list[PoolLayout], PoolLayout]]
 
 
-def allocator_cases(sizes: Sizes) -> Iterator[BenchCase]:
+def host_cases(quick: bool) -> Iterator[BenchCase]:
+    """Every case; `quick` ones are small."""
+    yield from allocator_cases()
+    yield from plan_cases(ranks=64 if quick else 512)
+    yield from bind_cases(pages=64 if quick else 2048)
+
+
+def allocator_cases() -> Iterator[BenchCase]:
     """One more token for every request of a decode batch; bytes are those of the locations."""
-    name = f"{REQUESTS} requests, DSv4"
-    yield BenchCase("allocator", name, 8 * REQUESTS * len(SPACES), open_extend, PLAIN, calls=50)
+    yield BenchCase(
+        group="allocator",
+        name=f"{REQUESTS} requests, DSv4",
+        nbytes=8 * REQUESTS * len(SPACES),
+        open=open_extend,
+        bound=PLAIN,
+        calls=50,
+    )
 
 
 def open_extend(context: BenchContext) -> Work:
-    """See allocator_cases. A request has room for 8192 tokens, more than are timed."""
+    """A request has room for 8192 tokens, more than are timed."""
     pages = REQUESTS * 32
     allocator, lists = Allocator(dsv4(num_pages=pages + 1)), Lists(REQUESTS, pages)
     requests = [allocator.new_request() for _ in range(REQUESTS)]
@@ -59,35 +75,29 @@ def open_extend(context: BenchContext) -> Work:
     return Work(ours, lists.extend, check)
 
 
-def plan_cases(sizes: Sizes) -> Iterator[BenchCase]:
-    """New plans, and plans known from a peer of the same shape. Those of many ranks are for one of
-    four ranks of decode.
+def plan_cases(ranks: int) -> Iterator[BenchCase]:
+    """New plans, and plans known from a peer of the same shape. Those of many ranks, a multiple of
+    64, are for one of four ranks of decode.
     """
-    made = "one request of plain Python"
-    yield BenchCase("plan", "MLA", 0, partial(open_plan, sizes.bound_pages), made)
-    ranks = sizes.plan_ranks
     few, many = (partial(deepseek_sides, count) for count in (8, ranks))
-    name = "DeepSeek-V3.2 and draft"
-    fresh: dict[str, Sides] = {
-        f"{name}, 8 ranks": few,
-        f"{name}, {ranks} ranks": many,
-        f"K and V, {ranks} ranks, no two alike": partial(head_sides, ranks),
-    }
-    known: dict[str, Sides] = {
-        "DSv4": v4_sides,
-        "MLA from TP8 x PP2": sharded_sides,
-        f"{name}, 8 ranks": few,
-        f"{name}, {ranks} ranks": many,
-    }
-    for case, sides in fresh.items():
-        yield BenchCase("plan", case, 0, partial(open_new, sides), PLAIN)
-    for case, sides in known.items():
-        opened = partial(open_known, sides)
-        yield BenchCase("plan", f"{case}, known shape", 0, opened, "a new plan")
+    draft = "DeepSeek-V3.2 and draft"
+    alike = partial(head_sides, ranks)
+    for name, opened, bound in (
+        ("MLA", open_plan, "one request of plain Python"),
+        (f"{draft}, 8 ranks", partial(open_new, few), PLAIN),
+        (f"{draft}, {ranks} ranks", partial(open_new, many), PLAIN),
+        (f"K and V, {ranks} ranks, no two alike", partial(open_new, alike), PLAIN),
+        ("DSv4, known shape", partial(open_known, v4_sides), NEW),
+        ("MLA from TP8 x PP2, known shape", partial(open_known, sharded_sides), NEW),
+        (f"{draft}, 8 ranks, known shape", partial(open_known, few), NEW),
+        (f"{draft}, {ranks} ranks, known shape", partial(open_known, many), NEW),
+    ):
+        yield BenchCase(group="plan", name=name, nbytes=0, open=opened, bound=bound)
 
 
-def open_plan(pages: int, context: BenchContext) -> Work:
+def open_plan(context: BenchContext) -> Work:
     """A plan between two pools of 61 layers; the reference binds one request in plain Python."""
+    pages = PLANNED_PAGES
     source, dest = mla_sides()
     ids = [{"kv": each.tolist()} for each in _ids(pages)]
     found: list[TransferPlan] = []
@@ -142,17 +152,18 @@ def open_known(sides: Sides, context: BenchContext) -> Work:
     return Work(ours, lambda: plan(*_as_read(*others)), check)
 
 
-def bind_cases(sizes: Sizes) -> Iterator[BenchCase]:
+def bind_cases(pages: int) -> Iterator[BenchCase]:
     """Binding of one request in shuffled pages; bytes are those of pointers and lengths."""
-    pages = sizes.bound_pages
-    name = f"MLA, {LAYERS} x {pages} pages"
-    opened = partial(open_bind, pages)
-    nbytes = 24 * LAYERS * pages
-    yield BenchCase("bind", name, nbytes, opened, PLAIN)
-    yield BenchCase("bind", f"{name}, cold", nbytes, opened, PLAIN, calls=1)
-    tokens = sizes.bound_pages * PAGE
-    name = f"DSv4, {tokens:,} tokens"
-    yield BenchCase("bind", name, 24 * v4_runs(tokens), partial(open_v4_bind, tokens), PLAIN)
+    tokens = pages * PAGE
+    for name, runs, opened, calls in (
+        (f"MLA, {LAYERS} x 1 page", LAYERS, partial(open_bind, 1), 0),
+        (f"MLA, {LAYERS} x {pages} pages", LAYERS * pages, partial(open_bind, pages), 0),
+        (f"MLA, {LAYERS} x {pages} pages, cold", LAYERS * pages, partial(open_bind, pages), 1),
+        (f"DSv4, {tokens:,} tokens", v4_runs(tokens), partial(open_v4_bind, tokens), 0),
+    ):
+        yield BenchCase(
+            group="bind", name=name, nbytes=24 * runs, open=opened, bound=PLAIN, calls=calls
+        )
 
 
 def open_bind(pages: int, context: BenchContext) -> Work:
@@ -183,16 +194,16 @@ def v4_runs(tokens: int) -> int:
 
 def _binding(layouts: Sequence[PoolLayout], addresses: Sequence[RequestAddress], runs: int) -> Work:
     source, dest = layouts
-    made = plan([source], dest)
+    transfer = plan([source], dest)
     ids = [{name: span.ids.tolist() for name, span in a.spans.items()} for a in addresses]
     found: list[CopyBatch] = []
 
     def ours() -> None:
-        found[:] = [made.bind(0, *addresses)]
+        found[:] = [transfer.bind(0, *addresses)]
 
     def check() -> None:
         (batch,) = found
-        needed = made.explain(addresses[0].num_tokens).nbytes
+        needed = transfer.explain(addresses[0].num_tokens).nbytes
         if (batch.runs, batch.total) != (runs, needed):
             raise WrongBytes(
                 f"{batch.total} bytes in {batch.runs} runs are bound, not {needed} in {runs}."
