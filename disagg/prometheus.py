@@ -95,18 +95,18 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
-        seen: dict[str, Snapshot] = {}
+        snapshots: dict[str, Snapshot] = {}
         for name, endpoint in list(self._endpoints.items()):
             try:
-                seen[name] = endpoint.snapshot()
+                snapshots[name] = endpoint.snapshot()
             except Exception as error:  # one endpoint must not hide the others
                 log.warning("endpoint %r has no metrics: %s", name, error)
-            up.add_metric([name], float(name in seen))
+            up.add_metric([name], float(name in snapshots))
         yield up
         for kind, rows in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-            for name, what, labels, samples in rows:
-                family: Any = kind(name, what, labels=["endpoint", *labels])
-                for endpoint_name, snapshot in seen.items():
+            for name, meaning, labels, samples in rows:
+                family: Any = kind(name, meaning, labels=["endpoint", *labels])
+                for endpoint_name, snapshot in snapshots.items():
                     for values, number in samples(snapshot):
                         family.add_metric([endpoint_name, *values], number)
                 yield family
@@ -120,20 +120,20 @@ class _Allocators:
         """Gauges of every allocator, and the counts of its prefix cache."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        seen = {name: each.usage() for name, each in list(self._allocators.items())}
+        usages = {name: source.usage() for name, source in list(self._allocators.items())}
         labels = ["allocator", "ids"]
         free = GaugeMetricFamily("kvpool_free_items", "Items that no request holds.", labels=labels)
         used = GaugeMetricFamily("kvpool_used_items", "Items that requests hold.", labels=labels)
-        held = GaugeMetricFamily("kvpool_requests", "Live requests.", labels=labels[:1])
-        for name, usage in seen.items():
+        requests = GaugeMetricFamily("kvpool_requests", "Live requests.", labels=labels[:1])
+        for name, usage in usages.items():
             for family, items in ((free, usage.free), (used, usage.used)):
                 for id_list, count in items.items():
                     family.add_metric([name, id_list], count)
-            held.add_metric([name], usage.requests)
-        yield from (free, used, held)
-        caches = {name: usage.prefix for name, usage in seen.items() if usage.prefix is not None}
-        for metric, what, label, counts in PREFIX_COUNTERS:
-            counter = CounterMetricFamily(metric, what, labels=["allocator", label])
+            requests.add_metric([name], usage.requests)
+        yield from (free, used, requests)
+        caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
+        for metric, meaning, label, counts in PREFIX_COUNTERS:
+            counter = CounterMetricFamily(metric, meaning, labels=["allocator", label])
             for name, stats in caches.items():
                 for value, count in counts(stats).items():
                     counter.add_metric([name, value], count)
@@ -145,8 +145,8 @@ class _Allocators:
         yield kept
 
 
-def _items(found: Mapping[str, float]) -> Iterable[Sample]:
-    return [((name,), number) for name, number in found.items()]
+def _items(numbers: Mapping[str, float]) -> Iterable[Sample]:
+    return [((name,), number) for name, number in numbers.items()]
 
 
 PREFIX_COUNTERS: tuple[tuple[str, str, str, Callable[[PrefixStats], Mapping[str, int]]], ...] = (
@@ -191,13 +191,13 @@ COUNTERS: tuple[Family, ...] = (
         "kvpool_bound_bytes",
         "Bytes bound, by roles that share runs.",
         ("owner", "roles"),
-        lambda s: [(roles, found.nbytes) for roles, found in s.totals.by_role.items()],
+        lambda s: [(roles, runs.nbytes) for roles, runs in s.totals.by_role.items()],
     ),
     (
         "kvpool_runs",
         "Runs bound, by roles that share them.",
         ("owner", "roles"),
-        lambda s: [(roles, found.runs) for roles, found in s.totals.by_role.items()],
+        lambda s: [(roles, runs.runs) for roles, runs in s.totals.by_role.items()],
     ),
     (
         "kvpool_phase_seconds",

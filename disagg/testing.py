@@ -66,15 +66,17 @@ class TransferSide:
 
     def write(self) -> None:
         """Writes the request's values."""
-        for _, values, at in self.live():
-            self.bytes[at] = values
+        self._expect_values()
         self.memory.put(self.bytes)
 
     def check(self) -> None:
         """Fails unless the request's values have arrived and nothing outside its items changed."""
-        for _, values, at in self.live():
-            self.bytes[at] = values
+        self._expect_values()
         self.memory.check(self.bytes, self._padding())
+
+    def _expect_values(self) -> None:
+        for _, values, indices in self.live():
+            self.bytes[indices] = values
 
     def _padding(self) -> npt.NDArray[np.bool_]:
         """Declared padding in the request's items, and the dead entries of its last pages: a
@@ -131,16 +133,16 @@ def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
     """
     for more in case.others:
         pools = case.make(), case.build(**{**more, "device": "cpu"})
-        here, there = (pool.layout for pool in pools)
-        tokens = max(1, min(map(capacity, (here, there))) - 1)
-        asked = pieces(plan([here], there), 0, range(tokens), tokens)
-        found = []
+        source, dest = (pool.layout for pool in pools)
+        tokens = max(1, min(map(capacity, (source, dest))) - 1)
+        asked = pieces(plan([source], dest), 0, range(tokens), tokens)
+        values = []
         for number, pool in enumerate(pools):
             side = TransferSide(pool, tokens, f"side {number}")
             side.write()
             parts = digests(pool.layout, side.address, asked)
-            found.append([value for part in parts if part is not None for value in part.tolist()])
-        wrong = [piece.key for piece, one, other in zip(asked, *found, strict=True) if one != other]
+            values.append([value for part in parts if part is not None for value in part.tolist()])
+        wrong = [p.key for p, first, second in zip(asked, *values, strict=True) if first != second]
         if wrong:
             owner, layer, role = wrong[0]
             fail(f"{owner} layer {layer} {role}: digests of the same values differ.")
@@ -173,30 +175,30 @@ def engine_local_reads_another_process(device: Device) -> None:
             peer.wait()
 
 
-def _read_peer(device: Device, there: int, metadata: bytes) -> None:
+def _read_peer(device: Device, base: int, metadata: bytes) -> None:
     random = random_of(device.memory_kind)
     memory = device.allocate(PEER_BYTES)
-    held = random.integers(0, 256, PEER_BYTES, dtype=np.uint8)
-    memory.copy_(torch.from_numpy(held))
+    expected = random.integers(0, 256, PEER_BYTES, dtype=np.uint8)
+    memory.copy_(torch.from_numpy(expected))
     lengths = random.permutation(np.concatenate([np.arange(1, 200), np.full(20, 3000)]))
     src = np.cumsum(lengths) - lengths
     order = random.permutation(lengths.size)
     dst = np.empty_like(src)
     dst[order] = np.cumsum(lengths[order] + 1) - lengths[order]
     theirs = _peer_bytes()
-    for one, other, nbytes in zip(src, dst, lengths):
-        held[other : other + nbytes] = theirs[one : one + nbytes]
+    for start, stop, nbytes in zip(src, dst, lengths):
+        expected[stop : stop + nbytes] = theirs[start : start + nbytes]
     engine = create_engine("local")
     try:
         settle(device)
         engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
         peer = engine.connect(metadata)
-        batch = CopyBatch(there + src, memory.data_ptr() + dst, lengths.astype(np.int64))
+        batch = CopyBatch(base + src, memory.data_ptr() + dst, lengths.astype(np.int64))
         transfer, end = engine.read(peer, batch), time.monotonic() + 20
         while not engine.poll(transfer):
             if time.monotonic() > end:
                 fail("a read of 1 MiB has not ended after 20 seconds.")
-        wrong = np.flatnonzero(off(device, memory) != held)
+        wrong = np.flatnonzero(off(device, memory) != expected)
         if wrong.size:
             fail(f"byte {wrong[0]} is not the peer's ({wrong.size:,} of {PEER_BYTES:,} differ).")
         engine.fence(peer)
@@ -235,17 +237,17 @@ DEVICE_CHECKS = (engine_local_reads_another_process,)
 def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
     layouts = [pool.layout for pool in sources]
     tokens = max(1, min(capacity(layout) for layout in [*layouts, dest.layout]) - 1)
-    made = plan(layouts, dest.layout)
-    froms = [TransferSide(pool, tokens, f"source {n}") for n, pool in enumerate(sources)]
-    to = TransferSide(dest, tokens, "dest")
-    for side in froms:
+    sides = [TransferSide(pool, tokens, f"source {n}") for n, pool in enumerate(sources)]
+    dest_side = TransferSide(dest, tokens, "dest")
+    for side in sides:
         side.write()
-    batches = made.bind_all([side.address for side in froms], to.address)
+    addresses = [side.address for side in sides]
+    batches = plan(layouts, dest.layout).bind_all(addresses, dest_side.address)
     if not any(batch.runs for batch in batches):
         fail(f"a plan of {tokens} tokens has no runs.")
-    move(froms, to, batches)
-    to.check()
-    for side in froms:
+    move(sides, dest_side, batches)
+    dest_side.check()
+    for side in sides:
         side.memory.check(side.bytes)
 
 

@@ -41,9 +41,9 @@ def _panel(name: str, metrics: RoomMetrics) -> Panel:
     if metrics.asked_seconds:
         rows += [_step("prefill is asked", 0.0, metrics.asked_seconds)]
     many = len({read.source for read in metrics.reads} | metrics.released.keys()) > 1
-    for source, found in groupby(drawn, lambda reads: reads[0].source):
+    for source, of_rank in groupby(drawn, lambda reads: reads[0].source):
         rows += [f"rank {source}"] if many else []
-        rows += map(_chunk, found)
+        rows += map(_chunk, of_rank)
     rows += [f"{hidden:,} more chunks are not drawn"] if hidden else []
     rows += _last_steps(metrics, many)
     moved = f"{human(metrics.bytes_moved)} in {seconds_of(metrics.total_seconds)}"
@@ -64,8 +64,8 @@ def _chunks(reads: Sequence[ReadTimes]) -> Iterator[list[ReadTimes]]:
     def chunk(read: ReadTimes) -> tuple[int, int, int]:
         return read.source, read.start, read.stop
 
-    for _, found in groupby(sorted(reads, key=lambda read: (*chunk(read), read.ready)), chunk):
-        yield list(found)
+    for _, of_chunk in groupby(sorted(reads, key=lambda read: (*chunk(read), read.ready)), chunk):
+        yield list(of_chunk)
 
 
 def _chunk(reads: Sequence[ReadTimes]) -> Row:
@@ -78,8 +78,8 @@ def _chunk(reads: Sequence[ReadTimes]) -> Row:
     marks: list[Mark] = []
     for read in reads:
         begun = read.ended if read.begun is None else read.begun
-        what = f"{read.layers}: " if read.layers else ""
-        words = f"{what}ready at {seconds_of(read.ready)}, "
+        layers = f"{read.layers}: " if read.layers else ""
+        words = f"{layers}ready at {seconds_of(read.ready)}, "
         words += "not read" if read.begun is None else f"read from {seconds_of(begun)}"
         words += f" to {seconds_of(read.ended)}"
         marks.append(Mark("thin", read.ready, begun, WAITS, words))

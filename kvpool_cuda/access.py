@@ -28,14 +28,14 @@ def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
 
 def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
-    found = []
+    outputs = []
     for view, scales, dtype in rows:
         kind = view.dtype if scales is None else dtype
         shape = locations.numel(), *view.shape[2:]
-        found.append(torch.empty(shape, dtype=kind, device=view.device))
-    into = [WriteRow(view, out, scales) for (view, scales, _), out in zip(rows, found)]
+        outputs.append(torch.empty(shape, dtype=kind, device=view.device))
+    into = [WriteRow(view, out, scales) for (view, scales, _), out in zip(rows, outputs)]
     _launch(into, locations, loads=True)
-    return found
+    return outputs
 
 
 def _launch(rows: Sequence[WriteRow], locations: torch.Tensor, loads: bool) -> None:
@@ -69,16 +69,16 @@ def _programs(count, PART: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _rows(at, locations, count, PARTS: tl.constexpr, LOADS: tl.constexpr):
+def _rows(arguments, locations, count, PARTS: tl.constexpr, LOADS: tl.constexpr):
     program = tl.program_id(0)
     first = 0
     for part in tl.static_range(len(PARTS)):
         end = first + _programs(count, PARTS[part])
         if (program >= first) & (program < end):
             if not PARTS[part][0]:
-                move_part(program - first, at[part], locations, count, PARTS[part], LOADS)
+                move_part(program - first, arguments[part], locations, count, PARTS[part], LOADS)
             elif LOADS:
-                dequantise_part(program - first, at[part], locations, count, PARTS[part])
+                dequantise_part(program - first, arguments[part], locations, count, PARTS[part])
             else:
-                quantise_part(program - first, at[part], locations, count, PARTS[part])
+                quantise_part(program - first, arguments[part], locations, count, PARTS[part])
         first = end

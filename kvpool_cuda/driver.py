@@ -53,11 +53,11 @@ def _call(name: str, *arguments: Any) -> None:
 def _checked(library: Any, name: str, *arguments: Any) -> None:
     code = getattr(library, name)(*arguments)
     if code:
-        what, why = ctypes.c_char_p(), ctypes.c_char_p()
-        library.cuGetErrorName(code, ctypes.byref(what))
-        library.cuGetErrorString(code, ctypes.byref(why))
-        texts = (found.value or str(code).encode() for found in (what, why))
-        raise DriverError(name, *(text.decode() for text in texts))
+        error, text = ctypes.c_char_p(), ctypes.c_char_p()
+        library.cuGetErrorName(code, ctypes.byref(error))
+        library.cuGetErrorString(code, ctypes.byref(text))
+        error_name, sentence = (str((t.value or b"").decode() or code) for t in (error, text))
+        raise DriverError(name, error_name, sentence)
 
 
 def _device(ordinal: int) -> ctypes.c_int:
@@ -70,33 +70,34 @@ def _pointer(value: int) -> ctypes.c_uint64:
     return ctypes.c_uint64(value)
 
 
+def _attribute(pointer: int, attribute: int) -> int:
+    value = ctypes.c_int()
+    _call("cuPointerGetAttribute", ctypes.byref(value), attribute, _pointer(pointer))
+    return value.value
+
+
 def ordinal_of(pointer: int) -> int:
     """The device that holds the memory at a pointer."""
-    found = ctypes.c_int()
-    _call("cuPointerGetAttribute", ctypes.byref(found), _DEVICE_ORDINAL, _pointer(pointer))
-    return found.value
+    return _attribute(pointer, _DEVICE_ORDINAL)
 
 
 def can_be_shared(pointer: int) -> bool:
     """Whether `share_allocation` takes the memory at a pointer."""
-    found = ctypes.c_int()
-    attribute = _IS_LEGACY_CUDA_IPC_CAPABLE
-    _call("cuPointerGetAttribute", ctypes.byref(found), attribute, _pointer(pointer))
-    return bool(found.value)
+    return bool(_attribute(pointer, _IS_LEGACY_CUDA_IPC_CAPABLE))
 
 
 def uuid_of(ordinal: int) -> bytes:
     """The identity of a GPU, the same in every process."""
-    found = (ctypes.c_ubyte * UUID_BYTES)()
-    _call("cuDeviceGetUuid_v2", ctypes.byref(found), _device(ordinal))
-    return bytes(found)
+    uuid = (ctypes.c_ubyte * UUID_BYTES)()
+    _call("cuDeviceGetUuid_v2", ctypes.byref(uuid), _device(ordinal))
+    return bytes(uuid)
 
 
 def device_count() -> int:
     """How many GPUs this process sees."""
-    found = ctypes.c_int()
-    _call("cuDeviceGetCount", ctypes.byref(found))
-    return found.value
+    count = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    return count.value
 
 
 def retain(ordinal: int) -> Context:
@@ -138,8 +139,8 @@ def share_allocation(base: int) -> bytes:
 def open_allocation(handle: bytes) -> int:
     """Maps another process's allocation; returns its base in this process."""
     base = ctypes.c_uint64()
-    given = _IpcMemHandle.from_buffer_copy(handle)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), given, _LAZY_ENABLE_PEER_ACCESS)
+    opened = _IpcMemHandle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), opened, _LAZY_ENABLE_PEER_ACCESS)
     return base.value
 
 

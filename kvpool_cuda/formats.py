@@ -30,17 +30,17 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 def load_floats(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """float32 values of the elements at `offsets`, 0 where masked."""
     if KIND == 0:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
-        values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
+        values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     elif KIND == 1:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
-        values = tl.load(at, mask=mask, other=0.0)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
+        values = tl.load(pointers, mask=mask, other=0.0)
     elif KIND == 2:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
-        values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
+        values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     else:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
-        high = tl.load(at, mask=mask, other=0).to(tl.int32) << 16
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
+        high = tl.load(pointers, mask=mask, other=0).to(tl.int32) << 16
         values = high.to(tl.float32, bitcast=True)
     return values
 
@@ -49,20 +49,20 @@ def load_floats(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexp
 def store_floats(address, offsets, values, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Stores float32 values as another float format, ties to even; NaN stays NaN."""
     if KIND == 0:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
-        tl.store(at, values.to(tl.float64), mask=mask)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
+        tl.store(pointers, values.to(tl.float64), mask=mask)
     elif KIND == 1:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
-        tl.store(at, values, mask=mask)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
+        tl.store(pointers, values, mask=mask)
     elif KIND == 2:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
-        tl.store(at, values.to(tl.float16), mask=mask)
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
+        tl.store(pointers, values.to(tl.float16), mask=mask)
     else:
-        at = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
+        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
         bits = values.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nearest = tl.where((bits & MAGNITUDE) > INF, 0x7FC0, nearest)
-        tl.store(at, nearest.to(tl.int16), mask=mask)
+        tl.store(pointers, nearest.to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -90,12 +90,12 @@ def encode_e4m3(values):
 
 
 @triton.jit
-def decode_e4m3(held):
+def decode_e4m3(codes):
     """float32 values of e4m3 bytes, int32 from 0 to 255."""
-    size = held & 0x7F
+    size = codes & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    bits = value.to(tl.int32, bitcast=True) | ((held & 0x80) << 24)
+    bits = value.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)
     bits = tl.where(size == 0x7F, NAN, bits)
     return bits.to(tl.float32, bitcast=True)
 
@@ -112,12 +112,12 @@ def encode(values, CODE: tl.constexpr):
 
 
 @triton.jit
-def decode(held, CODE: tl.constexpr):
+def decode(codes, CODE: tl.constexpr):
     """float32 values of bytes, int32 from 0 to 255."""
     if CODE == 1:
-        values = decode_e4m3(held)
+        values = decode_e4m3(codes)
     else:
-        values = ((held ^ 0x80) - 0x80).to(tl.float32)
+        values = ((codes ^ 0x80) - 0x80).to(tl.float32)
     return values
 
 
@@ -139,28 +139,28 @@ def encode_block(blocks, CODE: tl.constexpr, SCALE: tl.constexpr):
         power = (scale >> 23) + ((scale & 0x7FFFFF) != 0).to(tl.int32)
         power = tl.minimum(power, 254)
         reciprocal = ((254 - power) << 23).to(tl.float32, bitcast=True)
-        held = encode(blocks * reciprocal[:, None], CODE)
+        codes = encode(blocks * reciprocal[:, None], CODE)
         stored = tl.where(largest < INF, power, 255)
     else:
         by = scale.to(tl.float32, bitcast=True)
-        held = encode(tl.div_rn(blocks, tl.broadcast_to(by[:, None], blocks.shape)), CODE)
+        codes = encode(tl.div_rn(blocks, tl.broadcast_to(by[:, None], blocks.shape)), CODE)
         if SCALE == 0:
             stored = tl.where(largest < INF, scale, NAN)
         else:
             half = by.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
             stored = tl.where((largest < INF) & (half < 0x7C00), half, 0x7E00)
-    return held, stored, largest
+    return codes, stored, largest
 
 
 @triton.jit
-def poison(held, blocks, largest, CODE: tl.constexpr):
+def poison(codes, blocks, largest, CODE: tl.constexpr):
     """Sets the bytes of blocks with an infinity or a NaN to NaN (e4m3) or 0 (int8)."""
     if CODE == 1:
         bits = blocks.to(tl.int32, bitcast=True)
         lost = 0x7F | tl.where((bits & MAGNITUDE) > INF, (bits >> 24) & 0x80, 0)
     else:
-        lost = tl.zeros_like(held)
-    return tl.where(largest[:, None] < INF, held, lost)
+        lost = tl.zeros_like(codes)
+    return tl.where(largest[:, None] < INF, codes, lost)
 
 
 @triton.jit

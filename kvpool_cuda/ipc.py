@@ -36,9 +36,9 @@ class MappedAllocation:
     """`nbytes` bytes of another process's memory, at pointer `base` until `close()`."""
 
     def __init__(
-        self, allocation: int, given: CUDAIpcHandle, ordinal: int, context: driver.Context
+        self, allocation: int, shared: CUDAIpcHandle, ordinal: int, context: driver.Context
     ) -> None:
-        self.base, self.nbytes = allocation + given.offset, given.nbytes
+        self.base, self.nbytes = allocation + shared.offset, shared.nbytes
         self._allocation, self._ordinal, self._context = allocation, ordinal, context
         self._open = True
 
@@ -97,25 +97,25 @@ def attach(handle: IpcHandle, ordinal: int) -> MappedAllocation:
     Raises DeviceUnavailable for malformed bytes, and DriverError where the driver refuses (memory
     that is freed, of this process, or of a GPU without peer access).
     """
-    given = decode(handle)
+    shared = decode(handle)
     context = driver.retain(ordinal)
     try:
         with driver.current(context):
-            allocation = driver.open_allocation(given.handle)
+            allocation = driver.open_allocation(shared.handle)
             _, size = driver.allocation_of(allocation)
     except driver.DriverError as error:
         driver.release(ordinal)
-        if given.uuid in map(driver.uuid_of, range(driver.device_count())):
+        if shared.uuid in map(driver.uuid_of, range(driver.device_count())):
             raise
         raise DeviceUnavailable(
-            f"{error} The memory is on GPU {given.uuid.hex()}, which this process does not see. "
+            f"{error} The memory is on GPU {shared.uuid.hex()}, which this process does not see. "
             "Both processes must be on one host, and CUDA_VISIBLE_DEVICES must include that GPU."
         ) from None
-    mapping = MappedAllocation(allocation, given, ordinal, context)
-    if given.offset + given.nbytes > size:
+    mapping = MappedAllocation(allocation, shared, ordinal, context)
+    if shared.offset + shared.nbytes > size:
         mapping.close()
         raise DeviceUnavailable(
-            f"the handle is of {given.nbytes:,} bytes at offset {given.offset:,}, the allocation "
+            f"the handle is of {shared.nbytes:,} bytes at offset {shared.offset:,}, the allocation "
             f"has {size:,} bytes."
         )
     return mapping

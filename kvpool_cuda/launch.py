@@ -40,8 +40,10 @@ def _patching_once() -> Iterator[None]:
     patch = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:
-        used = (each for each in function.__globals__.values() if each is tl or each is tl.core)
-        done = not any(tl.core.is_builtin(language.load) for language in used)
+        languages = [
+            module for module in function.__globals__.values() if module is tl or module is tl.core
+        ]
+        done = not any(tl.core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if done else patch(function)
 
     interpreter._patch_lang = patch_once
@@ -80,24 +82,24 @@ def upload_for_all(array: npt.NDArray[np.int64], device: torch.device) -> torch.
         return upload(array, device)  # or raises
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        held = upload(array, device)
+        uploaded = upload(array, device)
     stream.synchronize()
-    return held
+    return uploaded
 
 
 def checked(
-    what: str,
+    name: str,
     view: torch.Tensor,
-    given: torch.Tensor,
+    tensor: torch.Tensor,
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> None:
     """Raises ValueError unless a tensor has this shape and dtype (None: any) and is on the view's
     device. Kernels see only pointers and would read anything.
     """
-    fits = given.shape == shape and given.dtype is (dtype or given.dtype)
-    if not fits or given.device != view.device:
+    fits = tensor.shape == shape and tensor.dtype is (dtype or tensor.dtype)
+    if not fits or tensor.device != view.device:
         raise ValueError(
-            f"{what}: {list(given.shape)} {given.dtype} on {given.device}, expected "
+            f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected "
             f"{list(shape)} {dtype or 'floats'} on {view.device}. Convert them first."
         )

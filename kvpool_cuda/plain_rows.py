@@ -51,18 +51,18 @@ def _geometry(
     itemsize: int,
     low: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    value, held = ([s * itemsize for s in strides] for strides in (value_strides, view_strides))
-    axes = [Dim(*each) for each in zip(shape[2:], zip(value[1:], held[2:]))]
+    value, view = ([s * itemsize for s in strides] for strides in (value_strides, view_strides))
+    axes = [Dim(size, strides) for size, strides in zip(shape[2:], zip(value[1:], view[2:]))]
     axes = axes or [Dim(1, (itemsize, itemsize))]  # an entry is one element
-    path = access_pattern(axes, itemsize, (low, value[0], held[0], held[1]))
+    path = access_pattern(axes, itemsize, (low, value[0], view[0], view[1]))
     word = min(path.unit, 8)
     lanes = path.unit // word
     cols = columns(path.units, TILE_WORDS // lanes)
     rows = TILE_WORDS // (cols * lanes)
     pieces = -(-path.units // cols)
-    # the kernel's `at` after the pointers: strides of rows, items and entries, then of the axes in
-    # each tensor; and PART, whose first number 0 marks plain rows
-    strides = (value[0] // path.unit, held[0] // path.unit, held[1] // path.unit)
+    # the kernel's arguments after the pointers: strides of rows, items and entries, then of the
+    # axes in each tensor; and PART, whose first number 0 marks plain rows
+    strides = (value[0] // path.unit, view[0] // path.unit, view[1] // path.unit)
     constants = (0, rows, cols, pieces, path.unit, word, shape[1], path.units, *path.sizes)
     return constants, (*strides, *path.strides[0], *path.strides[1])
 
@@ -74,7 +74,7 @@ def plain_programs(count, PART: tl.constexpr):
 
 
 @triton.jit
-def move_part(program, at, locations, count, PART: tl.constexpr, LOADS: tl.constexpr):
+def move_part(program, arguments, locations, count, PART: tl.constexpr, LOADS: tl.constexpr):
     """Moves one program's rows to the view, or with `LOADS` from it."""
     ROWS: tl.constexpr = PART[1]
     COLS: tl.constexpr = PART[2]
@@ -86,28 +86,28 @@ def move_part(program, at, locations, count, PART: tl.constexpr, LOADS: tl.const
     AXES: tl.constexpr = len(PART) - 8
     LANES: tl.constexpr = UNIT // WORD
     row = (program // PIECES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < count
-    location = tl.load(words_at(locations, 8, 8) + row, mask=there, other=0)
+    valid = row < count
+    location = tl.load(words_at(locations, 8, 8) + row, mask=valid, other=0)
     word = tl.arange(0, COLS * LANES)
     unit = (program % PIECES) * COLS + word // LANES
     left = unit
     value_unit = tl.zeros_like(unit).to(tl.int64)
-    held_unit = tl.zeros_like(unit).to(tl.int64)
+    view_unit = tl.zeros_like(unit).to(tl.int64)
     for axis in tl.static_range(AXES):
         step = (left % PART[8 + axis]).to(tl.int64)
         left = left // PART[8 + axis]
-        value_unit += step * at[5 + axis]
-        held_unit += step * at[5 + AXES + axis]
-    held_row = (location // ENTRIES) * at[3] + (location % ENTRIES) * at[4]
+        value_unit += step * arguments[5 + axis]
+        view_unit += step * arguments[5 + AXES + axis]
+    view_row = (location // ENTRIES) * arguments[3] + (location % ENTRIES) * arguments[4]
     lane = (word % LANES)[None, :]
-    value = words_at(at[0], WORD, UNIT) + (
-        (row * at[2] * LANES)[:, None] + (value_unit * LANES)[None, :] + lane
+    value = words_at(arguments[0], WORD, UNIT) + (
+        (row * arguments[2] * LANES)[:, None] + (value_unit * LANES)[None, :] + lane
     )
-    held = words_at(at[1], WORD, UNIT) + (
-        (held_row * LANES)[:, None] + (held_unit * LANES)[None, :] + lane
+    view = words_at(arguments[1], WORD, UNIT) + (
+        (view_row * LANES)[:, None] + (view_unit * LANES)[None, :] + lane
     )
-    mask = there[:, None] & (unit < UNITS)[None, :]
+    mask = valid[:, None] & (unit < UNITS)[None, :]
     if LOADS:
-        tl.store(value, tl.load(held, mask=mask), mask=mask)
+        tl.store(value, tl.load(view, mask=mask), mask=mask)
     else:
-        tl.store(held, tl.load(value, mask=mask), mask=mask)
+        tl.store(view, tl.load(value, mask=mask), mask=mask)

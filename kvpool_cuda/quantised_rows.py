@@ -42,8 +42,8 @@ def scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> La
     its `scales` `[item, entry, ..., S]`, or reads them back. Raises ValueError for other dtypes and
     shapes.
     """
-    known = values.dtype in FLOAT_IDS, scales.dtype in SCALE_IDS, view.dtype in CODE_IDS
-    if not all(known):
+    supported = values.dtype in FLOAT_IDS, scales.dtype in SCALE_IDS, view.dtype in CODE_IDS
+    if not all(supported):
         raise ValueError(
             f"{values.dtype} as {view.dtype} with scales of {scales.dtype}: kernels quantise "
             "floats of 16 bits and more to float8_e4m3fn or int8, with scales of float32, float16 "
@@ -79,27 +79,28 @@ def _geometry(
     formats: tuple[int, int, int],
     low: tuple[int, int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    value, held, scale = all_strides
+    value, cell, scale = all_strides
     kind, factor, code = formats
     block = shape[-1] // scales
-    outer = zip(shape[2:-1], zip(value[1:-1], held[2:-1], scale[2:-1]))
-    steps = block * value[-1], block * held[-1], scale[-1]
-    axes = fused([Dim(scales, steps), *(Dim(*each) for each in outer)]) or [Dim(1, steps)]
+    outer = zip(shape[2:-1], zip(value[1:-1], cell[2:-1], scale[2:-1]))
+    steps = block * value[-1], block * cell[-1], scale[-1]
+    dims = [Dim(scales, steps), *(Dim(size, strides) for size, strides in outer)]
+    axes = fused(dims) or [Dim(1, steps)]
     value_unit = divisor((low[0], itemsize * value[0], *(itemsize * a.strides[0] for a in axes)))
-    held_unit = divisor((low[1], held[0], held[1], *(axis.strides[1] for axis in axes)))
+    code_unit = divisor((low[1], cell[0], cell[1], *(axis.strides[1] for axis in axes)))
     padded = power_of_two(block)
     per_row = scales * prod(shape[2:-1])
     # the kernels' PART; its first number, of CODE_IDS, marks quantised rows
     tile = max(1, TILE_FLOATS // padded)
     constants = (
-        *(code, tile, block, padded, kind, factor, value_unit, held_unit),
+        *(code, tile, block, padded, kind, factor, value_unit, code_unit),
         *(per_row, shape[1], itemsize, *(axis.size for axis in axes)),
     )
-    # the kernels' `at` after the pointers: strides of rows, items and entries, of elements, and of
-    # the axes in each tensor
-    rows = value[0], held[0], held[1], scale[0], scale[1]
+    # the kernels' arguments after the pointers: strides of rows, items and entries, of elements,
+    # and of the axes in each tensor
+    rows = value[0], cell[0], cell[1], scale[0], scale[1]
     columns = (axis.strides[tensor] for tensor in range(3) for axis in axes)
-    return constants, (*rows, value[-1], held[-1], *columns)
+    return constants, (*rows, value[-1], cell[-1], *columns)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def scaled_programs(count, PART: tl.constexpr):
 
 
 @triton.jit
-def _places(program, at, locations, count, PART: tl.constexpr):
+def _places(program, arguments, locations, count, PART: tl.constexpr):
     """Offsets of elements in values and view `[B, D]` and of scales `[B]`, and the masks of
     both.
     """
@@ -120,55 +121,55 @@ def _places(program, at, locations, count, PART: tl.constexpr):
     ENTRIES: tl.constexpr = PART[9]
     AXES: tl.constexpr = len(PART) - 11
     VALUES_ALIGNED: tl.constexpr = PART[6] // PART[10]
-    HELD_ALIGNED: tl.constexpr = PART[7]
+    CODES_ALIGNED: tl.constexpr = PART[7]
     index = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     row = index // PER_ROW
-    there = row < count
-    location = tl.load(words_at(locations, 8, 8) + row, mask=there, other=0)
+    valid = row < count
+    location = tl.load(words_at(locations, 8, 8) + row, mask=valid, other=0)
     item = location // ENTRIES
     entry = location % ENTRIES
-    value = row * at[3]
-    held = item * at[4] + entry * at[5]
-    scale = item * at[6] + entry * at[7]
+    value = row * arguments[3]
+    cell = item * arguments[4] + entry * arguments[5]
+    scale = item * arguments[6] + entry * arguments[7]
     left = index % PER_ROW
     for axis in tl.static_range(AXES):
         step = left % PART[11 + axis]
         left = left // PART[11 + axis]
-        value += step * at[10 + axis]
-        held += step * at[10 + AXES + axis]
-        scale += step * at[10 + 2 * AXES + axis]
+        value += step * arguments[10 + axis]
+        cell += step * arguments[10 + AXES + axis]
+        scale += step * arguments[10 + 2 * AXES + axis]
     element = tl.arange(0, PADDED)
-    value = tl.multiple_of(value, VALUES_ALIGNED)[:, None] + (element * at[8])[None, :]
-    held = tl.multiple_of(held, HELD_ALIGNED)[:, None] + (element * at[9])[None, :]
-    return value, held, scale, there[:, None] & (element < BLOCK)[None, :], there
+    value = tl.multiple_of(value, VALUES_ALIGNED)[:, None] + (element * arguments[8])[None, :]
+    cell = tl.multiple_of(cell, CODES_ALIGNED)[:, None] + (element * arguments[9])[None, :]
+    return value, cell, scale, valid[:, None] & (element < BLOCK)[None, :], valid
 
 
 @triton.jit
-def quantise_part(program, at, locations, count, PART: tl.constexpr):
+def quantise_part(program, arguments, locations, count, PART: tl.constexpr):
     """Quantises one program's blocks into the view and its scales."""
     CODE: tl.constexpr = PART[0]
-    value, held, scale, inside, there = _places(program, at, locations, count, PART)
-    floats = load_floats(at[0], value, inside, PART[4], PART[6])
+    value, cell, scale, inside, valid = _places(program, arguments, locations, count, PART)
+    floats = load_floats(arguments[0], value, inside, PART[4], PART[6])
     codes, stored, largest = encode_block(floats, CODE, PART[5])
     if tl.max(largest, axis=0) >= INF:
         # rare: load them again rather than keep them in registers until here
-        again = load_floats(at[0], value, inside, PART[4], PART[6])
+        again = load_floats(arguments[0], value, inside, PART[4], PART[6])
         codes = poison(codes, again, largest, CODE)
-    tl.store(words_at(at[1], 1, PART[7]) + held, codes.to(tl.uint8), mask=inside)
-    store_scales(at[2], scale, stored, there, PART[5])
+    tl.store(words_at(arguments[1], 1, PART[7]) + cell, codes.to(tl.uint8), mask=inside)
+    store_scales(arguments[2], scale, stored, valid, PART[5])
 
 
 @triton.jit
-def dequantise_part(program, at, locations, count, PART: tl.constexpr):
+def dequantise_part(program, arguments, locations, count, PART: tl.constexpr):
     """Dequantises one program's blocks; values beyond the range of the floats become their largest
     number.
     """
-    value, held, scale, inside, there = _places(program, at, locations, count, PART)
-    codes = tl.load(words_at(at[1], 1, PART[7]) + held, mask=inside, other=0).to(tl.int32)
-    factors = load_scales(at[2], scale, there, PART[5])
+    value, cell, scale, inside, valid = _places(program, arguments, locations, count, PART)
+    codes = tl.load(words_at(arguments[1], 1, PART[7]) + cell, mask=inside, other=0).to(tl.int32)
+    factors = load_scales(arguments[2], scale, valid, PART[5])
     floats = decode(codes, PART[0]) * factors[:, None]
     # comparisons with NaN are false, so NaN stays
     largest = largest_of(PART[4])
     floats = tl.where(floats > largest, largest, floats)
     floats = tl.where(floats < -largest, -largest, floats)
-    store_floats(at[0], value, floats, inside, PART[4], PART[6])
+    store_floats(arguments[0], value, floats, inside, PART[4], PART[6])

@@ -46,7 +46,7 @@ class _Column(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Pointer to the list; 0 if there is none."""
+        """Pointer to the list; 0 if valid is none."""
         return 0 if self.listed is None else self.listed.data_ptr()
 
 
@@ -84,9 +84,9 @@ def _cut(src: Ints, dst: Ints, nbytes: Ints, span: int) -> tuple[Ints, Ints, Int
 
 
 @triton.jit
-def _numbers(listed, start, step, index, there, LISTED: tl.constexpr):
+def _numbers(listed, start, step, index, valid, LISTED: tl.constexpr):
     if LISTED:
-        numbers = tl.load(words_at(listed, 8, 8) + index, mask=there, other=0)
+        numbers = tl.load(words_at(listed, 8, 8) + index, mask=valid, other=0)
     else:
         numbers = start + index * step
     return numbers
@@ -118,10 +118,10 @@ def _runs(
     SPAN: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = index < count
-    from_ = _numbers(src, src_start, src_step, index, there, SRC)
-    to = _numbers(dst, dst_start, dst_step, index, there, DST)
-    length = tl.where(there, _numbers(nbytes, nbytes_start, nbytes_step, index, there, NBYTES), 0)
+    valid = index < count
+    from_ = _numbers(src, src_start, src_step, index, valid, SRC)
+    to = _numbers(dst, dst_start, dst_step, index, valid, DST)
+    length = tl.where(valid, _numbers(nbytes, nbytes_start, nbytes_step, index, valid, NBYTES), 0)
     word = tl.arange(0, SPAN // WORD)[None, :]
     inside = word // (UNIT // WORD) < (length // UNIT)[:, None]
     values = tl.load(words_at(from_, WORD, UNIT)[:, None] + word, mask=inside)

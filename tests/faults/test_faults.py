@@ -10,6 +10,7 @@ import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -60,23 +61,10 @@ def world(engine, **options):
         found.kill()
 
 
-def end(world, room):
-    """How a room ends on each side: state and reason."""
-    assert world.until(room.over, PATIENCE), f"stuck: {room}"
-    return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
-
-
-def assert_good(world, course=BESIDE):
+def assert_good(world):
     """Every prefill serves every decode, and no freed page was written to."""
-    rooms = [world.order(p, [d], course) for p in ("p0", "p1") for d in ("d0", "d1")]
-    for room in rooms:
-        end(world, room)
-        assert room.succeeded(), room
-    for name in world.peers:
-        held = world.ask(name, "audit")
-        assert not held["problems"], held
-        assert not held["orders"], held
-        assert all(every == free for every, free in held["items"].values()), held
+    assert not world.failed([*product(("p0", "p1"), ("d0", "d1"))], BESIDE)
+    world.check_pages()
 
 
 @pytest.mark.parametrize("why", ["the lease ran out", "it was given up for dead"])
@@ -90,7 +78,7 @@ def test_a_decode_that_was_stopped_until_its_source_pages_were_reused_fails(engi
         # its source pages belong to a filler request now, and are overwritten
         assert "d1" not in room.ended
         these.signal("d1", signal.SIGCONT)
-        ends = end(these, room)
+        ends = these.ends(room)
         assert ends["p0"][0] is ends["d1"][0] is KVPoll.Failed
         if "lease" in why:
             assert "its lease ended: not every reader was done" in ends["p0"][1]
@@ -100,15 +88,9 @@ def test_a_decode_that_was_stopped_until_its_source_pages_were_reused_fails(engi
             assert "it no longer knows this decode" in ends["d1"][1]
             # p1 heard nothing of d1 either, and may say so later
             for prefill in ("p0", "p1"):
-                assert these.until(partial(_linked, these, prefill), PATIENCE)
+                pairs = [(prefill, "d1")]
+                assert these.until(lambda pairs=pairs: not these.failed(pairs, BESIDE), PATIENCE)
         assert_good(these)
-
-
-def _linked(world, prefill):
-    """Whether a prefill serves d1 again: a room shows it."""
-    room = world.order(prefill, ["d1"], BESIDE)
-    end(world, room)
-    return room.succeeded()
 
 
 def room_of_failed_read(these):
@@ -137,10 +119,10 @@ def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_
         every, free = held["items"]["kv"]
         assert free == every - items
         beside = these.order("p1", ["d1"], BESIDE)
-        assert {state for state, _ in end(these, beside).values()} == {KVPoll.Success}
+        assert {state for state, _ in these.ends(beside).values()} == {KVPoll.Success}
         assert "d1" not in room.back
         land(these, gate)
-        end(these, room)
+        these.ends(room)
         assert_good(these)
 
 
@@ -148,9 +130,7 @@ def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close(tm
     made = {"d1": partial(LateEngine, None, gate := tmp_path / "gate")}
     with world("local", engines=made, expected="cannot be ended for sure") as these:
         room = room_of_failed_read(these)
-        for link in ("p0", "p1"):
-            end(these, beside := these.order(link, ["d1"], BESIDE))
-            assert beside.succeeded(), beside
+        assert not these.failed([("p0", "d1"), ("p1", "d1")], BESIDE)
         land(these, gate)
         these.until(lambda: False, 0.2)
         held = these.ask("d1", "audit")
@@ -169,7 +149,7 @@ def test_a_fence_that_answers_wrongly_is_detected(tmp_path):
     made = {"d1": partial(LateEngine, True, gate := tmp_path / "gate")}
     with world("local", engines=made, expected="by another request") as these:
         room = room_of_failed_read(these)
-        end(these, room)
+        these.ends(room)
         land(these, gate)
         assert "overwritten by another request" in these.ask("d1", "audit")["problems"][0]
 
@@ -179,4 +159,4 @@ def test_bytes_of_another_request_are_detected():
         these.order("p0", [], WHOLE, "r")
         room = these.order("p0", ["d1"], replace(WHOLE, salt=9), "r", offered=False)
         with pytest.raises(Violation, match=r"succeeded with \d+ wrong bytes"):
-            end(these, room)
+            these.ends(room)

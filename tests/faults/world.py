@@ -186,6 +186,27 @@ class World:
             self.tell(who, "order", Order(number, room.name, course, link))
         return room
 
+    def ends(self, room: Room) -> dict[str, tuple[KVPoll, str]]:
+        """How a room ends on each side that lives: state and reason."""
+        if not self.until(room.over, PATIENCE):
+            raise Violation(f"stuck: {room}")
+        return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
+
+    def failed(self, pairs: Sequence[tuple[str, str]], course: Course) -> list[tuple[str, str]]:
+        """The pairs of a prefill and a decode between which a new request fails."""
+        rooms = {pair: self.order(pair[0], [pair[1]], course) for pair in pairs}
+        for room in rooms.values():
+            self.ends(room)
+        return [pair for pair, room in rooms.items() if not room.succeeded()]
+
+    def check_pages(self) -> None:
+        """No page is lost, and no other request's byte has changed."""
+        for name in self.peers:
+            audit = self.ask(name, "audit")
+            lost = any(every != free for every, free in audit["items"].values())
+            if audit["problems"] or audit["orders"] or lost:
+                raise Violation(f"{name}: {audit}")
+
     def signal(self, name: str, number: int) -> None:
         """Signals a process; SIGCONT waits until it has stopped."""
         pid = self.peers[name].pid
@@ -255,15 +276,15 @@ class World:
             options["read_timeout"], options["ranks"] = self._read_timeout, shape.readers
             options["verify"] = "checksum" if which == 0 else None
         setup = Setup(
-            shape.engine,
-            (shape.prefill if bind else shape.decode)[which],
-            PREFILL_SALTS if bind else DECODE_SALTS,
-            options,
-            bind,
-            parts(shape.engine)[which],
-            shape.environment,
-            f"{self.logs}/{name}",
-            self._engines.get(name),
+            engine=shape.engine,
+            pool=(shape.prefill if bind else shape.decode)[which],
+            salts=PREFILL_SALTS if bind else DECODE_SALTS,
+            options=options,
+            bind=bind,
+            max_bytes=parts(shape.engine)[which],
+            environment=shape.environment,
+            log=f"{self.logs}/{name}",
+            make=self._engines.get(name),
         )
         here, there = FORKS.Pipe()
         process = FORKS.Process(target=main, args=(there, setup, self._child), daemon=True)

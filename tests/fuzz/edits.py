@@ -154,22 +154,19 @@ def _truncate(data: bytes, place: int, value: int) -> bytes:
     return data[: place % len(data)]
 
 
-def _put(data: bytes, place: int, new: bytes) -> bytes:
-    """Replaces a value."""
-    held = tokens(data)
-    if not held:
+def _put(data: bytes, place: int, new: bytes, kind: str = "") -> bytes:
+    """Replaces a value, one of a kind if there is one."""
+    values = tokens(data)
+    chosen = [token for token in values if token.kind == kind] or values
+    if not chosen:
         return data + new
-    token = held[place % len(held)]
+    token = chosen[place % len(chosen)]
     return data[: token.start] + new + data[token.stop :]
 
 
 def _number(data: bytes, place: int, value: int) -> bytes:
     """Replaces an integer by one at a bound."""
-    ints = [token for token in tokens(data) if token.kind == "int"]
-    if not ints:
-        return _put(data, place, NUMBERS[value % len(NUMBERS)])
-    token = ints[place % len(ints)]
-    return data[: token.start] + NUMBERS[value % len(NUMBERS)] + data[token.stop :]
+    return _put(data, place, NUMBERS[value % len(NUMBERS)], "int")
 
 
 def _nudge(data: bytes, place: int, value: int) -> bytes:
@@ -177,8 +174,7 @@ def _nudge(data: bytes, place: int, value: int) -> bytes:
     ints = [token for token in tokens(data) if token.kind == "int"]
     if not ints:
         return _flip(data, place, value)
-    token = ints[place % len(ints)]
-    return data[: token.start] + _changed(data, token, value) + data[token.stop :]
+    return _put(data, place, _changed(data, ints[place % len(ints)], value), "int")
 
 
 def _everywhere(data: bytes, place: int, value: int) -> bytes:
@@ -206,10 +202,10 @@ def _changed(data: bytes, token: Token, value: int) -> bytes:
 
 def _copy(data: bytes, place: int, value: int) -> bytes:
     """Replaces a value by another one of the document."""
-    held = tokens(data)
-    if not held:
+    values = tokens(data)
+    if not values:
         return data
-    token = held[value % len(held)]
+    token = values[value % len(values)]
     return _put(data, place, data[token.start : token.stop])
 
 
@@ -219,24 +215,23 @@ def _swap_type(data: bytes, place: int, value: int) -> bytes:
 
 def _wrong_length(data: bytes, place: int, value: int) -> bytes:
     """Replaces a value by a length without content."""
-    held = tokens(data)
+    values = tokens(data)
     wrong = WRONG_LENGTHS[value % len(WRONG_LENGTHS)]
-    if not held:
+    if not values:
         return data + wrong
-    token = held[place % len(held)]
+    token = values[place % len(values)]
     rest = data[token.stop :] if value // len(WRONG_LENGTHS) % 2 else b""
     return data[: token.start] + wrong + rest
 
 
 def _nest(data: bytes, place: int, value: int) -> bytes:
     """Nests a value in lists or maps."""
-    held = tokens(data)
-    if not held:
+    values = tokens(data)
+    if not values:
         return data
-    token = held[place % len(held)]
+    start = values[place % len(values)].start
     shell = (b"\x91", b"\x81\xa1a")[value % 2]
-    depth = DEPTHS[value // 2 % len(DEPTHS)]
-    return data[: token.start] + shell * depth + data[token.start :]
+    return data[:start] + shell * DEPTHS[value // 2 % len(DEPTHS)] + data[start:]
 
 
 def _repeat(data: bytes, place: int, value: int) -> bytes:

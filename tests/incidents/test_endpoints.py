@@ -18,7 +18,7 @@ from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.engines.peers import ENGINES
 from tests.disagg.waiting import until
-from tests.oracle import DEST, SOURCE, State, blank, hand_off, place, state, values, write
+from tests.oracle import DEST, SOURCE, State, blank, hand_off, state, write
 from tests.streams import Server, dial
 
 MHA = {"layers": range(2), "num_kv_heads": 8, "head_dim": 4, "dtype": "bf16"}
@@ -114,90 +114,26 @@ def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
         assert all(prefill.wait(room, 60) is KVPoll.Success for room in rooms)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_each_byte_of_a_replicated_latent_is_sent_once_and_all_replicas_send(engine):
-    """TensorRT-LLM's duplicate-head factors for MLA, TP4 to TP2.
-
-    Every replica has its own values, so that decode's bytes identify the sender.
-    """
-    tokens, prefills, dests = 37, [], []
-    with ExitStack() as stack:
-        for rank in range(4):
-            source = MLAPool(**MLA, num_pages=9, page_size=16, shard=Shard(rank, 4))
-            address = place(source, tokens, rank)
-            hold(source, [(address, rank)])
-            prefills.append((stack.enter_context(prefill_of(source, engine)), address, source))
-        addresses = [prefill.address for prefill, *_ in prefills]
-        for rank in range(2):
-            dest = MLAPool(**MLA, num_pages=9, page_size=8, shard=Shard(rank, 2))
-            blank(dest)
-            decode = stack.enter_context(decode_of(dest, engine, 2))
-            decode.connect(addresses)
-            decode.receive("r", into := place(dest, tokens, 99))
-            dests.append((decode, dest, into))
-        for prefill, address, _ in prefills:
-            prefill.send("r", address)
-        for decode, dest, into in dests:
-            assert decode.wait("r", 60) is KVPoll.Success, decode.failure("r")
-            assert decode.metrics("r").bytes_moved == tokens * dest.bytes_per_token
-            assert senders(dest, into, 4) == [tokens * dest.bytes_per_token / 4] * 4
-
-
-def senders(dest, address, count):
-    """Bytes that came from each of `count` sources, identified by salt."""
-    sent = [0] * count
-    position = np.arange(address.num_tokens)
-    item = address.spans["kv"].ids[position // dest.page_size]
-    for key, view in state(dest).views.items():
-        found = view[item, position % dest.page_size]
-        wanted = [values(key, [position, np.arange(found.shape[-1])], n) for n in range(count)]
-        (sender,) = [n for n in range(count) if np.array_equal(found, wanted[n])]
-        sent[sender] += found.size
-    return sent
-
-
 PAGE, PAGES = 16, 7
 
 
-def tensors(*parts, drafts=0):
-    """Tensors as a serving engine has them, from (dims, layers, roles, elements per row). The last
-    `drafts` layers are the draft's.
-    """
-    seen, memory, views = [], [], {}
+def tensors(*parts):
+    """Tensors as a serving engine has them, from (dims, layers, roles, elements per row)."""
+    described, memory, views = [], [], {}
     for dims, layers, roles, dim in parts:
         sizes = {"layer": len(layers), "role": len(roles), "item": PAGES, "entry": PAGE, "dim": dim}
         tensor = torch.zeros([sizes[name] for name in dims], dtype=torch.bfloat16)
         memory.append(tensor.view(torch.uint8).view(-1).numpy())
-        target = len(layers) - drafts
-        for owner, start, stop in (("target", 0, target), ("draft", target, len(layers))):
-            held = layers[start:stop]
-            if not held:
-                continue
-            part = (
-                tensor.narrow(dims.index("layer"), start, len(held)) if "layer" in dims else tensor
-            )
-            seen.append(describe(part, dims, role=roles, layer=held, owner=owner))
-            for layer, role in product(range(len(held)), range(len(roles))):
-                at = {"layer": layer, "role": role}
-                rows = part[tuple(at.get(name, slice(None)) for name in dims)]
-                views[owner, held[layer], roles[role]] = rows.view(torch.uint8).numpy()
+        described.append(describe(tensor, dims, role=roles, layer=layers))
+        for layer, role in product(range(len(layers)), range(len(roles))):
+            steps = {"layer": layer, "role": role}
+            rows = tensor[tuple(steps.get(name, slice(None)) for name in dims)]
+            views["target", layers[layer], roles[role]] = rows.view(torch.uint8).numpy()
     spaces = (Space("kv", entries_per_item=PAGE),)
-    return State(PoolLayout.of(*seen, spaces=spaces, total_kv_layers=5), memory, views)
+    return State(PoolLayout.of(*described, spaces=spaces, total_kv_layers=5), memory, views)
 
 
 STACKED = ("layer", "item", "entry", "dim")
-
-
-def test_groups_of_stacked_layers_land_by_layer_and_a_draft_layer_of_decode_is_untouched():
-    """sglang#23893: NPU-MLA, PP2 to PP1, groups were cut at decode's number of layers."""
-    rows = {"latent": 24, "rope": 8, "index_key": 12}
-    sources = [
-        tensors(*((STACKED, layers, [role], dim) for role, dim in rows.items()))
-        for layers in ([0, 1, 2], [3, 4])
-    ]
-    dest = tensors(*((STACKED, [*range(6)], [role], dim) for role, dim in rows.items()), drafts=1)
-    transfer, _ = hand_off(sources, dest, 37, allow_missing={"draft"})
-    assert set(transfer.missing) == {("draft", 5, role) for role in rows}
 
 
 def test_stages_whose_tensors_are_composed_differently_are_paired_by_region():

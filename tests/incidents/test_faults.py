@@ -55,31 +55,13 @@ def struck(world):
     return world.tripped
 
 
-def ended(world, room):
-    """How a room ends on each live side: state and reason."""
-    assert world.until(room.over, PATIENCE), f"stuck: {room}"
-    return {who: (state, reason) for who, (_, state, reason) in room.ended.items()}
-
-
-def failed(world, pairs):
-    """The pairs between which a new request fails."""
-    rooms = {(p, d): world.order(p, [d], BESIDE) for p, d in pairs}
-    for room in rooms.values():
-        ended(world, room)
-    return [pair for pair, room in rooms.items() if not room.succeeded()]
-
-
 def assert_whole(world):
     """Every pair works again; no page is lost, and no other request's byte has changed."""
     world.ensure()
     pairs = PAIRS
     while pairs:  # a peer that was given up may learn it only now
-        pairs = failed(world, pairs)
-    for name in world.peers:
-        held = world.ask(name, "audit")
-        assert not held["problems"], held
-        assert not held["orders"], held
-        assert all(every == free for every, free in held["items"].values()), held
+        pairs = world.failed(pairs, BESIDE)
+    world.check_pages()
 
 
 def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(begin):
@@ -87,7 +69,7 @@ def test_destination_pages_of_an_aborted_read_are_handed_out_once_it_has_ended(b
     with begin() as (world, room):
         world.tell("d1", "trip_abort", 5, room.number, "no longer needed")
         struck(world)
-        ends = ended(world, room)
+        ends = world.ends(room)
         assert {state for state, _ in ends.values()} == {KVPoll.Failed}
         assert all("no longer needed" in reason for _, reason in ends.values())
 
@@ -101,7 +83,7 @@ def test_source_pages_that_were_handed_out_before_they_were_read_fail_their_read
         assert world.until(lambda: "p0" in room.back, PATIENCE)
         assert "d1" not in room.ended
         world.signal("d1", signal.SIGCONT)
-        ends = ended(world, room)
+        ends = world.ends(room)
         assert {state for state, _ in ends.values()} == {KVPoll.Failed}
 
 
@@ -114,7 +96,7 @@ def test_a_prefill_that_restarts_between_plan_and_post_fails_the_room(begin):
         world.bury("p0")
         world.ensure(stopped=["d1"])
         world.signal("d1", signal.SIGCONT)
-        state, reason = ended(world, room)["d1"]
+        state, reason = world.ends(room)["d1"]
         assert state is KVPoll.Failed
         assert "rank 0 of prefill (tcp://127.0.0.1:" in reason
 
@@ -127,7 +109,7 @@ def test_a_peer_that_dies_silently_is_noticed_and_fails_only_its_own_rooms(begin
         other = "d1" if victim == "p0" else "p0"
         world.trip("d1", "read", 5, victim, how)
         at = struck(world)
-        assert not failed(world, [pair for pair in PAIRS if victim not in pair])
+        assert not world.failed([pair for pair in PAIRS if victim not in pair], BESIDE)
         assert world.until(lambda: other in room.ended, BOUND), f"not noticed: {room}"
         when, state, reason = room.ended[other]
         assert state is KVPoll.Failed
@@ -143,6 +125,6 @@ def test_a_peer_that_dies_silently_is_noticed_and_fails_only_its_own_rooms(begin
             world.bury(victim)
             return
         world.signal(victim, signal.SIGCONT)
-        state, _ = ended(world, room)[victim]
+        state, _ = world.ends(room)[victim]
         # decode may have finished before, which prefill learns only now
         assert state is KVPoll.Failed or room.done == {"d1": 0}

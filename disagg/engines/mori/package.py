@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,18 @@ class MoriSettings:
     qp_per_transfer: int
     post_batch_size: int
     num_worker_threads: int
+
+
+class MoriRuns(NamedTuple):
+    """Runs from one of a peer's registrations into one of ours: their bases, and offsets and
+    lengths in bytes, `[N]` each.
+    """
+
+    src_base: int
+    dst_base: int
+    src: list[int]
+    dst: list[int]
+    nbytes: list[int]
 
 
 class MoriIO:
@@ -81,11 +93,12 @@ class MoriIO:
         """Makes a peer known by its `EngineDesc`."""
         self._call("peer", "register_remote_engine", engine)
 
-    def post(self, dst: Any, dst_offsets: Any, src: Any, src_offsets: Any, sizes: Any) -> Any:
-        """Posts a read between two registrations and returns its `TransferStatus`."""
+    def post(self, memory: Any, runs: MoriRuns) -> Any:
+        """Posts a read from a peer's `MemoryDesc` and returns its `TransferStatus`."""
         number = self._call("number", "allocate_transfer_uid")
-        rows = [dst], [dst_offsets], [src], [src_offsets], [sizes], [number]
-        [status] = self._call(f"read of {len(sizes)} runs", "batch_read", *rows)
+        sides = [self.memory[runs.dst_base]], [runs.dst], [memory], [runs.src]
+        what = f"read of {len(runs.nbytes)} runs"
+        [status] = self._call(what, "batch_read", *sides, [runs.nbytes], [number])
         # MoRI writes to it until the read has succeeded or the IOEngine is destroyed
         self._posted.append(status)
         return status

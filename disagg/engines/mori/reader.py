@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from disagg.engines.base import TransferError
-from disagg.engines.mori.package import TOKEN_BYTES, MoriIO, mori_io
+from disagg.engines.mori.package import TOKEN_BYTES, MoriIO, MoriRuns, mori_io
 from disagg.engines.ranges import Ranges
 from disagg.engines.threaded import GIVEN_UP, PeerReader
 from kvpool.layout.grid import Ints
@@ -29,18 +29,6 @@ class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: bytes
     token_memory: bytes
     memory: Annotated[list[bytes], msgspec.Meta(max_length=MAX_REGIONS)]
-
-
-class MoriRuns(NamedTuple):
-    """Runs from one of a peer's registrations into one of ours: their bases, and offsets and
-    lengths in bytes, `[N]` each.
-    """
-
-    src_base: int
-    dst_base: int
-    src: list[int]
-    dst: list[int]
-    nbytes: list[int]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -95,14 +83,14 @@ class MoriReader(PeerReader):
         unproven = {(runs.dst_base, runs.src_base) for runs in call} - self.proven
         statuses = []
         for runs in call:
-            statuses.append(self._post(runs))
+            statuses.append(self.io.post(self.memory[runs.src_base], runs))
             if statuses[-1].Failed():
                 break  # nothing is posted behind it
         else:
             if unproven:
                 nbytes = [TOKEN_BYTES]
                 token = MoriRuns(self.token_base, self.io.token_base, [0], nbytes, nbytes)
-                statuses.append(self._post(token))
+                statuses.append(self.io.post(self.memory[self.token_base], token))
         for status in statuses:
             while status.InProgress() and not self.given_up:
                 status.WaitFor(WAIT_MILLISECONDS)
@@ -123,10 +111,6 @@ class MoriReader(PeerReader):
     def end(self) -> bool:
         """Destroys the `IOEngine`."""
         return not hasattr(self, "io") or self.io.destroy()  # it has not, if `start` failed
-
-    def _post(self, runs: MoriRuns) -> Any:
-        src, dst = self.memory[runs.src_base], self.io.memory[runs.dst_base]
-        return self.io.post(dst, runs.dst, src, runs.src, runs.nbytes)
 
 
 def reader_of(metadata: bytes, own: Ranges, obtain: Callable[[], MoriIO]) -> MoriReader:
