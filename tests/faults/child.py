@@ -33,7 +33,7 @@ PREFIX_SALT = 500
 """Added to a request's salt for the positions that decode already holds."""
 
 
-class Child:
+class FaultyChild:
     """The endpoint, its pool and its orders."""
 
     prefix_salt = PREFIX_SALT
@@ -322,7 +322,7 @@ class Errors(logging.Handler):
         self._say("problem", self.format(record))
 
 
-def main(pipe: Any, setup: Setup, child: type[Child] = Child) -> None:
+def main(pipe: Any, setup: Setup, child: type[FaultyChild]) -> None:
     """The process. It dies with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(setup.environment)

@@ -12,7 +12,7 @@ from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """One process. `pool` builds its pool, `options` go to the endpoint."""
 
@@ -30,21 +30,21 @@ class Setup:
     """Makes the engine, if it is not one by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Course:
     """The course of a request. Times in seconds."""
 
     tokens: int
     salt: int
-    stops: tuple[int, ...]
+    stops: tuple[int, ...] = ()
     """Where prefill's chunks end."""
-    gap: float
+    gap: float = 0.0
     """Between two chunks."""
-    start: int
+    start: int = 0
     """The first position that decode lacks."""
-    offered: float
+    offered: float = 0.0
     """When prefill begins."""
-    wanted: float
+    wanted: float = 0.0
     """When decode begins."""
 
 

@@ -73,13 +73,13 @@ class Run:
         tokens = pick.choice((1, 7, 40, 100, 160, MOST_TOKENS - 1))
         stops = sorted({pick.randrange(tokens) for _ in range(pick.randrange(4))} - {0})
         course = Course(
-            tokens,
-            pick.randrange(16),
-            tuple(stops),
-            pick.choice((0.0, 0.002, 0.02)),
-            pick.choice((0, 0, pick.randrange(tokens))),
-            pick.choice((0.0, 0.0, 0.01, 0.03)),
-            pick.choice((0.0, 0.0, 0.01, 0.03)),
+            tokens=tokens,
+            salt=pick.randrange(16),
+            stops=tuple(stops),
+            gap=pick.choice((0.0, 0.002, 0.02)),
+            start=pick.choice((0, 0, pick.randrange(tokens))),
+            offered=pick.choice((0.0, 0.0, 0.01, 0.03)),
+            wanted=pick.choice((0.0, 0.0, 0.01, 0.03)),
         )
         sinks = ["d0", "d1"] if shape.readers == 2 else [sink or pick.choice(("d0", "d1"))]
         room = self.world.order(link or pick.choice([*shape.links()]), sinks, course, name)

@@ -24,8 +24,8 @@ from tests.faults.world import PATIENCE, Violation, World
 from tests.faults.worlds import Worlds
 
 SHORT, LONG = 50, 500
-WHOLE = Course(MOST_TOKENS - 1, 7, (100,), 0.0, 0, 0.0, 0.0)
-BESIDE = Course(100, 8, (), 0.0, 0, 0.0, 0.0)
+WHOLE = Course(tokens=MOST_TOKENS - 1, salt=7, stops=(100,))
+BESIDE = Course(tokens=100, salt=8)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from typing import Any
 
 from disagg.engines.base import Engine
 from disagg.protocol.status import KVPoll
-from tests.faults.child import Child, main
+from tests.faults.child import FaultyChild, main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
 from tests.ports import free_port
-from tests.processes import FORKS, stands_still
+from tests.processes import Child, stands_still
 
 PATIENCE = 60.0
 """Seconds after which a process that does not answer counts as stuck."""
@@ -51,7 +51,7 @@ class Peer:
         return int(self.process.pid)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Room:
     """One request, and its state on each side by process name."""
 
@@ -106,9 +106,9 @@ class World:
         read_timeout: float = READ_TIMEOUT,
         engines: Mapping[str, Callable[[], Engine]] | None = None,
         expected: str | None = None,
-        child: type[Child] = Child,
+        child: type[FaultyChild] = FaultyChild,
     ) -> None:
-        self._child = child
+        self._kind = child
         self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
         self._read_timeout = read_timeout
         self._engines, self._expected = engines or {}, expected
@@ -178,7 +178,14 @@ class World:
         self._numbers += 1
         number = self._numbers
         sources = self.shape.links()[link] if offered else []
-        room = Room(number, name or f"r{number}", link, list(sources), list(sinks), course)
+        room = Room(
+            number=number,
+            name=name or f"r{number}",
+            link=link,
+            sources=list(sources),
+            sinks=list(sinks),
+            course=course,
+        )
         self.rooms[number] = room
         for who in room.who:
             if who not in self.peers:
@@ -286,11 +293,8 @@ class World:
             log=f"{self.logs}/{name}",
             make=self._engines.get(name),
         )
-        here, there = FORKS.Pipe()
-        process = FORKS.Process(target=main, args=(there, setup, self._child), daemon=True)
-        process.start()
-        there.close()
-        self.peers[name] = Peer(process, here)
+        child = Child(main, setup, self._kind)
+        self.peers[name] = Peer(child.process, child.pipe)
 
     def _settled(self, decode: str) -> bool:
         generations = {

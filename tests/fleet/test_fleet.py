@@ -67,8 +67,9 @@ def test_one_seed_is_one_trace_in_every_process():
 
 
 def test_a_read_takes_the_time_of_its_bytes():
-    spec = Spec(1, 1, 1, 1, rooms=10, in_flight=1, compute=0.0, latency=0.0, turn=0.0, rate=1e8)
-    fleet = Fleet(spec)
+    ranks = dict.fromkeys(("prefill", "decode", "prefill_tp", "decode_tp"), 1)
+    times = dict.fromkeys(("compute", "latency", "turn"), 0.0)
+    fleet = Fleet(Spec(**ranks, **times, rooms=10, in_flight=1, rate=1e8))
     seconds = fleet.run().seconds
     moved = fleet.decodes[0][0].endpoint.snapshot().totals.bytes_moved
     assert moved >= 10 * fleet.layouts["decode"][0].live_bytes(64)

@@ -16,8 +16,8 @@ from tests.faults.world import BOUND, PATIENCE, World
 
 # over TCP NIXL's reads are in flight; over CMA they end within the call
 OVER = ["nixl tcp" if engine == "nixl" else f"{engine} pair" for engine in ENGINES]
-WHOLE = Course(MOST_TOKENS - 1, 3, (), 0.0, 0, 0.0, 0.1)
-BESIDE = Course(90, 5, (), 0.0, 0, 0.0, 0.0)
+WHOLE = Course(tokens=MOST_TOKENS - 1, salt=3, wanted=0.1)
+BESIDE = Course(tokens=90, salt=5)
 PAIRS = [(prefill, decode) for prefill in ("p0", "p1") for decode in ("d0", "d1")]
 
 

@@ -18,7 +18,7 @@ from disagg import KVPoll, snapshot
 from kvpool import PrefixCache
 from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
-from tests.faults.child import Child
+from tests.faults.child import FaultyChild
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
 from tests.faults.values import MOST_TOKENS, put, wrong
@@ -36,7 +36,7 @@ DOCUMENTS = np.random.default_rng(28).integers(0, 1 << 20, (4, MOST_TOKENS))
 """Tokens by document, which is the salt of a request's values."""
 
 
-class SoakChild(Child):
+class SoakChild(FaultyChild):
     """An endpoint and a small scheduler with prefix reuse on its side."""
 
     prefix_salt = 0  # what decode has of a request before it asks is of the same document

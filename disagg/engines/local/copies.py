@@ -34,28 +34,28 @@ class HostCopies:
         if self.native and self._worker is None:
             self._waker.set(descriptor)
 
-    def mapped(self, keep: Any, src: Ints, dst: Ints, nbytes: Ints) -> _native.Job | None:
-        """Copies from memory of this process; `keep` is what keeps it mapped."""
-        if not self.native:
-            copy_runs(src, dst, nbytes)
-            return None
-        at_once = _is_small(nbytes)
-        columns = (dst, nbytes) if at_once else _kept(dst, nbytes)
-        return self._thread().post(src, *columns, keep=keep, at_once=at_once)
-
-    def of_process(
-        self, connection: PeerConnection, src: Ints, dst: Ints, nbytes: Ints
+    def start(
+        self, runs: tuple[Ints, Ints, Ints], keep: Any, source: PeerConnection | None = None
     ) -> _native.Job | None:
-        """Reads memory of the process at the other end of a connection, which stays open until the
-        job has ended.
+        """Copies runs from memory of this process that `keep` keeps mapped, or of the process at
+        the other end of a connection, which stays open until the job has ended.
         """
+        src, dst, nbytes = runs
         if not self.native:
-            read_process(connection.pid, connection.check_alive, src, dst, nbytes)
+            if source is None:
+                copy_runs(src, dst, nbytes)
+            else:
+                read_process(source.pid, source.check_alive, src, dst, nbytes)
             return None
-        pid, peer, at_once = connection.pid, connection.link.fileno(), _is_small(nbytes)
-        columns = (dst, nbytes) if at_once else _kept(dst, nbytes)
-        return self._thread().post(
-            src, *columns, pid=pid, peer=peer, keep=connection, at_once=at_once
+        if self._worker is None:
+            self._worker = _native.Worker(self._waker.descriptor)
+        small = nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
+        if not small:  # the caller may use its columns again; one number for all never changes
+            dst = dst.copy()
+            nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
+        pid, peer = (0, -1) if source is None else (source.pid, source.link.fileno())
+        return self._worker.post(
+            src, dst, nbytes, pid=pid, peer=peer, keep=(keep, source), at_once=small
         )
 
     def close(self) -> None:
@@ -64,11 +64,6 @@ class HostCopies:
             self._worker.close()
             self._worker = None
         self._waker.close()
-
-    def _thread(self) -> _native.Worker:
-        if self._worker is None:
-            self._worker = _native.Worker(self._waker.descriptor)
-        return self._worker
 
 
 def finished(job: _native.Job, pid: int) -> bool:
@@ -84,13 +79,3 @@ def finished(job: _native.Job, pid: int) -> bool:
     if job.cancelled:
         raise TransferError("the peer was given up.")
     raise TransferError(unreadable(pid, os.strerror(job.error)))
-
-
-def _is_small(nbytes: Ints) -> bool:
-    """Whether runs are copied in less time than another thread needs to wake."""
-    return nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
-
-
-def _kept(dst: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
-    """Copies of columns that the caller may use again; one number for all runs never changes."""
-    return dst.copy(), nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)

@@ -155,13 +155,11 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
                 )
         peer.jobs = [job for job in peer.jobs if not job.ended]
         for way, runs in groups:
-            job = None
-            if way == BY_MAPPING:
-                job = self._copies.mapped(tuple(peer.mappings), *runs)
-            elif way == BY_KERNEL:
-                job = self._copies.of_process(peer.connection, *runs)
-            elif peer.attached is not None:
+            if way == BY_DEVICE and peer.attached is not None:
                 transfer.event = peer.attached.copy(*runs)
+                continue
+            source = peer.connection if way == BY_KERNEL else None
+            job = self._copies.start(runs, tuple(peer.mappings), source)
             if job is not None:
                 transfer.jobs.append(job)
                 peer.jobs.append(job)
