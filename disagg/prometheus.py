@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 from disagg.protocol.metrics import Snapshot
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("disagg")
 
 Sample = tuple[tuple[str, ...], float]
-"""Values of the labels after `endpoint`, and a number."""
+"""Values of the labels after the first, and a number."""
+StateT = TypeVar("StateT")
+Family = tuple[str, str, tuple[str, ...], Callable[[StateT], Iterable[Sample]]]
+"""Name, meaning, labels after the first, and the samples of a state."""
 
 
 class Observed(Protocol):
@@ -78,7 +81,7 @@ def export(
         from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(_Collector(endpoints))
+    registry.register(_Endpoints(endpoints))
     registry.register(_Allocators({} if allocators is None else allocators))
     try:
         return Server(*start_http_server(port, addr, registry))
@@ -86,13 +89,13 @@ def export(
         raise ValueError(f"export at {addr}, port {port}: {error}.") from None
 
 
-class _Collector:
+class _Endpoints:
     def __init__(self, endpoints: Mapping[str, Observed]) -> None:
         self._endpoints = endpoints
 
     def collect(self) -> Iterator[Metric]:
         """All metric families, with samples of every endpoint that answers."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import GaugeMetricFamily
 
         up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
         snapshots: dict[str, Snapshot] = {}
@@ -103,13 +106,7 @@ class _Collector:
                 log.warning("endpoint %r has no metrics: %s", name, error)
             up.add_metric([name], float(name in snapshots))
         yield up
-        for kind, rows in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-            for name, meaning, labels, samples in rows:
-                family: Any = kind(name, meaning, labels=["endpoint", *labels])
-                for endpoint_name, snapshot in snapshots.items():
-                    for values, number in samples(snapshot):
-                        family.add_metric([endpoint_name, *values], number)
-                yield family
+        yield from _families("endpoint", snapshots, COUNTERS, GAUGES)
 
 
 class _Allocators:
@@ -118,61 +115,63 @@ class _Allocators:
 
     def collect(self) -> Iterator[Metric]:
         """Gauges of every allocator, and the counts of its prefix cache."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         usages = {name: source.usage() for name, source in list(self._allocators.items())}
-        labels = ["allocator", "ids"]
-        free = GaugeMetricFamily("kvpool_free_items", "Items that no request holds.", labels=labels)
-        used = GaugeMetricFamily("kvpool_used_items", "Items that requests hold.", labels=labels)
-        requests = GaugeMetricFamily("kvpool_requests", "Live requests.", labels=labels[:1])
-        for name, usage in usages.items():
-            for family, items in ((free, usage.free), (used, usage.used)):
-                for id_list, count in items.items():
-                    family.add_metric([name, id_list], count)
-            requests.add_metric([name], usage.requests)
-        yield from (free, used, requests)
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
-        for metric, meaning, label, counts in PREFIX_COUNTERS:
-            counter = CounterMetricFamily(metric, meaning, labels=["allocator", label])
-            for name, stats in caches.items():
-                for value, count in counts(stats).items():
-                    counter.add_metric([name, value], count)
-            yield counter
-        kept = GaugeMetricFamily("kvpool_kept_items", "Items of prefixes.", labels=labels)
-        for name, stats in caches.items():
-            for id_list, count in stats.kept.items():
-                kept.add_metric([name, id_list], count)
-        yield kept
+        yield from _families("allocator", usages, (), ALLOCATOR_GAUGES)
+        yield from _families("allocator", caches, PREFIX_COUNTERS, PREFIX_GAUGES)
+
+
+def _families(
+    label: str,
+    states: Mapping[str, StateT],
+    counters: Iterable[Family[StateT]],
+    gauges: Iterable[Family[StateT]],
+) -> Iterator[Metric]:
+    """Families with samples of every state, labelled by its name."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    for kind, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+        for metric, meaning, labels, samples in rows:
+            family: Any = kind(metric, meaning, labels=[label, *labels])
+            for name, state in states.items():
+                for values, number in samples(state):
+                    family.add_metric([name, *values], number)
+            yield family
 
 
 def _items(numbers: Mapping[str, float]) -> Iterable[Sample]:
     return [((name,), number) for name, number in numbers.items()]
 
 
-PREFIX_COUNTERS: tuple[tuple[str, str, str, Callable[[PrefixStats], Mapping[str, int]]], ...] = (
+ALLOCATOR_GAUGES: tuple[Family[Usage], ...] = (
+    ("kvpool_free_items", "Items that no request holds.", ("ids",), lambda u: _items(u.free)),
+    ("kvpool_used_items", "Items that requests hold.", ("ids",), lambda u: _items(u.used)),
+    ("kvpool_requests", "Live requests.", (), lambda u: [((), u.requests)]),
+)
+PREFIX_GAUGES: tuple[Family[PrefixStats], ...] = (
+    ("kvpool_kept_items", "Items of prefixes.", ("ids",), lambda s: _items(s.kept)),
+)
+PREFIX_COUNTERS: tuple[Family[PrefixStats], ...] = (
     (
         "kvpool_prefix_lookups",
         "Requests that began with tokens.",
-        "outcome",
-        lambda s: {"hit": s.hits, "miss": s.lookups - s.hits},
+        ("outcome",),
+        lambda s: _items({"hit": s.hits, "miss": s.lookups - s.hits}),
     ),
     (
         "kvpool_prefix_tokens",
         "Tokens with which requests began, and those of them that were there.",
-        "tokens",
-        lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
+        ("tokens",),
+        lambda s: _items({"asked": s.asked_tokens, "found": s.found_tokens}),
     ),
     (
         "kvpool_prefix_items",
         "Items that became a prefix's, and were taken again.",
-        "change",
-        lambda s: {"stored": s.stored, "removed": s.removed},
+        ("change",),
+        lambda s: _items({"stored": s.stored, "removed": s.removed}),
     ),
 )
-
-Family = tuple[str, str, tuple[str, ...], Callable[[Snapshot], Iterable[Sample]]]
-
-COUNTERS: tuple[Family, ...] = (
+COUNTERS: tuple[Family[Snapshot], ...] = (
     ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),
     (
         "kvpool_failures",
@@ -207,7 +206,7 @@ COUNTERS: tuple[Family, ...] = (
     ),
     ("kvpool_plans", "Plans asked for.", ("cache",), lambda s: _items(s.plans)),
 )
-GAUGES: tuple[Family, ...] = (
+GAUGES: tuple[Family[Snapshot], ...] = (
     ("kvpool_open_rooms", "Rooms that have not ended.", (), lambda s: [((), s.open_rooms)]),
     ("kvpool_alive_peers", "Peers that answer.", (), lambda s: [((), s.peers)]),
     ("kvpool_leased_items", "Items of open rooms.", ("space",), lambda s: _items(s.leases.leased)),

@@ -13,7 +13,6 @@ from tests.faults.worlds import Worlds
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes the runs; returns how many failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")

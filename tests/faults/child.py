@@ -60,7 +60,6 @@ class FaultyChild:
         logging.getLogger("disagg").addHandler(Errors(self.say))
 
     def filled(self, setup: Setup) -> Stock:
-        """The pool, full of fillers."""
         return Stock(setup.pool(), setup.salts)
 
     def take(self, order: Order) -> Request | None:
@@ -68,7 +67,6 @@ class FaultyChild:
         return self.stock.take(order.course.tokens, received=self._receives)
 
     def write(self, order: Order, positions: range) -> None:
-        """Prefill's state of these positions."""
         put(self.stock.pool, order.address, positions, order.course.salt)
 
     def run(self) -> None:
@@ -94,16 +92,13 @@ class FaultyChild:
         self.orders[order.number] = order
 
     def do_connect(self, name: str, addresses: list[str]) -> None:
-        """Connects to a prefill, all its ranks."""
         self.links[name] = self.endpoint.connect(addresses)
 
     def do_reconnect(self, name: str, addresses: list[str]) -> None:
-        """Gives a prefill up, and connects to it again."""
         self.endpoint.disconnect(self.links.pop(name))
         self.do_connect(name, addresses)
 
     def do_abort(self, number: int, reason: str) -> None:
-        """Aborts an order that has begun."""
         order = self.orders.get(number)
         if order is not None and order.asked:
             self.endpoint.abort(order.room, reason)

@@ -68,7 +68,6 @@ class Run:
     def ask_for(
         self, link: str | None = None, sink: str | None = None, name: str | None = None
     ) -> Room:
-        """A request of random size and course."""
         pick, shape = self.random, self.world.shape
         tokens = pick.choice((1, 7, 40, 100, 160, MOST_TOKENS - 1))
         stops = sorted({pick.randrange(tokens) for _ in range(pick.randrange(4))} - {0})
@@ -225,7 +224,6 @@ class Run:
                         raise unexpected(f"the fault does not affect {room}", room)
 
     def check(self) -> None:
-        """Checks every room, and all pages."""
         for room in self.rooms:
             states = {who: state for who, (_, state, _) in room.ended.items()}
             won = [who for who in room.sinks if states.get(who) is KVPoll.Success]

@@ -25,7 +25,6 @@ class Shape:
     environment: dict[str, str] = field(default_factory=dict)
 
     def links(self) -> dict[str, list[str]]:
-        """Prefills by link."""
         return {"p": ["p0", "p1"]} if self.ranks == 2 else {"p0": ["p0"], "p1": ["p1"]}
 
 
@@ -35,7 +34,6 @@ hybrid = pools.hybrid_mla.but(page_size=8, num_pages=160, num_slots=24)
 
 
 def shapes(engine: str) -> list[Shape]:
-    """All shapes over one engine."""
     small = mla.but(page_size=4, num_pages=320)
     halves = tuple(mha.but(shard=Shard(rank, 2)) for rank in range(2))
     found = [

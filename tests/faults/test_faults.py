@@ -94,7 +94,6 @@ def test_a_decode_that_was_stopped_until_its_source_pages_were_reused_fails(engi
 
 
 def room_of_failed_read(these):
-    """A room whose read has failed and lands later."""
     room = these.order("p0", ["d1"], WHOLE)
     assert these.until(lambda: "d1" in room.ended, PATIENCE)
     _, state, reason = room.ended["d1"]
@@ -104,7 +103,6 @@ def room_of_failed_read(these):
 
 
 def land(these, gate):
-    """The bytes of the failed read land."""
     gate.touch()
     assert these.until(lambda: not gate.exists(), PATIENCE)
 

@@ -41,7 +41,6 @@ def _cells(
 
 
 def put(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> None:
-    """Writes the live entries of `positions`."""
     for view, where, what in _cells(pool, address, positions, salt):
         view[where] = what
 

@@ -47,7 +47,6 @@ class Peer:
 
     @property
     def pid(self) -> int:
-        """The process's."""
         return int(self.process.pid)
 
 
@@ -71,7 +70,6 @@ class Room:
 
     @property
     def who(self) -> list[str]:
-        """All processes of the room."""
         return [*self.sources, *self.sinks]
 
     def over(self) -> bool:
@@ -79,7 +77,6 @@ class Room:
         return self.back.keys() >= {*self.who}
 
     def succeeded(self) -> bool:
-        """Whether it has succeeded everywhere."""
         states = [state for _, state, _ in self.ended.values()]
         return len(states) == len(self.who) and all(s is KVPoll.Success for s in states)
 
@@ -139,7 +136,6 @@ class World:
             self.pump(0.01)
 
     def addresses(self, link: str) -> list[str]:
-        """Those of a link's prefills."""
         return [self._ports[prefill] for prefill in self.shape.links()[link]]
 
     def tell(self, name: str, *order: Any) -> None:
@@ -232,7 +228,6 @@ class World:
             self.pump(0.01)
 
     def pump(self, seconds: float) -> None:
-        """Reads events, for at most `seconds`."""
         pipes = {peer.pipe: name for name, peer in self.peers.items()}
         for pipe in wait(list(pipes), seconds):
             name = pipes[pipe]
@@ -253,7 +248,6 @@ class World:
         return True
 
     def close(self) -> None:
-        """Closes all processes, which must succeed."""
         self.mortal.update(self.peers)
         for name, peer in list(self.peers.items()):
             closed = self.ask(name, "close")
@@ -267,7 +261,6 @@ class World:
         shutil.rmtree(self.logs)
 
     def kill(self) -> None:
-        """Kills all processes that are left."""
         for peer in self.peers.values():
             peer.process.kill()
             peer.process.join()

@@ -49,7 +49,6 @@ class Worlds:
         raise AssertionError
 
     def close(self) -> None:
-        """Closes all processes, which must succeed."""
         if self._world is not None:
             self._world.close()
             self._drop()

@@ -42,25 +42,21 @@ class TimedEngine(Engine):
 
     @classmethod
     def availability(cls) -> None:
-        """Always."""
         return
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Memory is not there."""
 
     def metadata(self) -> bytes:
-        """The rank's generation."""
         return self._rank.name.encode()
 
     def connect(self, metadata: bytes) -> Rank:
-        """See Engine."""
         rank = self._rank.fleet.alive.get(metadata.decode())
         if rank is None:
             raise TransferError("the peer's process is gone.")
         return rank
 
     def read(self, peer: Rank, batch: CopyBatch) -> Transfer:
-        """See Engine."""
         fleet, here = self._rank.fleet, self._rank
         start = max(fleet.timeline.now, peer.port_free, here.port_free)
         peer.port_free = here.port_free = end = start + batch.total / fleet.spec.rate
@@ -71,7 +67,6 @@ class TimedEngine(Engine):
         return Transfer(peer, there, pages, batch.total, arrives)
 
     def poll(self, transfer: Transfer) -> bool:
-        """See Engine."""
         here, source = self._rank, transfer.source
         if here.fleet.timeline.now < transfer.arrives:
             return False

@@ -45,11 +45,9 @@ class Figures:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the fleet."""
         return self.spec.prefill + self.spec.decode
 
     def grown(self, what: str) -> int:
-        """The ranks of what grows, see Spec.growing."""
         return self.ranks if what in ("fleet", "both") else int(getattr(self.spec, what))
 
     @property
@@ -80,7 +78,6 @@ class Figures:
         return max(peaks[queue] for peaks in self.peaks.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         derived = "ranks", "rooms_per_second", "room_messages", "room_bytes", "link_messages"
         return asdict(self) | {name: getattr(self, name) for name in derived}
 

@@ -94,12 +94,10 @@ class Fleet:
         return seconds
 
     def check(self, holds: bool, otherwise: str) -> None:
-        """Notes what must not be."""
         if not holds and len(self.broken) < MOST_BROKEN:
             self.broken.append(otherwise)
 
     def note_end(self, rank: Rank, part: Part, state: KVPoll, failure: Failure | None) -> None:
-        """A room has ended on one rank."""
         self.trace.note(self.timeline.now, rank.name, part.room.number, state.name)
         self._parts[f"{rank.side} {state.name}"] += 1
         self._memory.sample(rank, part.room.number, 2 * part.room.number >= self.spec.rooms)
@@ -171,7 +169,6 @@ class Fleet:
             self._dies_with(rank, room)
 
     def _dies_with(self, rank: Rank, room: FleetRoom) -> None:
-        """A room's part is gone with its rank."""
         self._parts[f"{rank.side} died"] += 1
         if isinstance(rank, PrefillRank):
             self.open_prefill -= 1
@@ -180,7 +177,6 @@ class Fleet:
             self.part_over(room)
 
     def _kill(self) -> None:
-        """Some rank dies, and is back after a while."""
         if not self.alive:
             return
         rank = self._faults.choice(list(self.alive.values()))
@@ -266,7 +262,6 @@ class Fleet:
         )
 
     def _waiting(self) -> str:
-        """What open rooms wait for: of some of them."""
         found = [
             f"room {name} of {rank.name} waits for {rank.endpoint.machine.waits_for(name)}"
             for rank in self.alive.values()

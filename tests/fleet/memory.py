@@ -33,8 +33,6 @@ class Memory:
 
 
 class MemoryProbe:
-    """Measures one rank of each side."""
-
     def __init__(self) -> None:
         self._alone: dict[str, int] = {}
         self._rooms: dict[str, int] = {}
@@ -67,7 +65,6 @@ class MemoryProbe:
 
 
 def _peers(rank: Rank) -> int:
-    """With how many ranks it is connected."""
     peers = rank.endpoint.machine.peers
     return len(peers.alive if isinstance(peers, PrefillPeers) else peers.ranks())
 

@@ -42,15 +42,12 @@ class Timeline:
         self._numbers = itertools.count()
 
     def clock(self) -> float:
-        """Seconds."""
         return self.now
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Plans a call."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
 
     def step(self) -> None:
-        """The next call."""
         self.now, _, call = heapq.heappop(self._due)
         call()
 
@@ -62,7 +59,6 @@ class Trace:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def note(self, *what: object) -> None:
-        """Something happened."""
         self._hash.update(repr(what).encode())
 
     def __str__(self) -> str:
@@ -91,8 +87,6 @@ class Line(Connection):
 
 
 class RankTransport(MemoryTransport):
-    """The transport of a rank."""
-
     def __init__(self, network: FleetNetwork, rank: Rank) -> None:
         super().__init__(network)
         self.rank = rank
@@ -110,7 +104,6 @@ class FleetNetwork(MemoryNetwork):
         self._random = random.Random(f"network {spec.seed}")
 
     def dial(self, dialler: MemoryTransport, peer: int, address: str) -> Line:
-        """See MemoryNetwork."""
         return Line(dialler, peer, address, self.identity())
 
     def delay(self) -> float:
@@ -118,7 +111,6 @@ class FleetNetwork(MemoryNetwork):
         return self._spec.latency / 2 * (1 + self._random.expovariate(1))
 
     def carry(self, connection: Connection, way: Way, data: bytes) -> None:
-        """See MemoryNetwork."""
         line = cast(Line, connection)
         tag = _tag.decode(data).type
         self.sent[tag] += 1

@@ -47,7 +47,6 @@ class FleetRoom:
 
     @property
     def pages(self) -> int:
-        """Pages that it needs on every rank."""
         return -(-self.tokens // PAGE)
 
 
@@ -104,7 +103,6 @@ class Rank(ABC):
         return self.fleet.spec.peer_timeout / CHECKS_PER_TIMEOUT
 
     def options(self) -> Options:
-        """What every endpoint here is made with."""
         return Options(
             transport=self.transport,
             clock=self.fleet.timeline.clock,
@@ -148,7 +146,6 @@ class Rank(ABC):
         part.torn = part.torn or not held
 
     def observe(self) -> None:
-        """Takes the rooms that have ended."""
         for name, state, failure in self.endpoint.ended():
             number = int(name)
             part = self.parts.pop(number, None)
@@ -208,7 +205,6 @@ class PrefillRank(Rank):
         )
 
     def begin(self, part: Part) -> None:
-        """Computes it, and offers each chunk when that is computed."""
         chunks = min(self.fleet.spec.chunks, part.room.pages)
         edges = [part.room.pages * n // chunks * PAGE for n in range(chunks)]
         edges.append(part.room.tokens)
@@ -218,7 +214,6 @@ class PrefillRank(Rank):
             self.fleet.timeline.at(at, offer)
 
     def over(self, part: Part, state: KVPoll) -> None:
-        """See Rank."""
         self.fleet.open_prefill -= 1
 
     def stray(self, number: int) -> None:
@@ -259,7 +254,6 @@ class DecodeRank(Rank):
         )
 
     def begin(self, part: Part) -> None:
-        """See Rank."""
         engine, number = part.room.prefill, part.room.number
         if engine not in self.links:
             ranks = range(self.fleet.spec.prefill_tp)
@@ -269,7 +263,6 @@ class DecodeRank(Rank):
         self.wake()
 
     def over(self, part: Part, state: KVPoll) -> None:
-        """See Rank."""
         self._used[part.room.prefill] = self.fleet.timeline.now
         if state is KVPoll.Success:
             self.fleet.check(not part.torn, f"room {part.room.number}: a wrong Success")

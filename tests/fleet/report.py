@@ -28,7 +28,6 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def one_table(run: Figures) -> Iterator[str]:
-    """All figures of a run."""
     spec, memory = run.spec, run.memory
     most, parts = run.peaks, ", ".join(f"{what} {n:,}" for what, n in run.parts.items())
     failures = ", ".join(f"{what} {n:,}" for what, n in run.failures.items())

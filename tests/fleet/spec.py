@@ -80,12 +80,10 @@ class Spec:
 
     @property
     def engines(self) -> tuple[int, int]:
-        """How many engines prefill and decode."""
         return self.prefill // self.prefill_tp, self.decode // self.decode_tp
 
     @property
     def faulty(self) -> bool:
-        """Whether anything goes wrong."""
         return bool(self.loss or self.deaths)
 
     def pages(self, side: str) -> int:

@@ -36,7 +36,6 @@ instrumented code compares numpy arrays."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fuzzes; returns how many targets had a finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs, over all targets")
     parser.add_argument("--target", action="append", help="only this one (may be repeated)")
@@ -134,7 +133,6 @@ def _fuzz(name: str, runs: int, seed: int) -> int:
 
 
 def _child(name: str, runs: int, seed: int, place: Path) -> None:
-    """Fuzzes one target; never returns."""
     import atheris
 
     with atheris.instrument_imports(include=["disagg", "kvpool"]):

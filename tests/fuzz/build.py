@@ -44,7 +44,6 @@ class Seeded:
 
 @lru_cache
 def message_types() -> dict[str, type]:
-    """All messages by name."""
     found = inspect.type_info(messages.Message)
     kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
     return {kind.cls.__name__: kind.cls for kind in kinds if isinstance(kind, inspect.StructType)}
@@ -60,7 +59,6 @@ _described = lru_cache(inspect.type_info)
 
 
 def pick(choices: Choices, options: Sequence[Any]) -> Any:
-    """One of several."""
     return options[choices.number(0, len(options) - 1)]
 
 
@@ -135,5 +133,4 @@ _MAKERS: dict[type, Callable[[Any, Choices], Any]] = {
 
 
 def packed(value: object) -> bytes:
-    """Plain values as msgpack."""
     return msgspec.msgpack.encode(value)

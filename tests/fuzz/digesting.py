@@ -42,7 +42,6 @@ _kept: list[mmap.mmap] = []
 
 
 def run(data: bytes) -> str:
-    """Digests of pieces, or a ValueError."""
     try:
         asked = from_wire(data[1:])
     except ValueError:

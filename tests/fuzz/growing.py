@@ -96,7 +96,6 @@ def read_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> None:
 
 
 def explain_files(data: bytes) -> None:
-    """Layouts of two files."""
     try:
         one, two = map(PoolLayout.from_msgpack, msgspec.msgpack.decode(data, type=list[bytes]))
         str(plan([one], two).explain(64))
@@ -105,7 +104,6 @@ def explain_files(data: bytes) -> None:
 
 
 def two_files(one: Make, two: Make, number: int) -> bytes:
-    """Both are grown."""
     return build.packed([build.packed(one(number)), build.packed(two(number))])
 
 
@@ -124,12 +122,10 @@ def say_hello(data: bytes) -> None:
 
 
 def in_hello(layout: bytes) -> bytes:
-    """A hello with a layout."""
     return messages.encode(msgspec.structs.replace(machines.hello(OWN, "g1"), layout=layout))
 
 
 def get_chunk(data: bytes) -> None:
-    """A room of decode gets a ChunkReady."""
     with suppress(messages.WireError, ValueError):
         message = messages.decode(data)
         decode = DecodeMachine(machines.hello(OWN, "d"), OWN, 1, now=0.0)
@@ -203,7 +199,6 @@ def many_shapes(number: int) -> bytes:
 
 
 def unpack(data: bytes) -> None:
-    """Aux values."""
     with suppress(messages.WireError):
         messages.unpack_aux(data)
 

@@ -25,7 +25,6 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, outcome: str, peak: int, seconds: float) -> None:
-        """Counts one input."""
         self.inputs += 1
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.peak, self.seconds = max(self.peak, peak), max(self.seconds, seconds)

@@ -52,8 +52,6 @@ AUXES = b"\x81\xa1x\x07", b"\x81\xa1x\x08", b"\x81\xa2ab\x91\x07", b"\xc1"
 
 
 class Clock:
-    """Time that passes when it is told to."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -62,7 +60,6 @@ class Clock:
 
 @lru_cache
 def hello(layout: PoolLayout, generation: str) -> messages.Hello:
-    """A side's hello."""
     common: dict[str, Any] = {"timeout": 1.0, "protocol": messages.PROTOCOL, "engine": "local"}
     more = {"generation": generation, "layout": layout.to_msgpack(), "metadata": b""}
     fields = build.message(messages.Hello, build.Seeded(0), **common, **more)
@@ -231,7 +228,6 @@ def decode_sent(wire: Wire) -> list[tuple[Any, Any]]:
 
 @no_message_raises()
 def prefill(choices: Choices) -> str:
-    """Prefill's endpoint against decodes."""
     layout, clock, wire = samples.CASES[0].own, Clock(), Wire()
     lease = pick(choices, (None, 5.0))
     endpoint = made(PrefillEndpoint, layout, wire, clock, choices, bind="x", lease=lease)
@@ -386,7 +382,6 @@ def _check_ended(
 
 
 def seeds() -> Iterator[bytes]:
-    """Random choices."""
     random = np.random.default_rng(0)
     for size in (0, 16, 100, 400, 1500):
         yield random.bytes(size)

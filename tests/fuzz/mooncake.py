@@ -25,7 +25,6 @@ class NoThread:
 
 
 def run(data: bytes) -> str:
-    """Connects, and splits runs at the peer's ranges."""
     engine = MooncakeEngine()
     try:
         with patch("disagg.engines.threaded.PeerThread", NoThread):

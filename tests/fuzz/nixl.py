@@ -26,7 +26,6 @@ def _engine(number: int) -> Any:
 
 
 def run(data: bytes) -> str:
-    """Connects and fences."""
     try:
         peer = _engine(0).connect(data)
     except (TransferError, ValueError):
@@ -36,7 +35,6 @@ def run(data: bytes) -> str:
 
 
 def seeds() -> Iterator[bytes]:
-    """Metadata of a real agent."""
     yield _engine(1).metadata()
 
 

@@ -32,7 +32,6 @@ class Offer(msgspec.Struct, array_like=True):
 
 
 def run(data: bytes) -> str:
-    """Plans and binds as decode does."""
     try:
         offer = msgspec.msgpack.decode(data, type=Offer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -120,7 +119,6 @@ def _inside(runs: Iterable[tuple[int, int]], allowed: list[tuple[int, int]], who
 
 
 def seeds() -> Iterator[bytes]:
-    """Every case with every peer, whole and in part."""
     for number, case in enumerate(samples.CASES):
         for peers in case.peers:
             layers = {"owner": "target", "start": 0, "stop": 1}

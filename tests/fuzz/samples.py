@@ -214,7 +214,6 @@ LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for l
 
 
 def moved(layout: PoolLayout, by: int) -> PoolLayout:
-    """The same layout at other base pointers."""
     buffers = tuple(replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
     return replace(layout, buffers=buffers)
 

@@ -30,11 +30,9 @@ class Provided:
         self._provider = atheris.FuzzedDataProvider(data)
 
     def number(self, low: int, high: int) -> int:
-        """One of `low` to `high`."""
         return int(self._provider.ConsumeIntInRange(low, high))
 
     def data(self, most: int) -> bytes:
-        """At most `most` bytes."""
         return bytes(self._provider.ConsumeBytes(self.number(0, most)))
 
 
@@ -95,7 +93,6 @@ def run_aux(data: bytes) -> str:
 
 
 def auxes() -> Iterator[bytes]:
-    """Maps with every type of msgpack."""
     yield build.packed({"token": 7, "logprob": -0.5, "text": "x", "hidden": b"\0" * 32})
     yield build.packed({"nested": [[1, [2]], {"a": {"b": None}}], "yes": True})
     yield build.packed({})
@@ -118,13 +115,11 @@ def run_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> str:
 
 
 def layouts() -> Iterator[bytes]:
-    """Layouts of every kind of state."""
     for layout in samples.LAYOUTS:
         yield layout.to_msgpack()
 
 
 def texts() -> Iterator[bytes]:
-    """The same as JSON."""
     for layout in samples.LAYOUTS:
         yield layout.to_json().encode()
 
@@ -147,7 +142,6 @@ def mutate_json(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 def mutate_behind(data: bytes, source: random.Random, most: int) -> bytes:
-    """An edit of the document after the first byte."""
     return data[:1] + edits.mutate(data[1:], source, most - 1)
 
 

@@ -27,14 +27,12 @@ class Raw(bytes):
 
 
 def tree(value: Any) -> Any:
-    """Plain values with maps as pairs."""
     if isinstance(value, dict):
         return Pairs((name, tree(each)) for name, each in value.items())
     return [tree(each) for each in value] if isinstance(value, list) else value
 
 
 def to_json(value: Any) -> bytes:
-    """A tree as JSON."""
     if isinstance(value, Raw):
         return value
     if isinstance(value, Pairs):
@@ -46,7 +44,6 @@ def to_json(value: Any) -> bytes:
 
 
 def to_msgpack(value: Any) -> bytes:
-    """A tree as msgpack."""
     if isinstance(value, Raw):
         return value
     if isinstance(value, Pairs):
@@ -79,14 +76,12 @@ def _grower(sample: Any, path: Path, grow: Callable[..., Any], encode: Encode) -
 
 
 def at(value: Any, path: Path) -> Any:
-    """The value at a place."""
     for index in path:
         value = value[index][1] if isinstance(value, Pairs) else value[index]
     return value
 
 
 def _put(value: Any, path: Path, new: Any) -> Any:
-    """The tree with another value at a place."""
     if not path:
         return new
     first, *rest = path

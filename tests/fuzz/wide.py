@@ -10,13 +10,11 @@ KV = {"name": "kv", "reserved": 0}
 
 
 def whole(buffers: Sequence[Any], regions: Sequence[Any], spaces: Sequence[Any] = (KV,)) -> Layout:
-    """All of a layout."""
     parts = {"buffers": [*buffers], "regions": [*regions], "spaces": [*spaces]}
     return {"version": 1, **parts, "total_kv_layers": 1}
 
 
 def buffer(number: int, base: int, stride: int, size: int, items: int, **more: Any) -> Any:
-    """A buffer."""
     sizes = {"base": base, "item_stride": stride, "item_bytes": size, "items": items}
     return {"name": f"{number}", "space": "kv", "memory": "cpu", **sizes, **more}
 
@@ -41,19 +39,16 @@ def forms(count: int) -> Layout:
 
 
 def roles(count: int) -> Layout:
-    """One layer of many roles."""
     regions = [region(0, 0, n, role=f"r{n}") for n in range(count)]
     return whole([buffer(0, 0, count, count, 1)], regions)
 
 
 def owners(count: int) -> Layout:
-    """One layer of many models."""
     regions = [region(0, 0, n, owner=f"r{n}") for n in range(count)]
     return whole([buffer(0, 0, count, count, 1)], regions)
 
 
 def axes(count: int) -> Layout:
-    """Regions of several axes."""
     steps = [{"name": name, "size": 2, "stride": 4 << 2 * n} for n, name in enumerate("abc")]
     regions = [region(n, 0, n << 10, axes=steps) for n in range(count)]
     return whole([buffer(0, 0, 1 << 40, 1 << 40, 1)], regions)

@@ -54,13 +54,11 @@ def assert_only(dest, rooms):
 
 
 def chunks(address, size):
-    """A request's positions, `size` at a time."""
     tokens = address.num_tokens
     return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
 
 
 def offer(prefill, room, address, tokens):
-    """Sends one chunk."""
     last = tokens.stop == address.num_tokens
     part = address if last else RequestAddress(tokens.stop, address.spans)
     prefill.send(room, part, tokens=tokens, last=last)

@@ -32,7 +32,6 @@ STAGES = (range(3), range(3, LAYERS))
 
 @pytest.fixture(scope="module")
 def farm():
-    """Prefill's processes."""
     found = Farm()
     yield found
     found.end()
@@ -56,7 +55,6 @@ def hand_off(farm, engine, ranks, dest, layout=None, **options):
 
 
 def stages(build):
-    """A prefill rank for each stage."""
     return [(build.but(layers=layers),) for layers in STAGES]
 
 

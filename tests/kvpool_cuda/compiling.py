@@ -51,7 +51,6 @@ def entries(dtype, page, first, *axes):
 
 
 def launches():
-    """(name, call) of each."""
     bf16, e4m3, f32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
     where = torch.arange(COUNT)
     heads = torch.zeros(COUNT, 24, 128, dtype=bf16)  # query, key and value as a projection has them

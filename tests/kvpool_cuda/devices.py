@@ -15,7 +15,6 @@ def device():
 
 
 def zeros(shape, dtype):
-    """Contiguous memory of the device."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return device().allocate(nbytes).view(dtype).view(shape)
 

@@ -19,11 +19,9 @@ class Grid(NamedTuple):
     after: tuple[int, ...]
 
     def room(self):
-        """Elements of memory."""
         return torch.Size(b + s + a for b, s, a in zip(self.before, self.shape, self.after)).numel()
 
     def of(self, memory):
-        """The tensor, in memory `[room]`."""
         widths = [b + s + a for b, s, a in zip(self.before, self.shape, self.after)]
         whole = memory.view([widths[axis] for axis in self.order])
         whole = whole.permute([self.order.index(axis) for axis in range(len(self.shape))])

@@ -16,7 +16,6 @@ from kvpool_cuda.interpret import InterpretedDevice
 
 
 def answer(code, **environment):
-    """What a fresh process prints."""
     inherited = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -18,7 +18,6 @@ DTYPES = [getattr(torch, n) for n in ITEMSIZE if n not in ("bool", "float4_e2m1f
 
 
 def noise(count, dtype, seed=0):
-    """Random bytes in host memory."""
     random = torch.Generator().manual_seed(seed)
     nbytes = count * dtype.itemsize
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random).view(dtype)

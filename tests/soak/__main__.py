@@ -58,7 +58,6 @@ def _progress(part: Slice, left: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30, help="of all together (30)")
     parser.add_argument("--seed", type=int, default=0)

@@ -23,7 +23,6 @@ class Ended:
 
     @property
     def failures(self) -> list[str]:
-        """Sentences, one for each thing that went wrong."""
         grown = [
             f"{t.process}: {t.what} grew from {_number(t, t.before)} to {_number(t, t.after)}, by "
             f"more than {_number(t, t.limit)}"
@@ -44,7 +43,6 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """Those of all slices."""
         return [sentence for each in self.slices for sentence in each.failures]
 
     @property
@@ -79,7 +77,6 @@ class Report:
         (folder / "soak.md").write_text("\n".join(self.lines()) + "\n")
 
     def lines(self) -> Iterator[str]:
-        """Markdown."""
         word = "interrupted" if self.interrupted else "passed" if self.passed else "failed"
         yield f"Soak of {self.minutes:g} minutes, seed {self.seed}: {word}.\n"
         yield from (f"- {sentence}" for sentence in self.failures)

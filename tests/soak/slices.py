@@ -62,7 +62,6 @@ class SoakRun(Run):
         return self.rooms[-1]
 
     def quiet(self) -> None:
-        """Requests without a fault."""
         for _ in range(4):
             self.wave()
         self.must_succeed(self.rooms)
@@ -100,7 +99,6 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """As reports have it."""
         return f"{self.engine} {self.family}"
 
     def run(self) -> Iterator[float]:

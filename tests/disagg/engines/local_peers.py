@@ -22,17 +22,14 @@ SIZE = 1 << 16
 
 
 def files():
-    """Number of files open in this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def blank(size=SIZE):
-    """Zeroed private memory."""
     return np.zeros(size, dtype=np.uint8)
 
 
 def reading(memory):
-    """An engine that reads into an array."""
     return engine_of("local", memory)
 
 
@@ -54,12 +51,10 @@ def offer(segments: Iterable[Iterable[int]], devices: Iterable[list] = ()) -> by
 
 
 def metadata(path: bytes | str) -> bytes:
-    """Metadata that leads to a path."""
     return msgspec.msgpack.encode({"host": this_host(), "socket": os.fsencode(path)})
 
 
 def memory_file(nbytes: int, *, sealed: bool = True) -> int:
-    """A memory file of bytes 1."""
     handle = os.memfd_create("offered", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(handle, b"\1" * nbytes)
     if sealed:
@@ -95,11 +90,9 @@ class FakePeer:
 
     @property
     def metadata(self) -> bytes:
-        """Metadata that leads here."""
         return metadata(str(self.path))
 
     def hang_up(self) -> None:
-        """Closes all connections."""
         while self.connections:
             self.connections.pop().close()
 

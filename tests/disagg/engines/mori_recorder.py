@@ -131,7 +131,6 @@ class Network:
         )
 
     def alive(self):
-        """How many `IOEngine`s have not been destroyed."""
         return sum(engine() is not None for engine in self.engines)
 
     def release(self):

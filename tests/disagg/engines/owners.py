@@ -35,7 +35,6 @@ def memory_of(kind: str, size: int) -> np.ndarray:
 
 
 def slab_of(memory: np.ndarray, name: str = "cpu") -> Slab:
-    """An array as a slab."""
     return Slab(memory.ctypes.data, memory.nbytes, name)
 
 
@@ -54,13 +53,11 @@ def finish(engine, *transfers, owner=None) -> None:
 
 
 def read(engine, peer, batch) -> None:
-    """Reads a batch, to its end."""
     finish(engine, engine.read(peer, batch))
 
 
 @contextmanager
 def engine_of(name: str, *memories: np.ndarray, **options):
-    """An engine with registered arrays."""
     engine = create_engine(name, **options)
     try:
         if memories:
@@ -95,7 +92,6 @@ class Owner(Child):
         self.metadata, self.base = self.answer()
 
     def step(self) -> None:
-        """Makes progress once."""
         self.ask("step")
 
     def stop(self) -> None:

@@ -45,11 +45,9 @@ class Prefill(Child):
     address: str
 
     def call(self, name, *arguments):
-        """Calls a method of the remote endpoint."""
         return self.ask(name, arguments)
 
     def send(self, room, start, stop, last=True, aux=None):
-        """Sends a chunk."""
         return self.call("send", room, start, stop, last, aux)
 
 

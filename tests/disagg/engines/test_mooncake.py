@@ -40,7 +40,6 @@ def owner(**options) -> Owner:
 
 
 def address(peer) -> str:
-    """The endpoint address in a peer's metadata."""
     fields = msgspec.msgpack.decode(peer.metadata)
     return f"{fields['hostname']}:{fields['port']}"
 
