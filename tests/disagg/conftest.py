@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 
+from tests.disagg.runtime.farm import Farm
+
 
 @pytest.fixture
 def another_mooncake(monkeypatch, tmp_path):
@@ -19,3 +21,11 @@ def another_mooncake(monkeypatch, tmp_path):
         for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
             del sys.modules[name]
         yield folder
+
+
+@pytest.fixture(scope="session")
+def farm():
+    """Prefill's processes."""
+    processes = Farm()
+    yield processes
+    processes.end()

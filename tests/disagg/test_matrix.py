@@ -15,7 +15,6 @@ from disagg.engines.base import create_engine
 from kvpool import Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.disagg.runtime.farm import Farm
 from tests.kvpool_npu.pools import NPU
 from tests.pools import CLASSES, PACKED, nsa
 
@@ -70,14 +69,6 @@ SHAPES = {
     "pages": lambda build: ([(build,)], other_pages(build)),
     "draft": lambda build: (with_draft(build), with_draft(build, placement="page")),
 }
-
-
-@pytest.fixture(scope="session")
-def farm():
-    """Prefill's processes."""
-    found = Farm()
-    yield found
-    found.end()
 
 
 def cases(pools, *marks):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg import (
+    DecodeEndpoint,
+    KVPoll,
+    MemoryNetwork,
+    MemoryTransport,
+    PrefillEndpoint,
+    create_engine,
+)
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
 
@@ -53,6 +60,34 @@ def connected(source, dest, *, engine=None, prefill=None, **options):
     ):
         reader.connect([sender.address], timeout=30)
         yield sender, reader
+
+
+@contextmanager
+def turned(sources, dests, **options):
+    """Endpoints turned by hand, connected in memory: those of `sources`, and those of `dests`."""
+    network = MemoryNetwork()
+
+    def end(kind, holder, **more):
+        made = {"transport": MemoryTransport(network), "threaded": False, **more}
+        return stack.enter_context(kind(holder.layout, create_engine("local"), **made))
+
+    with ExitStack() as stack:
+        names = [f"p{rank}" for rank in range(len(sources))]
+        prefills = [end(PrefillEndpoint, s, bind=name) for s, name in zip(sources, names)]
+        decodes = [end(DecodeEndpoint, d, ranks=len(dests), **options) for d in dests]
+        for decode in decodes:
+            decode.connect(names)
+        yield prefills, decodes
+
+
+def turn(*endpoints, rounds=20):
+    """Until nothing is left to do, and nothing is read."""
+    left = rounds
+    while left:
+        busy = [each.step() for each in endpoints]
+        decodes = [each for each in endpoints if isinstance(each, DecodeEndpoint)]
+        busy += [decode.reading(name) for decode in decodes for name in decode.machine.rooms()]
+        left = rounds if any(busy) else left - 1
 
 
 def succeeds(endpoint, room):

@@ -4,7 +4,7 @@ comes is right byte by byte, wherever the request ends.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,9 +14,6 @@ from hypothesis import given, settings, strategies as st
 from disagg import (
     DecodeEndpoint,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
-    PrefillEndpoint,
     RoomError,
 )
 from disagg.engines.base import create_engine
@@ -24,20 +21,13 @@ from kvpool import RequestAddress, Shard, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
 from tests.disagg.plan.test_packed import cache
-from tests.disagg.runtime.farm import Farm
+from tests.disagg.runtime.sides import turn, turned
 from tests.disagg.runtime.test_context_parallel import state
 from tests.pools import CLASSES, PACKED, mla, swa
 
 TOKENS, ROOM = 21, 30
 MANY = {"num_pages": 14, "num_window_pages": 24}
 LAYERS = range(4)
-
-
-@pytest.fixture(scope="module")
-def farm():
-    found = Farm()
-    yield found
-    found.end()
 
 
 def other_pages(build):
@@ -90,34 +80,6 @@ def test_a_request_of_unknown_length_comes_whole_over_every_engine(farm, engine,
             assert decode.num_tokens("r") == TOKENS
             oracle.assert_holds(dest, RequestAddress(TOKENS, table.spans))
         assert prefill("wait", "r") == [(KVPoll.Success, None)] * len(sources)
-
-
-@contextmanager
-def stepped(sources, dests, **options):
-    """Endpoints turned by hand, connected: those of `sources`, and those of `dests`."""
-    network = MemoryNetwork()
-
-    def end(kind, holder, **more):
-        made = {"transport": MemoryTransport(network), "threaded": False, **more}
-        return stack.enter_context(kind(holder.layout, create_engine("local"), **made))
-
-    with ExitStack() as stack:
-        names = [f"p{rank}" for rank in range(len(sources))]
-        prefills = [end(PrefillEndpoint, s, bind=name) for s, name in zip(sources, names)]
-        decodes = [end(DecodeEndpoint, d, ranks=len(dests), **options) for d in dests]
-        for decode in decodes:
-            decode.connect(names)
-        yield prefills, decodes
-
-
-def turn(*endpoints, rounds=20):
-    """Until nothing is left to do, and nothing is read."""
-    left = rounds
-    while left:
-        busy = [each.step() for each in endpoints]
-        decodes = [each for each in endpoints if isinstance(each, DecodeEndpoint)]
-        busy += [decode.reading(name) for decode in decodes for name in decode.machine.rooms()]
-        left = rounds if any(busy) else left - 1
 
 
 @dataclass(frozen=True)
@@ -184,7 +146,7 @@ def test_whatever_is_held_and_however_it_is_sent(data, kind, shape):
     for each in sources:
         oracle.blank(each, oracle.SOURCE)
     verify = draw(st.sampled_from([None, "checksum"]))
-    with stepped(sources, dests, verify=verify) as (prefills, decodes):
+    with turned(sources, dests, verify=verify) as (prefills, decodes):
         rooms = []
         for decode, dest in zip(decodes, dests):
             spans = draw(without_heads(dest, oracle.place(dest, most, 90), tokens))
@@ -249,7 +211,7 @@ def one_to_one(build):
 @pytest.mark.parametrize("last", [True, False])
 def test_more_tokens_than_there_is_room_for_fail_on_both_sides(last):
     source, dest, table = one_to_one(mla.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         decode.receive("r", oracle.place(dest, 20), at_most=True)
         turn(prefill, decode)
         prefill.send("r", table, last=last)
@@ -273,7 +235,7 @@ def test_more_tokens_than_there_is_room_for_fail_on_both_sides(last):
 
 def test_fewer_tokens_than_decode_has_fail_on_both_sides():
     source, dest, table = one_to_one(mla.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         decode.receive("r", oracle.place(dest, ROOM), start=24, at_most=True)
         prefill.send("r", table)
         turn(prefill, decode)
@@ -288,7 +250,7 @@ def test_fewer_tokens_than_decode_has_fail_on_both_sides():
 def test_ranks_that_say_different_numbers_fail_by_name(first, second):
     sources = [mla.but(layers=part, total_kv_layers=4, **MANY)() for part in (range(2), (2, 3))]
     dest = mla.but(**MANY)()
-    with stepped(sources, [dest]) as (prefills, [decode]):
+    with turned(sources, [dest]) as (prefills, [decode]):
         decode.receive("r", oracle.place(dest, ROOM), at_most=True)
         for prefill, source, tokens in zip(prefills, sources, (first, second)):
             prefill.send("r", oracle.place(source, tokens))
@@ -303,7 +265,7 @@ def test_ranks_that_say_different_numbers_fail_by_name(first, second):
 def test_a_window_of_which_decode_lists_too_little_is_refused_by_its_positions():
     """The window is 6 tokens in pages of 2: at 21 tokens it begins at 15, at 30 at 24."""
     source, dest, table = one_to_one(swa.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         into = oracle.place(dest, ROOM)
         window = next(s for s in dest.layout.spaces if s.window is not None)
         spans = {**into.spans, window.name: Span(into.spans[window.name].ids[12:], 12)}
@@ -319,7 +281,7 @@ def test_a_window_of_which_decode_lists_too_little_is_refused_by_its_positions()
 
 def test_the_number_is_known_of_every_room_that_has_succeeded():
     source, dest, table = one_to_one(mla.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         decode.receive("exact", oracle.place(dest, TOKENS))
         decode.decline("declined")
         for room in ("exact", "declined"):
@@ -333,7 +295,7 @@ def test_the_number_is_known_of_every_room_that_has_succeeded():
 
 def test_layers_are_ready_once_the_number_is_known_and_they_are_read():
     source, dest, table = one_to_one(swa.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         decode.receive("r", oracle.place(dest, TOKENS), at_most=True)
         for layer in LAYERS:
             turn(prefill, decode)
@@ -346,7 +308,7 @@ def test_layers_are_ready_once_the_number_is_known_and_they_are_read():
 
 def test_a_full_space_is_read_before_the_number_is_known():
     source, dest, table = one_to_one(mla.but(**MANY))
-    with stepped([source], [dest]) as ([prefill], [decode]):
+    with turned([source], [dest]) as ([prefill], [decode]):
         decode.receive("r", oracle.place(dest, ROOM), at_most=True)
         prefill.send("r", RequestAddress(9, table.spans), last=False)
         turn(prefill, decode)
@@ -358,7 +320,7 @@ def test_a_full_space_is_read_before_the_number_is_known():
 
 def test_a_start_inside_a_packed_page_is_refused_wherever_the_request_ends():
     source, dest = (cache(window=5) for _ in range(2))
-    with stepped([source], [dest]) as (_, [decode]):
+    with turned([source], [dest]) as (_, [decode]):
         with pytest.raises(RoomError, match="start 6 lies inside a page of space kv"):
             decode.receive("r", oracle.place(dest, ROOM), start=6, at_most=True)
         decode.receive("r", oracle.place(dest, ROOM), start=6)  # whose window begins later

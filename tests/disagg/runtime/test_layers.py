@@ -10,16 +10,13 @@ import pytest
 from disagg import (
     DecodeEndpoint,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
-    PrefillEndpoint,
     RoomError,
 )
 from disagg.engines.base import create_engine
 from kvpool import Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.disagg.runtime.farm import Farm
+from tests.disagg.runtime.sides import turn, turned
 from tests.pools import CLASSES, mla
 
 TOKENS = 21
@@ -33,13 +30,6 @@ SHAPES = {
         (build.but(layers=part, total_kv_layers=4),) for part in (range(1, 4), range(1))
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def farm():
-    found = Farm()
-    yield found
-    found.end()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,19 +60,10 @@ def test_layers_are_read_as_they_are_computed(farm, engine, pool, shape):
 @contextmanager
 def stepped(source, dest):
     """Both endpoints, turned by hand: prefill, its table, decode, and its own."""
-    network = MemoryNetwork()
     given, address = oracle.place(source, TOKENS, 1), oracle.place(dest, TOKENS, 2)
     oracle.fill(source, given)
     oracle.blank(dest)
-    ends = [
-        {"transport": MemoryTransport(network), "threaded": False, "engine": create_engine("local")}
-        for _ in range(2)
-    ]
-    with (
-        PrefillEndpoint(source.layout, bind="p", **ends[0]) as prefill,
-        DecodeEndpoint(dest.layout, **ends[1]) as decode,
-    ):
-        decode.connect(["p"])
+    with turned([source], [dest]) as ([prefill], [decode]):
         yield prefill, given, decode, address
 
 
@@ -91,16 +72,6 @@ def pair():
     source, dest = (mla.but(**MANY)() for _ in range(2))
     with stepped(source, dest) as ends:
         yield *ends, dest
-
-
-def turn(*endpoints):
-    """Until nothing is left to do, and nothing of room r is read."""
-    reading, rounds = True, 0
-    while reading or rounds < 20:
-        for each in endpoints:
-            each.step()
-        reading = any(isinstance(e, DecodeEndpoint) and e.reading("r") for e in endpoints)
-        rounds = 0 if reading else rounds + 1
 
 
 def test_a_layer_is_ready_once_it_is_read_and_a_wait_says_what_is_awaited(pair):

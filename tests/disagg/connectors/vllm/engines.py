@@ -4,7 +4,49 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from disagg.connectors.rank import Rank
+from disagg.connectors.settings import Settings
+from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
+from disagg.connectors.vllm.worker import ConnectorWorker
+
 LATENT, ROPE = 32, 8
+
+
+class WorkerSide:
+    """A worker over a layout, and what its engine was told."""
+
+    def __init__(self, layout, groups, layers, *, produces, model=None, **extra):
+        rank = Rank(
+            Settings.read(extra, "extra"),
+            layout,
+            produces=produces,
+            consumes=not produces,
+            readers=1,
+            log=log,
+            conventions=model or {},
+        )
+        self.rank, self.worker = rank, ConnectorWorker(rank, groups, layers)
+        self.sent, self.received, self.failed = set(), set(), set()
+
+    def step(self, finished=("p",), **what):
+        """One step of its engine, which has finished these requests before it."""
+        step = Step(**what)
+        self.worker.begin(step)
+        self.worker.save(step)
+        results = self.worker.results(finished)
+        self.sent |= results.sent
+        self.received |= results.received
+        self.failed |= results.failed
+
+
+def send(blocks, start, stop, last, room="room"):
+    """What a scheduler has workers send of request p."""
+    return SendTask(request="p", room=room, blocks=blocks, start=start, stop=stop, last=last)
+
+
+def receive(source, blocks, start, stop):
+    """What a scheduler has workers receive for request d."""
+    return ReceiveTask(request="d", source=source, blocks=blocks, start=start, stop=stop)
 
 
 def spec(kind: str, block_size: int, **more):

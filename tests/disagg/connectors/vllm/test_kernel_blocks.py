@@ -13,13 +13,9 @@ import pytest
 import torch
 
 from disagg.connectors.blocks import BlockGroup, block_table
-from disagg.connectors.rank import Rank
-from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import engine_layout
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
-from disagg.connectors.vllm.worker import ConnectorWorker
 from tests.disagg.connectors.vllm import engines, kernels
 
 BLOCKS, TOKENS, D, HEADS, WINDOW = 12, 140, 8, 2, 20
@@ -88,7 +84,7 @@ class Memory:
         return found.bool()
 
 
-class Side:
+class Side(engines.WorkerSide):
     """A worker over such memory."""
 
     def __init__(self, memory: Memory, *, produces: bool) -> None:
@@ -110,17 +106,13 @@ class Side:
         self.described = engine_layout(
             engines.config(modules), engines.caches(BLOCKS, specs), memory.views, Platform()
         )
-        layout, groups = self.described.layout, self.described.groups
-        settings = Settings.read({"verify": "checksum"}, "extra")
-        roles = {"produces": produces, "consumes": not produces}
-        rank = Rank(settings, layout, **roles, readers=1, log=log)
-        self.worker = ConnectorWorker(rank, groups, self.described.layers)
-
-    def step(self, **what):
-        step = Step(**what)
-        self.worker.begin(step)
-        self.worker.save(step)
-        return self.worker.results(["p"])
+        super().__init__(
+            self.described.layout,
+            self.described.groups,
+            self.described.layers,
+            produces=produces,
+            verify="checksum",
+        )
 
 
 @pytest.fixture
@@ -134,12 +126,7 @@ def opened():
 
     yield side
     for each in held:
-        each.worker.rank.close()
-
-
-def send(blocks, start, stop):
-    last = stop == TOKENS
-    return SendTask(request="p", room="room", blocks=blocks, start=start, stop=stop, last=last)
+        each.rank.close()
 
 
 EARLY = [7, 2], [5, 4], [3]  # of the first 70 tokens
@@ -165,19 +152,16 @@ def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, 
     expected.write()
     prefill, decode = opened(source, produces=True), opened(dest, produces=False)
     before = source.raw.clone()
-    address = prefill.worker.rank.prefill.address
-    prefill.step(sends=[send(EARLY, 0, 70)])
-    receive = ReceiveTask(
-        request="d", source=Source("room", (address,)), blocks=here, start=0, stop=TOKENS
-    )
-    results = decode.step(receives=[receive])
-    prefill.step(sends=[send(THERE, 70, TOKENS)])
+    prefill.step(sends=[engines.send(EARLY, 0, 70, last=False)])
+    source_of = Source("room", (prefill.rank.address,))
+    decode.step(receives=[engines.receive(source_of, here, 0, TOKENS)])
+    prefill.step(sends=[engines.send(THERE, 70, TOKENS, last=True)])
     end = time.monotonic() + 20
-    while not results.received:
+    while not decode.received:
         assert time.monotonic() < end
         prefill.step()
-        results = decode.step()
-    assert results.received == {"d"} and not results.failed
+        decode.step()
+    assert decode.received == {"d"} and not decode.failed
     for kernel, tokens in dest.kernels:
         kernel.assert_holds(tokens)
     entries = decode.described.layout.spaces[0].entries_per_item

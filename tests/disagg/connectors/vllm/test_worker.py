@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from disagg.connectors.blocks import BlockGroup
-from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.stats import empty, summary, total
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
-from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.connectors.vllm.scheduler import Step
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
+from tests.disagg.connectors.vllm import engines
 
 BLOCKS, TOKENS = 12, 8
 LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
 
 
-class Side:
+class Side(engines.WorkerSide):
     """Blocks of full attention, and states in the same memory, as vLLM's groups lie."""
 
     def __init__(self, produces, layers=LAYERS, said=None, **extra):
@@ -39,21 +38,7 @@ class Side:
         )
         layout = PoolLayout.of(rows, state, spaces=spaces)
         groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("state1", 1, TOKENS, "first")
-        roles = {"produces": produces, "consumes": not produces}
-        about = {"readers": 1, "log": log, "conventions": said or {}}
-        rank = Rank(Settings.read(extra, "extra"), layout, **roles, **about)
-        self.worker = ConnectorWorker(rank, groups, layers)
-        self.sent, self.received, self.failed = set(), set(), set()
-
-    def step(self, finished=("p",), **what):
-        """One step of its engine, which has finished these requests before it."""
-        step = Step(**what)
-        self.worker.begin(step)
-        self.worker.save(step)
-        results = self.worker.results(finished)
-        self.sent |= results.sent
-        self.received |= results.received
-        self.failed |= results.failed
+        super().__init__(layout, groups, layers, produces=produces, model=said, **extra)
 
 
 @pytest.fixture
@@ -61,7 +46,7 @@ def sides():
     pair = Side(True), Side(False)
     yield pair
     for side in pair:
-        side.worker.rank.close()
+        side.rank.close()
 
 
 def until(true, *sides, turns=None):
@@ -72,24 +57,25 @@ def until(true, *sides, turns=None):
         for side in sides:
             side.step()
         if turns is not None:
-            turns.worker.rank.turn()
+            turns.rank.turn()
 
 
-def receive(prefill, room="room", blocks=((0, 4, 5), (7,)), start=0):
-    source = Source(room, (prefill.worker.rank.address,))
-    return ReceiveTask(request="d", source=source, blocks=blocks, start=start, stop=20)
+HERE = (9, 4, 5), (7,)
+
+
+def receive(prefill, room="room", blocks=HERE, start=0):
+    return engines.receive(Source(room, (prefill.rank.address,)), blocks, start, 20)
 
 
 def send(room="room", start=0, stop=20, last=True):
-    blocks = (3, 1, 2), (6,)
-    return SendTask(request="p", room=room, blocks=blocks, start=start, stop=stop, last=last)
+    return engines.send(((3, 1, 2), (6,)), start, stop, last, room)
 
 
 def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
     prefill, decode = sides
     before = decode.memory.clone()
     prefill.step(sends=[send()])
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
     assert not decode.failed
     expected = before
@@ -103,7 +89,7 @@ def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
 
 def test_chunks_are_offered_one_by_one(sides):
     prefill, decode = sides
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     for start, stop in ((0, 8), (8, 16), (16, 20)):
         prefill.step(sends=[send(start=start, stop=stop, last=stop == 20)])
     until(lambda: "d" in decode.received, decode, prefill)
@@ -121,14 +107,14 @@ def saved(side, *names, **what):
 
 
 def ready(decode, layer):
-    return lambda: decode.worker.rank.decode.layer_ready("room", layer)
+    return lambda: decode.rank.decode.layer_ready("room", layer)
 
 
 @pytest.mark.parametrize("told", [("attention", "state"), ("state",), ("attention", "shared", "x")])
 def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told):
     """Layers of which vLLM does not tell come with the end of the pass, others when it tells."""
     prefill, decode = sides
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     list(saved(prefill, "attention", sends=[send(stop=16, last=False)]))
     first = LAYERS[told[0]][1]
     for _ in saved(prefill, *told, sends=[send(start=16)]):
@@ -150,7 +136,7 @@ def test_layers_of_one_number_are_offered_once_all_were_computed():
         },
     )
     decode = Side(False)
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     passed = saved(prefill, "keys", "state", "index", sends=[send()])
     next(passed), next(passed)
     until(ready(decode, 1), decode, turns=prefill)
@@ -160,7 +146,7 @@ def test_layers_of_one_number_are_offered_once_all_were_computed():
     assert not list(passed)
     until(lambda: "d" in decode.received, decode, prefill)
     for side in (decode, prefill):
-        side.worker.rank.close()
+        side.rank.close()
 
 
 def test_what_was_offered_before_a_preemption_ends_and_what_is_offered_by_layer_after_it_stays(
@@ -168,16 +154,16 @@ def test_what_was_offered_before_a_preemption_ends_and_what_is_offered_by_layer_
 ):
     prefill, decode = sides
     prefill.step(sends=[send("first", stop=16, last=False)])
-    decode.step(receives=[receive(prefill, "again", blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill, "again")])
     list(saved(prefill, "attention", "state", aborts=["p"], sends=[send("again")]))
     until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
     assert not decode.failed
-    assert prefill.worker.rank.prefill.leases().leased == {}
+    assert prefill.rank.prefill.leases().leased == {}
 
 
 def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
     prefill, decode = sides
-    step = Step(receives=[replace(receive(prefill, blocks=((9, 4, 5), (7,))), waits=True)])
+    step = Step(receives=[replace(receive(prefill), waits=True)])
     prefill.step(sends=[send()])  # its thread answers from here on
     decode.worker.begin(step)
     decode.worker.wait_layer("attention")
@@ -190,27 +176,27 @@ def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
 
 def test_blocks_of_a_step_whose_state_does_not_come_are_told():
     prefill, decode = Side(True), Side(False, peer_timeout=0.5)
-    one = receive(prefill, blocks=((9, 4, 5), (7,)), start=8)
+    one = receive(prefill, start=8)
     nobody = replace(one, request="lost", source=Source("other", ("tcp://nonsense",)))
     step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
     decode.worker.begin(step)
-    prefill.worker.rank.close()
+    prefill.rank.close()
     decode.worker.wait_layer("attention")
     decode.worker.save(step)
     results = decode.worker.results(())
     assert not results.received and not results.failed
     assert decode.worker.invalid_blocks() == {4, 5}
     assert not decode.worker.invalid_blocks()
-    decode.worker.rank.close()
+    decode.rank.close()
 
 
 def test_a_room_that_ends_while_its_request_is_computed_is_told_when_that_has_finished(sides):
     """vLLM ends the engine if it is told of a request that runs."""
     prefill, decode = sides
     prefill.step((), sends=[send(stop=8, last=False)])
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     decode.step(aborts=["d"])
-    leases = prefill.worker.rank.prefill.leases
+    leases = prefill.rank.prefill.leases
     until(lambda: not leases().leased, decode, turns=prefill)
     prefill.step((), sends=[send(start=8)])
     assert not prefill.sent and not leases().leased
@@ -221,13 +207,13 @@ def test_a_room_that_ends_while_its_request_is_computed_is_told_when_that_has_fi
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_request_that_cannot_be_offered_gives_all_its_blocks_back(sides, begun, caplog):
     prefill, decode = sides
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     if begun:
         prefill.step(sends=[send(stop=8, last=False)])
     prefill.step(sends=[send(start=16), send("other", stop=16, last=False)])
     assert prefill.sent == {"p"}
     assert "request p cannot be handed over: room 'room'" in caplog.text
-    assert set(prefill.worker.rank.prefill.leases().leased.values()) == {1, 2}  # those of the other
+    assert set(prefill.rank.prefill.leases().leased.values()) == {1, 2}  # those of the other
     if begun:
         until(lambda: "d" in decode.failed, decode, prefill)
 
@@ -235,13 +221,13 @@ def test_a_request_that_cannot_be_offered_gives_all_its_blocks_back(sides, begun
 def test_a_declined_room_gives_prefills_blocks_back(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    decode.step(declines=[Source("room", (prefill.worker.rank.prefill.address,))])
+    decode.step(declines=[Source("room", (prefill.rank.address,))])
     until(lambda: "p" in prefill.sent, decode, prefill)
 
 
 def test_an_aborted_request_is_reported_once_and_not_as_failed(sides):
     prefill, decode = sides
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     decode.step(aborts=["d"])
     until(lambda: "d" in decode.received, decode)
     assert not decode.failed
@@ -256,7 +242,7 @@ def test_a_prefill_that_is_not_there_fails_its_request_only(sides):
         source=Source("other", ("tcp://nonsense",)),
         stop=8,
     )
-    decode.step(receives=[nobody, receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[nobody, receive(prefill)])
     until(lambda: {"d", "lost"} <= decode.received, decode, prefill)
     assert decode.failed == {"lost"}
 
@@ -266,22 +252,22 @@ def test_an_idle_engine_is_no_dead_one():
     prefill, decode = Side(True, peer_timeout=0.5), Side(False, peer_timeout=0.5)
     for number in range(2):
         prefill.step(sends=[send(f"room{number}")])
-        decode.step(receives=[receive(prefill, f"room{number}", ((9, 4, 5), (7,)))])
+        decode.step(receives=[receive(prefill, f"room{number}")])
         until(lambda: "d" in decode.received, decode)
         decode.received.clear()
         time.sleep(1.5)
     assert not decode.failed
     for side in (decode, prefill):
-        side.worker.rank.close()
+        side.rank.close()
 
 
 def test_numbers_of_rooms_add_up(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+    decode.step(receives=[receive(prefill)])
     until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    read, served = decode.worker.rank.stats.take(), prefill.worker.rank.stats.take()
-    assert decode.worker.rank.stats.take() is None
+    read, served = decode.rank.stats.take(), prefill.rank.stats.take()
+    assert decode.rank.stats.take() is None
     both = total(total(empty(), read), served)
     assert both["rooms"] == {"read": 1, "served": 1}
     assert both["bytes"] >= 20 * 16 + 50
@@ -304,23 +290,23 @@ def test_a_model_with_another_rotary_embedding_is_refused_in_both_logs(caplog):
     prefill, decode = (Side(each, said=ROPE[not each]) for each in (True, False))
     try:
         prefill.step(sends=[send()])
-        decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+        decode.step(receives=[receive(prefill)])
         until(lambda: "d" in decode.failed and "p" in prefill.sent, decode, prefill)
         said = "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model"
         assert f"request d was not received: decode: {said}" in caplog.text
         assert f"a decode engine cannot read from here: {said}" in caplog.text
     finally:
         for side in (prefill, decode):
-            side.worker.rank.close()
+            side.rank.close()
 
 
 def test_a_user_may_say_that_something_is_not_compared():
     prefill, decode = Side(True, said=ROPE[0]), Side(False, said=ROPE[1], conventions=UNSAID)
     try:
         prefill.step(sends=[send()])
-        decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (7,)))])
+        decode.step(receives=[receive(prefill)])
         until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
         assert not decode.failed
     finally:
         for side in (prefill, decode):
-            side.worker.rank.close()
+            side.rank.close()
