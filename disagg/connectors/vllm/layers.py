@@ -76,31 +76,20 @@ class RegisteredLayer:
     platform: Platform
 
     @property
-    def number(self) -> int:
-        """The layer's. Raises UnknownFormat for a name without."""
-        return layer_number(self.name)
-
-    @property
     def owner(self) -> str:
         """A draft's layers are marked by vLLM, named so, or numbered after the target's; a group of
         EAGLE's may hold the target's layers too.
         """
         marks = ((self.module, "is_draft_layer"), (self.spec, "is_draft"))
         marked = any(getattr(part, flag, False) for part, flag in marks)
-        layers = self.config.model_config.get_total_num_hidden_layers()
-        draft = marked or self.name.startswith("draft_model.") or self.number >= layers
-        return "draft" if draft else "target"
+        later = layer_number(self.name) >= self.config.model_config.get_total_num_hidden_layers()
+        return "draft" if marked or later or self.name.startswith("draft_model.") else "target"
 
     @property
     def model(self) -> Any:
         """The configuration of its model."""
         speculative = self.config.speculative_config if self.owner == "draft" else None
         return getattr(speculative, "draft_model_config", None) or self.config.model_config
-
-    @property
-    def parallel(self) -> Any:
-        """The engine's parallelism."""
-        return self.config.parallel_config
 
     @property
     def is_linear(self) -> bool:
@@ -115,19 +104,9 @@ class RegisteredLayer:
         return str(self.module.get_attn_backend().get_name())
 
     @property
-    def mode(self) -> str:
-        """The quantisation mode."""
-        return str(self.spec.kv_quant_mode.name)
-
-    @property
-    def cache_dtype(self) -> str:
-        """By vLLM's name."""
-        return str(getattr(self.module, "kv_cache_dtype", "auto"))
-
-    @property
     def element(self) -> str:
         """The dtype of what the kernel writes. Raises UnknownFormat where it is scaled."""
-        if self.mode == "FP8_PER_TENSOR":
+        if self.spec.kv_quant_mode.name == "FP8_PER_TENSOR":
             key, value = (getattr(self.module, f"_{role}_scale_float", 1.0) for role in "kv")
             formats.check_unscaled(key, value)
         names = {
@@ -135,7 +114,7 @@ class RegisteredLayer:
             "fp8_e5m2": "float8_e5m2",
             "int8_per_token_head": "int8",
         }
-        cache, dtype = self.cache_dtype, self.view.dtype
+        cache, dtype = getattr(self.module, "kv_cache_dtype", "auto"), self.view.dtype
         floats = cache in FLOATS and dtype.is_floating_point and dtype.itemsize > 1
         if not floats and (cache not in names or dtype.itemsize > 1):
             raise UnknownFormat(
@@ -147,10 +126,9 @@ class RegisteredLayer:
     @property
     def heads(self) -> Heads:
         """Its KV heads on this rank."""
-        ranks = self.parallel.tensor_parallel_size
-        total = self.model.get_total_num_kv_heads()
-        rank = self.parallel.rank % ranks
-        return formats.head_shard(self.spec.num_kv_heads, total, rank, ranks)
+        parallel, total = self.config.parallel_config, self.model.get_total_num_kv_heads()
+        ranks = parallel.tensor_parallel_size
+        return formats.head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
 
     @property
     def rows(self) -> dict[str, Any]:
@@ -166,7 +144,8 @@ class RegisteredLayer:
 
 def read_layer(layer: RegisteredLayer) -> LayerTensor:
     """Raises UnknownFormat, which names the layer and its backend."""
-    name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
+    number = layer_number(layer.name)
+    name = f"{layer.name} ({layer.owner} layer {number}), {layer.backend}"
     with naming(name):
         form = read_linear(layer) if layer.is_linear else read_attention(layer)
     # where all groups are made one, their spec has the window of any layer
@@ -174,7 +153,7 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
     slides = window or type(layer.spec).__name__.startswith("Sliding")
     return LayerTensor(
         name=name,
-        number=layer.number,
+        number=number,
         view=layer.view,
         format=form,
         owner=layer.owner,
@@ -184,7 +163,7 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
 
 def read_linear(layer: RegisteredLayer) -> Format:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
-    spec, parallel, platform = layer.spec, layer.parallel, layer.platform
+    spec, parallel = layer.spec, layer.config.parallel_config
     if layer.backend not in LINEAR or len(spec.shapes) != 2:
         raise UnknownFormat(
             f"{len(spec.shapes)} states are not known (known: the conv state and the temporal "
@@ -196,18 +175,17 @@ def read_linear(layer: RegisteredLayer) -> Format:
         ranks=ranks,
         groups=getattr(getattr(layer.module, "norm", None), "n_groups", 0),
         spare=0 if layer.backend == "MAMBA1" else layer.config.num_speculative_tokens,
-        dim_first=platform.dim_first,
-        key_first=platform.key_first,
+        dim_first=layer.platform.dim_first,
+        key_first=layer.platform.key_first,
     )
-    conv, temporal = spec.shapes
     dtypes = dtype_name(spec.dtypes[0]), dtype_name(spec.dtypes[1])
-    parts = states(LINEAR[layer.backend], conv, temporal, dtypes, shard)
+    parts = states(LINEAR[layer.backend], spec.shapes[0], spec.shapes[1], dtypes, shard)
     return partial(slots, item=Seq(*parts))
 
 
 def read_attention(layer: RegisteredLayer) -> Format:
     """What a layer of attention keeps (`do_kv_cache_update` of its backend)."""
-    backend, mode = layer.backend, layer.mode
+    backend, mode = layer.backend, layer.spec.kv_quant_mode.name
     if backend not in ATTENTION:
         raise UnknownFormat(
             f"what it keeps is not known (known: {', '.join(sorted(ATTENTION))}). Choose one of "
@@ -227,14 +205,13 @@ def index_keys(layer: RegisteredLayer) -> Format:
     """Index keys of sparse attention, then their scales."""
     if getattr(layer.module, "uses_shuffled_layout", False):
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
-    dtype, scale = layer.platform.fp8, layer.platform.index_scale
-    dim = layer.model.hf_text_config.index_head_dim
-    return partial(formats.index_keys, dim=dim, dtype=dtype, scale=scale)
+    dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
+    return partial(formats.index_keys, dim=dim, dtype=platform.fp8, scale=platform.index_scale)
 
 
 def latent_rows(layer: RegisteredLayer) -> Format:
     """Rows of latent and rope."""
-    if layer.cache_dtype == "fp8_ds_mla":
+    if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
         return partial(formats.rows, row=fp8_latent_row())
     config = layer.model.hf_text_config
     sizes = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim}
@@ -243,13 +220,13 @@ def latent_rows(layer: RegisteredLayer) -> Format:
 
 def planes(layer: RegisteredLayer) -> Format:
     """A plane of K, and one of V."""
-    dtype, heads = layer.element, layer.heads
-    return partial(formats.planes, dim=layer.spec.head_size, dtype=dtype, heads=heads)
+    dim = layer.spec.head_size
+    return partial(formats.planes, dim=dim, dtype=layer.element, heads=layer.heads)
 
 
 def keys_and_values(layer: RegisteredLayer) -> Format:
     """K and V side by side, a token and head; scaled so in some modes."""
-    with_scales = layer.mode.endswith("TOKEN_HEAD")
+    with_scales = layer.spec.kv_quant_mode.name.endswith("TOKEN_HEAD")
     return partial(formats.keys_and_values, **layer.rows, with_scales=with_scales)
 
 
@@ -268,15 +245,21 @@ def transposed_keys(layer: RegisteredLayer) -> Format:
 
 
 ATTENTION: Mapping[str, Callable[[RegisteredLayer], Format]] = {
-    **dict.fromkeys(("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER"), keys_and_values),
-    **dict.fromkeys(("FLEX_ATTENTION", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"), keys_and_values),
-    **dict.fromkeys(("TRITON_FLASH_ATTN", "TRITON_FLASHINFER", "HPC_ATTN"), keys_and_values),
-    **dict.fromkeys(("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASHINFER_MLA"), latent_rows),
-    **dict.fromkeys(("TRITON_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA"), latent_rows),
-    **dict.fromkeys(("FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"), latent_rows),
-    **dict.fromkeys(("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"), latent_rows),
-    "B12X": planes,
-    "CPU_ATTN": transposed_keys,
-    "DEEPSEEK_V32_INDEXER": index_keys,
+    backend: form
+    for form, backends in {
+        keys_and_values: (
+            *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"),
+            *("TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER", "HPC_ATTN"),
+        ),
+        latent_rows: (
+            *("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "CUTLASS_MLA"),
+            *("FLASH_ATTN_MLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA_SPARSE"),
+            *("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"),
+        ),
+        planes: ("B12X",),
+        transposed_keys: ("CPU_ATTN",),
+        index_keys: ("DEEPSEEK_V32_INDEXER",),
+    }.items()
+    for backend in backends
 }
 """What a page holds, by the name of the attention backend."""

@@ -59,51 +59,39 @@ def engine_layout(
     LayoutError where the tensors cannot be described.
     """
     platform = platform or platform_of_process()
-    modules = vllm_config.compilation_config.static_forward_context
     groups: list[BlockGroup] = []
     placed: list[PlacedTensor] = []
     names: dict[str, tuple[str, int]] = {}
     for number in kv_cache_config.transfer_group_ids:
-        specs = layer_specs(kv_cache_config.kv_cache_groups[number], modules)
-        if not specs:
+        group = kv_cache_config.kv_cache_groups[number]
+        layers = registered_layers(group, vllm_config, kv_caches, platform)
+        if not layers:
             groups.append(BlockGroup("", 1, 1))
             continue
-        layers = [
-            read_layer(
-                RegisteredLayer(
-                    config=vllm_config,
-                    name=name,
-                    module=modules[name],
-                    spec=spec,
-                    view=kv_caches[name],
-                    platform=platform,
-                )
-            )
-            for name, spec in specs.items()
-        ]
-        names |= {name: (layer.owner, layer.number) for name, layer in zip(specs, layers)}
-        layers, blocks = fold_blocks(layers, kv_cache_config.num_blocks)
-        first, parallel = next(iter(specs.values())), vllm_config.parallel_config
-        space_name = f"{SPECS[type(first).__name__]}{number}"
-        spaces = [
-            space_of(space_name, layer, spec, blocks, parallel) for layer, spec in specs.items()
-        ]
-        groups.append(group_of(first, spaces[0]))
-        placed += zip(spaces, layers)
+        tensors = [read_layer(layer) for layer in layers]
+        names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
+        tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
+        spec = layers[0].spec
+        name = f"{SPECS[type(spec).__name__]}{number}"
+        spaces = [space_of(name, layer, blocks) for layer in layers]
+        groups.append(group_of(spec, spaces[0]))
+        placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model)
     return VllmLayout(layout, tuple(groups), names)
 
 
-def layer_specs(group: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
-    """The specs of a group's layers that have state of their own."""
+def registered_layers(
+    group: Any, vllm_config: Any, views: Mapping[str, torch.Tensor], platform: Platform
+) -> list[RegisteredLayer]:
+    """A group's layers that have state of their own."""
+    modules = vllm_config.compilation_config.static_forward_context
     own_specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-    specs = {
-        name: own_specs.get(name, group.kv_cache_spec)
-        for name in group.layer_names
-        if getattr(modules[name], "kv_sharing_target_layer_name", None) is None
-    }
-    for name, spec in specs.items():
+    layers = []
+    for name in group.layer_names:
+        module, spec = modules[name], own_specs.get(name, group.kv_cache_spec)
+        if getattr(module, "kv_sharing_target_layer_name", None) is not None:
+            continue
         kind, version = type(spec).__name__, getattr(spec, "model_version", None)
         problem = ""
         if kind not in SPECS:
@@ -114,7 +102,17 @@ def layer_specs(group: Any, modules: Mapping[str, Any]) -> dict[str, Any]:
             problem = f"a {kind} of {spec.tokens_per_state} tokens a state is not known, only of 1"
         if problem:
             raise UnknownFormat(f"{name}: {problem}. Use another model, or {HERE}.")
-    return specs
+        layers.append(
+            RegisteredLayer(
+                config=vllm_config,
+                name=name,
+                module=module,
+                spec=spec,
+                view=views[name],
+                platform=platform,
+            )
+        )
+    return layers
 
 
 def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
@@ -149,17 +147,20 @@ def group_of(spec: Any, space: Space) -> BlockGroup:
     return BlockGroup(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
 
 
-def space_of(name: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Space:
+def space_of(name: str, layer: RegisteredLayer, blocks: int) -> Space:
     """The space of a layer's blocks, of `blocks` items each; layers of a group have one space.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
     them sees the last W - 1 of them, or those of its chunk.
     """
-    kind, window, step = SPECS[type(spec).__name__], None, 1
+    spec, window, step = layer.spec, None, 1
+    kind = SPECS[type(spec).__name__]
     if kind == "swa":
         window = spec.sliding_window - 1 + spec.extra_retained_tokens
         if window < 1:
-            raise UnknownFormat(f"{layer}: a window of 1 token is not known, only larger ones.")
+            raise UnknownFormat(
+                f"{layer.name}: a window of 1 token is not known, only larger ones."
+            )
     if kind == "chunk":
         window, step = 0, spec.attention_chunk_size
     return Space(
@@ -170,6 +171,6 @@ def space_of(name: str, layer: str, spec: Any, blocks: int, parallel: Any) -> Sp
         window_step=step,
         reserved=blocks,
         block_pool="blocks",
-        interleave=shared_positions(parallel, spec),
+        interleave=shared_positions(layer.config.parallel_config, spec),
         items_per_block=blocks,
     )
