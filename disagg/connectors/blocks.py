@@ -34,16 +34,16 @@ class BlockGroup:
 
     def span(self, blocks: Sequence[int], tokens: int) -> Span:
         """The items of the first `tokens` positions."""
-        held = np.asarray(blocks, dtype=np.int64)
+        ids = np.asarray(blocks, dtype=np.int64)
         if self.state is None:
-            held = held[: -(-tokens // self.tokens)]
-            return Span.from_blocks(held, null=0, items_per_block=self.blocks)
-        at = 0 if self.state == "first" else (tokens - 1) // self.tokens
-        held = held[at : at + 1]
-        return Span(held[held != 0] * self.blocks)
+            ids = ids[: -(-tokens // self.tokens)]
+            return Span.from_blocks(ids, null=0, items_per_block=self.blocks)
+        live = 0 if self.state == "first" else (tokens - 1) // self.tokens
+        ids = ids[live : live + 1]
+        return Span(ids[ids != 0] * self.blocks)
 
 
 def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> RequestAddress:
     """The block table of a request's first `tokens` positions."""
-    here = [(group, ids) for group, ids in zip(groups, blocks) if group.space]
-    return RequestAddress(tokens, {group.space: group.span(ids, tokens) for group, ids in here})
+    pairs = [(group, ids) for group, ids in zip(groups, blocks) if group.space]
+    return RequestAddress(tokens, {group.space: group.span(ids, tokens) for group, ids in pairs})

@@ -56,17 +56,17 @@ def conventions(
     """
     fields = _fields(config)
     whole, fields = fields, _fields(fields.get("text_config") or fields)
-    found = {"model": fields.get("model_type")} | {name: fields.get(name) for name in FIELDS}
-    found |= _rope(fields)
-    said = _fields(whole.get("quantization_config") or fields.get("quantization_config") or {})
-    found["quantization"] = quantization or said.get("quant_method") or "none"
-    found["index_keys"] = index_keys if fields.get("index_head_dim") else "none"
-    found |= {"rope_style": rope_style, "revision": revision}
+    values = {"model": fields.get("model_type")} | {name: fields.get(name) for name in FIELDS}
+    values |= _rope(fields)
+    quantized = _fields(whole.get("quantization_config") or fields.get("quantization_config") or {})
+    values["quantization"] = quantization or quantized.get("quant_method") or "none"
+    values["index_keys"] = index_keys if fields.get("index_head_dim") else "none"
+    values |= {"rope_style": rope_style, "revision": revision}
     if folder is not None:
         commit = _COMMIT.search(Path(folder).as_posix())
-        found["revision"] = revision or (commit[1] if commit else None)
-        found["weights"] = weights_digest(folder)
-    return {name: _short(value) for name, value in found.items() if value is not None}
+        values["revision"] = revision or (commit[1] if commit else None)
+        values["weights"] = weights_digest(folder)
+    return {name: _short(value) for name, value in values.items() if value is not None}
 
 
 def weights_digest(folder: str | Path) -> str | None:
@@ -78,18 +78,18 @@ def weights_digest(folder: str | Path) -> str | None:
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as held:
-            digest.update(held.read(SAMPLE_BYTES))
-            held.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(held.read(SAMPLE_BYTES))
+        with file.open("rb") as stream:
+            digest.update(stream.read(SAMPLE_BYTES))
+            stream.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32] if files else None
 
 
 def _fields(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    made: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return made
+    fields: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return fields
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,11 +99,11 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    found = {
+    values = {
         name: rope.pop(name, fields.get(name))
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     }
-    return found | {"rope": kind, "rope_parameters": rope}
+    return values | {"rope": kind, "rope_parameters": rope}
 
 
 def _short(value: Any) -> Convention:

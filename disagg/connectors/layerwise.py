@@ -30,8 +30,8 @@ class Computed:
             return
         if not self.begun:
             self.begun = True
-            for each, layer in self._layers.items():
-                self._left.setdefault(layer, set()).add(each)
+            for part, layer in self._layers.items():
+                self._left.setdefault(layer, set()).add(part)
         layer = self._layers[name]
         left = self._left.get(layer)
         if left is not None:

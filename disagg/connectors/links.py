@@ -26,7 +26,7 @@ class _Used:
     """A link, and when it was last in use and not dead."""
 
     link: Link
-    at: float
+    used_at: float
 
     @property
     def dead(self) -> bool:
@@ -47,7 +47,7 @@ class Links:
         if used is None:
             used = self._links[addresses] = _Used(self._decode.connect(addresses), self._clock())
         elif not used.dead:
-            used.at = self._clock()
+            used.used_at = self._clock()
         return used.link
 
     def alive(self, addresses: tuple[str, ...]) -> bool:
@@ -62,8 +62,8 @@ class Links:
         now = self._clock()
         for addresses, used in list(self._links.items()):
             if used.link in reading:
-                used.at = used.at if used.dead else now
-            elif now - used.at > (DEAD_SECONDS if used.dead else UNUSED_SECONDS):
+                used.used_at = used.used_at if used.dead else now
+            elif now - used.used_at > (DEAD_SECONDS if used.dead else UNUSED_SECONDS):
                 del self._links[addresses]
                 with suppress(RoomError):  # it was disconnected already
                     self._decode.disconnect(used.link)

@@ -53,25 +53,24 @@ class Settings:
             del values["peer_timeout"]
         check_values(**values)
         if isinstance(self.conventions, Mapping):  # what is not compared has a name too
-            said = {name: 0 if value is None else value for name, value in self.conventions.items()}
-            checked_conventions(said)
+            checked_conventions({n: 0 if v is None else v for n, v in self.conventions.items()})
         else:
             checked_conventions(self.conventions)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], called: str) -> Settings:
-        """The settings of what the engine's user has given, which is `called` so there."""
-        known = sorted(f.name for f in fields(cls))
-        for name in given:
-            if name not in known:
+    def read(cls, values: Mapping[str, Any], source: str) -> Settings:
+        """The settings that a user has given the engine in its option `source`."""
+        names = sorted(f.name for f in fields(cls))
+        for name in values:
+            if name not in names:
                 raise ValueError(
-                    f"{called}: {name!r} is not known; there are {', '.join(known)}."
-                    f"{nearest(str(name), known)}"
+                    f"{source}: {name!r} is not known; there are {', '.join(names)}."
+                    f"{nearest(str(name), names)}"
                 )
         try:
-            return cls(**given)
+            return cls(**values)
         except ValueError as error:
-            raise ValueError(f"{called}: {error}") from None
+            raise ValueError(f"{source}: {error}") from None
 
     @classmethod
     def of_environment(cls, variable: str, unused: Collection[str], **defaults: Any) -> Settings:
@@ -79,14 +78,14 @@ class Settings:
         environment variable. The engine knows nothing of what is `unused`.
         """
         try:
-            given = json.loads(os.environ.get(variable) or "{}")
+            values = json.loads(os.environ.get(variable) or "{}")
         except ValueError as error:
             raise ValueError(f"{variable}: no JSON: {error}.") from None
-        if not isinstance(given, dict):
+        if not isinstance(values, dict):
             raise ValueError(f'{variable}: a JSON object, such as {{"engine": "nixl"}}.')
-        if wrong := sorted({*unused} & set(given)):
+        if wrong := sorted({*unused} & set(values)):
             raise ValueError(f"{variable}: {', '.join(wrong)} is not for this engine.")
-        return cls.read(defaults | given, variable)
+        return cls.read(defaults | values, variable)
 
     @property
     def options(self) -> Options:

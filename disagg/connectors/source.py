@@ -34,8 +34,8 @@ class Source:
         room, addresses = told.get("remote_request_id"), told.get("remote_addresses") or ()
         if not room and ids is not None:
             room = named_room(told.get("room"), ids)
-        found = {"remote_request_id": room, "remote_addresses": addresses}
-        missing = [key for key, value in found.items() if not value]
+        required = {"remote_request_id": room, "remote_addresses": addresses}
+        missing = [key for key, value in required.items() if not value]
         if missing:
             raise ValueError(
                 f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
@@ -45,7 +45,7 @@ class Source:
         except RoomError as error:
             raise ValueError(f"kv_transfer_params: remote_request_id: {error}") from None
         if not isinstance(addresses, (list, tuple)) or not all(
-            isinstance(each, str) for each in addresses
+            isinstance(address, str) for address in addresses
         ):
             raise ValueError("kv_transfer_params: remote_addresses is a list of texts.")
         return cls(room, tuple(addresses), told.get("remote_prompt"))

@@ -22,7 +22,7 @@ class Series(NamedTuple):
     """A counter of Prometheus, or a histogram if it has `buckets`; `label` is its own."""
 
     name: str
-    about: str
+    help: str
     label: str | None = None
     buckets: tuple[float, ...] = ()
 
@@ -83,13 +83,13 @@ class Stats:
             failures[kind] = failures.get(kind, 0) + 1
 
 
-def total(one: Numbers, other: Mapping[str, Any]) -> Numbers:
-    """Both together."""
+def total(first: Numbers, second: Mapping[str, Any]) -> Numbers:
+    """The numbers of two ranks, or of two intervals, together."""
     return {
-        "rooms": dict(Counter(one["rooms"]) + Counter(other["rooms"])),
-        "bytes": one["bytes"] + other["bytes"],
-        "seconds": {phase: one["seconds"][phase] + other["seconds"][phase] for phase in PHASES},
-        "failures": dict(Counter(one["failures"]) + Counter(other["failures"])),
+        "rooms": dict(Counter(first["rooms"]) + Counter(second["rooms"])),
+        "bytes": first["bytes"] + second["bytes"],
+        "seconds": {phase: first["seconds"][phase] + second["seconds"][phase] for phase in PHASES},
+        "failures": dict(Counter(first["failures"]) + Counter(second["failures"])),
     }
 
 
@@ -109,10 +109,10 @@ def summary(numbers: Numbers) -> dict[str, int | float]:
 def observations(numbers: Mapping[str, Any]) -> Iterator[tuple[Series, tuple[str, ...], float]]:
     """What Prometheus is told: a series, the value of its label, and a count or an observation."""
     for series in SERIES:
-        found = numbers[series.name]
+        values = numbers[series.name]
         if series.label is None:
-            yield series, (), found
+            yield series, (), values
             continue
-        for value, count in found.items():
-            for each in count if series.buckets else (count,):
-                yield series, (value,), each
+        for label, value in values.items():
+            for observation in value if series.buckets else (value,):
+                yield series, (label,), observation

@@ -265,8 +265,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
 
     def _layer_ready(self, name: Room, layer: int, owner: str) -> bool:
         if layer not in self._layers.get(owner, ()):
-            held = layer_names(self._layers)
-            raise RoomError(f"room {name!r}: {owner} layer {layer} is not here, but {held}.")
+            layers = layer_names(self._layers)
+            raise RoomError(f"room {name!r}: {owner} layer {layer} is not here, but {layers}.")
         with self._loop.lock:
             return self.machine.layer_ready(name, owner, layer)
 

@@ -63,5 +63,5 @@ def _needs(room: PrefillRoom | DecodeRoom, address: RequestAddress, chunks: int)
     if isinstance(room, DecodeRoom):
         return room.reading or not room.phase.poll.ended
     # the pin of a later chunk of the same request says at least as much
-    later = any(each.holder is address.holder for each in room.addresses[chunks:])
+    later = any(table.holder is address.holder for table in room.addresses[chunks:])
     return not (later or room.phase.poll.ended)

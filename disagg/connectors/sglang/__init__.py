@@ -30,11 +30,11 @@ def register() -> None:
     TransferBackend._missing_ = classmethod(  # what Enum asks for a value that it has no member of
         lambda cls, value: member if value == BACKEND else None
     )
-    where = "sglang.srt.disaggregation"
+    package = "sglang.srt.disaggregation"
     for target, hook in (
-        (f"{where}.utils.get_kv_class", _kv_class),
-        (f"{where}.prefill.PrefillBootstrapQueue._init_kv_manager", _make_manager),
-        (f"{where}.decode.DecodePreallocQueue._init_kv_manager", _make_manager),
+        (f"{package}.utils.get_kv_class", _kv_class),
+        (f"{package}.prefill.PrefillBootstrapQueue._init_kv_manager", _make_manager),
+        (f"{package}.decode.DecodePreallocQueue._init_kv_manager", _make_manager),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -57,7 +57,7 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
 
 def _make_manager(original: Any, queue: Any) -> Any:
     """The queue's `_init_kv_manager`. It gives the manager pointers; the pools are the queue's."""
-    made = original(queue)
+    manager = original(queue)
     if queue.transfer_backend.value == BACKEND:
-        made.start(queue)
-    return made
+        manager.start(queue)
+    return manager

@@ -35,7 +35,7 @@ class BootstrapServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int, addresses: Sequence[str]) -> None:
         super().__init__((host, port), _Handler)
-        ranks = [dict(zip(("rank_ip", "rank_port"), split(each))) for each in addresses]
+        ranks = [dict(zip(("rank_ip", "rank_port"), split(text))) for text in addresses]
         self.answers: dict[str, dict[str, Any]] = {str(n): rank for n, rank in enumerate(ranks)}
         """By rank; for `UNKNOWN`, all of prefill."""
         self.answers[UNKNOWN] = {
@@ -49,10 +49,10 @@ class BootstrapServer(ThreadingMixIn, WSGIServer):
     def answer(self, asked: dict[str, Any], respond: StartResponse) -> list[bytes]:
         """As WSGI calls it."""
         (rank,) = parse_qs(asked["QUERY_STRING"]).get("target_tp_rank", [UNKNOWN])[:1]
-        found = self.answers.get(rank) if asked["PATH_INFO"] == "/route" else None
-        status = "404 Not Found" if found is None else "200 OK"
+        answer = self.answers.get(rank) if asked["PATH_INFO"] == "/route" else None
+        status = "404 Not Found" if answer is None else "200 OK"
         respond(status, [("Content-Type", "application/json")])
-        return [json.dumps(found).encode()]
+        return [json.dumps(answer).encode()]
 
 
 class _Handler(WSGIRequestHandler):
@@ -79,9 +79,9 @@ def main() -> None:
     parser.add_argument("addresses", nargs="+", help="endpoint addresses of prefill's ranks")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8998)
-    given = parser.parse_args()
-    with BootstrapServer(given.host, given.port, given.addresses) as server:
-        print(f"{len(given.addresses)} ranks at http://{given.host}:{server.server_port}/route")
+    options = parser.parse_args()
+    with BootstrapServer(options.host, options.port, options.addresses) as server:
+        print(f"{len(options.addresses)} ranks at http://{options.host}:{server.server_port}/route")
         server.serve_forever()
 
 

@@ -188,12 +188,12 @@ class KvpoolManager(CommonKVManager):
             self.update_status(room, KVPoll.Failed)
 
     def _refuse_options(self, prefill: bool) -> None:
-        given, scheduler = self.server_args, self.queue.scheduler
-        policy = given.disaggregation_decode_allocation_policy
+        options, scheduler = self.server_args, self.queue.scheduler
+        policy = options.disaggregation_decode_allocation_policy
         reused = not prefill and not self.enable_deferred_decode_kv_release
         for wrong, what, instead in (
             (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
-            (given.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
+            (options.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
             (self.enable_all_cp_ranks_for_transfer, "state that CP ranks share", "no CP sharding"),
             (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),

@@ -46,10 +46,10 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
         return
     sent = values.keys() - {FIRST_TOKEN}
     for name in sorted((sent ^ rows.keys()) - {*ONE_SIDED}):
-        side, other = ("prefill", "decode") if name in sent else ("decode", "prefill")
+        holder, lacking = ("prefill", "decode") if name in sent else ("decode", "prefill")
         raise ValueError(
-            f"metadata buffer {name}: {side} has it, {other} has not. Start both engines with the "
-            "same options and the same version."
+            f"metadata buffer {name}: {holder} has it, {lacking} has not. Start both engines with "
+            "the same options and the same version."
         )
     shared = sorted(sent & rows.keys())
     for name in shared:

@@ -62,11 +62,11 @@ class SglangLayout:
         last).
         """
         spans = {"kv": Span(np.asarray(kv_indices), first_page)}
-        for kind, given in zip(self.state_types, state_indices or ()):
-            for name in IDS.get(kind, ()) if given is not None else ():
+        for kind, indices in zip(self.state_types, state_indices or ()):
+            for name in IDS.get(kind, ()) if indices is not None else ():
                 space = self.layout.space_by_name.get(name)
                 if space is not None:
-                    ids = np.asarray(given, dtype=np.int64).ravel()
+                    ids = np.asarray(indices, dtype=np.int64).ravel()
                     spans[name] = self.span_of(space, ids, tokens)
         return RequestAddress(tokens, spans)
 

@@ -12,14 +12,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 from disagg.connectors.sglang.metadata import read_row
 
 
-def raise_failure(one: Any) -> None:
+def raise_failure(request: Any) -> None:
     """Raises why the room of a sender or receiver has failed, as SGLang has it, and forgets it."""
-    one.conclude_state = KVPoll.Failed
-    one.clear()
-    with one.kv_mgr.failure_lock:
-        why = one.kv_mgr.failure_records.pop(one.bootstrap_room, None)
-    another = "it has failed on another rank."
-    raise KVTransferError(one.bootstrap_room, why or another, is_from_another_rank=why is None)
+    request.conclude_state = KVPoll.Failed
+    request.clear()
+    with request.kv_mgr.failure_lock:
+        why = request.kv_mgr.failure_records.pop(request.bootstrap_room, None)
+    reason = why or "it has failed on another rank."
+    raise KVTransferError(request.bootstrap_room, reason, is_from_another_rank=why is None)
 
 
 class KvpoolSender(CommonKVSender):

@@ -230,8 +230,7 @@ def read_mamba(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         rank=ranks.tp_rank,
         ranks=ranks.tp_size,
         groups=ranks.groups,
-        # its kernels write [head, key, value]
-        key_first=pool.device == "cpu",
+        key_first=pool.device == "cpu",  # its kernels write [head, key, value]
     )
     for tensors, form in tensor_states(kind, conv, temporal, shard):
         yield from holders.tensors(tensors, form)

@@ -188,8 +188,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 def _moves_on(kv_cache_config: Any) -> bool:
     """Whether a token more changes or drops state of the tokens before."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    inner = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    return any(SPECS.get(type(spec).__name__) != "kv" for spec in inner)
+    inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
+    return any(SPECS.get(type(spec).__name__) != "kv" for group in inner for spec in group)
 
 
 def _conventions(vllm_config: Any) -> dict[str, Convention]:

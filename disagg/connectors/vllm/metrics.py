@@ -43,7 +43,7 @@ class KvpoolPromMetrics(KVConnectorPromMetrics):
 
     def _metric(self, series: stats.Series) -> Any:
         labels = [*self._labelnames, *([series.label] if series.label else [])]
-        named = {"name": f"vllm:kvpool_{series.name}", "documentation": series.about}
+        named = {"name": f"vllm:kvpool_{series.name}", "documentation": series.help}
         if series.buckets:
             return self._histogram_cls(**named, labelnames=labels, buckets=series.buckets)
         return self._counter_cls(**named, labelnames=labels)

@@ -16,16 +16,16 @@ from disagg.protocol.messages import Room
 class _Waiter:
     holds: Callable[[], bool]
     gate: threading.Lock = field(default_factory=threading.Lock)
-    held: bool = False
+    held_once: bool = False
     """Whether it was woken because `holds()`. That may have changed since."""
 
     def wakes(self) -> bool:
         """Whether it need not wait any more; what it asked for may be gone, which it will see."""
         try:
-            self.held = self.holds()
+            self.held_once = self.holds()
         except Exception:
             return True
-        return self.held
+        return self.held_once
 
 
 class Waiters:
@@ -46,9 +46,9 @@ class Waiters:
         waiter, woken = _Waiter(holds), False
         try:
             with deferred_signals, self._lock:
-                if (held := holds()) or self._closed:
+                if (result := holds()) or self._closed:
                     woken = True
-                    return held
+                    return result
                 waiter.gate.acquire()
                 if room is None:
                     self._others[waiter] = None
@@ -59,7 +59,7 @@ class Waiters:
             if not woken:  # the time is over, or a signal's handler has raised
                 self._discard(waiter, room)
         with self._lock:
-            return waiter.held or holds()
+            return waiter.held_once or holds()
 
     def _discard(self, waiter: _Waiter, room: Room | None) -> None:
         with deferred_signals, self._lock:
