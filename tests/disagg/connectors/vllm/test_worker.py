@@ -1,13 +1,13 @@
 """Two workers hand requests over, with real endpoints in one process: bytes, block tables, ends."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
 
 from disagg.connectors.blocks import BlockGroup
-from disagg.connectors.settings import Settings
 from disagg.connectors.source import Source
 from disagg.connectors.stats import empty, summary, total
 from disagg.connectors.vllm.scheduler import Step
@@ -42,11 +42,21 @@ class Side(engines.WorkerSide):
 
 
 @pytest.fixture
-def sides():
-    pair = Side(True), Side(False)
-    yield pair
-    for side in pair:
-        side.rank.close()
+def opened():
+    """Makes a side, which is closed when the test has ended."""
+    with ExitStack() as stack:
+
+        def side(*args, **options):
+            made = Side(*args, **options)
+            stack.callback(made.rank.close)
+            return made
+
+        yield side
+
+
+@pytest.fixture
+def sides(opened):
+    return opened(True), opened(False)
 
 
 def until(true, *sides, turns=None):
@@ -126,8 +136,8 @@ def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told
     assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
 
 
-def test_layers_of_one_number_are_offered_once_all_were_computed():
-    prefill = Side(
+def test_layers_of_one_number_are_offered_once_all_were_computed(opened):
+    prefill = opened(
         True,
         layers={
             "keys": ("target", 0),
@@ -135,7 +145,7 @@ def test_layers_of_one_number_are_offered_once_all_were_computed():
             "state": ("target", 1),
         },
     )
-    decode = Side(False)
+    decode = opened(False)
     decode.step(receives=[receive(prefill)])
     passed = saved(prefill, "keys", "state", "index", sends=[send()])
     next(passed), next(passed)
@@ -145,8 +155,6 @@ def test_layers_of_one_number_are_offered_once_all_were_computed():
     until(ready(decode, 0), decode, turns=prefill)
     assert not list(passed)
     until(lambda: "d" in decode.received, decode, prefill)
-    for side in (decode, prefill):
-        side.rank.close()
 
 
 def test_what_was_offered_before_a_preemption_ends_and_what_is_offered_by_layer_after_it_stays(
@@ -174,8 +182,8 @@ def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
     assert not results.received and not decode.worker.invalid_blocks()
 
 
-def test_blocks_of_a_step_whose_state_does_not_come_are_told():
-    prefill, decode = Side(True), Side(False, peer_timeout=0.5)
+def test_blocks_of_a_step_whose_state_does_not_come_are_told(opened):
+    prefill, decode = opened(True), opened(False, peer_timeout=0.5)
     one = receive(prefill, start=8)
     nobody = replace(one, request="lost", source=Source("other", ("tcp://nonsense",)))
     step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
@@ -187,7 +195,6 @@ def test_blocks_of_a_step_whose_state_does_not_come_are_told():
     assert not results.received and not results.failed
     assert decode.worker.invalid_blocks() == {4, 5}
     assert not decode.worker.invalid_blocks()
-    decode.rank.close()
 
 
 def test_a_room_that_ends_while_its_request_is_computed_is_told_when_that_has_finished(sides):
@@ -247,9 +254,9 @@ def test_a_prefill_that_is_not_there_fails_its_request_only(sides):
     assert decode.failed == {"lost"}
 
 
-def test_an_idle_engine_is_no_dead_one():
+def test_an_idle_engine_is_no_dead_one(opened):
     """Prefill takes no step for longer than decode waits for a peer that is silent."""
-    prefill, decode = Side(True, peer_timeout=0.5), Side(False, peer_timeout=0.5)
+    prefill, decode = (opened(produces, peer_timeout=0.5) for produces in (True, False))
     for number in range(2):
         prefill.step(sends=[send(f"room{number}")])
         decode.step(receives=[receive(prefill, f"room{number}")])
@@ -257,8 +264,6 @@ def test_an_idle_engine_is_no_dead_one():
         decode.received.clear()
         time.sleep(1.5)
     assert not decode.failed
-    for side in (decode, prefill):
-        side.rank.close()
 
 
 def test_numbers_of_rooms_add_up(sides):
@@ -274,39 +279,24 @@ def test_numbers_of_rooms_add_up(sides):
     assert summary(both)["Rooms read"] == 1
 
 
-@pytest.mark.parametrize(
-    "extra, named", [({"speed": 1}, "speed"), ({"stream": "bytes"}, "stream='bytes'")]
-)
-def test_settings_that_are_not_known_are_named(extra, named):
-    with pytest.raises(ValueError, match=named):
-        Settings.read(extra, "extra")
-
-
 ROPE = {"rope_theta": 10000.0, "model": "llama"}, {"rope_theta": 500000.0, "model": "llama"}
 UNSAID = {"rope_theta": None}
 
 
-def test_a_model_with_another_rotary_embedding_is_refused_in_both_logs(caplog):
-    prefill, decode = (Side(each, said=ROPE[not each]) for each in (True, False))
-    try:
-        prefill.step(sends=[send()])
-        decode.step(receives=[receive(prefill)])
-        until(lambda: "d" in decode.failed and "p" in prefill.sent, decode, prefill)
-        said = "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model"
-        assert f"request d was not received: decode: {said}" in caplog.text
-        assert f"a decode engine cannot read from here: {said}" in caplog.text
-    finally:
-        for side in (prefill, decode):
-            side.rank.close()
+def test_a_model_with_another_rotary_embedding_is_refused_in_both_logs(opened, caplog):
+    prefill, decode = (opened(each, said=ROPE[not each]) for each in (True, False))
+    prefill.step(sends=[send()])
+    decode.step(receives=[receive(prefill)])
+    until(lambda: "d" in decode.failed and "p" in prefill.sent, decode, prefill)
+    said = "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model"
+    assert f"request d was not received: decode: {said}" in caplog.text
+    assert f"a decode engine cannot read from here: {said}" in caplog.text
 
 
-def test_a_user_may_say_that_something_is_not_compared():
-    prefill, decode = Side(True, said=ROPE[0]), Side(False, said=ROPE[1], conventions=UNSAID)
-    try:
-        prefill.step(sends=[send()])
-        decode.step(receives=[receive(prefill)])
-        until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-        assert not decode.failed
-    finally:
-        for side in (prefill, decode):
-            side.rank.close()
+def test_a_user_may_say_that_something_is_not_compared(opened):
+    prefill = opened(True, said=ROPE[0])
+    decode = opened(False, said=ROPE[1], conventions=UNSAID)
+    prefill.step(sends=[send()])
+    decode.step(receives=[receive(prefill)])
+    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+    assert not decode.failed
