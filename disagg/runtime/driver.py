@@ -42,9 +42,8 @@ CLOSED = "the endpoint was closed."
 
 
 class Driver:
-    """Drives one event loop. Without a thread (`threaded=False`) `start` does nothing.
-
-    `idle` bounds the time between two turns, in seconds.
+    """Drives one event loop. Two turns are as far apart as `peer_timeout` (seconds) allows, at
+    most; without a thread (`threaded=False`) that is the caller's to see to.
     """
 
     def __init__(self, loop: EventLoop[Any], *, threaded: bool, peer_timeout: float) -> None:

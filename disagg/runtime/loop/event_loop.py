@@ -39,7 +39,7 @@ class EventLoop(Generic[M]):
     """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
     follows while it holds `lock`; `execute` not during another thread's turn.
 
-    Names in the log are those of `name`. `room_ended` and `dialled` are called under `lock`.
+    `name` is for the log. `room_ended` and `dialled` are called under `lock`.
     """
 
     name: str
