@@ -1,27 +1,18 @@
-"""What attention kernels keep in a page, by `kvpool.layout.formats`. Tensors and numbers in, parts
-out.
+"""What attention kernels keep in a page, by `kvpool.layout.formats`: templates in, parts of a
+layer's tensor out.
 
-A view is `[item, head, entry, content]` in any physical order; where there are no heads, that dim
-is of size 1. The dims that a part names have
-the view's strides; its kernel takes what lies behind them for contiguous.
+A tensor is `[item, head, entry, content]` in any physical order; where there are no heads, that dim
+is of size 1. The dims that a part names have the tensor's strides; its kernel takes what lies
+behind them for contiguous.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from disagg.connectors.tensors import TensorPart, UnknownFormat
 from kvpool.item import Cell, Repeat, Seq, Template
-from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.layout.formats import (
-    index_key_page,
-    latent_row,
-    scaled,
-    v4_latent_page,
-)
-from kvpool.layout.formats.heads import Heads
+from kvpool.layout.formats import Heads, scaled
 
 
 def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
@@ -58,73 +49,50 @@ def check_unscaled(key: float, value: float) -> None:
         )
 
 
-def rows(view: torch.Tensor, row: Template) -> list[TensorPart]:
-    """`row` a token."""
-    return [TensorPart(view[:, 0], ("item", "entry"), row)]
+def items(item: Template, packing: str = "") -> TensorPart:
+    """Contiguous items."""
+    return TensorPart(dims=("item",), item=item, packing=packing)
 
 
-def latent_rows(view: torch.Tensor, *, latent: int, rope: int, dtype: str) -> list[TensorPart]:
-    """`[latent | rope]` a token."""
-    return rows(view, latent_row(latent, rope, dtype))
+def head_items(item: Template, heads: Heads, packing: str = "") -> TensorPart:
+    """`item` a head, whose inside may be known by `packing` only."""
+    return TensorPart(dims=("item", "head"), item=item, heads=heads, packing=packing)
 
 
-def head_rows(view: torch.Tensor, *, row: Template, heads: Heads) -> list[TensorPart]:
+def rows(row: Template, step: int = 0) -> TensorPart:
+    """`row` a token, of one step of the second dim."""
+    return TensorPart(dims=("item", "entry"), item=row, step=step)
+
+
+def head_rows(row: Template, heads: Heads) -> TensorPart:
     """`row` a token and head."""
-    return [TensorPart(view, ("item", "head", "entry"), row, heads)]
+    return TensorPart(dims=("item", "head", "entry"), item=row, heads=heads)
 
 
-def packed_heads(view: torch.Tensor, *, row: Cell, packing: str, heads: Heads) -> list[TensorPart]:
-    """`row` a token and head; of a head's part of an item only `packing` is known."""
-    count = view[0, 0].numel() * view.element_size() // ITEMSIZE[row.dtype]
-    return [TensorPart(view, ("item", "head"), replace(row, count=count), heads, packing)]
+def planes(dim: int, dtype: str, heads: Heads) -> list[TensorPart]:
+    """A plane of K and a plane of V in the place of heads, each `[token, head, dim]`."""
+    return [rows(heads.of(Cell(role, dim, dtype)), plane) for plane, role in enumerate(("k", "v"))]
 
 
-def keys_and_values(
-    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, with_scales: bool = False
-) -> list[TensorPart]:
-    """`[K | V]` a token and head, of `key` and `value` elements; `with_scales`: each with a float32
-    scale behind it.
-    """
+def key_value_row(key: int, value: int, dtype: str, *, with_scales: bool = False) -> Template:
+    """`[K | V]` of so many elements, `with_scales` each with a float32 scale behind it."""
     cells: list[Template] = []
     for role, count in (("k", key), ("v", value)):
         cells += scaled(role, count, dtype=dtype)[: 1 + with_scales]
-    return head_rows(view, row=Seq(*cells), heads=heads)
+    return Seq(*cells)
 
 
-def transposed_keys(
-    view: torch.Tensor, *, key: int, value: int, dtype: str, heads: Heads, packing: str = ""
-) -> list[TensorPart]:
-    """A head's half of an item is K as `[dim, token]`, the other V as `[token, dim]`; `packing`:
-    only the halves are known.
-    """
-    tokens = view.shape[2]
-    item = Seq(
+def transposed_keys(tokens: int, key: int, value: int, dtype: str) -> Template:
+    """A head's part of an item: K as `[dim, token]`, then V as `[token, dim]`."""
+    return Seq(
         Repeat("dim", key, Repeat("entry", tokens, Cell("k", 1, dtype))),
         Repeat("entry", tokens, Cell("v", value, dtype)),
     )
-    if packing:
-        item = Seq(Cell("k", key * tokens, dtype), Cell("v", value * tokens, dtype))
-    return [TensorPart(view, ("item", "head"), item, heads, packing)]
 
 
-def planes(view: torch.Tensor, *, dim: int, dtype: str, heads: Heads) -> list[TensorPart]:
-    """A plane of K and a plane of V in the place of heads, each `[token, head, dim]`."""
-    cells = (heads.of(Cell(role, dim, dtype)) for role in ("k", "v"))
-    return [TensorPart(view[:, n], ("item", "entry"), cell) for n, cell in enumerate(cells)]
-
-
-def index_keys(view: torch.Tensor, *, dim: int, dtype: str, scale: str) -> list[TensorPart]:
-    """An item's keys, then their scales."""
-    page = index_key_page(view.shape[2], dim, dtype=dtype, scale=scale)
-    return [TensorPart(view, ("item",), page)]
-
-
-def v4_latents(view: torch.Tensor, *, entries: int) -> list[TensorPart]:
-    """Bytes `[item, byte]` of DeepSeek-V4's latents; what follows the last entry is padding."""
-    return [TensorPart(view, ("item",), v4_latent_page(entries))]
-
-
-def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[TensorPart]:
+def whole_items(
+    view: torch.Tensor, packing: str, heads: Heads
+) -> tuple[torch.Tensor, list[TensorPart]]:
     """Items of which only `packing` is known, and which are contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
@@ -139,5 +107,4 @@ def whole_items(view: torch.Tensor, *, packing: str, heads: Heads) -> list[Tenso
     names = {1: "heads", 2: "tokens", 3: "elements"}
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
-    name = f"{packing}, {shape}, head {heads.start} of {heads.total}"
-    return [TensorPart(ordered, ("item",), item, packing=name)]
+    return ordered, [items(item, f"{packing}, {shape}, head {heads.start} of {heads.total}")]

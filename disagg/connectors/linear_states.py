@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 
-from disagg.connectors.tensors import Format, TensorPart, UnknownFormat
+from disagg.connectors.tensors import UnknownFormat
 from kvpool.item import Template
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import ConvSection, Heads, conv_state, temporal_state
 
 LinearKind = Literal["mamba1", "mamba2", "delta_net"]
-
-
-def slots(view: torch.Tensor, *, item: Template) -> list[TensorPart]:
-    """A slot, or a state of one, in each item."""
-    return [TensorPart(view.flatten(1), ("item",), item)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +43,9 @@ WHOLE = LinearShard()
 
 def tensor_states(
     kind: LinearKind, conv: torch.Tensor, temporal: torch.Tensor, shard: LinearShard
-) -> list[tuple[torch.Tensor, Format]]:
+) -> list[tuple[torch.Tensor, Template]]:
     """The states in tensors of their own, `[layer, slot, channel, tap]` in either order of the last
-    two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a layer has.
+    two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a slot has.
     `shard.dim_first` follows from the strides.
     """
     dim_first = conv.stride(2) >= conv.stride(3)
@@ -63,7 +57,7 @@ def tensor_states(
         (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
         replace(shard, dim_first=dim_first),
     )
-    return [(tensor, partial(slots, item=item)) for tensor, item in zip((conv, temporal), items)]
+    return [*zip((conv, temporal), items)]
 
 
 def states(

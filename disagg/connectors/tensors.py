@@ -4,10 +4,9 @@ that are one block; layers that lie in one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -21,34 +20,32 @@ class UnknownFormat(ValueError):
     """What a layer keeps in its pages, or how its pages are found, is not known."""
 
 
-class TensorPart(NamedTuple):
-    """A part of a tensor: `dims` name its first dims, and `item` says what lies behind them.
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """A part of a tensor `[item, ...]`: `dims` name its first dims, and `item` says what lies
+    behind them.
 
-    `heads`: those of this rank, if `head` is one of the dims. `packing`: the name of an unknown
-    inside.
+    `step`: the part is one step of the second dim, which `dims` leave out. `heads`: those of this
+    rank, if `head` is one of the dims. `packing`: the name of an unknown inside.
     """
 
-    tensor: torch.Tensor
     dims: tuple[str, ...]
     item: Template
+    step: int | None = None
     heads: Heads | None = None
     packing: str = ""
 
 
-Format = Callable[[torch.Tensor], list[TensorPart]]
-"""What a layer's tensor `[item, ...]` holds."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerTensor:
-    """A tensor `[item, ...]` of layer `number` of `owner`, and what is in it: all that the layer
-    keeps, or a part. `name` is the engine's; `prefix` is put before every role.
+    """A tensor `[item, ...]` of layer `number` of `owner`, and the parts that it consists of: all
+    that the layer keeps, or some of it. `name` is the engine's; `prefix` is put before every role.
     """
 
     name: str
     number: int
     view: torch.Tensor
-    format: Format
+    parts: Sequence[TensorPart]
     owner: str = "target"
     prefix: str = ""
 
@@ -57,15 +54,14 @@ class LayerTensor:
         which names the layer.
         """
         with naming(self.name):
-            parts = self.format(self.view)
-            (first, *_) = item_regions(parts[0].item, owner=self.owner, layer=0, buffer="?")
+            (first, *_) = item_regions(self.parts[0].item, owner=self.owner, layer=0, buffer="?")
             dims = ("item", *map(str, range(1, self.view.dim())))
             name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             buffer = describe_buffer(self.view, dims, name=name, space=space)
             regions: list[Region] = []
-            for part in parts:
+            for part in self.parts:
                 regions += describe_items(
-                    part.tensor,
+                    self.view if part.step is None else self.view[:, part.step],
                     part.dims,
                     prefixed(part.item, self.prefix),
                     layer=self.number,
@@ -80,8 +76,7 @@ class LayerTensor:
         """The layer with each `ratio` kernel blocks as one, if they can be read so: its format has
         tokens of their own, and all of a block are one stride apart.
         """
-        with naming(self.name):
-            by_tokens = all("entry" in part.dims for part in self.format(self.view))
+        by_tokens = all("entry" in part.dims for part in self.parts)
         count, heads, tokens, content = self.view.shape
         block, head, token, element = self.view.stride()
         if not by_tokens or block != tokens * token:

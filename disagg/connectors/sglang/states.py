@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +17,12 @@ from disagg.connectors.linear_states import LinearKind, LinearShard, tensor_stat
 from disagg.connectors.tensors import LayerTensor, PlacedTensor, TensorPart, UnknownFormat, naming
 from kvpool.item import Cell, Template
 from kvpool.layout import Space
-from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import Heads, fp8_latent_row, latent_row
+from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row, v4_latent_page
 
 HERE = "add it to disagg/connectors/sglang/states.py"
 ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
-DSV4_UNUSED = ("unified_kv_pool", "request_window", "swa_req_ring_size")
-"""What pools of DeepSeek-V4 that are known do without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +60,15 @@ class LayerSet:
     prefix: str = ""
     pool: str
 
-    def tensors(
-        self, views: Iterable[torch.Tensor], form: Callable[..., list[TensorPart]], **numbers: Any
-    ) -> Iterator[PlacedTensor]:
-        """A tensor of each of the layers, in their order, which holds `form` of these numbers."""
+    def tensors(self, views: Iterable[torch.Tensor], part: TensorPart) -> Iterator[PlacedTensor]:
+        """A tensor of each of the layers, in their order, which is all of one part."""
         for number, view in zip(self.numbers, views, strict=True):
             slides = self.owner == "target" and number in self.ranks.sliding
             layer = LayerTensor(
                 name=f"{self.pool} layer {number}",
                 number=number,
                 view=view,
-                format=partial(form, **numbers),
+                parts=[part],
                 owner=self.owner,
                 prefix=self.prefix or ("swa." if slides else ""),
             )
@@ -94,8 +89,10 @@ def read_heads(
     if order == "nhd":
         buffers = [formats.paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
     if order in ORDERS:
-        return layers.tensors(buffers, formats.head_rows, row=cell, heads=heads)
-    return layers.tensors(buffers, formats.packed_heads, row=cell, packing=order, heads=heads)
+        return layers.tensors(buffers, formats.head_rows(cell, heads))
+    inside = buffers[0][0, 0]  # a head's part of an item
+    count = inside.numel() * inside.element_size() // ITEMSIZE[cell.dtype]
+    return layers.tensors(buffers, formats.head_items(replace(cell, count=count), heads, order))
 
 
 def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -137,18 +134,18 @@ def read_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     if pool.dsa_kv_cache_store_fp8:
         row = fp8_latent_row()
     views = (formats.paged(tensor, pool.page_size) for tensor in pool.kv_buffer)
-    yield from layers.tensors(views, formats.rows, row=row)
+    yield from layers.tensors(views, formats.rows(row))
 
 
 def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTensor]:
     """Pages of index keys in fp8, then of their scales; layers that reuse another's top-k have
     none.
     """
-    kind = {"dim": pool.index_head_dim, "dtype": "e4m3", "scale": "float32"}
+    item = index_key_page(page, pool.index_head_dim, dtype="e4m3", scale="float32")
     tensors = zip(layers.numbers, pool.index_k_with_scale_buffer)
     keys = {number: tensor for number, tensor in tensors if len(tensor)}
     views = (tensor.view(len(tensor), 1, page, -1) for tensor in keys.values())
-    yield from replace(layers, numbers=[*keys]).tensors(views, formats.index_keys, **kind)
+    yield from replace(layers, numbers=[*keys]).tensors(views, formats.items(item))
 
 
 def read_dsa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -187,7 +184,7 @@ def read_npu_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         if role != "latent" or not pool.dsa_kv_cache_store_fp8:
             row = Cell(role, stacked.shape[-1], kind)
         views = (formats.paged(tensor, page) for tensor in stacked)
-        yield from holders.tensors(views, formats.rows, row=row)
+        yield from holders.tensors(views, formats.rows(row))
 
 
 def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -206,8 +203,8 @@ def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
 
 def read_hybrid(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     """A pool of the layers of attention, and the slots of those of linear attention."""
-    attention = replace(layers, numbers=[*pool.full_attention_layer_id_mapping])
-    yield from read(pool.full_kv_pool, attention)
+    numbers = [*pool.full_attention_layer_id_mapping]
+    yield from read(pool.full_kv_pool, replace(layers, numbers=numbers))
     yield from read(pool.mamba_pool, layers)
 
 
@@ -232,8 +229,8 @@ def read_mamba(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         groups=ranks.groups,
         key_first=pool.device == "cpu",  # its kernels write [head, key, value]
     )
-    for tensors, form in tensor_states(kind, conv, temporal, shard):
-        yield from holders.tensors(tensors, form)
+    for state, item in tensor_states(kind, conv, temporal, shard):
+        yield from holders.tensors(state, formats.items(item))
 
 
 def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -244,7 +241,9 @@ def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     fits = {
         "kv_layout": str(getattr(pool.kv_layout, "value", pool.kv_layout)) == "v4",
         "uniform_fp8": not pool.uniform_fp8,
-        **{name: getattr(pool, name) is None for name in DSV4_UNUSED},
+        "unified_kv_pool": pool.unified_kv_pool is None,
+        "request_window": pool.request_window is None,
+        "swa_req_ring_size": pool.swa_req_ring_size is None,
         "online": not any(ring and ring.online for ring in pool.compress_state_pools),
         "compression_ratios": set(pool.compression_ratios) <= {0, 4, 128},
         "index_pools": not any(keys.use_fp4_indexer for keys in pool.index_pools.values()),
@@ -260,7 +259,8 @@ def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     page, window = pool.swa_kv_pool.page_size, pool.sliding_window - 1
     space = Space("swa", entries_per_item=page, window=window)
     sliding = replace(layers, numbers=[*ratios], space=space, prefix="swa.")
-    yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, formats.v4_latents, entries=page)
+    latents = formats.items(v4_latent_page(page))
+    yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, latents)
     for ratio in sorted({*ratios.values()} - {0}):
         numbers = [n for n in ratios if ratios[n] == ratio]
         yield from read_compressed(pool, replace(layers, numbers=numbers), ratio)
@@ -271,8 +271,8 @@ def read_compressed(pool: Any, layers: LayerSet, ratio: int) -> Iterator[PlacedT
     entries = pool.page_size // ratio
     space = Space(f"c{ratio}", entries_per_item=entries, tokens_per_entry=ratio, ids="kv")
     layers = replace(layers, space=space, prefix=f"c{ratio}.")
-    latents = pool.kv_pools[ratio].kv_buffer
-    yield from layers.tensors(latents, formats.v4_latents, entries=entries)
+    latents = formats.items(v4_latent_page(entries))
+    yield from layers.tensors(pool.kv_pools[ratio].kv_buffer, latents)
     if ratio in pool.index_pools:
         yield from read_index_keys(pool.index_pools[ratio], layers, entries)
     for role, rings in (
@@ -293,8 +293,8 @@ def read_ring(ring: Any, layer: LayerSet, role: str, ratio: int) -> Iterator[Pla
     if ratio == 4:
         page = ring.swa_page_size
         space = Space("c4.ring", entries_per_item=page, window=4, window_step=4, ring=size)
-    row, layer = Cell(role, rows.shape[-1], dtype_name(rows.dtype)), replace(layer, space=space)
-    yield from layer.tensors([formats.paged(rows, size)], formats.rows, row=row)
+    row = formats.rows(Cell(role, rows.shape[-1], dtype_name(rows.dtype)))
+    yield from replace(layer, space=space).tensors([formats.paged(rows, size)], row)
 
 
 POOLS: Mapping[str, PoolReader] = {

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, LinearShard, slots, states
-from disagg.connectors.tensors import Format, LayerTensor, UnknownFormat, layer_number, naming
-from kvpool.item import Seq
+from disagg.connectors.linear_states import LinearKind, LinearShard, states
+from disagg.connectors.tensors import (
+    LayerTensor,
+    TensorPart,
+    UnknownFormat,
+    layer_number,
+    naming,
+)
+from kvpool.item import Cell, Seq
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import Heads, fp8_latent_row
+from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row
 
+Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
 LINEAR: dict[str, LinearKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "delta_net"}
 """What a slot holds, by the name of the kind of linear attention."""
@@ -130,12 +136,6 @@ class RegisteredLayer:
         ranks = parallel.tensor_parallel_size
         return formats.head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
 
-    @property
-    def rows(self) -> dict[str, Any]:
-        """Sizes, dtype and heads of K and V."""
-        sizes = {"key": self.spec.head_size, "value": self.spec.head_size_v}
-        return {**sizes, "dtype": self.element, "heads": self.heads}
-
     def packing(self, *words: str) -> str:
         """The name of an inside that only this version's kernel knows."""
         sizes = f"{self.spec.head_size}+{self.spec.head_size_v}"
@@ -147,21 +147,24 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
     number = layer_number(layer.name)
     name = f"{layer.name} ({layer.owner} layer {number}), {layer.backend}"
     with naming(name):
-        form = read_linear(layer) if layer.is_linear else read_attention(layer)
+        if layer.is_linear:
+            view, parts = layer.view, read_linear(layer)
+        else:
+            view, parts = read_attention(layer)
     # where all groups are made one, their spec has the window of any layer
     window = getattr(layer.module, "sliding_window", None)
     slides = window or type(layer.spec).__name__.startswith("Sliding")
     return LayerTensor(
         name=name,
         number=number,
-        view=layer.view,
-        format=form,
+        view=view,
+        parts=parts,
         owner=layer.owner,
         prefix="swa." if slides else "",
     )
 
 
-def read_linear(layer: RegisteredLayer) -> Format:
+def read_linear(layer: RegisteredLayer) -> Parts:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
     spec, parallel = layer.spec, layer.config.parallel_config
     if layer.backend not in LINEAR or len(spec.shapes) != 2:
@@ -180,11 +183,11 @@ def read_linear(layer: RegisteredLayer) -> Format:
     )
     dtypes = dtype_name(spec.dtypes[0]), dtype_name(spec.dtypes[1])
     parts = states(LINEAR[layer.backend], spec.shapes[0], spec.shapes[1], dtypes, shard)
-    return partial(slots, item=Seq(*parts))
+    return [formats.items(Seq(*parts))]
 
 
-def read_attention(layer: RegisteredLayer) -> Format:
-    """What a layer of attention keeps (`do_kv_cache_update` of its backend)."""
+def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+    """What a layer of attention keeps (`do_kv_cache_update` of its backend), and in which view."""
     backend, mode = layer.backend, layer.spec.kv_quant_mode.name
     if backend not in ATTENTION:
         raise UnknownFormat(
@@ -197,54 +200,58 @@ def read_attention(layer: RegisteredLayer) -> Format:
             "of TRITON_ATTN). Use --kv-cache-dtype auto."
         )
     if mode in OPAQUE:
-        return partial(formats.whole_items, packing=layer.packing(mode), heads=layer.heads)
-    return ATTENTION[backend](layer)
+        return formats.whole_items(layer.view, layer.packing(mode), layer.heads)
+    return layer.view, ATTENTION[backend](layer)
 
 
-def index_keys(layer: RegisteredLayer) -> Format:
+def index_keys(layer: RegisteredLayer) -> Parts:
     """Index keys of sparse attention, then their scales."""
     if getattr(layer.module, "uses_shuffled_layout", False):
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
     dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
-    return partial(formats.index_keys, dim=dim, dtype=platform.fp8, scale=platform.index_scale)
+    page = index_key_page(layer.view.shape[2], dim, dtype=platform.fp8, scale=platform.index_scale)
+    return [formats.items(page)]
 
 
-def latent_rows(layer: RegisteredLayer) -> Format:
+def latent_rows(layer: RegisteredLayer) -> Parts:
     """Rows of latent and rope."""
     if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
-        return partial(formats.rows, row=fp8_latent_row())
+        return [formats.rows(fp8_latent_row())]
     config = layer.model.hf_text_config
-    sizes = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim}
-    return partial(formats.latent_rows, **sizes, dtype=layer.element)
+    row = latent_row(config.kv_lora_rank, config.qk_rope_head_dim, layer.element)
+    return [formats.rows(row)]
 
 
-def planes(layer: RegisteredLayer) -> Format:
+def planes(layer: RegisteredLayer) -> Parts:
     """A plane of K, and one of V."""
-    dim = layer.spec.head_size
-    return partial(formats.planes, dim=dim, dtype=layer.element, heads=layer.heads)
+    return formats.planes(layer.spec.head_size, layer.element, layer.heads)
 
 
-def keys_and_values(layer: RegisteredLayer) -> Format:
+def keys_and_values(layer: RegisteredLayer) -> Parts:
     """K and V side by side, a token and head; scaled so in some modes."""
+    key, value = layer.spec.head_size, layer.spec.head_size_v
     with_scales = layer.spec.kv_quant_mode.name.endswith("TOKEN_HEAD")
-    return partial(formats.keys_and_values, **layer.rows, with_scales=with_scales)
+    row = formats.key_value_row(key, value, layer.element, with_scales=with_scales)
+    return [formats.head_rows(row, layer.heads)]
 
 
-def transposed_keys(layer: RegisteredLayer) -> Format:
+def transposed_keys(layer: RegisteredLayer) -> Parts:
     """On a CPU: K by dim, V by token, or as an instruction set packs them."""
-    rows, isa = layer.rows, getattr(layer.module, "isa", "")
+    key, value, tokens = layer.spec.head_size, layer.spec.head_size_v, layer.view.shape[2]
+    dtype, isa = layer.element, getattr(layer.module, "isa", "")
     if isa in ("vec", "vec16"):  # csrc/cpu/cpu_attn_vec.hpp, which vec16 inherits from
-        return partial(formats.transposed_keys, **rows)
-    dtype = rows["dtype"]
+        item = formats.transposed_keys(tokens, key, value, dtype)
+        return [formats.head_items(item, layer.heads)]
     if isa in ("", "rvv") or (isa, dtype) == ("neon", "bfloat16"):
         raise UnknownFormat(
             f"how isa {isa or 'unknown'} packs {dtype} is decided where vLLM is built. Use --dtype "
             "float32 (neon), or hosts of another architecture."
         )
-    return partial(formats.transposed_keys, **rows, packing=layer.packing(isa, dtype))
+    halves = Seq(Cell("k", key * tokens, dtype), Cell("v", value * tokens, dtype))
+    return [formats.head_items(halves, layer.heads, layer.packing(isa, dtype))]
 
 
-ATTENTION: Mapping[str, Callable[[RegisteredLayer], Format]] = {
+ATTENTION: Mapping[str, Callable[[RegisteredLayer], Parts]] = {
     backend: form
     for form, backends in {
         keys_and_values: (

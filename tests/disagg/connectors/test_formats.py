@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearShard, slots, states
+from disagg.connectors.linear_states import LinearShard, states
 from disagg.connectors.tensors import (
     LayerTensor,
     UnknownFormat,
@@ -23,7 +22,7 @@ from disagg.connectors.tensors import (
 from disagg.plan import plan
 from kvpool.item import Seq
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.layout.formats import Heads, fp8_latent_row
+from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row
 from kvpool.models import declare
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
@@ -35,11 +34,12 @@ FP8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Format:
-    """A format, the kernel that writes it, and elements of the tensor a state. `dense`: the kernel
-    takes the inside of a block for contiguous, heads outermost.
+    """A format of heads or of rows, the kernel that writes it, and elements of the tensor a state.
+    `part`: of a tensor of so many tokens, and of heads if it has any. `dense`: the kernel takes the
+    inside of a block for contiguous, heads outermost.
     """
 
-    describe: Callable
+    part: Callable
     kernel: type
     content: int
     held: torch.dtype = BF16
@@ -48,54 +48,58 @@ class Format:
     dense: bool = False
 
 
-def heads(describe, dtype, kernel=kernels.KeysAndValues, content=2 * D, held=BF16, value=D, **more):
-    model = {"key": D} if kernel is kernels.KeysAndValues else {}
-    said = {"key": D, "value": value, "dtype": dtype}
-    dense = describe is formats.transposed_keys
-    scaled = {"with_scales": True} if kernel is kernels.TokenHeadScales else {}
-    return Format(partial(describe, **said, **scaled), kernel, content, held, model, dense=dense)
+def key_values(dtype, held=BF16, value=D):
+    row = formats.key_value_row(D, value, dtype)
+    part = lambda tokens, heads: formats.head_rows(row, heads)  # noqa: E731
+    return Format(part, kernels.KeysAndValues, D + value, held, {"key": D})
 
 
 def scaled(dtype, held):
-    kernel, content = kernels.TokenHeadScales, 2 * D + 8
-    return heads(formats.keys_and_values, dtype, kernel, content, held)
+    row = formats.key_value_row(D, D, dtype, with_scales=True)
+    part = lambda tokens, heads: formats.head_rows(row, heads)  # noqa: E731
+    return Format(part, kernels.TokenHeadScales, 2 * D + 8, held, {})
 
 
 def transposed(dtype, held):
-    return heads(formats.transposed_keys, dtype, kernels.TransposedKeys, held=held)
+    def part(tokens, heads):
+        return formats.head_items(formats.transposed_keys(tokens, D, D, dtype), heads)
+
+    return Format(part, kernels.TransposedKeys, 2 * D, held, {}, dense=True)
 
 
-LATENTS = partial(formats.latent_rows, latent=LATENT, rope=ROPE)
-LATENT_ROWS = partial(LATENTS, dtype="bfloat16")
-MLA = {"kernel": kernels.LatentRows, "content": LATENT + ROPE, "model": {"latent": LATENT}}
+def rows(row, kernel, content, held=U8, **model):
+    return Format(lambda tokens, _: formats.rows(row), kernel, content, held, model, heads=False)
+
+
+def index_keys(tokens, _):
+    return formats.items(index_key_page(tokens, 128, dtype=FP8, scale="float32"))
+
+
+LATENT_ROWS = latent_row(LATENT, ROPE, "bfloat16")
+MLA = {"kernel": kernels.LatentRows, "content": LATENT + ROPE, "latent": LATENT}
 FORMATS = {
-    "keys_and_values": heads(formats.keys_and_values, "bfloat16"),
-    "keys_and_values_e4m3": heads(formats.keys_and_values, FP8, held=U8),
-    "keys_and_values_e5m2": heads(formats.keys_and_values, "float8_e5m2", held=U8),
-    "keys_and_values_f32": heads(formats.keys_and_values, "float32", held=F32),
+    "keys_and_values": key_values("bfloat16"),
+    "keys_and_values_e4m3": key_values(FP8, U8),
+    "keys_and_values_e5m2": key_values("float8_e5m2", U8),
+    "keys_and_values_f32": key_values("float32", F32),
     "int8_scales": scaled("int8", I8),
     "fp8_scales": scaled(FP8, U8),
-    "two_sizes": heads(formats.keys_and_values, "bfloat16", content=D + 24, value=24),
+    "two_sizes": key_values("bfloat16", value=24),
     "transposed": transposed("bfloat16", BF16),
     "transposed_f32": transposed("float32", F32),
     "transposed_fp8": transposed(FP8, U8),
-    "latent_rows": Format(LATENT_ROWS, **MLA, heads=False),
-    "latent_rows_fp8": Format(partial(LATENTS, dtype=FP8), **MLA, held=U8, heads=False),
-    "rows_of_656": Format(
-        partial(formats.rows, row=fp8_latent_row()), kernels.SparseRows, 656, U8, {}, False
-    ),
-    "index_keys": Format(
-        partial(formats.index_keys, dim=128, dtype=FP8, scale="float32"),
-        kernels.IndexKeys, 132, U8, {}, False, True,
-    ),
-}  # fmt: skip
+    "latent_rows": rows(LATENT_ROWS, held=BF16, **MLA),
+    "latent_rows_fp8": rows(latent_row(LATENT, ROPE, FP8), **MLA),
+    "rows_of_656": rows(fp8_latent_row(), kernels.SparseRows, 656),
+    "index_keys": Format(index_keys, kernels.IndexKeys, 132, U8, {}, heads=False, dense=True),
+}
 
 
 def attention(form: Format, layer: int, view, ids, shard=range(2), total=2):
     """A layer as a connector describes it, and as the kernel writes it."""
-    said = {"heads": Heads(shard.start, len(shard), total)} if form.heads else {}
-    name, held = f"model.layers.{layer}.attn", partial(form.describe, **said)
-    page = LayerTensor(name=name, number=layer, view=view, format=held)
+    part = form.part(view.shape[2], Heads(shard.start, len(shard), total))
+    name = f"model.layers.{layer}.attn"
+    page = LayerTensor(name=name, number=layer, view=view, parts=[part])
     return page, form.kernel(view, layer, ids, shard, **form.model)
 
 
@@ -183,8 +187,8 @@ def test_two_ranks_heads_are_handed_to_one(name):
 
 def test_planes_of_keys_and_of_values_are_found():
     view = torch.zeros(5, 2, 8, 2 * D, dtype=BF16)
-    said = partial(formats.planes, dim=D, dtype="bfloat16", heads=Heads(0, 2, 2))
-    seen = LayerTensor(name="a", number=0, view=view, format=said).describe("kv")
+    parts = formats.planes(D, "bfloat16", Heads(0, 2, 2))
+    seen = LayerTensor(name="a", number=0, view=view, parts=parts).describe("kv")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("kv", "paged", 8),), 1)
     held = oracle.over(layout, view.view(-1).view(torch.uint8).numpy())
     kernels.PlanesOfHeads(view, 0, [3, 1], range(2)).write(range(11))
@@ -225,9 +229,9 @@ def slot_of(kind, rank=0, size=1, dim_first=False, spare=0):
         sections=held, cell_dims=1 if kind in ("delta_net", "mamba1") else 2,
     )  # fmt: skip
     shard = LinearShard(rank=rank, ranks=size, groups=1, spare=spare, dim_first=dim_first)
-    parts = states(kind, conv, temporal, ("bfloat16", "float32"), shard)
-    form = partial(slots, item=Seq(*parts))
-    seen = LayerTensor(name="linear", number=0, view=view, format=form).describe("state")
+    item = Seq(*states(kind, conv, temporal, ("bfloat16", "float32"), shard))
+    parts = [formats.items(item)]
+    seen = LayerTensor(name="linear", number=0, view=view, parts=parts).describe("state")
     layout = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1)
     held_state = oracle.over(layout, pages.view(-1).view(torch.uint8).numpy())
     return held_state, kernel, RequestAddress(1, {"state": Span([2 + rank])})
@@ -272,9 +276,9 @@ def test_a_state_of_a_delta_net_is_transposed_where_it_must_be(key_first):
     sizes = prod(conv), prod(temporal)
     flat = torch.arange(5 * sum(sizes), dtype=F32).view(5, -1)
     shard = LinearShard(key_first=key_first)
-    form = partial(slots, item=Seq(*states("delta_net", conv, temporal, ("float32",) * 2, shard)))
-    view = flat.view(I8)[:, None, None]
-    seen = LayerTensor(name="linear", number=0, view=view, format=form).describe("state")
+    item = Seq(*states("delta_net", conv, temporal, ("float32",) * 2, shard))
+    view, parts = flat.view(I8)[:, None, None], [formats.items(item)]
+    seen = LayerTensor(name="linear", number=0, view=view, parts=parts).describe("state")
     source = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 4)
     counts = {"num_pages": 5, "num_slots": 5, "page_size": 4}
     dest = declare(DELTA_NET).build(dtype="float32", layers=[0], **counts)
@@ -358,7 +362,7 @@ def test_layers_of_one_space_with_other_pages_are_refused_by_name():
             name=name,
             number=n,
             view=torch.zeros(3, 1, tokens, LATENT + ROPE, dtype=BF16),
-            format=LATENT_ROWS,
+            parts=[formats.rows(LATENT_ROWS)],
         )
         for n, (name, tokens) in enumerate({"a": 16, "b": 8}.items())
     ]

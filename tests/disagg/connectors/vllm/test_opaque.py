@@ -125,7 +125,7 @@ def test_what_is_decided_elsewhere_is_refused_at_start(make, words):
 def test_blocks_that_lie_among_other_layers_are_refused():
     _, (view, _) = kernels.views("BHLNC", 2, (BLOCKS, 2, 16, D + 8), torch.uint8)
     with pytest.raises(UnknownFormat, match="they lie among others"):
-        whole_items(view, packing="int4", heads=Heads(0, 2, 2))
+        whole_items(view, "int4", Heads(0, 2, 2))
 
 
 def test_such_pages_are_refused_where_ranks_share_positions():
