@@ -126,8 +126,8 @@ class Driver:
         under way or was just now; whether the next has something to do at once. Only with `waits`
         it does what may take time.
         """
-        now = time.monotonic()
-        if self._thread is None or (now < self._next_asked and not waits):
+        now, thread = time.monotonic(), self._thread
+        if thread is None or (now < self._next_asked and not waits):
             return False
         with deferred_signals:
             if not self._turning.acquire(blocking=False):
@@ -140,7 +140,8 @@ class Driver:
             finally:
                 self._turning.release()
             if self._loop.busy:
-                self._thread.wake_up()
+                with self._loop.lock:
+                    thread.wake_up()
         return self._loop.busy
 
     def wait(
@@ -218,7 +219,7 @@ class Driver:
                 with self._turning:
                     self._turn()
         if self._thread is not None:
-            self._thread.end()
+            self._thread.join()
         with self._turning:  # a caller may be in its turn
             release()
         with deferred_signals, loop.lock:
@@ -226,6 +227,10 @@ class Driver:
                 loop.handle(event)
             if self._ended_file is not None:
                 self._ended_file.close()
+            if self._thread is not None:
+                self._thread.close()
+                # no cycle keeps the machine, and with it the pools of its block tables
+                self._thread, loop.dialled = None, lambda: None
 
     def abandon(self, why: str) -> None:
         """In a forked child, where a thread that is not there may hold the locks."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from disagg.host import brief
-from disagg.host.signals import deferred_signals
 from disagg.runtime.transport import Transport
 
 log = logging.getLogger("disagg")
@@ -65,21 +64,25 @@ class IOThread:
         self._thread.start()
 
     def wake_up(self) -> None:
-        """Ends the wait of the current turn, or of the next."""
-        brief.write_byte(self._write)  # a full pipe wakes as well
+        """Ends the wait of the current turn, or of the next. Not while another thread may `close`:
+        another file could have the descriptor by then.
+        """
+        if self.wake >= 0:
+            brief.write_byte(self._write)  # a full pipe wakes as well
 
     def clear(self) -> None:
         """Takes note of all wake-ups; the turn looks at what they are about after this."""
         self._taken.read(self.wake)
 
-    def end(self) -> None:
-        """Waits until the last turn is over, whose end the endpoint knows. May be called again."""
-        if self.wake < 0:
-            return
+    def join(self) -> None:
+        """Waits until the last turn is over. May be called again."""
         self.wake_up()
         if self._thread.ident is not None:
             self._thread.join()
-        with deferred_signals:
+
+    def close(self) -> None:
+        """Closes the files of a thread that has ended."""
+        if self.wake >= 0:
             os.close(self.wake)
             os.close(self._write)
             self.wake = -1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from contextlib import suppress
 
@@ -207,3 +208,20 @@ def test_an_endpoint_that_was_never_made_warns_of_nothing(recwarn):
         DecodeEndpoint(one.layout, create_engine("local"), peer_timeout=-1)
     gc.collect()
     assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+@pytest.mark.parametrize("threaded", [True, False], ids=["threaded", "stepped"])
+@pytest.mark.parametrize("kind", [PrefillEndpoint, DecodeEndpoint])
+def test_a_closed_endpoint_is_freed_without_the_collector(kind, threaded):
+    """What its rooms were given may hold a pool: gigabytes of a device."""
+    one = pool()
+    endpoint = kind(one.layout, create_engine("local"), threaded=threaded)
+    machine = weakref.ref(endpoint.machine)
+    gc.collect()
+    gc.disable()
+    try:
+        endpoint.close()
+        del endpoint
+        assert machine() is None
+    finally:
+        gc.enable()
