@@ -106,43 +106,27 @@ def test_what_only_one_side_says_is_not_compared(prefill, decode, caplog):
         )
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"model": "x" * 257}, "model='x"),
-        ({"model": "a\nb"}, "model='a.nb': a number, or a text of at most 256 printable"),
-        ({"model": None}, "model=None"),
-        ({"model": True}, "model=True"),
-        ({"theta": float("nan")}, "theta=nan"),
-        ({"count": 1 << 63}, "count=9223372036854775808"),
-        ({"": 1}, "name '': 1 to 128 printable characters"),
-        ({3: 1}, "name 3: 1 to 128 printable characters"),
-        ({f"n{each}": 1 for each in range(65)}, "65 names, at most 64 are sent"),
-    ],
-)
-def test_what_cannot_be_sent_is_the_callers_error(given, why):
+WRONG = [
+    ({"model": "x" * 257}, "model='x"),
+    ({"model": "a\nb"}, "model='a.nb': a number, or a text of at most 256 printable"),
+    ({"model": None}, "model=None"),
+    ({"model": True}, "model=True"),
+    ({"model": [1]}, r"model=\[1\]"),
+    ({"theta": float("nan")}, "theta=nan"),
+    ({"theta": float("inf")}, "theta=inf"),
+    ({"count": 1 << 63}, "count=9223372036854775808"),
+    ({"": 1}, "name '': 1 to 128 printable characters"),
+    ({"a\nb": 1}, "name 'a.nb': 1 to 128 printable characters"),
+    ({"x" * 129: 1}, "name 'x+': 1 to 128 printable characters"),
+    ({3: 1}, "name 3: 1 to 128 printable characters"),
+    ({f"n{number}": 1 for number in range(65)}, "65 names, at most 64 are sent"),
+]
+
+
+@pytest.mark.parametrize(("given", "why"), WRONG)
+def test_what_cannot_be_sent_is_the_callers_error_and_malformed_of_a_peer(given, why):
     with pytest.raises(ValueError, match=why):
         DecodeEndpoint(mla().layout, create_engine("local"), conventions=given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"model": "x" * 257},
-        {"x" * 129: 1},
-        {f"n{each}": 1 for each in range(65)},
-        {"model": [1]},
-        {"model": None},
-        {"model": 1 << 63},
-        {"model": "a\nb"},
-        {"a\nb": 1},
-        {"": 1},
-        {"theta": float("nan")},
-        {"theta": float("inf")},
-        [1],
-    ],
-)
-def test_a_hello_that_says_too_much_is_malformed(given):
     hello = messages.Hello(messages.PROTOCOL, "g", "local", b"", b"", 10.0)
     fields = msgspec.msgpack.decode(messages.encode(hello)) | {"conventions": given}
     with pytest.raises(messages.WireError, match="malformed"):
