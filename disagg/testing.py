@@ -25,9 +25,9 @@ from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from kvpool.device import Device, get_device
 from kvpool.layout import Region, Slab
+from kvpool.layout.formats import Shard
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
-from kvpool.pools.placement import Shard
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
 from kvpool.testing.checks.items import capacity, place
 from kvpool.testing.memory import PoolMemory, every, off, settle

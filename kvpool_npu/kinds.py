@@ -1,6 +1,6 @@
 """Kinds of state for Ascend's attention operators: one tensor per role.
 
-Roles, axes and dtypes are those of `kvpool.pools.kinds`, so that GPU and NPU pools exchange state.
+Roles, axes and dtypes are those of kvpool.layout.formats, so that GPU and NPU pools exchange state.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvpool.layout.formats import scaled
+from kvpool.layout.formats import MLA, At, BufferSpec, IndexKey, LinearState, scaled
 from kvpool.layout.template import Cell, Repeat
-from kvpool.pools.kinds import MLA, At, IndexKey, LinearState
-from kvpool.pools.placement import BufferSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
+from kvpool.layout.formats import MHA, At, Kind
 from kvpool.pools.base import Common
-from kvpool.pools.composite import UnionPool
-from kvpool.pools.kinds import MHA, At, Kind
+from kvpool.pools.states import UnionPool
 from kvpool_npu.kinds import NPUMLA, NPUIndexKey
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class NPUMHAPool(UnionPool):
         common.setdefault("placement", "stack")
         super().__init__(**common)
 
-    def parts(self) -> Iterator[tuple[Kind, At]]:
+    def states(self) -> Iterator[tuple[Kind, At]]:
         """All K, then all V."""
         yield self.attention, self.at()
 
@@ -62,7 +62,7 @@ class NPUMLAPool(UnionPool):
         common.setdefault("placement", "stack")
         super().__init__(**common)
 
-    def parts(self) -> Iterator[tuple[Kind, At]]:
+    def states(self) -> Iterator[tuple[Kind, At]]:
         """Latents and rope keys, then index keys, all listed with the main cache."""
         yield self.attention, self.at()
         if self.index is not None:

@@ -53,7 +53,7 @@ assert "torch" not in sys.modules
 """
 SENTENCES = {
     "from kvpool import MHAPool": "MHAPool needs PyTorch: pip install 'kvpool[torch]'",
-    "import kvpool.pools.mla": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
+    "import kvpool.pools.typed": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
     "from kvpool.models import declare": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
     "from kvpool.device import get_device; get_device('cpu')": "device 'cpu' needs PyTorch: "
     "pip install 'kvpool[torch]'",

@@ -98,9 +98,10 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
 
     `options` are the given options of the command. Raises ValueError where they do not fit.
     """
+    from kvpool.layout.formats import Shard
     from kvpool.models import declare
     from kvpool.models.sizing import stage_pools
-    from kvpool.pools.placement import ITEM_COUNTS, Shard
+    from kvpool.pools.placement import ITEM_COUNTS
 
     dtype, tp = options.get("--dtype", "bf16"), options.get("--tp", 1)
     shard = Shard(options.get("--rank", 0), tp)

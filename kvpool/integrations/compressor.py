@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpool.layout.formats import At, Ring
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.pools.kinds import At, Ring
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache

@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 
-from kvpool.pools.kinds import At, LinearState
+from kvpool.layout.formats import At, LinearState
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache

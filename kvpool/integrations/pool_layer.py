@@ -14,8 +14,8 @@ from kvpool.integrations.compressor import Compressor
 from kvpool.integrations.linear import LinearStates
 from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.pools.composite import ATTENTION
-from kvpool.pools.kinds import MHA, MLA, At, IndexKey, Kind, LinearState, Ring
+from kvpool.layout.formats import MHA, MLA, At, IndexKey, Kind, LinearState, Ring
+from kvpool.pools.states import ATTENTION
 
 if TYPE_CHECKING:
     from kvpool.integrations.transformers import PoolCache

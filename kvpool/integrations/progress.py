@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from kvpool.allocation.allocator import Request
-from kvpool.pools.composite import UnionPool
+from kvpool.pools.states import UnionPool
 
 
 @dataclass

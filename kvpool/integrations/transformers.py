@@ -22,9 +22,9 @@ from kvpool.integrations.padding import PADDING, Padding, right_aligned
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
 from kvpool.layout.dtypes import PACKINGS, dtype_name
+from kvpool.layout.formats import IndexKey, LinearState
 from kvpool.pools.base import KVPool
-from kvpool.pools.composite import UnionPool
-from kvpool.pools.kinds import LinearState
+from kvpool.pools.states import UnionPool
 
 
 def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
@@ -35,7 +35,7 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
     from kvpool.models import declare
 
     declared = declare(config.to_dict())
-    if declared.pool.has_index_packing and common.get("packing") not in PACKINGS:
+    if IndexKey in declared.kinds and common.get("packing") not in PACKINGS:
         common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
     return declared.build(**common)
 

@@ -26,21 +26,19 @@ BY_HAND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration(Need):
     """A pool class and its arguments, without sizes, dtype, device, shard and pipeline stage.
 
     `layers` are global ids: all layers of a target; a draft's follow them. `page_size` is the
-    default of `build`.
+    default of `build`, `kinds` are the classes of the states that it has, `speculation` the
+    arguments of a pool that serves speculative decoding.
     """
 
-    pool: type[KVPool]
-    arguments: Mapping[str, Any]
     layers: tuple[int, ...]
     total_kv_layers: int
     owner: str
     model: str
-    page_size: int
 
     def build(self, **common: Any) -> KVPool:
         """The pool. Give a dtype or a packing, and num_pages, num_window_pages and num_slots where
@@ -53,15 +51,8 @@ class Declaration:
         return self.pool.from_budget(nbytes, **self._arguments(common))
 
     def _arguments(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "layers": self.layers,
-            "total_kv_layers": self.total_kv_layers,
-            "owner": self.owner,
-            "model": self.model,
-            "page_size": self.page_size,
-            **self.arguments,
-            **common,
-        }
+        names = ("layers", "total_kv_layers", "owner", "model", "page_size")
+        return {**{name: getattr(self, name) for name in names}, **self.arguments, **common}
 
 
 def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
@@ -75,7 +66,7 @@ def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
     need = TARGETS[text](fields)
     refuse_unread(fields)
     count = _layers(fields, text)
-    return _declaration(fields, need, range(count), count, "target")
+    return _declared(fields, need, range(count), count, owner="target")
 
 
 def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
@@ -92,7 +83,7 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
             f"(known: {', '.join(DRAFTS)}). Build their pool yourself, with owner='draft'."
         )
     layers = range(first, first + count)
-    return _declaration(fields, DRAFTS[text](fields, layers), layers, first, "draft")
+    return _declared(fields, DRAFTS[text](fields, layers), layers, first, owner="draft")
 
 
 def known() -> tuple[str, ...]:
@@ -147,7 +138,15 @@ def _layers(fields: Fields, text: str) -> int:
     return FAMILIES[text].layers(fields) if text in FAMILIES else fields.num_layers
 
 
-def _declaration(fields: Fields, need: Need, layers: range, total: int, owner: str) -> Declaration:
-    pool, arguments = need
-    model = fields.model
-    return Declaration(pool, arguments, tuple(layers), total, owner, model, pool.default_page_size)
+def _declared(fields: Fields, need: Need, layers: range, total: int, owner: str) -> Declaration:
+    return Declaration(
+        pool=need.pool,
+        arguments=need.arguments,
+        kinds=need.kinds,
+        page_size=need.page_size,
+        speculation=need.speculation,
+        layers=tuple(layers),
+        total_kv_layers=total,
+        owner=owner,
+        model=fields.model,
+    )

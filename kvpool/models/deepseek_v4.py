@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpool.layout.formats import IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
 from kvpool.models.layers import Need
 from kvpool.models.rules import HEADS, SLIDING
@@ -17,18 +18,17 @@ def deepseek_v4(fields: Fields) -> Need:
     with compress_rates (transformers).
     """
     fields.ignore(HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers")
-    count, found = fields.num_layers, []
-    if fields.has("layer_types"):
-        found.append(_rated(fields))
-    if fields.has("compress_ratios") or not found:
-        found.append(ratios_of(fields)[:count])
-    if len(found) > 1 and found[0] != found[1]:
+    rated = _rated(fields) if fields.has("layer_types") else None
+    if rated is not None and not fields.has("compress_ratios"):
+        return compressed(fields, rated)
+    ratios = ratios_of(fields)[: fields.num_layers]
+    if rated not in (None, ratios):
         raise fields.wrong("compress_ratios", "equal to layer_types with compress_rates")
-    return DSv4Pool, {**compressed(fields), "compress_ratios": found[0]}
+    return compressed(fields, ratios)
 
 
-def compressed(fields: Fields) -> dict[str, Any]:
-    """DSv4Pool's arguments other than the ratios; rope is a size, or a fraction of head_dim."""
+def compressed(fields: Fields, ratios: tuple[int, ...]) -> Need:
+    """A pool of these ratios; rope is a size, or a fraction of head_dim."""
     head_dim = fields.whole("head_dim", 2)
     if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
         part = fields.get("partial_rotary_factor")
@@ -38,13 +38,21 @@ def compressed(fields: Fields) -> dict[str, Any]:
         rope = int(part * head_dim)
     else:
         rope = fields.whole("qk_rope_head_dim", 1, head_dim - 1)
-    return {
+    arguments: dict[str, Any] = {
         "latent_dim": head_dim - rope,
         "qk_rope_head_dim": rope,
         "index_head_dim": fields.whole("index_head_dim"),
         "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
         "window": fields.whole("sliding_window", 2) - 1,
+        "compress_ratios": ratios,
     }
+    return Need(
+        pool=DSv4Pool,
+        arguments=arguments,
+        kinds=frozenset((V4Latent, IndexKey, Ring)),
+        page_size=256,  # every compress ratio must divide a page
+        speculation={"speculation": True},
+    )
 
 
 def _rate(fields: Fields, name: str) -> int:
@@ -62,7 +70,8 @@ def _rated(fields: Fields) -> tuple[int, ...]:
 
 
 def ratios_of(fields: Fields) -> tuple[int, ...]:
-    held = fields.get("compress_ratios")
-    if not isinstance(held, (list, tuple)) or len(held) < fields.num_layers:
+    """compress_ratios, those of the draft's layers too where they are given."""
+    ratios = fields.get("compress_ratios")
+    if not isinstance(ratios, (list, tuple)) or len(ratios) < fields.num_layers:
         raise fields.wrong("compress_ratios", f"{fields.num_layers} numbers or more, one a layer")
-    return fields.each("compress_ratios", (0, 4, 128), len(held))
+    return fields.each("compress_ratios", (0, 4, 128), len(ratios))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvpool.layout.formats import MHA, IndexKey
 from kvpool.models.config import Fields
 from kvpool.models.deepseek_v4 import deepseek_v4
 from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
@@ -34,8 +35,7 @@ from kvpool.models.rules import (
     rotated_layers,
     window_state,
 )
-from kvpool.pools.kinds import MHA, IndexKey
-from kvpool.pools.layered import State
+from kvpool.pools.states import State
 
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
 Needs = frozenset[str]

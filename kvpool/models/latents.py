@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvpool.layout.formats import MLA
 from kvpool.models.config import Fields
 from kvpool.models.layers import Layer
 from kvpool.models.rules import (
@@ -18,7 +19,6 @@ from kvpool.models.rules import (
     listed,
     rotated_layers,
 )
-from kvpool.pools.kinds import MLA
 
 Needs = frozenset[str]
 

@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvpool.layout.formats import (
+    MHA,
+    IndexKey,
+    LinearState,
+    cca,
+    gated_delta_net,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    short_conv,
+)
 from kvpool.models.config import Fields
 from kvpool.models.layers import Layer
 from kvpool.models.rules import (
@@ -24,19 +36,7 @@ from kvpool.models.rules import (
     listed,
     window_state,
 )
-from kvpool.pools.kinds import (
-    MHA,
-    IndexKey,
-    LinearState,
-    cca,
-    gated_delta_net,
-    kda,
-    lightning,
-    mamba1,
-    mamba2,
-    short_conv,
-)
-from kvpool.pools.layered import State
+from kvpool.pools.states import State
 
 CONV, HYBRID, HYBRID_SLIDING, NOTHING = "conv", "hybrid", "hybrid_sliding", ("moe", "mlp")
 Attention = Callable[[Fields, str, frozenset[str]], Layer]

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvpool.layout.formats import MHA, MLA, IndexKey
 from kvpool.models.config import ALIASES, MAX_VALUE, Fields
-from kvpool.models.layers import Layer, Need, need
-from kvpool.pools.kinds import MHA, MLA, IndexKey
-from kvpool.pools.layered import State
+from kvpool.models.layers import Layer, Need, layered
+from kvpool.pools.states import State
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
@@ -236,8 +236,8 @@ class Family:
     ignores: frozenset[str] = frozenset()
 
     def __call__(self, fields: Fields) -> Need:
-        """The pool of a config, as `need`."""
-        return need(self.describe(fields))
+        """The pool of a config."""
+        return layered(self.describe(fields))
 
     def describe(self, fields: Fields) -> list[Layer]:
         """What each layer keeps. Raises ValueError where a field does not fit."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from kvpool.layout import Buffer, PoolLayout, Region, Space
+from kvpool.layout import Buffer, PoolLayout, Region
+from kvpool.layout.formats import LinearState, Shard
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import (
@@ -25,7 +26,7 @@ from kvpool.pools.budget import (
     size,
     state_bytes,
 )
-from kvpool.pools.placement import ITEM_COUNTS, Shard
+from kvpool.pools.placement import ITEM_COUNTS
 
 LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
 MIN_BYTES = 1 << 20
@@ -37,7 +38,7 @@ MEMORY_UNITS = {"b": 1} | {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """Bytes of one role in all its layers held here, per `per`: token or request."""
 
@@ -48,7 +49,7 @@ class Share:
     nbytes: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStage:
     """One rank of a pipeline stage.
 
@@ -70,7 +71,7 @@ class PipelineStage:
         return sum(share.nbytes for share in self.shares if share.per == per)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """Figures of a model for `memory` bytes a rank, of which `state` are for state."""
 
@@ -89,13 +90,18 @@ class Figures:
     @property
     def shares(self) -> tuple[Share, ...]:
         """Bytes by role over all stages, of one shard each."""
-        found: dict[tuple[str, str, str], Share] = {}
+        rows: dict[tuple[str, str, str], list[Share]] = {}
         for share in (share for stage in self.stages for share in stage.shares):
-            key = share.owner, share.role, share.per
-            known = found.get(key, Share(*key, (), 0))
-            layers = *known.layers, *share.layers
-            found[key] = Share(*key, layers, known.nbytes + share.nbytes)
-        return tuple(sorted(found.values(), key=lambda share: share.per == "request"))
+            rows.setdefault((share.owner, share.role, share.per), []).append(share)
+        sums = (
+            replace(
+                parts[0],
+                layers=tuple(layer for share in parts for layer in share.layers),
+                nbytes=sum(share.nbytes for share in parts),
+            )
+            for parts in rows.values()
+        )
+        return tuple(sorted(sums, key=lambda share: share.per == "request"))
 
     @property
     def tightest_for_tokens(self) -> int | None:
@@ -135,7 +141,7 @@ def figures(
         if value < 1:
             raise ValueError(f"{name}: 1 or more, got {value}.")
     for name in LINEAR_DTYPES:
-        if name in storage and not target.pool.has_linear_states:
+        if name in storage and LinearState not in target.kinds:
             raise ValueError(f"{name}: {target.model} has no linear attention. Leave it out.")
     state = state_bytes(memory, weights, utilisation, target.model)
     per_page = target.page_size if page_size is None else page_size
@@ -146,15 +152,31 @@ def figures(
         layers, drafted = pools[0].layers, pools[1].layers if len(pools) > 1 else ()
         where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
         layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
-        items = fit(pools, state, requests, 1, step, where)
+        items = fit(pools, state, requests, 1, step=step, where=where)
         pages = pages_of_tokens(pools, items, requests, 1)
-        room = None if pages is None else pages * per_page
-        many = _requests(pools, state, -(-tokens // per_page))
-        held = size(pools, items, step)
-        stages.append(PipelineStage(layers, drafted, shares(layout), items, held, room, many))
-    blocks = storage.get("placement") == "block"
-    found = target.model, memory, weights, utilisation, state, tp, per_page, blocks
-    return Figures(*found, requests, tokens, tuple(stages))
+        stage = PipelineStage(
+            layers=layers,
+            draft_layers=drafted,
+            shares=shares(layout),
+            items=items,
+            nbytes=size(pools, items, step),
+            tokens=None if pages is None else pages * per_page,
+            requests=_requests(pools, state, -(-tokens // per_page)),
+        )
+        stages.append(stage)
+    return Figures(
+        model=target.model,
+        memory=memory,
+        weights=weights,
+        utilisation=utilisation,
+        state=state,
+        tp=tp,
+        page_size=per_page,
+        block_pool=storage.get("placement") == "block",
+        reserved_requests=requests,
+        context_tokens=tokens,
+        stages=tuple(stages),
+    )
 
 
 def stage_pools(
@@ -164,11 +186,11 @@ def stage_pools(
     draft, and in the last stage the draft's, which shares its ids.
     """
     for layers in split(target.layers, pp):
-        speculation = target.pool.speculation_arguments if draft else {}
+        speculation = target.speculation if draft else {}
         pools = [target.build(layers=layers, **speculation, **common)]
         if draft and layers[-1] == target.layers[-1]:
             shared = {name: v for name, v in common.items() if name not in LINEAR_DTYPES}
-            pools.append(draft.build(**draft.pool.speculation_arguments, **shared))
+            pools.append(draft.build(**draft.speculation, **shared))
         yield pools
 
 
@@ -177,31 +199,32 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
     bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
     largest, with chunks of one token.
     """
-    found: dict[tuple[str, str, str], dict[int, float]] = {}
+    roles: dict[tuple[str, str, str], dict[int, float]] = {}  # bytes by layer
     unused: dict[tuple[str, str, str], dict[int, float]] = {}
-    inside: dict[str, list[Region]] = {}
+    regions: dict[str, list[Region]] = {}
     for region in layout.regions:
-        inside.setdefault(region.buffer, []).append(region)
+        regions.setdefault(region.buffer, []).append(region)
     rests = _rests_of_blocks(layout)
     for buffer in layout.buffers:
-        space, regions = layout.space_by_name[buffer.space], inside[buffer.name]
+        space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
         space = layout.space_by_name[space.id_list]  # whose items a request holds
-        per, owner, layer = _per(space), regions[0].owner, regions[0].layer
-        items = 1 / space.tokens_per_item if per == "token" else items_per_request(space, 1)
-        for region in regions:
-            found.setdefault((owner, region.role, per), {})[layer] = region.nbytes * items
-        rest = buffer.item_bytes - sum(region.nbytes for region in regions)
+        per = "token" if space.grows else "request"
+        owner, layer = inside[0].owner, inside[0].layer
+        items = 1 / space.tokens_per_item if space.grows else items_per_request(space, 1)
+        for region in inside:
+            roles.setdefault((owner, region.role, per), {})[layer] = region.nbytes * items
+        rest = buffer.item_bytes - sum(region.nbytes for region in inside)
         rest += rests.get(buffer.name, 0)
         if rest:
-            held = unused.setdefault((owner, "padding", per), {})
-            held[layer] = held.get(layer, 0) + rest * items
-    rows = [*found.items(), *unused.items()]
-    return tuple(
-        Share(*key, tuple(sorted(held)), sum(held.values()))
-        for per in ("token", "request")
-        for key, held in rows
-        if key[2] == per
-    )
+            padding = unused.setdefault((owner, "padding", per), {})
+            padding[layer] = padding.get(layer, 0) + rest * items
+    rows = [
+        Share(
+            owner=owner, role=role, per=per, layers=tuple(sorted(sizes)), nbytes=sum(sizes.values())
+        )
+        for (owner, role, per), sizes in (*roles.items(), *unused.items())
+    ]
+    return tuple(sorted(rows, key=lambda share: share.per == "request"))
 
 
 def _rests_of_blocks(layout: PoolLayout) -> dict[str, int]:
@@ -211,11 +234,11 @@ def _rests_of_blocks(layout: PoolLayout) -> dict[str, int]:
         buffer, ids = layout.buffer_of(region), layout.space_of(region).id_list
         if layout.space_by_name[ids].block_pool is not None:
             records.setdefault((region.owner, ids), []).append(buffer)
-    found = {}
+    rests = {}
     for buffers in records.values():
-        held = sum(buffer.item_bytes for buffer in set(buffers))
-        found[buffers[-1].name] = max(0, buffers[-1].item_stride - held)
-    return found
+        used = sum(buffer.item_bytes for buffer in set(buffers))
+        rests[buffers[-1].name] = max(0, buffers[-1].item_stride - used)
+    return rests
 
 
 def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
@@ -245,10 +268,6 @@ def parse_memory(text: str, what: str = "memory") -> int:
             f"such as {match[1]}GiB, or b for bytes."
         )
     return nbytes
-
-
-def _per(space: Space) -> str:
-    return "token" if space.grows else "request"
 
 
 def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:

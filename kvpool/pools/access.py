@@ -20,6 +20,7 @@ from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import scale_role
 from kvpool.layout.sentences import nearest
+from kvpool.pools.placement import Placement
 
 ArrayLike = Union[npt.ArrayLike, torch.Tensor]
 DTypeLike = Union[str, torch.dtype]
@@ -37,6 +38,7 @@ class TypedAccess:
     owner: str
     dtype: str
     packing: str
+    placement: Placement
     _slab: torch.Tensor
     _base: int
     _views: dict[tuple[str, int], torch.Tensor]
@@ -45,13 +47,36 @@ class TypedAccess:
         """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
         in slots).
         """
-        found = self._views.get((role, layer))
-        if found is None:
+        view = self._views.get((role, layer))
+        if view is None:
             region = self._region(role, layer)
             with torch.inference_mode(False):  # else it could not be written
-                found = _view(self._slab, region, self.layout.buffer_of(region), self._base)
-            self._views[role, layer] = found
-        return found
+                view = _view(self._slab, region, self.layout.buffer_of(region), self._base)
+            self._views[role, layer] = view
+        return view
+
+    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
+        """A buffer's items as bytes, uint8 `[item, byte]`."""
+        with torch.inference_mode(False):
+            return self._slab.as_strided(
+                [buffer.items, buffer.item_bytes], [buffer.item_stride, 1], buffer.base - self._base
+            )
+
+    def stacked(self, role: str) -> torch.Tensor:
+        """All layers of a role as one typed tensor `[layer, item, entry, axes..., element]`. Raises
+        ValueError unless the pool has the role and `placement="stack"`.
+        """
+        views = [self.view(role, r.layer) for r in self.layout.regions if r.role == role]
+        step = views[0].shape[0] * views[0].stride(0) if views else 0
+        starts = [view.storage_offset() for view in views]
+        even = all(start == starts[0] + n * step for n, start in enumerate(starts))
+        if not views or not even or self.placement != "stack":
+            raise ValueError(
+                f"{self.owner} {role}: {len(views)} layers, placement {self.placement!r}. The "
+                "layers of a role are one tensor only with placement='stack'."
+            )
+        with torch.inference_mode(False):
+            return views[0].as_strided([len(views), *views[0].shape], [step, *views[0].stride()])
 
     def write(self, layer: int, locations: ArrayLike, values: Mapping[str, torch.Tensor]) -> None:
         """Writes floats `[N, ...]` by role to flat locations `[N]`, in the pool's packing.
@@ -62,29 +87,28 @@ class TypedAccess:
         Locations name no request: that no other request shares a page, and no room reads or writes
         it, is not checked. Those that `extend` returns are a request's own.
         """
-        where, rows = self._locations(values, layer, locations), []
-        for role, given in values.items():
+        ids, rows = self._locations(values, layer, locations), []
+        for role, cells in values.items():
             scales = scale_role(role)
             scaled = (self.owner, layer, scales) in self.layout.region_by_key
-            if scaled and given.element_size() == 1 and scales not in values:
+            if scaled and cells.element_size() == 1 and scales not in values:
                 raise ValueError(
-                    f"{self.owner} layer {layer} {role}: {given.dtype} without {scales}. Give "
+                    f"{self.owner} layer {layer} {role}: {cells.dtype} without {scales}. Give "
                     "floats, or the scales too."
                 )
-            view = self._entries(role, layer)
-            if scaled and given.is_floating_point() and given.element_size() > 1:
-                held = self._entries(scales, layer)
-                rows.append(self._row(role, layer, where, given, held))
+            if scaled and cells.is_floating_point() and cells.element_size() > 1:
+                rows.append(self._row(role, layer, ids, cells, self._entries(scales, layer)))
             else:
-                rows.append(self._row(role, layer, where, self._widened(view, given)))
-        self.device.store_rows(rows, where)
+                cells = self._widened(self._entries(role, layer), cells)
+                rows.append(self._row(role, layer, ids, cells))
+        self.device.store_rows(rows, ids)
 
     def read(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
         """Reads flat locations `[N]` into a new tensor `[N, ...]`; roles with scales are
         dequantised to the pool's dtype.
         """
-        (found,) = self.read_roles((role,), layer, locations)
-        return found
+        (cells,) = self.read_roles((role,), layer, locations)
+        return cells
 
     def read_roles(
         self, roles: Iterable[str], layer: int, locations: ArrayLike
@@ -93,37 +117,36 @@ class TypedAccess:
         rows, needed = [], []
         for role in roles:
             needed.append(role)
-            scales, held = scale_role(role), ReadRow(self._entries(role, layer))
+            scales, row = scale_role(role), ReadRow(self._entries(role, layer))
             if (self.owner, layer, scales) in self.layout.region_by_key:
                 needed.append(scales)
                 dtype = getattr(torch, self.dtype)
-                held = held._replace(scales=self._entries(scales, layer), dtype=dtype)
-            rows.append(held)
-        where = self._locations(needed, layer, locations)
-        return tuple(self.device.load_rows(rows, where))
+                row = row._replace(scales=self._entries(scales, layer), dtype=dtype)
+            rows.append(row)
+        return tuple(self.device.load_rows(rows, self._locations(needed, layer, locations)))
 
     def scatter(self, layer: int, locations: ArrayLike, values: Mapping[str, torch.Tensor]) -> None:
         """Writes values `[N, ...]` as stored, by role, to flat locations `[N]`, all roles or none.
 
         Raises ValueError where shape or dtype differ from the pool's.
         """
-        where = self._locations(values, layer, locations)
-        rows = [self._row(role, layer, where, given) for role, given in values.items()]
-        self.device.store_rows(rows, where)
+        ids = self._locations(values, layer, locations)
+        rows = [self._row(role, layer, ids, cells) for role, cells in values.items()]
+        self.device.store_rows(rows, ids)
 
     def gather(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
         """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
-        where = self._locations((role,), layer, locations)
-        (found,) = self.device.load_rows([ReadRow(self._entries(role, layer))], where)
-        return found
+        ids = self._locations((role,), layer, locations)
+        (cells,) = self.device.load_rows([ReadRow(self._entries(role, layer))], ids)
+        return cells
 
     def _region(self, role: str, layer: int) -> Region:
         region = self.layout.region_by_key.get((self.owner, layer, role))
         if region is None:
-            held = sorted({r.role for r in self.layout.regions if r.layer == layer})
+            roles = sorted({r.role for r in self.layout.regions if r.layer == layer})
             raise KeyError(
-                f"{self.owner} layer {layer} {role}: not in this pool (the layer has {held})."
-                f"{nearest(role, held)}"
+                f"{self.owner} layer {layer} {role}: not in this pool (the layer has {roles})."
+                f"{nearest(role, roles)}"
             )
         return region
 
@@ -131,8 +154,8 @@ class TypedAccess:
         self,
         role: str,
         layer: int,
-        where: torch.Tensor,
-        given: torch.Tensor,
+        ids: torch.Tensor,
+        values: torch.Tensor,
         scales: torch.Tensor | None = None,
     ) -> WriteRow:
         view = self._entries(role, layer)
@@ -144,22 +167,22 @@ class TypedAccess:
                 f"of {scales.dtype}, only to float8_e4m3fn or int8 with scales of float32, "
                 "float16 or float8_e8m0fnu. Give values and scales as stored."
             )
-        shape = (where.numel(), *view.shape[2:])
-        if tuple(given.shape) != shape or (scales is None and given.dtype != view.dtype):
+        shape = (ids.numel(), *view.shape[2:])
+        if tuple(values.shape) != shape or (scales is None and values.dtype != view.dtype):
             raise ValueError(
-                f"{self.owner} layer {layer} {role}: values {tuple(given.shape)} "
-                f"{given.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
+                f"{self.owner} layer {layer} {role}: values {tuple(values.shape)} "
+                f"{values.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
                 "first."
             )
-        return WriteRow(view, given.detach(), scales)
+        return WriteRow(view, values.detach(), scales)
 
-    def _widened(self, view: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def _widened(self, view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Floats as the view's dtype, where that is exact or the pool may round."""
-        both = given.is_floating_point() and view.is_floating_point()
-        if not both or 1 in (given.element_size(), view.element_size()):
-            return given
-        wider = torch.promote_types(given.dtype, view.dtype) is view.dtype
-        return given.to(view.dtype) if wider or self.packing in PACKINGS else given
+        floats = values.is_floating_point() and view.is_floating_point()
+        if not floats or 1 in (values.element_size(), view.element_size()):
+            return values
+        wider = torch.promote_types(values.dtype, view.dtype) is view.dtype
+        return values.to(view.dtype) if wider or self.packing in PACKINGS else values
 
     def _entries(self, role: str, layer: int) -> torch.Tensor:
         """`[item, entry, axes..., element]`; a slot is one entry."""
@@ -175,10 +198,10 @@ class TypedAccess:
         role = min(ends, key=ends.__getitem__)
         return self._ids(f"layer {layer} {role}: location", locations, ends[role])
 
-    def _ids(self, what: str, given: ArrayLike, end: int) -> torch.Tensor:
+    def _ids(self, what: str, ids: ArrayLike, end: int) -> torch.Tensor:
         """Whole numbers `[N]` from 0 to `end` - 1, on the pool's device."""
         # copied: torch takes no array with negative strides
-        flat = torch.as_tensor(given.copy() if isinstance(given, np.ndarray) else given)
+        flat = torch.as_tensor(ids.copy() if isinstance(ids, np.ndarray) else ids)
         whole = not flat.is_floating_point() and flat.dtype is not torch.bool
         if flat.dim() != 1 or (flat.numel() and not whole):
             raise ValueError(

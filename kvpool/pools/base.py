@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any, ClassVar, TypedDict, get_args
+from typing import Any, TypedDict, get_args
 from weakref import ReferenceType
 
 from typing_extensions import Self
@@ -18,19 +17,17 @@ with needed_by("kvpool.pools"):
 
 from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
-from kvpool.layout import Buffer, LayoutError, PoolLayout, RequestAddress, Space
+from kvpool.layout import LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.described import total_layers
-from kvpool.layout.grid import sharded
+from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit, items_needed, state_bytes
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos
+from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, state_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,
-    BufferSpec,
     Placement,
-    Shard,
     count_argument,
     grouped,
     layer_numbers,
@@ -79,14 +76,6 @@ class KVPool(TypedAccess):
     space names with the owner: a draft that cannot share the target's ids has its own.
     """
 
-    default_page_size: ClassVar[int] = 64
-    has_index_packing: ClassVar[bool] = False
-    """Whether the class takes `index_packing`, the packing of index keys."""
-    has_linear_states: ClassVar[bool] = False
-    """Whether the class takes `conv_dtype` and `temporal_dtype`, those of linear attention."""
-    speculation_arguments: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Arguments of a pool that serves speculative decoding."""
-
     def __init__(
         self,
         *,
@@ -108,9 +97,9 @@ class KVPool(TypedAccess):
         model: str = "",
     ) -> None:
         self.layers = layer_numbers(layers, owner)
-        known = get_args(Placement)
-        if placement not in known:
-            raise ValueError(f"{owner} placement: one of {known}, got {placement!r}.")
+        placements = get_args(Placement)
+        if placement not in placements:
+            raise ValueError(f"{owner} placement: one of {placements}, got {placement!r}.")
         if page_size < 1:
             raise ValueError(f"{owner} page_size: 1 or more, got {page_size}.")
         self.page_size, self.placement, self.owner, self.shard = page_size, placement, owner, shard
@@ -119,23 +108,35 @@ class KVPool(TypedAccess):
         self.dtype, self.packing = storage(dtype, packing, owner)
         self.total_kv_layers = total_layers(total_kv_layers, self.layers, self.owner)
         self.device: Device = get_device(str(device))
-        names = f"{owner}." if own_spaces else ""
-        self.specs = tuple(
-            replace(part, space=names + part.space) for part in self.declare() if part.layers
-        )
-        spaces = used_spaces({part.space for part in self.specs}, names, self.spaces())
-        if placement == "block":
-            self.specs, spaces = grouped(self.specs, spaces, f"{names}blocks")
+        self.specs, spaces = self._declared(f"{owner}." if own_spaces else "")
         if requests is not None:
             needed = items_needed(spaces.values(), requests, 0, chunk_tokens)
             self.num_window_pages = num_window_pages or needed.get("num_window_pages", 0)
             self.num_slots = num_slots or needed.get("num_slots", 0)
+        self.layout = self._allocated(spaces, model)
+        for region in self.layout.regions:
+            check_aligned(region, self.layout.buffer_of(region), self._base)
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self.allocator: ReferenceType[Any] | None = None  # set by Allocator
+
+    def _declared(self, names: str) -> tuple[tuple[BufferSpec, ...], dict[str, Space]]:
+        """Specifications and the spaces that they use, by name with prefix `names`."""
+        declared = tuple(
+            replace(spec, space=names + spec.space) for spec in self.declare() if spec.layers
+        )
+        spaces = used_spaces({spec.space for spec in declared}, names, self.spaces())
+        if self.placement == "block":
+            return grouped(declared, spaces, f"{names}blocks")
+        return declared, spaces
+
+    def _allocated(self, spaces: Mapping[str, Space], model: str) -> PoolLayout:
+        """Allocates the memory; returns what lies where."""
         buffers, nbytes = place(
             self.specs,
             spaces,
             {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
-            owner=owner,
-            placement=placement,
+            owner=self.owner,
+            placement=self.placement,
             step=self.device.alignment,
         )
         with torch.inference_mode(False):
@@ -144,17 +145,13 @@ class KVPool(TypedAccess):
         # views count from the start of the storage; an aligned slab may begin later
         self._base = start - int(self._slab.storage_offset())
         memory = str(self._slab.device)
-        self.layout = PoolLayout(
+        return PoolLayout(
             buffers=tuple(replace(b, base=start + b.base, memory=memory) for b in buffers),
-            regions=tuple(region for part in self.specs for region in part.regions(owner)),
+            regions=tuple(region for spec in self.specs for region in spec.regions(self.owner)),
             spaces=tuple(spaces.values()),
             total_kv_layers=self.total_kv_layers,
             model=model,
         )
-        for region in self.layout.regions:
-            check_aligned(region, self.layout.buffer_of(region), self._base)
-        self._views: dict[tuple[str, int], torch.Tensor] = {}
-        self.allocator: ReferenceType[Any] | None = None  # set by Allocator
 
     @classmethod
     def from_budget(
@@ -182,12 +179,10 @@ class KVPool(TypedAccess):
         counted = sorted(set(small) & set(arguments))
         if counted:
             raise ValueError(f"{', '.join(counted)}: from_budget computes them. Leave them out.")
-        build: Any = cls
-        probe = build(**{**arguments, **small, "device": "meta"})
-        left = state_bytes(nbytes, weights, utilisation, probe.owner)
-        items = fit([probe], left, requests, chunk_tokens, step, probe.owner)
-        made: Self = build(**arguments, **items)
-        return made
+        probe = cls(**{**arguments, **small, "device": "meta"})
+        state = state_bytes(nbytes, weights, utilisation, probe.owner)
+        counts = fit([probe], state, requests, chunk_tokens, step=step, where=probe.owner)
+        return cls(**{**arguments, **counts})
 
     def declare(self) -> Iterator[BufferSpec]:
         """The pool's buffers. A new pool must define this, and nothing else."""
@@ -232,9 +227,9 @@ class KVPool(TypedAccess):
         the kind.
         """
         sizes: dict[str, int] = {}
-        for part in self.specs:
-            if part.state is None:
-                sizes[part.name] = sizes.get(part.name, 0) + len(part.layers)
+        for spec in self.specs:
+            if spec.state is None:
+                sizes[spec.name] = sizes.get(spec.name, 0) + len(spec.layers)
         return list(sizes.values())
 
     @property
@@ -252,20 +247,15 @@ class KVPool(TypedAccess):
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
-        rows = [row for part in self.specs if part.state is None for row in self._listed(part)]
-        return buf_infos(rows)
+        main = [spec for spec in self.specs if spec.state is None]
+        self._check_listed(main)
+        return buf_infos(self.layout, self.owner, main)
 
     def get_state_buf_infos(self) -> list[StateBufInfos]:
         """State components other than the main cache; `[]` if there are none."""
-        found = []
-        for part in self.specs:
-            if part.state is not None:
-                infos, count = buf_infos(self._listed(part)), len(part.layers)
-                sections, times = sharded(replace(part, layers=(0,)).regions(self.owner))
-                steps = sum(section.size for section in sections)
-                each = [steps] * count, [sections] * count, [times] * count
-                found.append(StateBufInfos(part.state, *infos, *each))
-        return found
+        components = [(spec, spec.state) for spec in self.specs if spec.state is not None]
+        self._check_listed([spec for spec, _ in components])
+        return [state_infos(self.layout, self.owner, spec, state) for spec, state in components]
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
@@ -275,19 +265,21 @@ class KVPool(TypedAccess):
         not checked.
         """
         lists = {s.name: s.id_list for s in self.layout.spaces}
-        held = [b for b in self.layout.buffers if lists[b.space] == space]
         if space not in lists.values():
-            known = sorted({*lists.values()})
-            raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {known}.")
-        items = min((buffer.items for buffer in held), default=0)
-        from_, to = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
-        if from_.numel() != to.numel():
-            raise ValueError(f"space {space}: {from_.numel()} source items, {to.numel()} targets.")
+            names = sorted({*lists.values()})
+            raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {names}.")
+        buffers = [b for b in self.layout.buffers if lists[b.space] == space]
+        items = min((buffer.items for buffer in buffers), default=0)
+        sources, targets = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
+        if sources.numel() != targets.numel():
+            raise ValueError(
+                f"space {space}: {sources.numel()} source items, {targets.numel()} targets."
+            )
         allocator = None if self.allocator is None else self.allocator()
-        if allocator is not None and to.device.type == "cpu":
-            allocator.check_unshared(space, to.numpy())
-        views = [self.item_bytes_view(buffer) for buffer in held]
-        self.device.copy_items(views, from_, to, disjoint=disjoint(src, dst))
+        if allocator is not None and targets.device.type == "cpu":
+            allocator.check_unshared(space, targets.numpy())
+        views = [self.item_bytes_view(buffer) for buffer in buffers]
+        self.device.copy_items(views, sources, targets, disjoint=disjoint(src, dst))
 
     def save(self, address: RequestAddress) -> Saved:
         """Copies a request's live items of every space to host memory. Raises RequestPinned while a
@@ -310,29 +302,6 @@ class KVPool(TypedAccess):
         block table that you made yourself, nothing is known of who shares its pages.
         """
         load_items(self, address, saved, start)
-
-    def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer's items as bytes, uint8 `[item, byte]`."""
-        with torch.inference_mode(False):
-            return self._slab.as_strided(
-                [buffer.items, buffer.item_bytes], [buffer.item_stride, 1], buffer.base - self._base
-            )
-
-    def stacked(self, role: str) -> torch.Tensor:
-        """All layers of a role as one typed tensor `[layer, item, entry, axes..., element]`. Raises
-        ValueError unless the pool has the role and `placement="stack"`.
-        """
-        views = [self.view(role, r.layer) for r in self.layout.regions if r.role == role]
-        step = views[0].shape[0] * views[0].stride(0) if views else 0
-        starts = [view.storage_offset() for view in views]
-        even = all(start == starts[0] + n * step for n, start in enumerate(starts))
-        if not views or not even or self.placement != "stack":
-            raise ValueError(
-                f"{self.owner} {role}: {len(views)} layers, placement {self.placement!r}. The "
-                "layers of a role are one tensor only with placement='stack'."
-            )
-        with torch.inference_mode(False):
-            return views[0].as_strided([len(views), *views[0].shape], [step, *views[0].stride()])
 
     def check_integrity(self) -> None:
         """Raises LayoutError where the description of a typed view differs from the layout."""
@@ -365,12 +334,11 @@ class KVPool(TypedAccess):
             )
         return value
 
-    def _listed(self, part: BufferSpec) -> list[tuple[Buffer, int]]:
-        if self.placement in ("page", "block"):
+    def _check_listed(self, specs: list[BufferSpec]) -> None:
+        """Raises ValueError where pointers and item lengths cannot say where buffers lie."""
+        if specs and self.placement in ("page", "block"):
             raise ValueError(
                 f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
                 "side; no pointer and item length per layer describe them. Read pool.layout, or "
                 "build with placement='layer'."
             )
-        by_name = self.layout.buffer_by_name
-        return [(by_name[part.buffer_name(self.owner, n)], n) for n in part.layers]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvpool.layout import Space
-from kvpool.pools.placement import count_argument, place
+from kvpool.layout import PoolLayout, Space
+from kvpool.layout.formats import BufferSpec
+from kvpool.pools.placement import Placement, count_argument, place
 
-if TYPE_CHECKING:
-    from kvpool.pools.base import KVPool
+
+class Sized(Protocol):
+    """What a budget reads of a pool."""
+
+    layout: PoolLayout
+    specs: tuple[BufferSpec, ...]
+    owner: str
+    placement: Placement
+    page_size: int
 
 
 class DoesNotFit(ValueError):
@@ -46,17 +54,17 @@ def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> in
             "weights: 0 bytes or more; utilisation: over 0, up to 1; got "
             f"{weights:,}, {utilisation}."
         )
-    found = int(memory * utilisation) - weights
-    if found < 1:
+    usable = int(memory * utilisation)
+    if usable - weights < 1:
         raise DoesNotFit(
-            f"{where}: {utilisation} of {memory:,} bytes are {found + weights:,}, and weights take "
+            f"{where}: {utilisation} of {memory:,} bytes are {usable:,}, and weights take "
             f"{weights:,}. Shard the weights over more ranks, or raise utilisation."
         )
-    return found
+    return usable - weights
 
 
 def needed_items(
-    pools: Sequence[KVPool], requests: int, pages: int, chunk_tokens: int
+    pools: Sequence[Sized], requests: int, pages: int, chunk_tokens: int
 ) -> dict[str, int]:
     """Constructor arguments that hold `pages` pages of tokens, and the windows, slots and rings of
     `requests` requests at a time. In a block pool, each page is a block for every group of layers.
@@ -73,7 +81,7 @@ def items_needed(
     if requests < 1 or chunk_tokens < 1:
         raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
     lists = {space.name: space for space in spaces if space.ids is None}
-    found: dict[str, int] = {"num_pages": 2}
+    counts: dict[str, int] = {"num_pages": 2}
     blocks: dict[str, int] = {}
     for space in lists.values():
         items = pages if space.grows else requests * items_per_request(space, chunk_tokens)
@@ -81,12 +89,12 @@ def items_needed(
             items += blocks.get(space.block_pool, 0)
             blocks[space.block_pool] = items
         name = count_argument(space)
-        found[name] = max(found.get(name, 0), items + space.reserved)
-    return found
+        counts[name] = max(counts.get(name, 0), items + space.reserved)
+    return counts
 
 
 def pages_of_tokens(
-    pools: Sequence[KVPool], items: Mapping[str, int], requests: int, chunk_tokens: int
+    pools: Sequence[Sized], items: Mapping[str, int], requests: int, chunk_tokens: int
 ) -> int | None:
     """The most pages of tokens in pools of so many items, besides the windows, slots and rings of
     `requests` requests; None if no buffer grows with tokens.
@@ -101,20 +109,27 @@ def pages_of_tokens(
     return largest(fits, 0)
 
 
-def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
+def size(pools: Sequence[Sized], counts: Mapping[str, int], step: int) -> int:
     """Bytes of pools like these with other numbers of items, aligned to `step` bytes."""
     total = 0
     for pool in pools:
         spaces = pool.layout.space_by_name
         items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
-        total += place(
+        _, nbytes = place(
             pool.specs, spaces, items, owner=pool.owner, placement=pool.placement, step=step
-        )[1]
+        )
+        total += nbytes
     return total
 
 
 def fit(
-    pools: Sequence[KVPool], nbytes: int, requests: int, chunk_tokens: int, step: int, where: str
+    pools: Sequence[Sized],
+    nbytes: int,
+    requests: int,
+    chunk_tokens: int,
+    *,
+    step: int,
+    where: str,
 ) -> dict[str, int]:
     """Constructor arguments of the largest pools like these that take at most `nbytes` together.
 

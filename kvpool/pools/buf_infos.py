@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-from kvpool.layout import Buffer
-from kvpool.layout.grid import StateSection
+from kvpool.layout import PoolLayout
+from kvpool.layout.formats import BufferSpec, StateType
+from kvpool.layout.grid import StateSection, sharded
 
 
 class BufInfos(NamedTuple):
@@ -16,29 +18,6 @@ class BufInfos(NamedTuple):
     data_lens: list[int]
     item_lens: list[int]
     layer_ids: list[int]
-
-
-class StateType(str, Enum):
-    """State components other than the main cache, by the names of SGLang 0.5.23.
-
-    Names of older releases are accepted: `StateType("nsa")` and `StateType.NSA` are `DSA`,
-    `StateType("dsv4")` and `StateType.DSV4` are `DSV4_REQUEST_STATE`.
-    """
-
-    SWA = "swa"
-    """Pages of a window, and rings of those pages."""
-    DSA = "dsa"
-    """Index keys of sparse attention, in token pages."""
-    MAMBA = "mamba"
-    """Slots of linear attention."""
-    DSV4_REQUEST_STATE = "c128_state"
-    """DeepSeek-V4's rings, one a request."""
-    NSA = DSA
-    DSV4 = DSV4_REQUEST_STATE
-
-    @classmethod
-    def _missing_(cls, value: object) -> StateType | None:
-        return {"nsa": cls.DSA, "dsv4": cls.DSV4_REQUEST_STATE}.get(str(value))
 
 
 class StateBufInfos(NamedTuple):
@@ -59,11 +38,31 @@ class StateBufInfos(NamedTuple):
     outer_counts: list[int]
 
 
-def buf_infos(rows: list[tuple[Buffer, int]]) -> BufInfos:
-    """The lists of (buffer, layer)."""
+def buf_infos(layout: PoolLayout, owner: str, specs: Iterable[BufferSpec]) -> BufInfos:
+    """The buffers of specifications, one after the other."""
+    rows = [
+        (layout.buffer_by_name[spec.buffer_name(owner, layer)], layer)
+        for spec in specs
+        for layer in spec.layers
+    ]
     return BufInfos(
-        [b.base for b, _ in rows],
-        [b.end - b.base for b, _ in rows],
-        [b.item_bytes for b, _ in rows],
-        [layer for _, layer in rows],
+        data_ptrs=[buffer.base for buffer, _ in rows],
+        data_lens=[buffer.end - buffer.base for buffer, _ in rows],
+        item_lens=[buffer.item_bytes for buffer, _ in rows],
+        layer_ids=[layer for _, layer in rows],
+    )
+
+
+def state_infos(
+    layout: PoolLayout, owner: str, spec: BufferSpec, component: StateType
+) -> StateBufInfos:
+    """The buffers of a specification as a state component."""
+    sections, outer = sharded(replace(spec, layers=(0,)).regions(owner))
+    count, steps = len(spec.layers), sum(section.size for section in sections)
+    return StateBufInfos(
+        component,
+        *buf_infos(layout, owner, [spec]),
+        dim_per_tensor=[steps] * count,
+        sections=[sections] * count,
+        outer_counts=[outer] * count,
     )

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
 
 from typing_extensions import Unpack
 
 from kvpool.layout import Space
+from kvpool.layout.formats import At, IndexKey, Kind, Ring, StateType, V4Latent
 from kvpool.pools.base import Common
-from kvpool.pools.buf_infos import StateType
-from kvpool.pools.composite import UnionPool
-from kvpool.pools.kinds import At, IndexKey, Kind, Ring, V4Latent
+from kvpool.pools.states import UnionPool
 
 
 class DSv4Pool(UnionPool):
@@ -25,10 +24,6 @@ class DSv4Pool(UnionPool):
     that rejected tokens can be rolled back. With `page_rings` those of windows that overlap lie in
     a ring of each page of the sliding window, not of each request. `page_size` is in tokens.
     """
-
-    default_page_size = 256  # every compress ratio must divide a page
-    has_index_packing = True
-    speculation_arguments = MappingProxyType({"speculation": True})
 
     def __init__(
         self,
@@ -49,36 +44,33 @@ class DSv4Pool(UnionPool):
         self.head_dim, self.index_packing = latent_dim + qk_rope_head_dim, index_packing
         self.compress_ratios, self.overlap_ratio = tuple(compress_ratios), overlap_ratio
         self.ratios = sorted(set(self.compress_ratios) - {0})
-        self.window, self.window_page_size = window, window_page_size
+        self.window, self.windows = window, {window: "swa"}
+        self.window_page_size = window_page_size
         self.ring_factor, self.page_rings = 2 if speculation else 1, page_rings
         super().__init__(**common)
 
-    def parts(self) -> Iterator[tuple[Kind, At]]:
+    def states(self) -> Iterator[tuple[Kind, At]]:
         """The window, then for each ratio the compressed entries and the rings."""
         self._check()
-        entries = self.window_page_size
-        yield self.latent, self.at(None, "swa", entries, prefix="swa.", state=StateType.SWA)
+        yield self.place(self.latent, window=self.window)
         for ratio in self.ratios:
             name, overlaps = f"c{ratio}", ratio == self.overlap_ratio
             layers = [n for n in self.layers if self.compress_ratios[n] == ratio]
-            pages = self.at(layers, name, self.page_size // ratio, prefix=f"{name}.")
+            at, entries = partial(self.at, layers, prefix=f"{name}."), self.page_size // ratio
             state = StateType.DSV4_REQUEST_STATE
             if overlaps and self.page_rings:
                 state = StateType.SWA  # one item a page of the window
-            ring = self.at(
-                layers, f"{name}.ring", self._ring(ratio), prefix=pages.prefix, state=state
-            )
+            ring = at(f"{name}.ring", self._ring(ratio), state=state)
             series = 4 if overlaps else 2  # a key and a gate, for one window or for two
-            yield self.latent, pages
+            yield self.latent, at(name, entries)
             yield Ring("state", series * self.head_dim), ring
             if overlaps:
-                yield self.index, replace(pages, packing=self.index_packing)
+                yield self.index, at(name, entries, packing=self.index_packing)
                 yield Ring("index_state", series * self.index.head_dim), ring
 
     def spaces(self) -> Iterator[Space]:
         """Token pages, whose ids also address compressed entries; window pages; rings."""
         yield from super().spaces()
-        yield Space("swa", "paged", self.window_page_size, window=self.window)
         yield Space("ring", "slot")
         for ratio in self.ratios:
             yield Space(f"c{ratio}", "paged", self.page_size // ratio, ratio, ids="kv")

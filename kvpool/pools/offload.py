@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from kvpool.device import DeviceUnavailable
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints
 from kvpool.layout.pin import pinned_by_call
-
-if TYPE_CHECKING:
-    from kvpool.pools.base import KVPool
+from kvpool.pools.access import TypedAccess
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,18 +44,18 @@ class _Live(NamedTuple):
     ids: Ints
 
 
-def save_items(pool: KVPool, address: RequestAddress) -> Saved:
+def save_items(pool: TypedAccess, address: RequestAddress) -> Saved:
     """See KVPool.save."""
     rows = {}
     with pinned_by_call("save", address, pool.layout, "offered"):
         for live in list(_live_items(pool.layout, address)):
             view = _bytes(pool, live.buffer)
-            where = torch.from_numpy(live.ids.copy()).to(view.device)
-            rows[live.buffer.name] = view.index_select(0, where).cpu()
+            ids = torch.from_numpy(live.ids.copy()).to(view.device)
+            rows[live.buffer.name] = view.index_select(0, ids).cpu()
     return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
-def load_items(pool: KVPool, address: RequestAddress, saved: Saved, start: int) -> None:
+def load_items(pool: TypedAccess, address: RequestAddress, saved: Saved, start: int) -> None:
     """See KVPool.load."""
     shape, start = _shape(pool.layout), index(start)
     if shape != saved.shape:
@@ -80,7 +78,7 @@ def load_items(pool: KVPool, address: RequestAddress, saved: Saved, start: int) 
             _write(pool, live, saved.items[live.buffer.name], start)
 
 
-def _write(pool: KVPool, live: _Live, rows: torch.Tensor, start: int) -> None:
+def _write(pool: TypedAccess, live: _Live, rows: torch.Tensor, start: int) -> None:
     """Writes saved rows `[item, byte]` to the live items of a buffer, from position `start` on."""
     view, space = _bytes(pool, live.buffer), live.space
     size, kept = space.entries_per_item, 0
@@ -89,15 +87,16 @@ def _write(pool: KVPool, live: _Live, rows: torch.Tensor, start: int) -> None:
         step = space.window_step if space.wraps else 1
         first = start // space.tokens_per_entry // step * step
         kept = max(-(-first // size) - live.first, 0)  # items of which all or some entries stay
-        at = first // size - live.first
-        if 0 <= at < min(kept, live.ids.size):
-            end = min((live.first + at + 1) * size, live.alive.stop)
-            chosen = _entry_bytes(pool.layout, live, range(max(first, live.alive.start), end))
-            here = torch.from_numpy(chosen).to(view.device)
-            part = rows[at][torch.from_numpy(chosen)].to(view.device)
-            view[int(live.ids[at])].index_copy_(0, here, part)
-    where = torch.from_numpy(live.ids[kept:].copy()).to(view.device)
-    view.index_copy_(0, where, rows[kept:].to(view.device))
+        cut = first // size - live.first  # the item that `first` lies in
+        if 0 <= cut < min(kept, live.ids.size):
+            end = min((live.first + cut + 1) * size, live.alive.stop)
+            offsets = torch.from_numpy(
+                _entry_bytes(pool.layout, live, range(max(first, live.alive.start), end))
+            )
+            values = rows[cut][offsets].to(view.device)
+            view[int(live.ids[cut])].index_copy_(0, offsets.to(view.device), values)
+    ids = torch.from_numpy(live.ids[kept:].copy()).to(view.device)
+    view.index_copy_(0, ids, rows[kept:].to(view.device))
 
 
 def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
@@ -119,7 +118,7 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
     return np.flatnonzero(chosen)
 
 
-def _bytes(pool: KVPool, buffer: Buffer) -> torch.Tensor:
+def _bytes(pool: TypedAccess, buffer: Buffer) -> torch.Tensor:
     view = pool.item_bytes_view(buffer)
     if view.is_meta:
         raise DeviceUnavailable(
@@ -156,9 +155,9 @@ def _live_items(layout: PoolLayout, address: RequestAddress) -> Iterator[_Live]:
 def _shape(layout: PoolLayout) -> dict[str, object]:
     """What must be equal where saved bytes are loaded, by buffer name."""
     spaces = layout.space_by_name
-    found: dict[str, list[object]] = {
+    shape: dict[str, list[object]] = {
         b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers
     }
     for region in layout.regions:
-        found[region.buffer].append(region)
-    return dict(found)
+        shape[region.buffer].append(region)
+    return dict(shape)

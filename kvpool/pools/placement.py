@@ -10,80 +10,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from operator import index
 from typing import Literal
 
-from kvpool.layout.formats.heads import Heads
-from kvpool.layout.template import Template, alignment, item_bytes, item_regions
-from kvpool.layout.types import Buffer, LayoutError, Region, Space
-from kvpool.pools.buf_infos import StateType
+from kvpool.layout import Buffer, LayoutError, Space
+from kvpool.layout.formats import BufferSpec
+from kvpool.layout.template import alignment
 
 Placement = Literal["layer", "page", "stack", "block"]
 ITEM_COUNTS = ("num_pages", "num_window_pages", "num_slots")
 MAX_GROUPS = 16
 """Groups of one pool: a request has a list of ids for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of the sharded axes a pool holds: `rank` of `size` equal parts."""
-
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"shard: rank {self.rank} of {self.size}. The rank is 0 to size-1.")
-
-    def of(self, total: int) -> tuple[int, int]:
-        """(start, size) of the steps held, of `total`; with fewer steps than parts, several parts
-        hold the same step.
-        """
-        if total % self.size == 0:
-            return self.rank * (total // self.size), total // self.size
-        if self.size % total == 0:
-            return self.rank // (self.size // total), 1
-        raise ValueError(
-            f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
-            "other."
-        )
-
-    def heads(self, total: int) -> Heads:
-        """The heads held, of `total`."""
-        return Heads(*self.of(total), total)
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
-    """Buffers of one name: one for each of `layers`, in `space`, with items of template `item`.
-
-    `state` is the component under which connectors list them (None: the main cache).
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    space: str
-    item: Template
-    state: StateType | None = None
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an item, rounded up to its alignment."""
-        return _up(item_bytes(self.item), alignment(self.item))
-
-    def buffer_name(self, owner: str, layer: int) -> str:
-        """The name of one layer's buffer."""
-        return f"{owner}.{self.name}.{layer}"
-
-    def regions(self, owner: str) -> list[Region]:
-        """The regions of all layers."""
-        names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
-        return [
-            region
-            for layer, buffer in names.items()
-            for region in item_regions(self.item, owner=owner, layer=layer, buffer=buffer)
-        ]
 
 
 def layer_numbers(layers: Iterable[int], owner: str) -> tuple[int, ...]:
@@ -112,7 +51,7 @@ def count_argument(list_space: Space) -> str:
 
 def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:
     """Spaces of buffers and of their id lists, by name with prefix `names`."""
-    known: dict[str, Space] = {}
+    by_name: dict[str, Space] = {}
     for space in spaces:
         if space.interleave is not None:
             raise LayoutError(
@@ -121,14 +60,12 @@ def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[st
                 "interleaves with kvpool.describe."
             )
         ids, pool = (None if n is None else names + n for n in (space.ids, space.block_pool))
-        known[names + space.name] = replace(
-            space, name=names + space.name, ids=ids, block_pool=pool
-        )
-    unknown = named - set(known)
-    if unknown:
-        raise LayoutError(f"spaces {sorted(unknown)}: named by buffers, missing from spaces().")
-    list_spaces = {known[name].id_list for name in named}
-    return {name: space for name, space in known.items() if name in named | list_spaces}
+        name = names + space.name
+        by_name[name] = replace(space, name=name, ids=ids, block_pool=pool)
+    if missing := named - set(by_name):
+        raise LayoutError(f"spaces {sorted(missing)}: named by buffers, missing from spaces().")
+    used = named | {by_name[name].id_list for name in named}
+    return {name: space for name, space in by_name.items() if name in used}
 
 
 def grouped(
@@ -137,20 +74,20 @@ def grouped(
     """Specifications and spaces by group, with ids from block pool `pool`. The first group has the
     space's name, `kv`, the others `kv.1`, `kv.2`.
     """
-    sizes: dict[str, dict[int, int]] = {}
-    for part in specs:
-        held = sizes.setdefault(spaces[part.space].id_list, {})
-        for layer in part.layers:
-            held[layer] = held.get(layer, 0) + part.item_bytes
+    sizes: dict[str, dict[int, int]] = {}  # bytes of an item by layer, of each id list
+    for spec in specs:
+        by_layer = sizes.setdefault(spaces[spec.space].id_list, {})
+        for layer in spec.layers:
+            by_layer[layer] = by_layer.get(layer, 0) + spec.item_bytes
     groups = dict(zip(sizes, groups_of(list(sizes.values()))))
     cut = tuple(
-        replace(part, layers=kept, space=_group_name(part.space, n))
-        for part in specs
-        for n, layers in enumerate(groups[spaces[part.space].id_list])
-        if (kept := tuple(layer for layer in part.layers if layer in layers))
+        replace(spec, layers=kept, space=_group_name(spec.space, n))
+        for spec in specs
+        for n, layers in enumerate(groups[spaces[spec.space].id_list])
+        if (kept := tuple(layer for layer in spec.layers if layer in layers))
     )
-    named = {part.space for part in cut}
-    found = {}
+    named = {spec.space for spec in cut}
+    by_group = {}
     for space in spaces.values():
         if space.block_pool is not None:
             raise LayoutError(
@@ -158,38 +95,41 @@ def grouped(
                 "all spaces are of one. Leave out either."
             )
         for n in range(len(groups[space.id_list])):
-            name, own = _group_name(space.name, n), space.ids is None
+            name, owns_ids = _group_name(space.name, n), space.ids is None
             ids = None if space.ids is None else _group_name(space.ids, n)
-            if own or name in named:
-                found[name] = replace(space, name=name, ids=ids, block_pool=pool if own else None)
-    return cut, found
+            if owns_ids or name in named:
+                block_pool = pool if owns_ids else None
+                by_group[name] = replace(space, name=name, ids=ids, block_pool=block_pool)
+    return cut, by_group
 
 
 def groups_of(sizes: Sequence[Mapping[int, int]]) -> list[list[frozenset[int]]]:
     """The groups of each id list, from the bytes by layer of one of its items: at most MAX_GROUPS
     in all, or one each, so that the list with the most padding in its blocks has the least, to a
     percent; of equals, the fewest groups.
+
+    `[{0: 100, 1: 100}, {2: 60, 3: 60, 4: 60}]`: blocks of 200 bytes, of layers 0 and 1 and of 2 to
+    4, with a tenth of padding in the second.
     """
-    lists = [[held[layer] for layer in sorted(held)] for held in sizes]
-    floor = max(max(each) for each in lists)
+    lists = [[by_layer[layer] for layer in sorted(by_layer)] for by_layer in sizes]
+    floor = max(max(layers) for layers in lists)
     blocks = {
-        max(floor, _least(each, count))
-        for each in lists
-        for count in range(1, min(len(each), MAX_GROUPS) + 1)
+        max(floor, _least(layers, count))
+        for layers in lists
+        for count in range(1, min(len(layers), MAX_GROUPS) + 1)
     }
-    blocks.add(max(sum(each) for each in lists))  # one group each always does
+    blocks.add(max(sum(layers) for layers in lists))  # one group each always does
 
     def padded(block: int) -> tuple[bool, float, int, int]:
-        counts = [len([*_filled(each, block)]) for each in lists]
-        waste = max(1 - sum(each) / (n * block) for each, n in zip(lists, counts))
+        counts = [len([*_filled(layers, block)]) for layers in lists]
+        waste = max(1 - sum(layers) / (n * block) for layers, n in zip(lists, counts))
         return sum(counts) > max(MAX_GROUPS, len(lists)), round(waste, 2), sum(counts), block
 
-    block = min(blocks, key=padded)
-    found = []
-    for held, each in zip(sizes, lists):
-        layers = iter(sorted(held))
-        found.append([frozenset(next(layers) for _ in range(n)) for n in _filled(each, block)])
-    return found
+    block, groups = min(blocks, key=padded), []
+    for by_layer, layers in zip(sizes, lists):
+        rest = iter(sorted(by_layer))
+        groups.append([frozenset(islice(rest, count)) for count in _filled(layers, block)])
+    return groups
 
 
 def _filled(sizes: Sequence[int], block: int) -> Iterator[int]:
@@ -231,33 +171,44 @@ def place(
     padding: the pool owns all of an item.
     """
     rows = {
-        name: [(part, layer) for part in specs if part.space == name for layer in part.layers]
+        name: [(spec, layer) for spec in specs if spec.space == name for layer in spec.layers]
         for name in spaces
     }
     buffers: list[Buffer] = []
     top = 0
+
+    def add(spec: BufferSpec, layer: int, base: int, stride: int) -> None:
+        buffer = Buffer(
+            name=spec.buffer_name(owner, layer),
+            space=spec.space,
+            base=base,
+            item_stride=stride,
+            item_bytes=spec.item_bytes,
+            items=items[spec.space],
+            padding=True,
+        )
+        buffers.append(buffer)
+
     if placement in ("layer", "stack"):
-        for space, held in rows.items():
-            for part, layer in held:
-                name, size = part.buffer_name(owner, layer), part.item_bytes
-                buffers.append(Buffer(name, space, top, size, size, items[space], padding=True))
-                top += items[space] * size
-                if placement == "layer" or layer == part.layers[-1]:
+        for space, record in rows.items():
+            for spec, layer in record:
+                add(spec, layer, top, spec.item_bytes)
+                top += items[space] * spec.item_bytes
+                if placement == "layer" or layer == spec.layers[-1]:
                     top = _up(top, step)
         return buffers, top
     records: dict[str, list[tuple[BufferSpec, int]]] = {}
-    for name, held in rows.items():
+    for name, record in rows.items():
         ids = spaces[name].id_list if placement == "block" else name
-        records.setdefault(ids, []).extend(held)
+        records.setdefault(ids, []).extend(record)
     block = _stride(records.values()) if placement == "block" else 0
-    for ids, held in records.items():
-        at = start = 0 if block else top
-        stride = block or _stride([held])
+    for ids, record in records.items():
+        base = start = 0 if block else top
+        stride = block or _stride([record])
         # largest alignment first keeps every item aligned without gaps
-        for part, layer in sorted(held, key=lambda row: -alignment(row[0].item)):
-            name, size, count = part.buffer_name(owner, layer), part.item_bytes, items[part.space]
-            buffers.append(Buffer(name, part.space, at, stride, size, count, padding=True))
-            at += size
+        for spec, layer in sorted(record, key=lambda row: -alignment(row[0].item)):
+            add(spec, layer, base, stride)
+            base += spec.item_bytes
         top = _up(start + items[ids] * stride, step)
     return buffers, top
 
@@ -265,8 +216,8 @@ def place(
 def _stride(records: Iterable[Sequence[tuple[BufferSpec, int]]]) -> int:
     """Bytes of the largest of several records, aligned for all of them."""
     rows = [row for record in records for row in record]
-    most = max(sum(part.item_bytes for part, _ in record) for record in records)
-    return _up(most, max((alignment(part.item) for part, _ in rows), default=1))
+    most = max(sum(spec.item_bytes for spec, _ in record) for record in records)
+    return _up(most, max((alignment(spec.item) for spec, _ in rows), default=1))
 
 
 def _up(value: int, multiple: int) -> int:

@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpool.pools.base import KVPool
-from kvpool.pools.dsv4 import DSv4Pool
-from kvpool.pools.hybrid_linear import HybridLinearPool
-from kvpool.pools.kinds import (
+from kvpool.layout.formats import (
     MHA,
     MLA,
     IndexKey,
+    Shard,
     gated_delta_net,
     kda,
     lightning,
@@ -22,11 +20,11 @@ from kvpool.pools.kinds import (
     mamba2,
     short_conv,
 )
-from kvpool.pools.layered import LayeredPool, State
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool, NSAPool
-from kvpool.pools.placement import ITEM_COUNTS, Shard
-from kvpool.pools.swa import SWAPool
+from kvpool.pools.base import KVPool
+from kvpool.pools.dsv4 import DSv4Pool
+from kvpool.pools.placement import ITEM_COUNTS
+from kvpool.pools.states import LayeredPool, State
+from kvpool.pools.typed import HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
 from kvpool.device import Device, get_device
+from kvpool.layout.formats import Shard
 from kvpool.pools.base import KVPool
-from kvpool.pools.placement import Shard
 from kvpool.testing.case import Build, Case, CheckFailure, ConformanceError, Inapplicable
 from kvpool.testing.checks import layout
 from kvpool.testing.checks.access import ACCESS_CHECKS

@@ -19,8 +19,8 @@ from disagg.plan.bind import CopyBatch
 from disagg.plan.cache import PlanCache
 from kvpool import Allocator, DSv4Pool, MHAPool, MLAPool, RequestAddress, Span
 from kvpool.layout import PoolLayout
+from kvpool.layout.formats import Shard
 from kvpool.models import declare, declare_draft
-from kvpool.pools.placement import Shard
 from tests.bench.plain import Lists, Run, regions, tuples
 
 V4_PAGE = 256

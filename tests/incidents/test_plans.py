@@ -8,9 +8,8 @@ import pytest
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool.item import Cell, Repeat, Seq, item_bytes
 from kvpool.layout import RequestAddress, Span
-from kvpool.pools.base import Shard
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
+from kvpool.layout.formats import Shard
+from kvpool.pools.typed import MHAPool, MLAPool
 from tests.oracle import assert_holds, blank, built, fill, hand_off, move, pages_for, place
 
 

@@ -18,7 +18,7 @@ from disagg.protocol.status import KVPoll
 from kvpool import MHA, MLA, DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard, SWAPool
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.pools.kinds import LinearState, gated_delta_net, kda
+from kvpool.layout.formats import LinearState, gated_delta_net, kda
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.oracle import State, assert_holds, blank, fill, hand_off, move, place
 from tests.verified import verify

@@ -18,7 +18,7 @@ from disagg.timeline import timeline
 from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
 from kvpool.item import Cell, Repeat, Seq, Skip
-from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.layout.formats import MHA, gated_delta_net
 from kvpool.render.chart import chart_html, chart_svg
 from kvpool.render.html import html
 from kvpool.render.svg import svg

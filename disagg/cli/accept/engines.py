@@ -22,8 +22,7 @@ from disagg.runtime.staging import staging_buffers
 from disagg.testing import TransferSide
 from kvpool.layout import PoolLayout
 from kvpool.pools.base import KVPool
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
+from kvpool.pools.typed import MHAPool, MLAPool
 from kvpool.process import Restarted
 from kvpool.render.text import human
 from kvpool.testing.case import Inapplicable, fail

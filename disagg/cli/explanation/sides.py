@@ -113,9 +113,10 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
 
 def _of_model(config: str, geometry: Geometry) -> list[Rank]:
     from kvpool.cli.budget import draft_of, storage
+    from kvpool.layout.formats import Shard
     from kvpool.models import declare
     from kvpool.models.sizing import stage_pools
-    from kvpool.pools.placement import ITEM_COUNTS, Shard
+    from kvpool.pools.placement import ITEM_COUNTS
 
     target, tp, pp = declare(config), geometry.tp or 1, geometry.pp or 1
     if tp * pp > MAX_RANKS:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvpool.layout.formats.kind import At, BufferSpec
 from kvpool.layout.formats.scales import scaled
-from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip
+from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template
 
 
 def latent_row(latent: int, rope: int, dtype: str) -> Seq:
@@ -32,3 +36,57 @@ def v4_latent_page(entries: int, latent: int = 448, rope: int = 64) -> Pad:
 
 def _rope_key(rope: int, dtype: str) -> list[Cell]:
     return [Cell("rope", rope, dtype)] if rope else []
+
+
+@dataclass(frozen=True, slots=True)
+class MLA:
+    """Multi-head latent attention: one row a token, the latent and then the rope key. Without
+    dims for it there is no rope key (layers without rotation).
+
+    Packing `fp8`: `fp8_latent_row`.
+
+    `rope_pairs`: the two elements of the rope key that are rotated together are neighbours, as
+    engines' kernels write them (`is_neox_style=False` of vLLM). A model that keeps them a half
+    apart reorders them. False: the key is as the model gives it (Kimi-Linear does not rotate it).
+    """
+
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    rope_pairs: bool = field(default=True, repr=False)
+    shared_kv = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Latent and rope key, or the latent alone."""
+        return ("latent", "rope") if self.qk_rope_head_dim else ("latent",)
+
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """One row a token."""
+        if at.takes(self, "fp8"):
+            row = fp8_latent_row(self.kv_lora_rank, self.qk_rope_head_dim)
+        else:
+            row = latent_row(self.kv_lora_rank, self.qk_rope_head_dim, at.packing)
+        yield at.buffer("kv", Repeat("entry", at.entries, row))
+
+
+@dataclass(frozen=True, slots=True)
+class V4Latent:
+    """DeepSeek-V4's shared key and value: a row of latent and rope per token, or per compressed
+    token.
+
+    Packing `fp8`: `v4_latent_page`.
+    """
+
+    latent_dim: int = 448
+    qk_rope_head_dim: int = 64
+    inputs = ("latent", "rope")
+    shared_kv = True
+
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """One page of rows."""
+        if at.takes(self, "fp8"):
+            page: Template = v4_latent_page(at.entries, self.latent_dim, self.qk_rope_head_dim)
+        else:
+            row = latent_row(self.latent_dim, self.qk_rope_head_dim, at.packing)
+            page = Repeat("entry", at.entries, row)
+        yield at.buffer("latent", page)

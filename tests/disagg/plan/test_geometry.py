@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 from disagg.plan import IncompleteTransfer, plan
 from kvpool.layout import RequestAddress, Span
-from kvpool.pools.base import Shard
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
+from kvpool.layout.formats import Shard
+from kvpool.pools.typed import MHAPool, MLAPool
 from tests.oracle import assert_holds, blank, fill, move, pages_for, place, write
 from tests.verified import verify
 

@@ -12,7 +12,7 @@ from disagg.plan import Group, IncompatibleLayouts, plan
 from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout
 from kvpool.item import Cell, Repeat
-from kvpool.pools.base import Shard
+from kvpool.layout.formats import Shard
 from tests.disagg.plan.test_cache import same
 from tests.disagg.plan.test_geometry import geometries
 from tests.oracle import assert_holds, blank, built, fill, move, place

@@ -11,7 +11,7 @@ from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout, RequestAddress, Span
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import Space
-from kvpool.pools.base import Shard
+from kvpool.layout.formats import Shard
 from tests import oracle
 from tests.pools import CLASSES, PACKED, mla
 

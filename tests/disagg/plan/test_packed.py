@@ -18,8 +18,8 @@ from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool import Allocator, MLAPool, RequestPinned
 from kvpool.describe import describe, describe_buffer, describe_opaque
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
-from kvpool.pools.base import Shard
 from tests.oracle import assert_holds, blank, fill, move, over, place, write
 from tests.verified import verify
 

@@ -13,9 +13,8 @@ from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool.describe import describe, describe_buffer
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.pools.base import Shard
-from kvpool.pools.mha import MHAPool
-from kvpool.pools.mla import MLAPool
+from kvpool.layout.formats import Shard
+from kvpool.pools.typed import MHAPool, MLAPool
 from tests.oracle import State, apply, assert_holds, blank, built, fill, move, place
 from tests.pools import PACKED
 

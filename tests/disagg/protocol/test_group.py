@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from disagg import Group, KVPoll
 from disagg.protocol.events import Received
 from disagg.protocol.messages import ChunkReady, ReadDone, ReadRequest, ReleaseAck, decode
-from kvpool.pools.placement import Shard
+from kvpool.layout.formats import Shard
 from tests.disagg.protocol.protocol_model import Decode, Prefill, World
 from tests.disagg.protocol.protocol_promises import check, settle
 from tests.pools import mha, mla

@@ -23,7 +23,7 @@ from disagg.plan import Group, TransferPlan
 from disagg.protocol.messages import decode as decoded
 from disagg.protocol.status import KVPoll
 from kvpool import OutOfPages, RequestAddress, Span
-from kvpool.pools.placement import Shard
+from kvpool.layout.formats import Shard
 from tests.disagg.protocol.protocol_model import Decode, Node, Prefill, World
 from tests.disagg.protocol.protocol_promises import check, forget, settle
 from tests.disagg.protocol.slow_engine import ALL

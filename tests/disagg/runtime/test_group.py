@@ -9,7 +9,7 @@ import pytest
 
 from disagg import DecodeEndpoint, Group, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import IncompatibleLayouts
-from kvpool.pools.base import Shard
+from kvpool.layout.formats import Shard
 from tests.disagg.runtime.sides import connected, endpoints, hand_over
 from tests.disagg.runtime.test_context_parallel import state
 from tests.oracle import place

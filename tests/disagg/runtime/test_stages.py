@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.plan import Group, IncompatibleLayouts
-from kvpool.pools.placement import Shard
+from kvpool.layout.formats import Shard
 from tests.disagg.runtime.sides import endpoints, hand_over
 from tests.disagg.waiting import until
 from tests.oracle import merged, place, state

@@ -15,7 +15,7 @@ from kvpool import Allocator, RequestPinned, Shard, Space
 from kvpool.device import DeviceUnavailable
 from kvpool.item import Cell, Repeat
 from kvpool.layout import Pin
-from kvpool.pools.mha import MHAPool
+from kvpool.pools.typed import MHAPool
 from tests import oracle
 from tests.disagg.engines.shared_device import installed, there
 from tests.disagg.plan.test_geometry import geometries

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import kvpool.models
 from kvpool.cli.budget import budget
 from kvpool.device.cpu import CPUDevice, MetaDevice
+from kvpool.layout.formats import Shard
 from kvpool.models import declare, declare_draft, shipped
 from kvpool.models.sizing import DoesNotFit, figures, parse_memory, split
-from kvpool.pools.placement import Shard
 
 GIB = 1 << 30
 KVPOOL = Path(sys.executable).with_name("kvpool")

@@ -18,8 +18,8 @@ transformers = pytest.importorskip("transformers")
 from kvpool import Allocator, HybridLinearPool, OutOfPages, RequestPinned, SWAPool  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
-from kvpool.pools.kinds import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
-from kvpool.pools.layered import LayeredPool, State  # noqa: E402
+from kvpool.layout.formats import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
+from kvpool.pools.states import LayeredPool, State  # noqa: E402
 from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
 from tests.kvpool.models.tiny import MAMBA1, MAMBA2  # noqa: E402
 from tests.oracle import move  # noqa: E402

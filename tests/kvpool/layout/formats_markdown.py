@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ALIASES
+from kvpool.layout.formats import At, BufferSpec, Kind, LinearState, Shard
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes
-from kvpool.pools.kinds import At, Kind, LinearState
-from kvpool.pools.placement import BufferSpec, Shard
 
 COLUMNS = "role", "dtype", "offset", "cell bytes", "axes: steps x stride", "first byte of a cell"
 
@@ -33,7 +32,14 @@ class Format:
 
     def buffers(self) -> list[BufferSpec]:
         """The buffers of one layer."""
-        at = At((0,), "kv", self.entries, Shard(), self.packing, self.prefix)
+        at = At(
+            layers=(0,),
+            space="kv",
+            entries=self.entries,
+            shard=Shard(),
+            packing=self.packing,
+            prefix=self.prefix,
+        )
         return list(self.kind.buffers(at))
 
 

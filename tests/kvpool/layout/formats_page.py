@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.pools.kinds import (
+from kvpool.layout.formats import (
     MHA,
     MLA,
     IndexKey,

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 from kvpool import Allocator
 from kvpool.item import Cell, Repeat
 from kvpool.layout import Axis, Buffer, LayoutError, PoolLayout, Region, Slab, Space
+from kvpool.layout.formats import BufferSpec
 from kvpool.pools.base import KVPool
-from kvpool.pools.placement import BufferSpec
 from kvpool.render.html import html
 from kvpool.render.svg import svg
 from kvpool.render.text import space_words

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
-from kvpool.pools.kinds import MHA, MLA, gated_delta_net, kda, mamba2
+from kvpool.layout.formats import MHA, MLA, gated_delta_net, kda, mamba2
 from tests.kvpool.layout.formats_markdown import written
 from tests.kvpool.layout.formats_page import FORMATS, document
 from tests.kvpool.layout.test_template import paint

@@ -9,9 +9,8 @@ import torch
 
 from kvpool.describe import Section, describe, describe_buffer, describe_sections
 from kvpool.layout import LayoutError, PoolLayout, Space
-from kvpool.pools.base import Shard
-from kvpool.pools.hybrid_linear import HybridLinearPool
-from kvpool.pools.kinds import MHA, gated_delta_net, kda, mamba2
+from kvpool.layout.formats import MHA, Shard, gated_delta_net, kda, mamba2
+from kvpool.pools.typed import HybridLinearPool
 from tests.oracle import State, assert_holds, blank, fill, move, place, state
 from tests.verified import verify
 

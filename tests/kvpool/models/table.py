@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import transformers
 
-from kvpool.models import declare
+from kvpool import IndexKey
+from kvpool.models import Declaration, declare
 from kvpool.models.drafts import DRAFTS
 from kvpool.models.refused import REFUSED
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
@@ -41,8 +42,7 @@ The sizes are bytes of the tiny model, over all layers:
 ## How a config is read
 
 A config is translated into one description per layer: the kinds of state that the layer keeps, each
-with or without a window (`kvpool/models/layers.py`). If a pool class exists for that combination of
-layers, it is used; otherwise the pool is a `LayeredPool`, which takes any combination.
+with or without a window. The pool is a `LayeredPool` of these states, or a `DSv4Pool`.
 
 - `layer_types` or `layers_block_type` lists the type of each layer. Without it, the rule of the
   model type applies (`kvpool/models/families.py`, `latents.py`, `linear.py`). A config with neither
@@ -70,7 +70,7 @@ caches them, so the declared pool has one KV head per query head. Serving engine
 "as its text type": the model needs an image or an image package, so only its text type was run.
 """
 COLUMNS = """
-| type | pool | per token | per token in a window | per request | logits bit-equal |
+| type | kinds of state | per token | per token in a window | per request | logits bit-equal |
 |---|---|---:|---:|---:|---|
 """
 WITHIN = """
@@ -107,10 +107,10 @@ def _row(name: str) -> str:
         return f"| `{name}` | | | | | [no](#why-not) |"
     config = transformers.AutoConfig.for_model(name, **({} if name in AS_TEXT else changes(name)))
     if name in AS_TEXT:
-        return f"| `{name}` | {declare(config.to_dict()).pool.__name__} | | | | as its text type |"
+        return f"| `{name}` | {_kinds(declare(config.to_dict()))} | | | | as its text type |"
     few = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
     declared = declare(config.to_dict())
-    index = {"index_packing": "f32"} if declared.pool.has_index_packing else {}
+    index = {"index_packing": "f32"} if IndexKey in declared.kinds else {}
     pool = declared.build(dtype="f32", page_size=declared.page_size, **few, **index)
     windows = once = 0
     for part in pool.specs:
@@ -120,8 +120,11 @@ def _row(name: str) -> str:
         elif not space.grows:
             windows += part.item_bytes * len(part.layers) // space.entries_per_item
     token = f"{pool.bytes_per_token:,g}"
-    pool_name = declared.pool.__name__
-    return f"| `{name}` | {pool_name} | {token} | {windows:,} | {once:,} | yes |"
+    return f"| `{name}` | {_kinds(declared)} | {token} | {windows:,} | {once:,} | yes |"
+
+
+def _kinds(declared: Declaration) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in declared.kinds))
 
 
 if __name__ == "__main__":

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, PoolLayout, Shard, SWAPool
+from kvpool import MHA, PoolLayout, Shard
 from kvpool.models import declare, declare_draft, shipped
-from kvpool.pools.kinds import MHA
+from tests.kvpool.models.configs import FEW, config_of, full, kept, windowed
 
-FEW = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
-CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
-
-# name: pool, layers, bytes a token in bf16, in fp8
+# name: kinds of state, layers, bytes a token in bf16, in fp8
 V4_FP8 = 21 * (37440 / 256 + 132 / 4) + 20 * 1728 / 256  # pages padded to whole rows of 576
 SHIPPED = {
-    "deepseek_v3": (MLAPool, 61, 61 * 1152, 61 * 656),
-    "deepseek_v32": (NSAPool, 61, 61 * (1152 + 132), 61 * (656 + 132)),
-    "deepseek_v4": (DSv4Pool, 43, 21 * (1024 + 132) / 4 + 20 * 1024 / 128, V4_FP8),
-    "gpt_oss_120b": (SWAPool, 36, 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * (64 + 4)),
-    "kimi_linear_48b": (HybridLinearPool, 27, 7 * 1152, 7 * 656),
-    "llama_3_1_70b": (MHAPool, 80, 80 * 2 * 8 * 128 * 2, 80 * 2 * 8 * (128 + 4)),
-    "qwen3_235b": (MHAPool, 94, 94 * 2 * 4 * 128 * 2, 94 * 2 * 4 * (128 + 4)),
-    "qwen3_next_80b": (HybridLinearPool, 48, 12 * 2 * 2 * 256 * 2, 12 * 2 * 2 * (256 + 4)),
+    "deepseek_v3": ("MLA", 61, 61 * 1152, 61 * 656),
+    "deepseek_v32": ("MLA IndexKey", 61, 61 * (1152 + 132), 61 * (656 + 132)),
+    "deepseek_v4": (
+        "V4Latent IndexKey Ring",
+        43,
+        21 * (1024 + 132) / 4 + 20 * 1024 / 128,
+        V4_FP8,
+    ),
+    "gpt_oss_120b": ("MHA", 36, 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * (64 + 4)),
+    "kimi_linear_48b": ("MLA LinearState", 27, 7 * 1152, 7 * 656),
+    "llama_3_1_70b": ("MHA", 80, 80 * 2 * 8 * 128 * 2, 80 * 2 * 8 * (128 + 4)),
+    "qwen3_235b": ("MHA", 94, 94 * 2 * 4 * 128 * 2, 94 * 2 * 4 * (128 + 4)),
+    "qwen3_next_80b": ("MHA LinearState", 48, 12 * 2 * 2 * 256 * 2, 12 * 2 * 2 * (256 + 4)),
 }
 every_shipped = pytest.mark.parametrize("name", SHIPPED)
-
-
-def config_of(name, **changes):
-    held = json.loads((CONFIGS / f"{name}.json").read_text())
-    return {k: v for k, v in {**held, **changes}.items() if v is not ...}
 
 
 def small(declaration, **more):
@@ -48,9 +44,10 @@ def test_the_shipped_configs():
 
 @every_shipped
 def test_a_token_takes_the_bytes_computed_by_hand(name):
-    pool_class, layers, bf16, fp8 = SHIPPED[name]
+    kinds, layers, bf16, fp8 = SHIPPED[name]
     declared = declare(name)
-    assert (declared.pool, declared.layers) == (pool_class, tuple(range(layers)))
+    assert {kind.__name__ for kind in declared.kinds} == {*kinds.split()}
+    assert declared.layers == tuple(range(layers))
     assert (declared.owner, declared.total_kv_layers) == ("target", layers)
     assert small(declared, packing=None, dtype="bf16").bytes_per_token == bf16
     assert small(declared).bytes_per_token == fp8
@@ -120,7 +117,7 @@ def test_a_config_that_names_no_draft_layers_has_no_draft(name):
 
 def test_qwen3_next_has_a_full_attention_draft_if_its_config_says_so():
     draft = declare_draft(config_of("qwen3_next_80b", num_nextn_predict_layers=2))
-    assert (draft.pool, draft.layers) == (MHAPool, (48, 49))
+    assert (draft.kinds, draft.layers) == ({MHA}, (48, 49))
     assert small(draft).bytes_per_token == 2 * 2 * 2 * (256 + 4)
 
 
@@ -174,31 +171,23 @@ WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "changes", "windowed"), WINDOWS)
-def test_layers_keep_a_window_where_the_config_says_so(model, changes, windowed):
-    declared = declare({"model_type": model, **DENSE, **changes})
-    if not windowed:
-        assert (declared.pool, dict(declared.arguments)) == (
-            MHAPool,
-            {"num_kv_heads": 2, "head_dim": 16},
-        )
-        return
-    assert declared.pool is SWAPool
-    assert declared.arguments == {"full": MHA(2, 16), "window_layers": windowed, "window": 31}
+@pytest.mark.parametrize(("model", "changes", "windowed_layers"), WINDOWS)
+def test_layers_keep_a_window_where_the_config_says_so(model, changes, windowed_layers):
+    config = {"model_type": model, **DENSE, **changes}
+    assert kept(config) == windowed(MHA(2, 16), 31, windowed_layers)
 
 
 def test_gemma3_is_read_inside_text_config_with_the_defaults_that_published_configs_rely_on():
     text = {"model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024}
     declared = declare({"model_type": "gemma3", "text_config": {**text, "hidden_size": 2560}})
-    assert (declared.model, declared.arguments["full"]) == ("gemma3", MHA(4, 256))
-    full = set(range(34)) - set(declared.arguments["window_layers"])
-    assert full == {5, 11, 17, 23, 29}
+    windows = set(range(34)) - {5, 11, 17, 23, 29}
+    assert declared.model == "gemma3"
+    assert declared.arguments["states"] == windowed(MHA(4, 256), 1023, windows, count=34)
 
 
 def test_the_first_llamas_have_a_kv_head_for_every_head():
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
-    declared = declare({**config, "num_hidden_layers": 1})
-    assert declared.arguments == {"num_kv_heads": 4, "head_dim": 16}
+    assert kept({**config, "num_hidden_layers": 1}) == full(MHA(4, 16), 1)
 
 
 def test_index_keys_lie_on_the_layers_whose_indexer_is_full():
@@ -214,5 +203,5 @@ def test_a_window_that_engines_read_differently_is_refused():
     with pytest.raises(ValueError, match=r"qwen3_moe config: .*max_window.*Give layer_types"):
         declare({**config, "max_window_layers": 47})
     types = ["full_attention"] * 47 + ["sliding_attention"] * 47
-    pool = declare({**config, "max_window_layers": 47, "layer_types": types})
-    assert tuple(pool.arguments["window_layers"]) == tuple(range(47, 94))
+    states = kept({**config, "max_window_layers": 47, "layer_types": types})
+    assert [n for n, (state,) in states.items() if state.window] == [*range(47, 94)]

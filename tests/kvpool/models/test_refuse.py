@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from kvpool.models import declare, declare_draft, known, shipped
 from kvpool.models.refused import REFUSED
-
-CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
-
-
-def config_of(name, **changes):
-    held = json.loads((CONFIGS / f"{name}.json").read_text())
-    return {k: v for k, v in {**held, **changes}.items() if v is not ...}
+from tests.kvpool.models.configs import config_of
 
 
 def refusal(config):

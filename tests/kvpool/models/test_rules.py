@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import LayeredPool, MHAPool, SWAPool
+from kvpool import MHA, MLA, IndexKey, LayeredPool, State, kda, mamba2
 from kvpool.models import declare
-from kvpool.pools.kinds import MHA, MLA, IndexKey, kda, mamba2
-from kvpool.pools.layered import State
+from tests.kvpool.models.configs import FEW, LLAMA, full, kept, windowed
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 SWA, FULL = "sliding_attention", "full_attention"
-FEW = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta", "dtype": "f32"}
+FEW = {**FEW, "dtype": "f32"}
 
 
 def test_a_head_has_its_part_of_the_hidden_size_unless_it_is_given():
-    declared = declare({**LLAMA, "model_type": "qwen2"})
-    assert (declared.pool, declared.arguments) == (MHAPool, {"num_kv_heads": 2, "head_dim": 16})
+    assert kept({**LLAMA, "model_type": "qwen2"}) == full(MHA(2, 16))
     with pytest.raises(ValueError, match=r"qwen3 config: head_dim must be .* it is missing"):
         declare({**LLAMA, "model_type": "qwen3"})
     with pytest.raises(ValueError, match=r"qwen2 config: num_key_value_heads must .* missing"):
@@ -50,7 +41,7 @@ def test_heads_that_models_of_a_type_never_have_are_refused(model, field, value)
 
 
 def test_another_name_of_a_head_s_dim_is_not_enough():
-    assert declare({**LLAMA, "attention_head_dim": 24, "head_dim": 24}).arguments["head_dim"] == 24
+    assert kept({**LLAMA, "attention_head_dim": 24, "head_dim": 24}) == full(MHA(2, 24))
     with pytest.raises(ValueError, match=r"llama config: head_dim must be .* it is missing"):
         declare({**LLAMA, "attention_head_dim": 24})
 
@@ -69,7 +60,7 @@ def test_a_window_that_is_left_out_is_not_taken_for_none(model):
     """transformers has 4,096 then."""
     with pytest.raises(ValueError, match=f"{model} config: sliding_window must be given, or null"):
         declare({**LLAMA, "model_type": model})
-    assert declare({**LLAMA, "model_type": model, "sliding_window": None}).pool is MHAPool
+    assert kept({**LLAMA, "model_type": model, "sliding_window": None}) == full(MHA(2, 16))
 
 
 @pytest.mark.parametrize("field", ["swa_num_key_value_heads", "swa_head_dim"])
@@ -84,29 +75,27 @@ def test_heads_of_window_layers_are_not_guessed(field):
         "conv_kernel_size": 4,
         "layer_types": ["hybrid_sliding", "hybrid"] * 2,
     }
-    assert declare(config).arguments["states"][0][0] == State(MHA(4, 8), 8)
+    assert kept(config)[0][0] == State(MHA(4, 8), 8)
     with pytest.raises(ValueError, match=f"inkling_text config: {field} must be a whole number"):
         declare({**config, field: None})
 
 
 def test_layers_are_full_where_nothing_says_otherwise():
-    declared = declare({**LLAMA, "model_type": "cohere_compass_text"})
-    assert declared.pool is MHAPool
+    assert kept({**LLAMA, "model_type": "cohere_compass_text"}) == full(MHA(2, 16))
     with pytest.raises(ValueError, match="cohere_compass_text config: sliding_window must be left"):
         declare({**LLAMA, "model_type": "cohere_compass_text", "sliding_window": 9})
 
 
 def test_listed_types_of_layers_count_for_every_model():
-    declared = declare({**LLAMA, "layer_types": [SWA, FULL, FULL, SWA], "sliding_window": 9})
-    assert declared.pool is SWAPool
-    assert declared.arguments == {"full": MHA(2, 16), "window_layers": (0, 3), "window": 8}
+    config = {**LLAMA, "layer_types": [SWA, FULL, FULL, SWA], "sliding_window": 9}
+    assert kept(config) == windowed(MHA(2, 16), 8, (0, 3))
 
 
 def test_single_layers_may_have_fields_of_their_own():
     declared = declare({**LLAMA, "per_layer_config": {"1": {"num_key_value_heads": 1}}})
     heads = [2, 1, 2, 2]
     states = {n: (State(MHA(count, 16)),) for n, count in enumerate(heads)}
-    assert (declared.pool, declared.arguments) == (LayeredPool, {"states": states})
+    assert declared.arguments == {"states": states}
     pool = declared.build(page_size=4, **FEW)
     assert [pool.view("k", n).shape[2] for n in range(4)] == heads
     assert pool.bytes_per_token == sum(2 * count * 16 * 4 for count in heads)
@@ -165,7 +154,7 @@ def test_names_of_one_number_must_agree():
     renamed = {**LLAMA, "model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64}
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "num_key_value_heads"):
         del renamed[name]
-    assert declare(renamed).arguments == {"num_kv_heads": 4, "head_dim": 16}
+    assert kept(renamed) == full(MHA(4, 16))
     with pytest.raises(ValueError, match="mean the same and must be equal"):
         declare({**renamed, "num_hidden_layers": 5})
 
@@ -227,19 +216,15 @@ MIMO = {
     "swa_v_head_dim": 16,
 }
 PUBLISHED = [
-    (GEMMA4, {"full": MHA(2, 32), "window_layers": (0, 1, 2), "swa": MHA(2, 16), "window": 8}),
-    (
-        {**GEMMA4, "attention_k_eq_v": True},
-        {"full": MHA(1, 32), "window_layers": (0, 1, 2), "swa": MHA(2, 16), "window": 8},
-    ),
-    (MIMO, {"full": MHA(2, 24, 16), "window_layers": (1, 2), "swa": MHA(3, 24, 16), "window": 8}),
+    (GEMMA4, windowed(MHA(2, 32), 8, (0, 1, 2), MHA(2, 16))),
+    ({**GEMMA4, "attention_k_eq_v": True}, windowed(MHA(1, 32), 8, (0, 1, 2), MHA(2, 16))),
+    (MIMO, windowed(MHA(2, 24, 16), 8, (1, 2), MHA(3, 24, 16))),
 ]
 
 
-@pytest.mark.parametrize(("config", "arguments"), PUBLISHED)
-def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(config, arguments):
-    declared = declare(config)
-    assert (declared.pool, declared.arguments) == (SWAPool, arguments)
+@pytest.mark.parametrize(("config", "states"), PUBLISHED)
+def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(config, states):
+    assert kept(config) == states
 
 
 LARGE4 = {
@@ -261,15 +246,15 @@ def test_a_layer_without_rotation_has_no_rope_key_and_one_that_reads_another_s_l
         1: (State(MLA(32, 0)),),
         2: (State(IndexKey(16)),),
     }
-    assert (declared.pool, declared.arguments) == (LayeredPool, {"states": states})
+    assert declared.arguments == {"states": states}
     pool = declared.build(page_size=4, index_packing="f32", **FEW)
     roles = {n: {r.role for r in pool.layout.regions if r.layer == n} for n in range(4)}
     assert roles == {0: {"latent", "rope", "index_key"}, 1: {"latent"}, 2: {"index_key"}, 3: set()}
     own = {**LARGE4, "kv_source_layers": None, "no_rope_layers": None, "indexer_types": None}
-    rows = [layer[0].kind for layer in declare(own).arguments["states"].values()]
+    rows = [layer[0].kind for layer in kept(own).values()]
     assert rows == [MLA(32, 8)] * 3 + [MLA(32, 0)]  # all but every fourth rotate
-    narrow = declare({**LARGE4, "per_layer_config": {"1": {"kv_lora_rank": 16}}})
-    assert narrow.arguments["states"][1] == (State(MLA(16, 0)),)
+    narrow = kept({**LARGE4, "per_layer_config": {"1": {"kv_lora_rank": 16}}})
+    assert narrow[1] == (State(MLA(16, 0)),)
 
 
 @pytest.mark.parametrize("sources", [[0, 1, 3, 3], [0, 0, 1, 3], [0, 1, 2], [0, 1, 2, 4]])
@@ -292,15 +277,13 @@ GLM5 = {
 
 def test_every_fourth_layer_of_glm5_has_latents_and_the_rows_that_its_indexer_pools():
     linear, row = (State(kda(2, 8, 4)),), (State(MLA(32, 0)), State(IndexKey(16, pooled=True)))
-    expected = {"states": {0: linear, 1: linear, 2: linear, 3: row}}
     listed = ["linear_attention"] * 3 + [FULL]  # as published
     for config in (GLM5, {**GLM5, "layer_types": listed}):
-        assert (declare(config).pool, declare(config).arguments) == (LayeredPool, expected)
+        assert kept(config) == {0: linear, 1: linear, 2: linear, 3: row}
     pool = declare(config).build(page_size=4, **{**FEW, "dtype": None, "packing": "bf16"})
     assert pool.view("index_key", 3).shape == (2, 4, 33)
     assert pool.layout.region_by_key["target", 3, "index_key"].dtype == "bfloat16"
-    full = dict.fromkeys(range(4), row)
-    assert declare({**GLM5, "layer_types": [FULL] * 4}).arguments == {"states": full}
+    assert kept({**GLM5, "layer_types": [FULL] * 4}) == dict.fromkeys(range(4), row)
     with pytest.raises(ValueError, match="qk_rope_head_dim must be a whole number from 0 to 0"):
         declare({**GLM5, "qk_rope_head_dim": 8})
 
@@ -324,10 +307,8 @@ def step(groups=2, dim=16, **more):
 
 
 def test_window_layers_of_step_have_more_query_heads_and_a_list_of_layers_may_end_with_drafts():
-    declared = declare(step())
-    swa = {"full": MHA(2, 16), "window_layers": (1, 2, 3), "window": 8}
-    assert (declared.pool, declared.arguments) == (SWAPool, swa)
-    assert declare({"model_type": "step3p7", "text_config": step()}).arguments == swa
+    for config in (step(), {"model_type": "step3p7", "text_config": step()}):
+        assert kept(config) == windowed(MHA(2, 16), 8, (1, 2, 3))
     with pytest.raises(ValueError, match="layer_types must be a list of 4 values"):
         declare(step(num_nextn_predict_layers=2))
 
@@ -359,6 +340,6 @@ def test_the_letters_of_nemotron_h_are_its_layers():
         "ssm_state_size": 16,
         "conv_kernel": 4,
     }
-    linear = {"linear": mamba2(8, 16, 2, 16, 4), "linear_layers": (0, 2), "full_layers": (3,)}
-    assert declare(config).arguments == {"full": MHA(2, 16), **linear}
+    linear = (State(mamba2(8, 16, 2, 16, 4)),)
+    assert kept(config) == {0: linear, 2: linear, 3: (State(MHA(2, 16)),)}
     assert declare(config).layers == tuple(range(6))

@@ -15,9 +15,10 @@ from hypothesis import given, settings, strategies as st
 from kvpool import Allocator, LayoutError, OutOfPages, Space
 from kvpool.item import Cell, Repeat
 from kvpool.layout import PoolLayout
+from kvpool.layout.formats import BufferSpec
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import needed_items, pages_of_tokens
-from kvpool.pools.placement import MAX_GROUPS, BufferSpec, groups_of
+from kvpool.pools.placement import MAX_GROUPS, groups_of
 from tests.oracle import assert_holds, blank, fill, holds, place, write
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
 

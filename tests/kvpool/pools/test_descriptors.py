@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvpool import MHA, Shard, StateType
+from kvpool.layout.formats import gated_delta_net
 from kvpool.pools.buf_infos import BufInfos
-from kvpool.pools.kinds import gated_delta_net
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())

@@ -21,8 +21,8 @@ from kvpool import (
     Shard,
     SWAPool,
 )
-from kvpool.pools.kinds import LinearState, gated_delta_net
-from kvpool.pools.layered import LayeredPool, State
+from kvpool.layout.formats import LinearState, gated_delta_net
+from kvpool.pools.states import LayeredPool, State
 from tests.pools import (
     CLASSES,
     INDEX,

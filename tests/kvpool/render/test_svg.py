@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions
 from kvpool.layout import Buffer, PoolLayout, Region, Space
-from kvpool.pools.kinds import MHA, gated_delta_net
+from kvpool.layout.formats import MHA, gated_delta_net
 from kvpool.render.html import html
 from kvpool.render.memory_map import item_maps
 from kvpool.render.svg import svg

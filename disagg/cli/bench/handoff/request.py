@@ -13,10 +13,10 @@ import torch
 
 from disagg.cli.bench.work import need_equal, noise
 from kvpool.layout import PoolLayout, Region, RequestAddress, Space, Span
+from kvpool.layout.formats import Shard
 from kvpool.layout.grid import Ints
 from kvpool.models import declare
 from kvpool.pools.base import KVPool
-from kvpool.pools.placement import Shard
 
 LAYERS = 8
 

@@ -1,0 +1,121 @@
+"""A kind of state: what a layer can keep, as item templates.
+
+A kind is a frozen dataclass of the model's numbers, beside its format in this folder. `buffers(at)`
+gives its buffers for the layers, space, shard and packing in `at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvpool.layout import Region
+from kvpool.layout.dtypes import PACKINGS, dtype_name
+from kvpool.layout.formats.heads import Shard
+from kvpool.layout.template import Template, alignment, item_bytes, item_regions, prefixed
+
+
+class StateType(str, Enum):
+    """State components other than the main cache, by the names of SGLang 0.5.23.
+
+    Names of older releases are accepted: `StateType("nsa")` and `StateType.NSA` are `DSA`,
+    `StateType("dsv4")` and `StateType.DSV4` are `DSV4_REQUEST_STATE`.
+    """
+
+    SWA = "swa"
+    """Pages of a window, and rings of those pages."""
+    DSA = "dsa"
+    """Index keys of sparse attention, in token pages."""
+    MAMBA = "mamba"
+    """Slots of linear attention."""
+    DSV4_REQUEST_STATE = "c128_state"
+    """DeepSeek-V4's rings, one a request."""
+    NSA = DSA
+    DSV4 = DSV4_REQUEST_STATE
+
+    @classmethod
+    def _missing_(cls, value: object) -> StateType | None:
+        return {"nsa": cls.DSA, "dsv4": cls.DSV4_REQUEST_STATE}.get(str(value))
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Buffers of one name: one for each of `layers`, in `space`, with items of template `item`.
+
+    `state` is the component under which connectors list them (None: the main cache).
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    space: str
+    item: Template
+    _: KW_ONLY
+    state: StateType | None = None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an item, rounded up to its alignment."""
+        multiple = alignment(self.item)
+        return -(-item_bytes(self.item) // multiple) * multiple
+
+    def buffer_name(self, owner: str, layer: int) -> str:
+        """The name of one layer's buffer."""
+        return f"{owner}.{self.name}.{layer}"
+
+    def regions(self, owner: str) -> list[Region]:
+        """The regions of all layers."""
+        names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
+        return [
+            region
+            for layer, buffer in names.items()
+            for region in item_regions(self.item, owner=owner, layer=layer, buffer=buffer)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class At:
+    """Where a pool puts a kind of state: in which layers and space, and how it is stored.
+
+    `entries`: entries an item. `packing`: a float dtype, or a quantised packing of the kind.
+    `prefix`: prepended to roles and buffer names. `state`: the component under which connectors
+    list the buffers (None: the main cache).
+    """
+
+    layers: tuple[int, ...]
+    space: str
+    entries: int
+    shard: Shard
+    packing: str
+    prefix: str = ""
+    state: StateType | None = None
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            object.__setattr__(self, "packing", dtype_name(self.packing))
+
+    def buffer(self, name: str, item: Template) -> BufferSpec:
+        """A buffer of each layer."""
+        item = prefixed(item, self.prefix)
+        return BufferSpec(self.prefix + name, self.layers, self.space, item, state=self.state)
+
+    def takes(self, kind: object, *packings: str) -> bool:
+        """Whether the packing is one of `packings`; raises ValueError for another quantised one."""
+        if self.packing in PACKINGS and self.packing not in packings:
+            names = ", ".join((*packings, "any float dtype"))
+            raise ValueError(f"packing: {type(kind).__name__} takes {names}, got {self.packing!r}.")
+        return self.packing in packings
+
+
+class Kind(Protocol):
+    """A kind of state. Kinds of attention also have `shared_kv`: whether the inputs are parts of
+    one tensor that is both key and value.
+    """
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Roles that a write takes, in order, without prefix and without scales."""
+
+    def buffers(self, at: At) -> Iterator[BufferSpec]:
+        """The buffers of this kind, one specification per role or row."""
