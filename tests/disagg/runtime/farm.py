@@ -19,9 +19,9 @@ PATIENCE = 60  # seconds after which a process that does not answer is stuck
 def offered(engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterator[Any]:
     """Endpoints over the pools of each rank, a target's and its drafts', for `tokens` tokens.
 
-    Yields their addresses and what can be called: `send(room, positions, aux)` writes positions
-    just before it offers them, so that bytes that are read too early are wrong; `send_layers(room,
-    positions, layers)` does so with some layers, in ascending order.
+    Yields their addresses and what can be called: `send(room, positions, aux, layers)` writes
+    positions, of all layers or of some in ascending order, just before it offers them, so that
+    bytes that are read too early are wrong.
     """
     from disagg import PrefillEndpoint
     from disagg.engines.base import create_engine
@@ -36,38 +36,22 @@ def offered(engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterato
             endpoint = PrefillEndpoint(holder.layout, create_engine(engine))
             held.append((holder, oracle.place(holder, tokens, seed), stack.enter_context(endpoint)))
 
-        def send(room, positions, aux=None):
+        def send(room, positions, aux=None, layers=None):
             last = positions.stop == tokens
             for holder, address, endpoint in held:
-                oracle.write(holder, address, positions)
-                part = address if last else RequestAddress(positions.stop, address.spans)
-                endpoint.send(room, part, tokens=positions, last=last, aux=aux)
-
-        def send_layers(room, positions, layers):
-            for holder, address, endpoint in held:
-                mine = [r.layer for r in holder.layout.regions]
-                if not set(mine).intersection(layers):
+                own = {region.layer for region in holder.layout.regions}
+                if layers is not None and not own.intersection(layers):
                     continue
-                oracle.write(oracle.of_layers(holder, layers), address, positions)
-                last = positions.stop == tokens and max(mine) in layers
-                part = (
-                    address
-                    if positions.stop == tokens
-                    else RequestAddress(positions.stop, address.spans)
-                )
-                endpoint.send(room, part, tokens=positions, layers=layers, last=last)
+                oracle.write(oracle.of_layers(holder, layers or own), address, positions)
+                part = address if last else RequestAddress(positions.stop, address.spans)
+                ends = last and (layers is None or max(own) in layers)
+                chunk = {"tokens": positions, "layers": layers, "last": ends}
+                endpoint.send(room, part, **chunk, aux=aux if ends else None)
 
         def wait(room):
             return [(each.wait(room, PATIENCE / 4), each.failure(room)) for _, _, each in held]
 
-        yield (
-            [endpoint.address for _, _, endpoint in held],
-            {
-                "send": send,
-                "send_layers": send_layers,
-                "wait": wait,
-            },
-        )
+        yield [endpoint.address for _, _, endpoint in held], {"send": send, "wait": wait}
 
 
 def serve(pipe: Any) -> None:

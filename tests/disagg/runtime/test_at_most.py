@@ -72,7 +72,7 @@ def test_a_request_of_unknown_length_comes_whole_over_every_engine(farm, engine,
         for chunk in (range(9), range(9, TOKENS)):
             if by_layer:
                 for layer in LAYERS:
-                    prefill("send_layers", "r", chunk, range(layer, layer + 1))
+                    prefill("send", "r", chunk, None, range(layer, layer + 1))
             else:
                 prefill("send", "r", chunk)
         for decode, dest, table in rooms:

@@ -46,7 +46,7 @@ def test_layers_are_read_as_they_are_computed(farm, engine, pool, shape):
         assert not decode.layer_ready("r", 0)
         for chunk in CHUNKS:
             for layer in range(4):
-                prefill("send_layers", "r", chunk, range(layer, layer + 1))
+                prefill("send", "r", chunk, None, range(layer, layer + 1))
                 if chunk is CHUNKS[-1]:
                     assert decode.wait_layer("r", layer, 30) is not KVPoll.Failed
                     assert oracle.holds(oracle.of_layers(dest, range(layer + 1)), address)
