@@ -246,9 +246,7 @@ class Rank:
     def turn(self) -> None:
         """Lets both endpoints do what there is to do now."""
         for endpoint in self._endpoints:
-            until = time.monotonic() + BUSY_SECONDS
-            while endpoint.driver.turn_for_caller(waits=True) and time.monotonic() < until:
-                pass
+            endpoint.driver.turn_for_caller(BUSY_SECONDS)
 
     def close(self) -> None:
         """Aborts what is open, tells peers and closes the engines."""

@@ -121,28 +121,29 @@ class Driver:
                 self._turning.release()
         return loop.busy
 
-    def turn_for_caller(self, *, waits: bool = False) -> bool:
+    def turn_for_caller(self, seconds: float = 0.0) -> None:
         """A turn in the thread of a caller that asks, beside the driver's thread, unless one is
-        under way or was just now; whether the next has something to do at once. Only with `waits`
-        it does what may take time.
+        under way or was just now: only what returns at once. With `seconds`, also what may take
+        time, turn after turn for so long while there is more to do at once.
         """
         now, thread = time.monotonic(), self._thread
-        if thread is None or (now < self._next_asked and not waits):
-            return False
+        if thread is None or (now < self._next_asked and not seconds):
+            return
+        loop = self._loop
         with deferred_signals:
             if not self._turning.acquire(blocking=False):
-                return False
+                return
             try:
                 self._next_asked = now + ASKED_SECONDS
-                if self._loop.closed is not None:
-                    return False
-                self._turn(waits=waits)
+                while loop.closed is None:
+                    self._turn(waits=seconds > 0)
+                    if not loop.busy or time.monotonic() >= now + seconds:
+                        break
             finally:
                 self._turning.release()
-            if self._loop.busy:
-                with self._loop.lock:
+            if loop.busy:
+                with loop.lock:
                     thread.wake_up()
-        return self._loop.busy
 
     def wait(
         self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
