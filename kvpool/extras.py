@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {
+    "cryptography": ("cryptography", "keys"),
     "prometheus_client": ("prometheus-client", "metrics"),
     "rich": ("rich", "cli"),
     "torch": ("PyTorch", "torch"),

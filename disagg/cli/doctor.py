@@ -21,7 +21,7 @@ PACKAGES = (
     "kvpool",
     "torch",
     "numpy",
-    "pyzmq",
+    "cryptography",
     "triton",
     "torch-npu",
     "nixl-cu12",

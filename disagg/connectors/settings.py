@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
+from disagg.runtime.sockets.credentials import TLSFiles
 from kvpool.layout.sentences import nearest
 
 
@@ -21,12 +22,14 @@ class Settings:
     """What moves bytes: local, nixl, mooncake, or another of `disagg.engines`."""
     bind: str | None = None
     """Where this engine's ranks listen for decode engines: None is a new unix socket a rank;
-    `tcp://HOST:*` with keys serves other hosts.
+    `tcp://HOST:*` with keys (or `tls`) serves other hosts.
     """
     keys: str | None = None
     """A folder of `kvpool keys`."""
+    tls: TLSFiles | None = None
+    """In place of keys, paths of an organisation's own files: `ca`, `certificate` and `key`."""
     insecure: bool = False
-    """Without keys, messages may leave this host all the same."""
+    """TCP without keys: messages can be read, and anybody may connect."""
     lease: float | None = 300.0
     """Seconds for which blocks wait for a decode engine."""
     offer_timeout: float | None = 60.0
@@ -92,4 +95,9 @@ class Settings:
         """What both endpoints take."""
         # an engine can hold the GIL for long: while it compiles, or captures graphs
         peer_timeout = STEPPED_PEER_TIMEOUT if self.peer_timeout is None else self.peer_timeout
-        return {"keys": self.keys, "insecure": self.insecure, "peer_timeout": peer_timeout}
+        return {
+            "keys": self.keys,
+            "tls": self.tls,
+            "insecure": self.insecure,
+            "peer_timeout": peer_timeout,
+        }

@@ -47,16 +47,16 @@ class Scratch:
     """Memory to receive into; `view` is what was received."""
 
     def __init__(self, nbytes: int) -> None:
-        self._held = ctypes.create_string_buffer(nbytes)
-        self.view = memoryview(self._held).cast("B")
+        self._memory = ctypes.create_string_buffer(nbytes)
+        self.view = memoryview(self._memory).cast("B")
 
-    def receive(self, descriptor: int, flags: int) -> int:
-        """Bytes that a non-blocking socket had. Raises OSError."""
-        return _checked(_recv(descriptor, self._held, len(self.view), flags))
+    def receive(self, descriptor: int, most: int, flags: int) -> int:
+        """Bytes that a non-blocking socket had, at most `most`. Raises OSError."""
+        return _checked(_recv(descriptor, self._memory, most, flags))
 
     def read(self, descriptor: int) -> None:
-        """Takes what a non-blocking pipe holds, and says nothing of it."""
-        _read(descriptor, self._held, len(self.view))
+        """Takes what a non-blocking pipe holds."""
+        _read(descriptor, self._memory, len(self.view))
 
 
 def send(descriptor: int, data: bytes, flags: int) -> int:
@@ -86,7 +86,7 @@ class ReadyFiles:
     def take(self) -> list[tuple[int, int]]:
         """File numbers and masks, without waiting. Raises OSError."""
         count = _checked(_epoll_wait(self._epoll, self._events, MAX_EVENTS, 0))
-        return [(each.data & 0xFFFFFFFF, each.mask) for each in self._events[:count]]
+        return [(event.data & 0xFFFFFFFF, event.mask) for event in self._events[:count]]
 
 
 def _checked(result: int) -> int:

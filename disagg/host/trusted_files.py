@@ -1,5 +1,5 @@
 """Files that a process believes: read only if nobody but its own user and root can have written
-them. Checked on what was opened, which cannot change under the check; no symbolic link is followed.
+them. What was opened is checked, which cannot change under the check.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ MAX_BYTES = 64 << 10
 
 def open_folder(path: Path) -> int:
     """Opens a folder that nobody else can write to. Raises FileNotFoundError, ValueError."""
-    return _open(path, path, os.O_DIRECTORY, None, WRITE)
+    return _open(path, path, os.O_DIRECTORY | os.O_NOFOLLOW, None, WRITE)
 
 
-def read_file(folder: int, path: Path, refused: int = WRITE) -> bytes:
-    """The content, 64 KiB at most, of the file of `path`'s name in an open folder. Other users must
-    have none of the permissions `refused`. Raises FileNotFoundError, ValueError.
+def read_in_folder(folder: int, path: Path) -> bytes:
+    """The content of the private file of `path`'s name in an open folder; see `read_file`. A
+    symbolic link is not followed.
     """
-    file = _open(path, path.name, os.O_NONBLOCK, folder, refused)
-    with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ValueError(f"{path}: no regular file. Remove it.")
-        return opened.read(MAX_BYTES)
+    return _read(path, _open(path, path.name, os.O_NONBLOCK | os.O_NOFOLLOW, folder, ANY))
+
+
+def read_file(path: Path, refused: int) -> bytes:
+    """The content of a file, 64 KiB at most. Other users must have none of the permissions
+    `refused`. Raises FileNotFoundError, ValueError.
+    """
+    return _read(path, _open(path, path, os.O_NONBLOCK, None, refused))
 
 
 def write_file(folder: int, name: str, data: bytes, mode: int) -> None:
@@ -37,12 +40,21 @@ def write_file(folder: int, name: str, data: bytes, mode: int) -> None:
         file.write(data)
 
 
+def _read(path: Path, descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path}: no regular file. Remove it.")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path}: more than {MAX_BYTES:,} bytes.")
+    return data
+
+
 def _open(path: Path, name: str | Path, flags: int, folder: int | None, refused: int) -> int:
-    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        handle = os.open(name, flags, dir_fd=folder)
-    except FileNotFoundError:
-        raise
+        descriptor = os.open(name, flags | os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise ValueError(
@@ -50,11 +62,11 @@ def _open(path: Path, name: str | Path, flags: int, folder: int | None, refused:
             ) from None
         raise ValueError(f"{path}: {error.strerror}.") from None
     try:
-        _check(path, os.fstat(handle), refused)
+        _check(path, os.fstat(descriptor), refused)
     except ValueError:
-        os.close(handle)
+        os.close(descriptor)
         raise
-    return handle
+    return descriptor
 
 
 def _check(path: Path, status: os.stat_result, refused: int) -> None:

@@ -30,7 +30,6 @@ from disagg.runtime.loop.ended_file import EndedFile
 from disagg.runtime.loop.event_loop import EventLoop
 from disagg.runtime.loop.io_thread import IOThread, Pace
 from disagg.runtime.loop.waiters import Waiters
-from disagg.runtime.transport import WaitsAside
 
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
@@ -56,7 +55,6 @@ class Driver:
         self._next_asked = 0.0
         self._paused = 0.0
         """How long the thread waits now, at most: a call that leaves less time wakes it."""
-        self._waits_aside = isinstance(loop.transport, WaitsAside)
         self._thread: IOThread | None = None
         loop.room_ended = self._waiters.ended
         if threaded:
@@ -99,13 +97,12 @@ class Driver:
         without a message; whether the next has something to do at once.
         """
         loop = self._loop
-        if pause and self._waits_aside:
+        if pause:
             try:
                 loop.transport.wait(pause)
             except (OSError, ValueError):
                 if loop.closed is None:  # else a signal's handler has closed it
                     raise
-            pause = 0.0
         with deferred_signals:
             with loop.lock:  # under which calls send what follows from them
                 if not self._turning.acquire(blocking=False):
@@ -113,8 +110,6 @@ class Driver:
                         "step() and wait() turn the loop: call them from one thread at a time."
                     )
             try:
-                if pause:
-                    loop.transport.wait(pause)
                 if loop.closed is None:
                     self._turn()
             finally:
@@ -259,14 +254,12 @@ class Driver:
         """One turn of the thread; the seconds until the next, None after the last."""
         with self._loop.lock:
             closing = self._loop.closed is not None
-            pause = self._paused = 0.0 if self._waits_aside else self._pause()
+            self._paused = 0.0
         # one that waits for the lock gets it before the GIL, and holds up all callers until then
         if not self._turning.acquire(blocking=False):
             time.sleep(ASKED_SECONDS)
         else:
             try:
-                if pause:
-                    thread.pause(pause)
                 thread.clear()
                 self._turn()
             finally:
@@ -274,7 +267,7 @@ class Driver:
             if closing:
                 return None
         with self._loop.lock:
-            self._paused = self._pause() if self._waits_aside else 0.0
+            self._paused = self._pause()
             return self._paused
 
     def _turn(self, *, waits: bool = True) -> None:

@@ -1,81 +1,86 @@
-"""Keys of a deployment: with them, messages are encrypted, and each side talks to the other only.
+"""Key files of a deployment: an authority of its own, and a private key with its certificate for
+each side.
 
-A folder (`kvpool keys FOLDER`) with one file for each side: its own CURVE key pair of ZeroMQ, and
-the other side's public key. Who holds decode's file can dial prefills, and cannot pose as one.
+The folder (`kvpool keys FOLDER`) holds `ca.key` and `ca.pem`, and for each side a file to be copied
+to its hosts: `prefill.pem` and `decode.pem` with the side's private key, its certificate, and the
+authority's. `ca.key` stays where it is: it can make certificates of either side.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-import zmq
+from disagg.host.trusted_files import open_folder, read_in_folder, write_file
+from disagg.runtime.sockets.credentials import USAGES, Side
+from kvpool.extras import needed_by
 
-from disagg.host.trusted_files import ANY, open_folder, read_file, write_file
+if TYPE_CHECKING:
+    from disagg.runtime.certificates import Authority
 
-Side = Literal["prefill", "decode"]
-Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
-"""32 bytes of Curve25519 as Z85."""
+SIDE_DAYS = 365
 
 
-class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The pair of one side, and the public key of the `other`."""
+class KeyFile(NamedTuple):
+    """A side's file, the SHA-256 of its certificate, and when that expires."""
 
     side: Side
-    public: Key
-    secret: Key
-    other: Key
-
-    def __repr__(self) -> str:
-        return f"Keys({self.side} {self.public})"
+    path: Path
+    fingerprint: str
+    expires: datetime
 
 
-def read_keys(path: str | os.PathLike[str], side: Side) -> Keys:
-    """The keys of a side, from its file or the folder of both. Raises ValueError for a file of the
-    other side, for what is no key file, and for a file that another user owns or may open.
+def write_keys(path: str | os.PathLike[str], days: float = SIDE_DAYS) -> list[KeyFile]:
+    """Makes an authority and the files of both sides, valid for `days`, in a new folder that only
+    its owner may open. Raises OSError, and MissingExtra without package cryptography.
     """
-    given = Path(path)
-    file = given / f"{side}.key" if os.path.isdir(given) else given
-    try:
-        folder = open_folder(file.parent)
-        try:
-            data = read_file(folder, file, ANY)
-        finally:
-            os.close(folder)
-    except FileNotFoundError as error:
-        raise ValueError(f"keys {file}: {error.strerror}. Make it: kvpool keys FOLDER") from None
-    except ValueError as error:
-        raise ValueError(f"keys {error}") from None
-    try:
-        keys = msgspec.json.decode(data, type=Keys)
-        paired = zmq.curve_public(keys.secret.encode()) == keys.public.encode()
-    except (msgspec.MsgspecError, zmq.ZMQError, ValueError) as error:
-        raise ValueError(f"keys {file}: {error}. Make it anew: kvpool keys FOLDER") from None
-    if not paired:
-        raise ValueError(f"keys {file}: no pair. Make it anew: kvpool keys FOLDER")
-    if keys.side != side:
-        raise ValueError(f"keys {file}: {keys.side}'s, and this is {side}. Give it {side}.key.")
-    return keys
+    with needed_by("kvpool keys"):
+        from disagg.runtime.certificates import new_authority
 
+    def make(folder: int) -> Authority:
+        authority = new_authority()
+        write_file(folder, "ca.key", authority.key_pem, 0o600)
+        write_file(folder, "ca.pem", authority.pem, 0o600)
+        return authority
 
-def write_keys(path: str | os.PathLike[str]) -> tuple[Keys, Keys]:
-    """Makes prefill's and decode's keys, in a new folder that only its owner may open. Raises
-    OSError.
-    """
-    (public, secret), (other_public, other_secret) = (
-        (pair[0].decode(), pair[1].decode()) for pair in (zmq.curve_keypair(), zmq.curve_keypair())
-    )
-    made = (
-        Keys("prefill", public, secret, other_public),
-        Keys("decode", other_public, other_secret, public),
-    )
     os.mkdir(path, 0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return _issue(Path(path), make, days)
+
+
+def renew_keys(path: str | os.PathLike[str], days: float = SIDE_DAYS) -> list[KeyFile]:
+    """Replaces the files of both sides in a folder of `write_keys` by new ones of its authority.
+    Raises OSError, ValueError for other files, and MissingExtra as `write_keys` does.
+    """
+    with needed_by("kvpool keys"):
+        from disagg.runtime.certificates import read_authority
+
+    def read(folder: int) -> Authority:
+        files = [read_in_folder(folder, Path(path) / name) for name in ("ca.key", "ca.pem")]
+        try:
+            return read_authority(*files)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: ca.key or ca.pem: {error}.") from None
+
+    return _issue(Path(path), read, days)
+
+
+def _issue(path: Path, authority: Callable[[int], Authority], days: float) -> list[KeyFile]:
+    """Writes each side's file, whole or not at all: an endpoint may read it at any time."""
+    from disagg.runtime.certificates import issue
+
+    folder, files = open_folder(path), []
     try:
-        for keys in made:
-            write_file(folder, f"{keys.side}.key", msgspec.json.encode(keys), 0o600)
+        signer = authority(folder)
+        for side in USAGES:
+            pem, fingerprint, expires = issue(signer, side, days)
+            name, new = f"{side}.pem", f".{side}.{secrets.token_hex(4)}"
+            write_file(folder, new, pem, 0o600)
+            os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+            files.append(KeyFile(side, path / name, fingerprint, expires))
     finally:
         os.close(folder)
-    return made
+    return files

@@ -11,12 +11,11 @@ from msgspec import Meta
 
 from disagg.engines.base import engine_names
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
-from disagg.runtime.keys import read_keys
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.sockets.address import Address
+from disagg.runtime.sockets.credentials import Side, TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
-from disagg.runtime.zmq_transport import ZmqTransport
 from kvpool.layout.sentences import nearest
 
 PEER_TIMEOUT = 10.0
@@ -50,6 +49,11 @@ RULES: Mapping[str, Rule] = {
     "engine": Rule(str, "an installed engine's name", lambda name: name in engine_names()),
     "bind": Rule(str | None, "ipc://PATH, tcp://HOST:PORT, or None", _is_address),
     "keys": Rule(_Path | None, "a folder of `kvpool keys` or a file of it, or None"),
+    "tls": Rule(
+        dict[Literal["ca", "certificate", "key"], _Path] | None,
+        'paths "ca", "certificate" and "key", or None',
+        lambda files: len(files) == 3,
+    ),
     "insecure": _TRUTH,
     "threaded": _TRUTH,
     "prefault": _TRUTH,
@@ -81,11 +85,13 @@ class Options(TypedDict, total=False):
     step.
     """
     keys: str | os.PathLike[str] | None
-    """A folder of `kvpool keys`, or this side's file of it: messages are encrypted, and only the
-    other side's holders may connect. Without, messages stay on this host.
+    """A folder of `kvpool keys`, or this side's file of it: over TCP messages are encrypted, and
+    only holders of the other side's may connect. Without, messages go over unix sockets only.
     """
+    tls: TLSFiles | None
+    """In place of keys, files of an organisation's own (docs/security.md)."""
     insecure: bool
-    """Without keys, messages may leave this host all the same, and anybody may connect."""
+    """TCP without keys: messages can be read, and anybody may connect."""
     transport: Transport | None
     """Another one. Who made it closes it."""
     clock: Callable[[], float]
@@ -114,6 +120,11 @@ def check_values(**values: object) -> None:
             plain = float(value)  # numpy's too
         elif name == "keys" and isinstance(value, os.PathLike):
             plain = os.fspath(value)
+        elif name == "tls" and isinstance(value, Mapping):
+            plain = {
+                file: os.fspath(path) if isinstance(path, os.PathLike) else path
+                for file, path in value.items()
+            }
         try:
             fits = msgspec.convert(plain, rule.kind) is None or rule.fits(plain)
         except msgspec.ValidationError:
@@ -135,31 +146,32 @@ def check_options(endpoint: str, options: Options) -> float:
     check_values(**options)
     default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT
     peer_timeout = options.get("peer_timeout", default)
-    keys, insecure = options.get("keys") is not None, options.get("insecure", False)
-    if keys and insecure:
-        raise ValueError("insecure=True is for endpoints without keys: give one of the two.")
-    if options.get("transport") is not None and (keys or insecure):
-        raise ValueError("a transport was given, which keys or insecure=True do not change.")
+    ways = [name for name in ("keys", "tls") if options.get(name) is not None]
+    ways += ["insecure=True"] if options.get("insecure", False) else []
+    if len(ways) > 1:
+        raise ValueError(f"{' and '.join(ways)}: give one of them.")
+    if ways and options.get("transport") is not None:
+        raise ValueError(f"a transport was given, which {ways[0]} does not change.")
     return float(peer_timeout)
 
 
-def open_transport(
-    options: Options, side: Literal["prefill", "decode"]
-) -> tuple[Transport, Callable[[], None]]:
+def open_transport(options: Options, side: Side) -> tuple[Transport, Callable[[], None]]:
     """The transport of an endpoint, and what closes it: nothing, if it is the caller's."""
-    transport, keys = options.get("transport"), options.get("keys")
-    if transport is not None:
-        return transport, lambda: None
-    made: SocketTransport | ZmqTransport
-    if keys is None:
-        made = SocketTransport(options.get("insecure", False))
-    else:
-        made = ZmqTransport(read_keys(keys, side))
-    return made, made.close
+    lent, keys, tls = options.get("transport"), options.get("keys"), options.get("tls")
+    if lent is not None:
+        return lent, lambda: None
+    credentials = None
+    if keys is not None:
+        credentials = open_keys(keys, side)
+    elif tls is not None:
+        credentials = open_tls_files(tls, side)
+    transport = SocketTransport(options.get("insecure", False), credentials)
+    return transport, transport.close
 
 
 def default_address(options: Options) -> str:
     """Where a prefill listens if nothing else is said: a new unix socket; with keys, a new port of
     loopback.
     """
-    return "ipc://*" if options.get("keys") is None else "tcp://127.0.0.1:*"
+    plain = options.get("keys") is None and options.get("tls") is None
+    return "ipc://*" if plain else "tcp://127.0.0.1:*"

@@ -1,8 +1,8 @@
-"""Messages over stream sockets, unix or TCP, for endpoints without keys.
+"""Messages over stream sockets: unix sockets within a host, TLS over TCP between hosts.
 
-Who dials in is named by random bytes, not by what it claims. On one host the kernel says whose
-process a peer is; only this user's and root's are served. What peers can make this process hold is
-bounded.
+A peer that dials in is named by random bytes, not by what it claims. Over a unix socket the kernel
+says whose process it is, and only this user's and root's are served; over TCP its certificate says
+which side it is. What peers can make this process hold is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal
 
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
@@ -22,9 +21,11 @@ from disagg.protocol.effects import Peer
 from disagg.runtime.sockets import limits
 from disagg.runtime.sockets.address import Address, Dial
 from disagg.runtime.sockets.connection import Connection
+from disagg.runtime.sockets.credentials import Credentials, Side
 from disagg.runtime.sockets.dialling import Dialling
+from disagg.runtime.sockets.handshakes import MAX_ACCEPTED, Handshakes
 from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
-from disagg.runtime.sockets.listener import Listener, distrusted, origin, tune
+from disagg.runtime.sockets.listener import Listener, distrust, origin, tune
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
@@ -44,23 +45,22 @@ class SocketTransport:
     """See disagg.runtime.transport.Transport. Addresses: `ipc://PATH`, `ipc://*` (a new path that
     only this user can open), `tcp://HOST:PORT`.
 
-    Without `insecure` it talks to processes of this host only, of the same user or root. With it
-    anybody may connect over TCP.
+    TCP carries TLS with `credentials`, nothing else. Without them TCP is refused, unless it is
+    `insecure`: then anybody may connect over it.
     """
 
-    waits_aside: Literal[True] = True
-
-    def __init__(self, insecure: bool = False) -> None:
-        self._insecure = insecure
+    def __init__(self, insecure: bool = False, credentials: Credentials | None = None) -> None:
+        self._insecure, self._credentials = insecure, credentials
         self._watch = Watch()
         self._scratch = Scratch(READ_BYTES)
         self._listener: Listener | None = None
         self._peers: dict[Peer, Connection] = {}
         self._requests: deque[tuple[int, Address | None]] = deque()
-        self._dialling = Dialling(self._watch, insecure)
+        self._handshakes = Handshakes(self._watch, self._scratch, credentials)
+        self._dialling = Dialling(self._watch, self._handshakes)
         self._leaving = Leaving(self._watch, self._scratch)
         self._again: dict[Connection, None] = {}
-        self._corked: dict[Connection, None] | None = None
+        self._unflushed: dict[Connection, None] = {}
         self._ended: deque[Connection] = deque()
         self._most = limits.max_connections()
         self._accept_at = 0.0
@@ -74,7 +74,7 @@ class SocketTransport:
             if address == "ipc://*":
                 address = f"ipc://{new_path()}"
             parsed = Address.parse(address)
-            self._allow(parsed)
+            self._allow(parsed, "prefill")
             listener = Listener(parsed)
         except (OSError, ValueError) as error:
             raise ValueError(f"bind {address!r}: {str(error).rstrip('.')}.") from None
@@ -94,7 +94,7 @@ class SocketTransport:
                 parsed = Address.parse(address)
                 if not (parsed.path or parsed.port):
                     raise ValueError("it names no port to dial")
-                self._allow(parsed)
+                self._allow(parsed, "decode")
             except ValueError as error:
                 raise ValueError(f"connect: address {address!r}: {error}.") from None
         self._requests.append((peer, parsed))
@@ -105,35 +105,30 @@ class SocketTransport:
         connection = self._peers.get(peer)
         if connection is None:
             return "it cannot be reached: its connection has ended."
-        problem = connection.send(data, later=self._corked is not None)
-        if problem is not None and connection.problem is None:
+        problem = connection.send(data)
+        if problem is None:
+            self._unflushed[connection] = None
+        elif connection.problem is None:
             self._drop(connection, problem)
-        elif self._corked is not None:
-            self._corked[connection] = None
-        else:
-            self._watch.update(connection)
         return problem
 
-    def where(self, peer: Peer) -> str:
-        """See Locates."""
-        connection = self._peers.get(peer)
-        return origin(connection.stream) if connection and connection.stream else ""
-
-    def cork(self) -> None:
-        """See Corks."""
-        self._corked = {}
-
-    def uncork(self) -> None:
-        """See Corks."""
-        corked, self._corked = self._corked or {}, None
-        for connection in corked:
+    def flush(self) -> None:
+        """See Transport."""
+        unflushed, self._unflushed = self._unflushed, {}
+        for connection in unflushed:
             if connection.up:
                 connection.flush()
-            self._watch.update(connection)
+                self._watch.update(connection)
+
+    def where(self, peer: Peer) -> str:
+        """See Transport."""
+        connection = self._peers.get(peer)
+        return origin(connection.stream) if connection and connection.stream else ""
 
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
         """See Transport."""
         self._plug()
+        self.flush()
         self._tend()
         ended, self._ended = self._ended, deque()
         for connection in ended:
@@ -173,20 +168,22 @@ class SocketTransport:
         if self._listener is not None:
             self._listener.socket.close()
 
-    def _allow(self, address: Address) -> None:
-        """Raises ValueError for an address beyond this host, unless it may be one."""
-        if address.is_local:
+    def _allow(self, address: Address, side: Side) -> None:
+        """Raises ValueError for an address of TCP without what TCP needs on this `side`."""
+        if address.path:
             return
-        if not self._insecure:
+        if self._credentials is not None:
+            if self._credentials.side != side:
+                raise ValueError(f"these are {self._credentials.side}'s keys")
+        elif not self._insecure:
             raise ValueError(
-                "without keys, control messages stay on this host. Give both sides keys "
-                "(kvpool keys; keys=...), use an address of loopback or ipc://PATH, or say "
-                "insecure=True"
+                "TCP needs keys on both sides (kvpool keys FOLDER; keys=... or tls=...). Within "
+                "this host use ipc://PATH, or say insecure=True"
             )
-        if address.text not in self._exposed:
+        elif address.text not in self._exposed:
             self._exposed.add(address.text)
             log.warning(
-                "%s: control messages without keys (insecure=True): who reaches this network can "
+                "%s: control messages without keys (insecure=True): who reaches this address can "
                 "read them and pose as a peer.",
                 address.text,
             )
@@ -225,19 +222,23 @@ class SocketTransport:
         """How long nothing is due, `timeout` at most."""
         if self._again or self._ended:
             return 0.0
-        due = [at for at in (self._dialling.due, self._leaving.due, self._accept_at) if at]
+        due = [time for time in (self._dialling.due, self._leaving.due, self._accept_at) if time]
         return max(0.0, min(timeout, min(due) - time.monotonic())) if due else timeout
 
     def _turn(self, timeout: float, wake: int | None = None) -> list[Connection]:
         """Waits, accepts, sends what is queued; returns whom to read from."""
-        ready = self._again
-        self._again = {}
+        ready, self._again = self._again, {}
+        self._handshakes.begin_turn()
         for connection, mask in self._watch.wait(timeout, wake):
             if connection is None:
                 if self._listener is not None:
                     self._accept(self._listener)
             elif connection in self._leaving:
                 self._leaving.see_off(connection)
+            elif connection.session is not None and not connection.up:
+                self._shake(connection)
+                if connection.up:  # the first message may have come with the end of the handshake
+                    ready[connection] = None
             elif not connection.up:
                 if (problem := self._dialling.reached(connection)) is not None:
                     self._refuse(connection, problem)
@@ -253,21 +254,30 @@ class SocketTransport:
         """One read from a connection, and the messages that it has completed."""
         if connection.stream is None:
             return []  # it has ended in this turn
-        data = self._scratch.view[:0] if connection.more else connection.read(self._scratch)
-        if data is None:
-            if connection.problem is not None:
-                self._end(connection, connection.problem)
-            return []
         try:
-            messages = connection.take(data)
+            more = connection.more
+            data = self._scratch.view[:0] if more else connection.read(self._scratch)
+            messages = connection.take(data) if data or more else []
         except ValueError as error:
             self._refuse(connection, str(error))
             return []
         if connection.more:
             self._again[connection] = None
+        elif connection.problem is not None:
+            self._end(connection, connection.problem)
         if connection.unread and (excess := limits.too_much_unread(self._watch.connections())):
             self._refuse(*excess)
         return messages
+
+    def _shake(self, connection: Connection) -> None:
+        """One step of a TLS handshake."""
+        try:
+            self._handshakes.go_on(connection)
+        except ValueError as error:
+            self._refuse(connection, str(error))
+            return
+        if connection.problem is not None:
+            self._end(connection, connection.problem)
 
     def _accept(self, listener: Listener) -> None:
         streams = []
@@ -285,19 +295,30 @@ class SocketTransport:
                 self._watch.listen(listener.socket, accepting=False)
                 break
             streams.append(stream)
-        # before it speaks: who may not speak here must not take the place of one who may
-        checked = not self._insecure or listener.socket.family == socket.AF_UNIX
-        problems = distrusted(streams) if checked else {}
         for stream in streams:
-            connection = Connection(secrets.token_bytes(16))
-            connection.up = True
-            self._peers[connection.peer] = connection
-            self._watch.add(connection, stream)
-            if stream in problems:
-                self._refuse(connection, problems[stream])
-            elif len(self._watch) > self._most:
-                full = f"{self._most} connections are open already."
-                self._refuse(limits.longest_silent(self._watch.connections()) or connection, full)
+            self._add(stream)
+
+    def _add(self, stream: socket.socket) -> None:
+        """A connection that was accepted."""
+        connection = Connection(secrets.token_bytes(16))
+        try:
+            self._handshakes.begin(connection, stream.family)
+        except ValueError:  # of this side's files: the credentials have logged it
+            stream.close()
+            return
+        self._peers[connection.peer] = connection
+        self._watch.add(connection, stream)
+        unix = stream.family == socket.AF_UNIX
+        # before it speaks: a stranger must not take the place of a peer
+        if unix and (problem := distrust(stream)) is not None:
+            self._refuse(connection, problem)
+        elif len(self._watch) > self._most:
+            silent = limits.longest_silent(
+                other for other in self._watch.connections() if other not in self._leaving
+            )
+            self._refuse(silent or connection, f"{self._most} connections are open already.")
+        elif (oldest := self._handshakes.crowded_out()) is not None:
+            self._refuse(oldest, f"{MAX_ACCEPTED} TLS handshakes are under way already.")
 
     def _end(self, connection: Connection, problem: str) -> None:
         """A connection has ended. Who was dialled and hung up without a word was not the peer, or
@@ -324,13 +345,18 @@ class SocketTransport:
     def _retire(self, connection: Connection) -> None:
         """Gives a connection up, once what was sent has left."""
         self._dialling.discard(connection)
+        self._handshakes.discard(connection)
         self._again.pop(connection, None)
         self._leaving.add(connection)
 
     def _drop(self, connection: Connection, problem: str) -> None:
-        """Closes a connection at once. What is sent to a dialled peer is refused from now on."""
-        self._watch.close(connection)
+        """Closes a connection. What is sent to a dialled peer is refused from now on."""
+        if connection.session is not None and connection.session.refused:
+            self._leaving.add(connection)  # with an alert, which says why
+        else:
+            self._watch.close(connection)
         self._dialling.discard(connection)
+        self._handshakes.discard(connection)
         self._again.pop(connection, None)
         connection.problem, connection.more = problem, False
         connection.unread.clear()

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 
 from disagg.protocol.effects import Peer
 
@@ -21,8 +21,11 @@ class Lost(NamedTuple):
 
 
 class Transport(Protocol):
-    """Connections by peer: who dials is known by bytes that the transport chooses, who was dialled
-    by the number that the caller gave. Used by one thread at a time, but for `connect`.
+    """Connections by peer: a peer that dials in is known by bytes that the transport chooses, one
+    that was dialled by the number that the caller gave.
+
+    One thread at a time uses it, with two exceptions: any thread may `connect`, and one thread may
+    be in `wait` while another one uses the rest.
     """
 
     def bind(self, address: str) -> str:
@@ -34,7 +37,12 @@ class Transport(Protocol):
         """
 
     def send(self, peer: Peer, data: bytes) -> str | None:
-        """Sends without blocking; returns what is wrong with the peer, if anything."""
+        """Takes a message, which leaves with `flush` or `poll`, if not before; returns what is
+        wrong with the peer, if anything. Never blocks.
+        """
+
+    def flush(self) -> None:
+        """Sends what was taken, without blocking."""
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
         """Waits as `poll` does, and takes nothing."""
@@ -45,35 +53,12 @@ class Transport(Protocol):
         yields Lost after its last message, unless `connect` has replaced it.
         """
 
-
-@runtime_checkable
-class WaitsAside(Protocol):
-    """A transport for which one thread can `wait` while another uses it."""
-
-    waits_aside: Literal[True]
-
-
-@runtime_checkable
-class Locates(Protocol):
-    """A transport that knows where its peers are."""
-
     def where(self, peer: Peer) -> str:
-        """In words, for a log; empty if it is not known (any more)."""
-
-
-@runtime_checkable
-class Corks(Protocol):
-    """A transport that sends many messages with hardly more work than one."""
-
-    def cork(self) -> None:
-        """From here on `send` may keep messages back."""
-
-    def uncork(self) -> None:
-        """Sends what was kept back, without blocking."""
+        """Where a peer is, in words, for a log; empty if that is not known (any more)."""
 
 
 @dataclass(eq=False, slots=True)
-class Connection:
+class MemoryConnection:
     """A connection of a MemoryNetwork, which the listener knows by `identity`."""
 
     dialler: MemoryTransport
@@ -90,24 +75,26 @@ class MemoryNetwork:
         self.listeners: dict[str, MemoryTransport] = {}
         self._numbers = itertools.count(1)
 
-    def dial(self, dialler: MemoryTransport, peer: int, address: str) -> Connection:
+    def dial(self, dialler: MemoryTransport, peer: int, address: str) -> MemoryConnection:
         """Opens a connection."""
-        return Connection(dialler, peer, address, self.identity())
+        return MemoryConnection(dialler, peer, address, self.identity())
 
     def identity(self) -> bytes:
         """A name that no connection has had."""
         return f"peer {next(self._numbers)}".encode()
 
-    def hang_up(self, connection: Connection) -> None:
+    def hang_up(self, connection: MemoryConnection) -> None:
         """Closes a connection."""
         connection.closed = True
 
-    def carry(self, connection: Connection, way: Literal["up", "down"], data: bytes) -> None:
-        """Takes a message to the listener (`up`) or to who dialled (`down`)."""
+    def carry(self, connection: MemoryConnection, way: Literal["up", "down"], data: bytes) -> None:
+        """Takes a message to the listener (`up`) or to the side that dialled (`down`)."""
         self.deliver(connection, way, data)
 
-    def deliver(self, connection: Connection, way: Literal["up", "down"], data: bytes) -> None:
-        """Hands a message over; without anybody to take it, it is lost."""
+    def deliver(
+        self, connection: MemoryConnection, way: Literal["up", "down"], data: bytes
+    ) -> None:
+        """Hands a message over; without a receiver it is lost."""
         if way == "up" and connection.address in self.listeners:
             self.listeners[connection.address].accept(connection, data)
         elif way == "down" and not connection.closed:
@@ -115,11 +102,13 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """See Transport. A turn of an endpoint takes what is in the inbox when it begins."""
+    """See Transport. It never waits, and sends at once. A turn of an endpoint takes what is in the
+    inbox when it begins.
+    """
 
     def __init__(self, network: MemoryNetwork) -> None:
         self.inbox: deque[tuple[Peer, bytes]] = deque()
-        self.connections: dict[Peer, Connection] = {}
+        self.connections: dict[Peer, MemoryConnection] = {}
         self._network = network
 
     def bind(self, address: str) -> str:
@@ -135,13 +124,10 @@ class MemoryTransport:
         if address is not None:
             self.connections[peer] = self._network.dial(self, peer, address)
 
-    def accept(self, connection: Connection, data: bytes) -> None:
+    def accept(self, connection: MemoryConnection, data: bytes) -> None:
         """A message has come over a connection that somebody else has dialled."""
         self.connections[connection.identity] = connection
         self.inbox.append((connection.identity, data))
-
-    def wait(self, timeout: float, wake: int | None = None) -> None:
-        """See Transport. It never waits."""
 
     def send(self, peer: Peer, data: bytes) -> str | None:
         """See Transport."""
@@ -151,7 +137,17 @@ class MemoryTransport:
         self._network.carry(connection, "down" if isinstance(peer, bytes) else "up", data)
         return None
 
+    def flush(self) -> None:
+        """See Transport."""
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """See Transport."""
+
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
-        """See Transport. It never waits."""
+        """See Transport."""
         for _ in range(len(self.inbox)):
             yield self.inbox.popleft()
+
+    def where(self, peer: Peer) -> str:
+        """See Transport."""
+        return ""

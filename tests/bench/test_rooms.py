@@ -1,4 +1,4 @@
-"""Rooms of 1 KiB a second between two processes, beside as many bare ZeroMQ messages; how long one
+"""Rooms of 1 KiB a second between two processes, beside as many bare frames over TCP; how long one
 takes from send to Success; many threads that wait beside one; many prefills beside one; and what a
 room costs that waits.
 """
@@ -13,13 +13,13 @@ from itertools import count
 from statistics import median
 
 import pytest
-import zmq
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool import MHAPool, RequestAddress, Span
 from tests.bench.conftest import PAIRS
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import FORKS
+from tests.streams import Server, dial
 
 OPEN = 512
 MESSAGES = 2  # each way: a request and its chunk, "done" and its answer
@@ -51,15 +51,14 @@ def wait_ended(endpoint, seconds):
 def serve(pipe, engine):
     """Offers the rooms that the pipe names, or sends messages back."""
     made, given = pool(), tables(OPEN)
-    socket = zmq.Context().socket(zmq.PAIR)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    with PrefillEndpoint(made.layout, create_engine(engine)) as prefill:
-        pipe.send((prefill.address, port))
+    with Server() as server, PrefillEndpoint(made.layout, create_engine(engine)) as prefill:
+        pipe.send((prefill.address, server.address))
+        bare = server.accept()
         while (told := pipe.recv()) is not None:
             what, first, number = told
             if what == "echo":
                 for _ in range(number):
-                    socket.send(socket.recv())
+                    bare.send(bare.receive())
             elif what == "one":
                 pipe.send(time.monotonic())
                 prefill.send(first, given[0])
@@ -82,9 +81,8 @@ class Peer:
         self.pipe, away = FORKS.Pipe()
         self.process = FORKS.Process(target=serve, args=(away, engine), daemon=True)
         self.process.start()
-        self.address, port = self.pipe.recv()
-        self.socket = zmq.Context().socket(zmq.PAIR)
-        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        self.address, bare = self.pipe.recv()
+        self.bare = stack.enter_context(dial(bare))
         stack.callback(self.end)
 
     def end(self):
@@ -138,9 +136,9 @@ def test_many_at_once(paired, engine, pytestconfig):
             sent = got = 0
             while got < MESSAGES * number:
                 while sent < MESSAGES * number and sent - got < OPEN:
-                    peer.socket.send(bytes(100))
+                    peer.bare.send(bytes(100))
                     sent += 1
-                peer.socket.recv()
+                peer.bare.receive()
                 got += 1
 
         paired(lambda: hand_over(decode, peer, next(rooms), number), messages, rounds=10)
@@ -148,7 +146,7 @@ def test_many_at_once(paired, engine, pytestconfig):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_from_send_to_success(engine, pytestconfig):
-    """Beside two round trips of ZeroMQ."""
+    """Beside two round trips of bare frames."""
     number, (into,) = sizes(pytestconfig, 300, 3), tables(1)
     ours, theirs = [], []
     with decode_with(engine) as (decode, [peer], _):
@@ -156,8 +154,8 @@ def test_one_from_send_to_success(engine, pytestconfig):
             peer.pipe.send(("echo", 0, MESSAGES))
             began = time.monotonic()
             for _ in range(MESSAGES):
-                peer.socket.send(bytes(100))
-                peer.socket.recv()
+                peer.bare.send(bytes(100))
+                peer.bare.receive()
             theirs.append(time.monotonic() - began)
             decode.receive(room, into)
             time.sleep(0.002)

@@ -7,7 +7,24 @@ from unittest import mock
 
 import pytest
 
+from disagg.runtime.keys import write_keys
 from tests.disagg.runtime.farm import Farm
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory):
+    """The folder of a deployment's keys. Nothing may change it."""
+    folder = tmp_path_factory.mktemp("keys") / "keys"
+    write_keys(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def other_keys(tmp_path_factory):
+    """Those of another deployment."""
+    folder = tmp_path_factory.mktemp("keys") / "other"
+    write_keys(folder)
+    return folder
 
 
 @pytest.fixture

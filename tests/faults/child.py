@@ -21,6 +21,7 @@ from typing import Any
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, UnknownRoom
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
+from disagg.runtime.sockets.credentials import open_keys
 from kvpool.allocation.allocator import Request
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock
@@ -45,7 +46,9 @@ class FaultyChild:
         layout = self.stock.pool.layout
         engine = setup.make() if setup.make else create_engine(setup.engine)
         engine.max_bytes = setup.max_bytes
-        self.transport = TrippedTransport(engine, self._sending, os.getpid())
+        side = "decode" if self._receives else "prefill"
+        credentials = None if setup.keys is None else open_keys(setup.keys, side)
+        self.transport = TrippedTransport(engine, self._sending, os.getpid(), credentials)
         options = {"transport": self.transport, **setup.options}
         self.endpoint: Any
         if self._receives:

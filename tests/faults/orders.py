@@ -26,6 +26,8 @@ class Setup:
     environment: dict[str, str] = field(default_factory=dict)
     log: str = os.devnull
     """File for what the process prints."""
+    keys: str | None = None
+    """The folder of the deployment's keys; without, TCP is open to all."""
     make: Callable[[], Engine] | None = None
     """Makes the engine, if it is not one by name."""
 

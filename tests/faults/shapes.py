@@ -23,6 +23,8 @@ class Shape:
     ranks: int = 1
     readers: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    keys: bool = False
+    """Whether messages go over TLS."""
 
     def links(self) -> dict[str, list[str]]:
         return {"p": ["p0", "p1"]} if self.ranks == 2 else {"p0": ["p0"], "p1": ["p1"]}
@@ -42,6 +44,8 @@ def shapes(engine: str) -> list[Shape]:
         Shape(f"{engine} two ranks", engine, halves, (mha, mha.but(page_size=16)), ranks=2),
         Shape(f"{engine} two readers", engine, (mha, mha), halves, readers=2),
     ]
+    if engine == "local":
+        found.append(Shape("local keys", engine, (mla, small), (mla, mla), keys=True))
     if engine == "nixl":
         tcp = {"UCX_TLS": "tcp,self"}
         found.append(Shape("nixl tcp", engine, (mla, small), (mla, mla), environment=tcp))

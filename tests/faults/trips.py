@@ -14,6 +14,7 @@ from typing import Any
 
 from disagg import Engine, Lost, SocketTransport
 from disagg.protocol import messages
+from disagg.runtime.sockets.credentials import Credentials
 
 
 @dataclass(slots=True)
@@ -28,8 +29,14 @@ class Trip:
 class TrippedTransport(SocketTransport):
     """Stream sockets with hooks on every message, and on the reads of an engine."""
 
-    def __init__(self, engine: Engine, sending: Callable[[Any], None], seed: int) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        engine: Engine,
+        sending: Callable[[Any], None],
+        seed: int,
+        credentials: Credentials | None,
+    ) -> None:
+        super().__init__(credentials is None, credentials)
         self.trip: Trip | None = None
         self.doubled = 0.0
         """Share of messages that are sent twice."""

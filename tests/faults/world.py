@@ -14,6 +14,7 @@ from typing import Any
 
 from disagg.engines.base import Engine
 from disagg.protocol.status import KVPoll
+from disagg.runtime.keys import write_keys
 from tests.faults.child import FaultyChild, main
 from tests.faults.orders import Course, Order, Setup
 from tests.faults.shapes import Shape
@@ -115,6 +116,9 @@ class World:
         self.answers: dict[tuple[str, str], Any] = {}
         self.mortal: set[str] = set()
         self.logs = tempfile.mkdtemp(prefix="faults-")
+        self._keys = f"{self.logs}/keys" if shape.keys else None
+        if self._keys is not None:
+            write_keys(self._keys)
         self._numbers = 0
         self._ports: dict[str, str] = {}
 
@@ -284,6 +288,7 @@ class World:
             max_bytes=parts(shape.engine)[which],
             environment=shape.environment,
             log=f"{self.logs}/{name}",
+            keys=self._keys,
             make=self._engines.get(name),
         )
         child = Child(main, setup, self._kind)

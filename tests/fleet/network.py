@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import msgspec
 
 from disagg.protocol import messages
-from disagg.runtime.transport import Connection, MemoryNetwork, MemoryTransport
+from disagg.runtime.transport import MemoryConnection, MemoryNetwork, MemoryTransport
 
 if TYPE_CHECKING:
     from tests.fleet.ranks import Rank
@@ -75,7 +75,7 @@ _tag = msgspec.msgpack.Decoder(_Tagged)
 
 
 @dataclass(eq=False, slots=True)
-class Line(Connection):
+class Line(MemoryConnection):
     """A connection. Its messages keep their order; `broken` counts how often all that was under way
     was lost.
     """
@@ -110,7 +110,7 @@ class FleetNetwork(MemoryNetwork):
         """How long one message is under way: half the mean or more."""
         return self._spec.latency / 2 * (1 + self._random.expovariate(1))
 
-    def carry(self, connection: Connection, way: Way, data: bytes) -> None:
+    def carry(self, connection: MemoryConnection, way: Way, data: bytes) -> None:
         line = cast(Line, connection)
         tag = _tag.decode(data).type
         self.sent[tag] += 1

@@ -22,7 +22,7 @@ from disagg.protocol.effects import Effect, Peer
 from disagg.protocol.messages import Hello, Room, decode
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.reader import Reader
-from disagg.runtime.transport import Corks, Locates, Lost, Transport
+from disagg.runtime.transport import Lost, Transport
 from kvpool.layout import PoolLayout
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
@@ -76,15 +76,11 @@ class EventLoop(Generic[M]):
         """
         if not self.pending:
             return
-        corks = self.transport if isinstance(self.transport, Corks) else None
-        if corks is not None:
-            corks.cork()
         try:
             for _ in range(len(self.pending)):
                 self._do(self.pending.popleft())
         finally:
-            if corks is not None:
-                corks.uncork()
+            self.transport.flush()
 
     def turn(self, *, waits: bool = True) -> None:
         """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
@@ -117,9 +113,7 @@ class EventLoop(Generic[M]):
             with self.lock:
                 # after the goodbye of a closed endpoint no hello is answered
                 if self.closed is None:
-                    origin = ""
-                    if isinstance(message, Hello) and isinstance(self.transport, Locates):
-                        origin = self.transport.where(peer)
+                    origin = self.transport.where(peer) if isinstance(message, Hello) else ""
                     self.handle(events.Received(peer, message, origin))
         except Exception as error:  # one peer's fault must not end what serves all
             problem = f"it sent what cannot be served: {one_line(str(error), MAX_REASON)}"

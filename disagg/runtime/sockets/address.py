@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from disagg.host.loopback import is_loopback
 from disagg.host.unix_sockets import MAX_PATH
 
 _TCP = re.compile(r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):(\*|[0-9]{1,5})")
@@ -51,11 +50,6 @@ class Address:
         return cls(text, host="0.0.0.0" if host == "*" else host, port=number)
 
     @property
-    def is_local(self) -> bool:
-        """Whether only processes of this host can be at the other end."""
-        return bool(self.path) or is_loopback(self.host)
-
-    @property
     def is_name(self) -> bool:
         """Whether `resolve` may ask another host, and so take long."""
         if self.path:
@@ -72,12 +66,8 @@ class Address:
         """
         if self.path:
             return [(socket.AF_UNIX, self.path)]
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        return [
-            (family, where)
-            for family, _, _, _, where in found
-            if not self.is_local or is_loopback(str(where[0]))
-        ]
+        places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        return [(family, place) for family, _, _, _, place in places]
 
 
 class Dial:

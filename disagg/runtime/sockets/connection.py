@@ -9,12 +9,12 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
-from itertools import islice
 
 from disagg.host import brief
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
 from disagg.runtime.sockets.address import Dial
+from disagg.runtime.sockets.tls import Session
 
 LENGTH = struct.Struct(">I")
 MESSAGES_A_TURN = 1000
@@ -23,23 +23,26 @@ QUEUED = 100_000
 MAX_UNSENT = 256 << 20
 """Bytes that wait for one peer."""
 MAX_OPENING = 16
+ENDED = "its connection has ended."
 _OTHERS = (
-    "ZeroMQ's greeting reads as such a length: are keys set on one side only? Or does that side "
-    "run a kvpool so old that it used ZeroMQ without keys too? Run the same kvpool."
+    "TLS, and ZeroMQ of an older kvpool with keys, read as such a length: are keys set on one side "
+    "only? Do both run the same kvpool?"
 )
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_FRAMES_A_CALL = 64
-_BRIEF_BYTES = 64 << 10
+_PIECE = 64 << 10
+"""Bytes that are sent at once, and that are read at once from TLS, whose buffers grow to that."""
 
 
 class Connection:
     """A stream to one peer. `dial` is what this side dials; None for a peer that has dialled in.
 
     `opening` is what was sent to a dialled peer that has not said anything yet. If it hangs up
-    without a word, the next one who answers there gets it too.
+    without a word, the next one that answers there gets it too.
     """
 
     __slots__ = (
+        "_piece",
+        "_queued_bytes",
         "age",
         "dial",
         "heard",
@@ -48,18 +51,20 @@ class Connection:
         "opening",
         "peer",
         "problem",
+        "session",
         "stream",
         "unread",
         "unsent",
-        "unsent_bytes",
         "up",
     )
 
     def __init__(self, peer: Peer, dial: Dial | None = None) -> None:
         self.peer, self.dial = peer, dial
         self.stream: socket.socket | None = None
+        self.session: Session | None = None
+        """TLS, once the stream is connected."""
         self.up = False
-        """Whether the stream is connected."""
+        """Whether messages can go: the stream is connected, and TLS if it has that."""
         self.heard = False
         """Whether a message has come."""
         self.problem: str | None = None
@@ -72,34 +77,36 @@ class Connection:
         """Whether `unread` may hold another whole message."""
         self.unread = bytearray()
         self.unsent: deque[bytes | memoryview] = deque()
-        self.unsent_bytes = 0
+        self._queued_bytes = 0
         self.opening: list[bytes] | None = None if dial is None else []
+        self._piece = b""
 
-    def send(self, data: bytes, *, later: bool = False) -> str | None:
-        """Sends a message or queues it (`later`: in any case); returns what is wrong with the peer,
-        if anything.
-        """
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the stream has not taken yet."""
+        sealed = 0 if self.session is None else len(self.session.sealed)
+        return self._queued_bytes + len(self._piece) + sealed
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the stream has not taken all that it is to take now."""
+        sealed = self.session is not None and self.session.sealed
+        return bool(self._piece or sealed or (self.up and self.unsent))
+
+    def send(self, data: bytes) -> str | None:
+        """Queues a message; returns what is wrong with the peer, if anything."""
         if self.problem is not None:
             return f"it cannot be reached: {self.problem}"
-        frame: bytes | memoryview = (whole := LENGTH.pack(len(data)) + data)
+        frame = LENGTH.pack(len(data)) + data
         if len(self.unsent) >= QUEUED or self.unsent_bytes + len(frame) > MAX_UNSENT:
             waiting = f"{len(self.unsent):,} messages ({self.unsent_bytes:,} bytes)"
             return f"it does not read what is sent: {waiting} wait for it."
         if self.opening is not None:
-            self.opening.append(whole)
+            self.opening.append(frame)
             if len(self.opening) > MAX_OPENING:
                 self.opening = None
-        if self.stream is not None and self.up and not self.unsent and not later:
-            try:
-                frame = memoryview(whole)[brief.send(self.stream.fileno(), whole, _FLAGS) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._break(self.stream)
-                return None
-        if frame:
-            self.unsent.append(frame)
-            self.unsent_bytes += len(frame)
+        self.unsent.append(frame)
+        self._queued_bytes += len(frame)
         return None
 
     def flush(self) -> None:
@@ -107,37 +114,42 @@ class Connection:
         if self.stream is None:
             return
         try:
-            while self.unsent:
-                frames = list(islice(self.unsent, _FRAMES_A_CALL))
-                if self.unsent_bytes <= _BRIEF_BYTES:
-                    sent = brief.send(self.stream.fileno(), b"".join(frames), _FLAGS)
-                else:
-                    sent = self.stream.sendmsg(frames, (), _FLAGS)
-                self.unsent_bytes -= sent
-                for frame in frames:
-                    if sent < len(frame):
-                        self.unsent[0] = memoryview(frame)[sent:]
-                        break
-                    sent -= len(self.unsent.popleft())
+            while self.waiting:
+                self._piece = self._piece or self._next_piece()
+                sent = brief.send(self.stream.fileno(), self._piece, _FLAGS)
+                self._piece = self._piece[sent:]
         except BlockingIOError:
             return
         except OSError:
             self._break(self.stream)
 
-    def read(self, scratch: brief.Scratch) -> memoryview | None:
-        """What has arrived, in `scratch`; None if nothing has. At the end it sets `problem`."""
+    def receive(self, scratch: brief.Scratch) -> int | None:
+        """How many bytes of the stream are in `scratch` now; None if it has none, 0 at its end, of
+        which `problem` says why.
+        """
         if self.stream is None:
             return None
+        most = len(scratch.view) if self.session is None else _PIECE
         try:
-            count = scratch.receive(self.stream.fileno(), _FLAGS)
+            count = scratch.receive(self.stream.fileno(), most, _FLAGS)
         except BlockingIOError:
             return None
         except OSError as error:
-            self.problem = f"its connection broke ({error.strerror})."
-            return None
+            self.problem = self.problem or f"its connection broke ({error.strerror})."
+            return 0
         if not count:
-            self.problem = "its connection has ended."
-            return None
+            self.problem = self.problem or ENDED
+        return count
+
+    def read(self, scratch: brief.Scratch) -> memoryview:
+        """What has arrived for messages, in `scratch`. At the end it sets `problem`. Raises
+        ValueError for what is wrong with the peer's TLS.
+        """
+        count = self.receive(scratch) or 0
+        if self.session is not None and (count or self.session.buffered):
+            count = self.session.unseal(scratch.view[:count], scratch.view)
+            if self.session.ended:
+                self.problem = ENDED
         return scratch.view[:count]
 
     def take(self, data: memoryview) -> list[bytes]:
@@ -147,48 +159,70 @@ class Connection:
         if self.unread:
             self.unread += data
             with memoryview(self.unread) as view:
-                found, at, self.more = _split(view)
-            del self.unread[:at]
+                messages, end, self.more = _split(view)
+            del self.unread[:end]
         else:
-            found, at, self.more = _split(data)
-            self.unread += data[at:]
-        if found:
+            messages, end, self.more = _split(data)
+            self.unread += data[end:]
+        if messages:
             self.heard, self.opening, self.age = True, None, 0
-        return found
+        return messages
 
     def restart(self) -> None:
         """Prepares to dial again: the next stream begins as the last one did."""
         self.problem, self.up, self.more, self.age = None, False, False, 0
+        self.session, self._piece = None, b""
         self.unread.clear()
         self.unsent = deque(self.opening or ())
-        self.unsent_bytes = sum(map(len, self.unsent))
+        self._queued_bytes = sum(map(len, self.unsent))
+
+    def _next_piece(self) -> bytes:
+        """What the stream takes next."""
+        if self.session is None:
+            return self._next_frames()
+        if not self.session.sealed:
+            self.session.seal(self._next_frames())
+        piece, self.session.sealed = self.session.sealed, b""
+        return piece
+
+    def _next_frames(self) -> bytes:
+        frames, left = [], _PIECE
+        while self.unsent and left:
+            frame = self.unsent.popleft()
+            if len(frame) > left:
+                self.unsent.appendleft(memoryview(frame)[left:])
+                frame = memoryview(frame)[:left]
+            left -= len(frame)
+            frames.append(frame)
+        self._queued_bytes -= _PIECE - left
+        return b"".join(frames)
 
     def _break(self, stream: socket.socket) -> None:
         """A message could not be sent: none may follow. What the peer said last is still read."""
         self.unsent.clear()
-        self.unsent_bytes = 0
+        self._queued_bytes, self._piece = 0, b""
         with suppress(OSError):
             stream.shutdown(socket.SHUT_RDWR)
 
 
 def _split(data: memoryview) -> tuple[list[bytes], int, bool]:
     """Whole messages, the bytes that they and their lengths take, and whether more may follow."""
-    found: list[bytes] = []
-    at, end = 0, len(data)
-    while end - at >= LENGTH.size:
-        if len(found) == MESSAGES_A_TURN:
-            return found, at, True
-        (size,) = LENGTH.unpack_from(data, at)
+    messages: list[bytes] = []
+    start, end = 0, len(data)
+    while end - start >= LENGTH.size:
+        if len(messages) == MESSAGES_A_TURN:
+            return messages, start, True
+        (size,) = LENGTH.unpack_from(data, start)
         if not 0 < size <= MAX_MESSAGE:
-            if found:
-                return found, at, True
+            if messages:
+                return messages, start, True
             raise ValueError(
                 f"it sent what is no message: a length of {size:,} bytes, where 1 to "
                 f"{MAX_MESSAGE:,} are possible. {_OTHERS}"
             )
-        start, stop = at + LENGTH.size, at + LENGTH.size + size
+        body, stop = start + LENGTH.size, start + LENGTH.size + size
         if stop > end:
             break
-        found.append(bytes(data[start:stop]))
-        at = stop
-    return found, at, False
+        messages.append(bytes(data[body:stop]))
+        start = stop
+    return messages, start, False

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from disagg.runtime.sockets.connection import Connection
+from disagg.runtime.sockets.handshakes import Handshakes
 from disagg.runtime.sockets.listener import distrust, tune
 from disagg.runtime.sockets.watch import Watch
 
@@ -15,10 +16,10 @@ RETRY_SECONDS = 0.1
 
 
 class Dialling:
-    """Dials, every RETRY_SECONDS while nobody answers. With `insecure`, anybody may over TCP."""
+    """Dials, every RETRY_SECONDS while nobody answers."""
 
-    def __init__(self, watch: Watch, insecure: bool) -> None:
-        self._watch, self._insecure = watch, insecure
+    def __init__(self, watch: Watch, handshakes: Handshakes) -> None:
+        self._watch, self._handshakes = watch, handshakes
         self._waiting: dict[Connection, float] = {}
 
     @property
@@ -37,7 +38,7 @@ class Dialling:
     def dial_due(self) -> Iterator[tuple[Connection, str]]:
         """Dials all whose time has come. Yields peers that are refused, with the reason."""
         now = time.monotonic()
-        for connection in [each for each, at in self._waiting.items() if at <= now]:
+        for connection in [waiting for waiting, due in self._waiting.items() if due <= now]:
             if (problem := self.dial(connection)) is not None:
                 yield connection, problem
 
@@ -71,9 +72,11 @@ class Dialling:
                 not unix and stream.getsockname() == stream.getpeername()
             )
             tune(stream)
-            if not failed and (unix or not self._insecure):
+            if not failed and unix:
                 problem = distrust(stream)
-        except OSError:
+            if not failed and problem is None:
+                self._handshakes.begin(connection, stream.family)
+        except (OSError, ValueError):  # of this side's files: the credentials have logged it
             failed = True
         if failed:
             self._watch.close(connection)
@@ -81,7 +84,6 @@ class Dialling:
             return None
         if problem is not None:
             return problem
-        connection.up = True
         connection.flush()
         self._watch.update(connection)
         return None

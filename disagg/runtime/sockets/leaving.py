@@ -33,7 +33,7 @@ class Leaving:
         """Closes a connection: at once if nobody was reached, else when the peer has done so too,
         or its time is over.
         """
-        if not connection.up:
+        if not connection.up and connection.session is None:
             self._watch.close(connection)
             return
         connection.unread.clear()
@@ -43,17 +43,20 @@ class Leaving:
     def see_off(self, connection: Connection) -> None:
         """Sends what is left, then the end; drops what has come."""
         connection.flush()
+        if connection.session is not None and not connection.waiting:
+            connection.session.end()
+            connection.flush()
         self._watch.update(connection)
-        if connection.stream is not None and not connection.unsent:
+        if connection.stream is not None and not connection.waiting:
             with suppress(OSError):
                 connection.stream.shutdown(socket.SHUT_WR)
         # closed with bytes unread, TCP would take back what was sent
-        if connection.read(self._scratch) is None and connection.problem is not None:
+        if connection.receive(self._scratch) == 0:
             self._close(connection)
 
     def close_due(self, now: float) -> None:
         """Closes those whose time is over."""
-        for connection in [each for each, until in self._until.items() if until <= now]:
+        for connection in [leaving for leaving, until in self._until.items() if until <= now]:
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:

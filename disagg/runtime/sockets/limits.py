@@ -33,31 +33,32 @@ def max_connections() -> int:
 
 def unfinished(connections: Collection[Connection]) -> Iterator[Excess]:
     """Connections whose message, or first message, takes too long; to be called once a second."""
-    for each in connections:
-        if each.unread or (each.dial is None and not each.heard):
-            each.age += 1
-            if each.age > MAX_UNFINISHED:
-                yield each, f"a message was not finished within {MAX_UNFINISHED} s."
-            elif each.age > MAX_SILENT and not each.unread:
-                yield each, f"it said nothing within {MAX_SILENT} s."
+    for connection in connections:
+        if connection.unread or (connection.dial is None and not connection.heard):
+            connection.age += 1
+            if connection.age > MAX_UNFINISHED:
+                yield connection, f"a message was not finished within {MAX_UNFINISHED} s."
+            elif connection.age > MAX_SILENT and not connection.unread:
+                silent = "said nothing" if connection.up else "did not finish its TLS handshake"
+                yield connection, f"it {silent} within {MAX_SILENT} s."
 
 
 def longest_silent(connections: Iterable[Connection]) -> Connection | None:
     """Of connections by age, the oldest of a peer that has dialled in and not said a word."""
-    return next((each for each in connections if each.dial is None and not each.heard), None)
+    return next((c for c in connections if c.dial is None and not c.heard), None)
 
 
 def too_much_unread(connections: Collection[Connection]) -> Excess | None:
     """The connection that holds the most, if all together hold too much of unfinished messages."""
-    if sum(len(each.unread) for each in connections) <= MAX_UNREAD:
+    if sum(len(connection.unread) for connection in connections) <= MAX_UNREAD:
         return None
-    most = max(connections, key=lambda each: len(each.unread))
+    most = max(connections, key=lambda connection: len(connection.unread))
     return most, f"{len(most.unread):,} bytes of an unfinished message, the most of all peers."
 
 
 def too_much_unsent(connections: Collection[Connection]) -> Excess | None:
     """The connection for which the most waits, if too much waits for all."""
-    if sum(each.unsent_bytes for each in connections) <= MAX_UNSENT_BY_ALL:
+    if sum(connection.unsent_bytes for connection in connections) <= MAX_UNSENT_BY_ALL:
         return None
-    most = max(connections, key=lambda each: each.unsent_bytes)
+    most = max(connections, key=lambda connection: connection.unsent_bytes)
     return most, f"{most.unsent_bytes:,} bytes wait for it, the most of all peers."

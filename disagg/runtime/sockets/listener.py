@@ -6,11 +6,9 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from disagg.host.loopback import accepted_users, peer_user
 from disagg.host.unix_sockets import peer_credentials
 from disagg.runtime.sockets.address import Address, tcp_text
 
@@ -70,56 +68,16 @@ def tune(stream: socket.socket) -> None:
 
 
 def distrust(stream: socket.socket) -> str | None:
-    """Why the user at the other end of a connection within this host, which was just dialled and
-    may not be accepted yet, is not served; None for this process's user and for root.
-
-    Raises OSError if the other end is closed.
+    """Why the user at the other end of a unix socket is not served; None for this process's user
+    and for root.
     """
-    try:
-        if stream.family == socket.AF_UNIX:
-            user: int | None = peer_credentials(stream).uid
-        else:
-            user = peer_user(stream)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        return _unknown(error)
-    if user is None:
-        raise ConnectionResetError("nobody is there any more.")
-    return _distrusted(user)
-
-
-def distrusted(streams: Sequence[socket.socket]) -> dict[socket.socket, str]:
-    """Of connections within this host that were just accepted, all by one listener, those whose
-    user is not served, with the reason. A user that the kernel does not name is not: it names all
-    whose end is open.
-    """
-    if not streams:
-        return {}
-    if streams[0].family == socket.AF_UNIX:
-        users: dict[socket.socket, int | None] = {s: peer_credentials(s).uid for s in streams}
-    else:
-        try:
-            users = accepted_users(streams)
-        except OSError as error:
-            return dict.fromkeys(streams, _unknown(error))
-    reasons = {stream: _distrusted(users.get(stream)) for stream in streams}
-    return {stream: reason for stream, reason in reasons.items() if reason is not None}
-
-
-def _unknown(error: OSError) -> str:
-    return f"its user is not known ({error.filename}: {error.strerror})."
-
-
-def _distrusted(other: int | None) -> str | None:
-    """Why a user is not served."""
-    user = os.geteuid()
-    if other in (user, 0):
+    credentials, user = peer_credentials(stream), os.geteuid()
+    if credentials.trusted:
         return None
-    who = "the kernel does not name its user" if other is None else f"it is user {other}'s"
     return (
-        f"{who}, and this process is user {user}'s: without keys an endpoint works with processes "
-        "of its own user and of root only. Give both sides keys (kvpool keys)."
+        f"it is user {credentials.uid}'s, and this process is user {user}'s: over a unix socket an "
+        "endpoint works with processes of its own user and of root only. Use TCP, with keys on "
+        "both sides (kvpool keys)."
     )
 
 

@@ -33,14 +33,14 @@ class Watch:
     def add(self, connection: Connection, stream: socket.socket) -> None:
         """Gives a connection its stream."""
         connection.stream = stream
-        connection.mask = IN if connection.up else OUT
+        connection.mask = IN if connection.up or connection.session else OUT
         self._connections[stream.fileno()] = connection
         self._epoll.register(stream, connection.mask)
 
     def update(self, connection: Connection) -> None:
         """Watches for room to write where something is queued."""
-        mask = IN | OUT if connection.unsent else IN
-        if connection.stream is not None and connection.up and mask != connection.mask:
+        mask = IN | OUT if connection.waiting else IN
+        if connection.stream is not None and mask != connection.mask:
             connection.mask = mask
             self._epoll.modify(connection.stream, mask)
 
@@ -71,10 +71,10 @@ class Watch:
         """
         if wake is not None:
             self._heed(wake)
-        found = self._epoll.poll(timeout) if timeout >= 0.001 else self._ready.take()
-        if not found and 0 < timeout < 0.001:
+        ready = self._epoll.poll(timeout) if timeout >= 0.001 else self._ready.take()
+        if not ready and 0 < timeout < 0.001:
             time.sleep(timeout)  # epoll waits for whole milliseconds
-        for number, mask in found:
+        for number, mask in ready:
             if number != self._wake:
                 yield self._connections.get(number), mask
 

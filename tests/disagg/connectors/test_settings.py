@@ -12,6 +12,7 @@ from disagg.connectors.settings import Settings
 from kvpool import MLAPool
 
 SECONDS = "a number of seconds from 0.05 to 86400"
+TLS = {"ca": "a", "certificate": "b", "key": "c"}
 WRONG = [
     ("engine", 7, "an installed engine's name. Installed are "),
     ("engine", "nixll", "Did you mean 'nixl'?"),
@@ -20,6 +21,10 @@ WRONG = [
     ("bind", 4, "ipc://PATH, tcp://HOST:PORT, or None"),
     ("keys", True, "a folder of `kvpool keys`"),
     ("keys", "", "a folder of `kvpool keys`"),
+    *(
+        ("tls", value, 'paths "ca", "certificate" and "key", or None')
+        for value in ("a", {}, {"ca": "a"}, TLS | {"more": "d"}, TLS | {"key": 7})
+    ),
     *(("insecure", value, "True or False") for value in ("false", "true", 1, 0, None)),
     ("shared_memory", "false", "True or False"),
     *(("lease", value, "a number of seconds above 0, or None") for value in ("300", 0, -1, True)),
@@ -36,6 +41,7 @@ RIGHT = {
     "engine": "nixl",
     "bind": "tcp://10.0.0.1:*",
     "keys": "/etc/kvpool",
+    "tls": TLS,
     "insecure": False,
     "lease": None,
     "offer_timeout": 60,
@@ -90,7 +96,7 @@ def endpoint(kind, **options):
     return kind(pool.layout, create_engine("local"), **options)
 
 
-BOTH = [each for each in WRONG if each[0] in ("insecure", "keys", "peer_timeout")]
+BOTH = [each for each in WRONG if each[0] in ("insecure", "keys", "tls", "peer_timeout")]
 MINE = {PrefillEndpoint: ("lease",), DecodeEndpoint: ("offer_timeout", "verify")}
 
 

@@ -23,14 +23,14 @@ def pair():
 def test_bytes_go_over_a_socket_and_its_end_is_seen(pair):
     scratch, data = brief.Scratch(64), os.urandom(40)
     with pytest.raises(BlockingIOError):
-        scratch.receive(pair[1].fileno(), 0)
+        scratch.receive(pair[1].fileno(), 64, 0)
     assert brief.send(pair[0].fileno(), data, 0) == 40
-    assert scratch.receive(pair[1].fileno(), 0) == 40
+    assert scratch.receive(pair[1].fileno(), 64, 0) == 40
     assert scratch.view[:40] == data
     pair[1].close()
     with pytest.raises(BrokenPipeError):
         brief.send(pair[0].fileno(), data, socket.MSG_NOSIGNAL)
-    assert scratch.receive(pair[0].fileno(), 0) == 0
+    assert scratch.receive(pair[0].fileno(), 64, 0) == 0
 
 
 def test_a_socket_that_is_full_takes_a_part_and_then_nothing(pair):

@@ -28,7 +28,7 @@ from disagg import (
 )
 from disagg.protocol.messages import ReleaseAck, WireError, decode
 from disagg.runtime.staging import StagingBuffers
-from disagg.runtime.transport import Connection
+from disagg.runtime.transport import MemoryConnection
 from kvpool import Allocator
 from tests import oracle
 from tests.disagg.protocol.slow_engine import ALL, SlowEngine, WatchedBuffers
@@ -47,7 +47,7 @@ LOSS = 0.15
 
 
 @dataclass(eq=False)
-class Conn(Connection):
+class Conn(MemoryConnection):
     """One connection: messages `up` to the prefill that listens, and `down` to the decode that has
     dialled. `lost`: it is gone, and the prefill has not noticed.
     """

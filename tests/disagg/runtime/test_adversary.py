@@ -13,7 +13,6 @@ import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.protocol.messages import Hello, ReadRequest, decode as decode_message, encode
-from disagg.runtime.keys import write_keys
 from kvpool import MLAPool
 from kvpool.layout import PoolLayout
 from tests import oracle
@@ -167,18 +166,15 @@ def test_a_prefill_that_names_memory_it_has_not_registered_gets_nothing_read(eng
 
 
 @each_engine
-def test_a_squatter_without_the_keys_gets_nothing(engine, tmp_path):
-    write_keys(tmp_path / "keys")
-    write_keys(tmp_path / "others")
-    keys = {"keys": tmp_path / "keys"}
+def test_a_squatter_without_the_keys_gets_nothing(engine, keys, other_keys):
+    keys = {"keys": keys}
     with Decode(engine, peer_timeout=3.0, **keys) as decode:
         with Prefill(engine, LOOPBACK, keys) as prefill:
             address = prefill.address
             link = decode.endpoint.connect([address], timeout=30)
             decode.receives("before", prefill, link)
-        for options in ({}, {"keys": tmp_path / "others"}):
+        for name, options in (("plain", {"insecure": True}), ("others", {"keys": other_keys})):
             with Prefill(engine, address, options) as squatter:
-                name = f"squatted {len(options)}"
                 squatter.send(name)
                 decode.endpoint.receive(name, decode.table, link=link)
                 assert decode.endpoint.wait(name, 30) is KVPoll.Failed
@@ -193,7 +189,7 @@ def test_a_squatter_without_the_keys_gets_nothing(engine, tmp_path):
 @each_engine
 def test_a_stranger_without_a_layout_learns_nothing_and_disturbs_nobody(engine):
     """What it may be told: that its layout does not fit. No pointer, no metadata, no room."""
-    with Prefill(engine, LOOPBACK) as prefill, Decode(engine) as decode:
+    with Prefill(engine) as prefill, Decode(engine) as decode:
         empty = PoolLayout((), (), (), 0, generation="stranger")
         hello = replace_hello(decode.endpoint.machine.hello, empty)
         with dial(prefill.address) as stranger:
@@ -219,7 +215,7 @@ def replace_hello(hello, layout):
 
 @each_engine
 def test_a_thousand_strangers_leave_room_for_a_decode(engine):
-    with Prefill(engine, LOOPBACK) as prefill, Decode(engine) as decode:
+    with Prefill(engine) as prefill, Decode(engine) as decode:
         strangers = [dial(prefill.address) for _ in range(1000)]
         for number, stranger in enumerate(strangers):
             stranger.socket.sendall(os.urandom(1 + number % 50))

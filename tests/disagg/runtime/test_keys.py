@@ -1,323 +1,271 @@
-"""With keys, control messages are encrypted, and each side talks to holders of the other's only."""
+"""Key files: who may read them, which are refused, and how they are changed while endpoints run."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import socket
+import shutil
 import stat
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager
 
-import msgspec
 import pytest
-import zmq
 from typer.testing import CliRunner
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, ZmqTransport
-from disagg.engines.base import create_engine
-from disagg.protocol import messages
-from disagg.runtime.keys import read_keys, write_keys
-from kvpool import MLAPool
+from disagg import DecodeEndpoint, KVPoll, create_engine
+from disagg.runtime.keys import renew_keys, write_keys
+from disagg.runtime.sockets.credentials import open_keys, open_tls_files
 from kvpool.cli import app
 from tests import oracle
+from tests.certificates import certify
+from tests.disagg.runtime.sides import decode_side, pool, prefill_side
 from tests.disagg.waiting import until
 
-TOKENS = 40
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 5, "page_size": 16}
 OTHER_USER = 65534
 TCP = "tcp://127.0.0.1:*"
+SIDES = "prefill", "decode"
 
 
 @pytest.fixture
-def keys(tmp_path):
-    path = tmp_path / "keys"
-    write_keys(path)
-    return path
+def own(keys, tmp_path):
+    """A deployment's keys that a test may change."""
+    return shutil.copytree(keys, tmp_path / "keys")
 
 
-def prefill_of(pool, keys=None, bind=TCP):
-    return PrefillEndpoint(pool.layout, create_engine("local"), bind, keys=keys)
-
-
-def decode_of(pool, keys=None):
-    return DecodeEndpoint(pool.layout, create_engine("local"), keys=keys)
-
-
-def hand_off(keys, through=lambda address: address):
-    """A room over two endpoints in this process, byte by byte."""
-    source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
-    given, address = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, 9)
-    oracle.fill(source, given)
+def hands_over(room, sides, link=None):
+    """One room, byte by byte."""
+    (prefill, given), (decode, dest, address) = sides
     oracle.blank(dest)
-    with prefill_of(source, keys) as prefill, decode_of(dest, keys) as decode:
-        decode.connect([through(prefill.address)], timeout=20)
-        decode.receive("a room by name", address)
-        prefill.send("a room by name", given)
-        assert decode.wait("a room by name", 20) is KVPoll.Success
-        oracle.assert_holds(dest, address)
+    decode.receive(room, address, link=link)
+    prefill.send(room, given)
+    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
+    oracle.assert_holds(dest, address)
 
 
-class Tap:
-    """A TCP relay that keeps what it has carried."""
-
-    def __init__(self, address):
-        self.to = address.removeprefix("tcp://").split(":")
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.seen = []
-        threading.Thread(target=self._serve, daemon=True).start()
-        self.address = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
-
-    def _serve(self):
-        here, _ = self.server.accept()
-        there = socket.create_connection((self.to[0], int(self.to[1])))
-        for ends in ((here, there), (there, here)):
-            threading.Thread(target=self._pump, args=ends, daemon=True).start()
-
-    def _pump(self, one, other):
-        while data := one.recv(65536):
-            self.seen.append(data)
-            other.sendall(data)
-
-
-@pytest.mark.parametrize("secret", [False, True])
-def test_what_travels_can_be_read_only_without_keys(keys, secret):
-    taps = []
-
-    def through(address):
-        taps.append(Tap(address))
-        return taps[0].address
-
-    hand_off(keys if secret else None, through)
-    assert (b"a room by name" in b"".join(taps[0].seen)) is not secret
-
-
-def forge(folder, side, keys, other):
-    """A new folder with a file of `side`: the pair of `keys`, for a peer with the key `other`."""
-    folder.mkdir(mode=0o700)
-    file = folder / f"{side}.key"
-    file.write_bytes(msgspec.json.encode(type(keys)(side, keys.public, keys.secret, other)))
-    file.chmod(0o600)
-    return folder
-
-
-@pytest.mark.parametrize("theirs", ["none", "others", "prefill's own"])
-def test_only_decodes_key_is_let_in_and_the_others_go_on(keys, tmp_path, theirs):
-    pool, stranger = MLAPool(layers=range(2), **MLA), None
-    ours = read_keys(keys, "prefill")
-    if theirs == "others":
-        other, _ = write_keys(tmp_path / "other")
-        stranger = forge(tmp_path / "forged", "decode", other, ours.public)
-    elif theirs == "prefill's own":  # a prefill's host cannot act as decode
-        stranger = forge(tmp_path / "forged", "decode", ours, ours.public)
-    with (
-        prefill_of(pool, keys) as prefill,
-        decode_of(pool, keys) as friend,
-        decode_of(pool, stranger) as decode,
-    ):
-        with pytest.raises(TimeoutError, match="are keys the same on both sides"):
-            decode.connect([prefill.address], timeout=1)
-        friend.connect([prefill.address], timeout=20)
-        assert decode.machine.peers.live() == 0
-
-
-@pytest.mark.parametrize("theirs", ["none", "others", "decode's own"])
-def test_only_prefills_key_is_believed(keys, tmp_path, theirs):
-    pool, stranger = MLAPool(layers=range(2), **MLA), None
-    ours = read_keys(keys, "decode")
-    if theirs == "others":
-        _, other = write_keys(tmp_path / "other")
-        stranger = forge(tmp_path / "forged", "prefill", other, ours.public)
-    elif theirs == "decode's own":  # a decode's host cannot act as prefill
-        stranger = forge(tmp_path / "forged", "prefill", ours, ours.public)
-    with (
-        prefill_of(pool, stranger) as imposter,
-        prefill_of(pool, keys) as prefill,
-        decode_of(pool, keys) as decode,
-    ):
-        with pytest.raises(TimeoutError, match="are keys the same on both sides"):
-            decode.connect([imposter.address], timeout=1)
-        assert not imposter.machine.peers.alive
-        decode.connect([prefill.address], timeout=20)
-
-
-def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
-    pool = MLAPool(layers=range(2), **MLA)
-    with prefill_of(pool) as plain, decode_of(pool, keys) as decode:
-        link = decode.connect([plain.address])
-        until(plain, lambda: "are keys set on one side only?" in caplog.text)
-        with pytest.raises(TimeoutError):
-            decode.handshake(link, 0.1)
-    caplog.clear()
-    with prefill_of(pool, keys) as prefill, decode_of(pool) as decode:
-        link = decode.connect([prefill.address])
-        until(decode, lambda: "are keys set on one side only?" in caplog.text)
-        with pytest.raises(TimeoutError):
-            decode.handshake(link, 0.1)
-
-
-def test_who_knows_the_public_keys_alone_is_not_let_in(keys):
-    pool = MLAPool(layers=range(2), **MLA)
-    with (
-        prefill_of(pool, keys) as prefill,
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as stranger,
-    ):
-        stranger.linger = 0
-        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-        stranger.curve_serverkey = read_keys(keys, "prefill").public.encode()
-        stranger.connect(prefill.address)
-        hello = messages.Hello(messages.PROTOCOL, "g", "local", pool.layout.to_msgpack(), b"", 10.0)
-        stranger.send(messages.encode(hello))
-        assert not stranger.poll(1000)
+def command(path):
+    return [sys.executable, "-c", "from kvpool.cli import main; main()", "keys", str(path)]
 
 
 def test_files_of_keys_are_their_owners_alone_and_are_never_overwritten(tmp_path):
     path = tmp_path / "k"
-    command = [sys.executable, "-c", "from kvpool.cli import main; main()", "keys", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    printed = subprocess.run(command(path), capture_output=True, text=True, check=True).stdout
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    for side in ("prefill", "decode"):
-        assert read_keys(path, side) == read_keys(path / f"{side}.key", side)
-        assert read_keys(path, side).public in told.stdout
-        assert read_keys(path, side).secret not in told.stdout + repr(read_keys(path, side))
-        assert stat.S_IMODE((path / f"{side}.key").stat().st_mode) == 0o600
-    before = (path / "decode.key").read_bytes()
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, (path / "decode.key").read_bytes()) == (1, before)
-    assert "File exists" in again.stderr
+    files = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert sorted(files) == ["ca.key", "ca.pem", "decode.pem", "prefill.pem"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+    assert files["ca.key"] not in files["prefill.pem"] + files["decode.pem"]
+    assert "PRIVATE" not in printed and "kvpool keys" in printed
+    again = subprocess.run(command(path), capture_output=True, text=True)
+    assert again.returncode == 1 and "File exists" in again.stderr
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == files
 
 
-def test_the_command_says_as_json_what_it_wrote(tmp_path):
-    done = CliRunner().invoke(app, ["keys", str(tmp_path / "k"), "--json"])
-    sides = [read_keys(tmp_path / "k", side) for side in ("prefill", "decode")]
-    expected = [
-        {"side": keys.side, "file": f"{tmp_path}/k/{keys.side}.key", "public": keys.public}
-        for keys in sides
-    ]
-    assert json.loads(done.stdout) == expected
-    assert not any(keys.secret in done.output for keys in sides)
+def test_the_command_says_as_json_what_it_wrote_and_renews_it(tmp_path):
+    path = tmp_path / "k"
+    listed = []
+    for options in ([], ["--renew", "--days", "7"]):
+        done = CliRunner().invoke(app, ["keys", str(path), "--json", *options])
+        listed.append(json.loads(done.stdout))
+        assert [each["file"] for each in listed[-1]] == [f"{path}/{side}.pem" for side in SIDES]
+        assert sorted(listed[-1][0]) == ["expires", "file", "fingerprint", "side"]
+    (before, _), (after, _) = listed
+    assert before["fingerprint"] != after["fingerprint"] and before["expires"] > after["expires"]
+    (path / "ca.key").unlink()
+    refused = CliRunner().invoke(app, ["keys", str(path), "--renew"])
+    assert refused.exit_code == 1 and f"{path}/ca.key: No such file" in refused.output
 
 
-def test_each_side_needs_its_own_file_only(keys):
-    (keys / "prefill.key").unlink()
-    assert read_keys(keys, "decode").side == "decode"
-    with pytest.raises(ValueError, match=r"prefill\.key: No such file.*kvpool keys FOLDER"):
-        read_keys(keys, "prefill")
+def test_files_that_are_not_of_kvpool_keys_are_not_renewed(own):
+    (own / "ca.pem").write_bytes(b"no certificate")
+    with pytest.raises(ValueError, match=r"ca\.key or ca\.pem: "):
+        renew_keys(own)
 
 
-def test_a_file_of_the_wrong_side_is_refused_by_name(keys):
-    pool = MLAPool(layers=range(2), **MLA)
-    with pytest.raises(ValueError, match=r"decode\.key: decode's, and this is prefill"):
-        prefill_of(pool, keys / "decode.key")
-    with pytest.raises(ValueError, match=r"prefill\.key: prefill's, and this is decode"):
-        decode_of(pool, keys / "prefill.key")
+def test_each_side_needs_its_own_file_only(own):
+    for name in ("ca.key", "ca.pem", "prefill.pem"):
+        (own / name).unlink()
+    assert open_keys(own, "decode").side == open_keys(own / "decode.pem", "decode").side == "decode"
+    with pytest.raises(ValueError, match=r"prefill\.pem: no such file.*kvpool keys FOLDER"):
+        open_keys(own, "prefill")
 
 
-@pytest.mark.parametrize(
-    ("what", "mode", "sentence"),
-    [
-        ("decode.key", 0o640, r"decode\.key: .*mode is 0640: other users may open it.*go-rwx"),
-        ("decode.key", 0o604, "mode is 0604: other users may open it"),
-        ("", 0o770, r"keys: .*mode is 0770: other users may write to it. Run: chmod go-w"),
-    ],
-)
-def test_keys_that_other_users_can_get_at_are_refused(keys, what, mode, sentence):
-    (keys / what).chmod(mode)
-    with pytest.raises(ValueError, match=sentence):
-        read_keys(keys, "decode")
+def spoil(own, what):
+    """Makes decode's file wrong."""
+    file = own / "decode.pem"
+    certificates = (own / "decode.pem").read_bytes().partition(b"-----BEGIN CERT")[2]
+    if what == "prefill's":
+        shutil.copy(own / "prefill.pem", file)
+    elif what == "a link":
+        file.rename(own / "elsewhere")
+        file.symlink_to(own / "elsewhere")
+    elif what == "without a key":
+        file.write_bytes(b"-----BEGIN CERT" + certificates)
+    elif what == "no pair":
+        private = (own / "prefill.pem").read_bytes().partition(b"-----BEGIN CERT")[0]
+        file.write_bytes(private + b"-----BEGIN CERT" + certificates)
+    elif what == "expired":
+        renew_keys(own, days=-0.5)
+    elif what == "long":
+        file.write_bytes(bytes(1 << 17))
+    elif isinstance(what, int):
+        file.chmod(what)
+    else:
+        file.write_bytes(what)
+
+
+WRONG = [
+    (
+        "prefill's",
+        "its certificate is refused: unsuitable certificate purpose: decode's has the ext",
+    ),
+    ("a link", "a symbolic link is not followed"),
+    ("without a key", "no private key with its certificate"),
+    ("no pair", "no private key with its certificate: KEY_VALUES_MISMATCH"),
+    ("expired", "its certificate is refused: certificate has expired"),
+    ("long", "more than 65,536 bytes"),
+    (0o640, r"mode is 0640: other users may open it\. Run: chmod go-rwx"),
+    (0o604, "mode is 0604: other users may open it"),
+    (b"", "not as kvpool keys writes it"),
+    (b'{"side": "decode", "public": "x"}', "not as kvpool keys writes it. Make it"),
+    (b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n" * 2, "no private key"),
+]
+
+
+@pytest.mark.parametrize(("what", "sentence"), WRONG, ids=[str(what)[:16] for what, _ in WRONG])
+def test_a_file_that_cannot_be_right_is_refused_at_once_by_name(own, what, sentence):
+    spoil(own, what)
+    with pytest.raises(ValueError, match=sentence) as refused:
+        DecodeEndpoint(pool().layout, create_engine("local"), keys=own)
+    assert str(refused.value).startswith("keys: ")
+    assert "decode.pem" in str(refused.value)
+
+
+def test_a_folder_that_others_can_write_to_is_refused(own):
+    own.chmod(0o770)
+    with pytest.raises(ValueError, match=r"mode is 0770: other users may write to it.*chmod go-w"):
+        open_keys(own, "decode")
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("what", ["decode.key", ""])
-def test_another_users_file_or_folder_is_refused(keys, what):
-    os.chown(keys / what, OTHER_USER, -1)
+@pytest.mark.parametrize("what", ["decode.pem", ""])
+def test_another_users_file_or_folder_is_refused(own, what):
+    os.chown(own / what, OTHER_USER, -1)
     with pytest.raises(ValueError, match=f"user {OTHER_USER} owns it.*Run: chown 0"):
-        decode_of(MLAPool(layers=range(2), **MLA), keys)
+        open_keys(own, "decode")
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(keys):
-    (keys / "decode.key").rename(keys / "elsewhere")
-    (keys / "decode.key").symlink_to(keys / "elsewhere")
-    with pytest.raises(ValueError, match="a symbolic link is not followed"):
-        read_keys(keys, "decode")
+# an organisation's own files
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"public": "x", "secret": "y"}'])
-def test_a_file_that_holds_no_keys_is_refused_at_once(keys, content):
-    (keys / "prefill.key").write_bytes(content)
-    with pytest.raises(ValueError, match="Make it anew: kvpool keys"):
-        prefill_of(MLAPool(layers=range(2), **MLA), keys)
+def organisation(keys, folder, side, **wrong):
+    """Files as an organisation has them: its authority's, and a key with a certificate."""
+    folder.mkdir()
+    whole = certify(keys, folder / "both", side, **wrong).read_bytes()
+    private, begin, certificate = whole.partition(b"-----BEGIN CERT")
+    files = {"ca": keys / "ca.pem", "certificate": folder / "crt", "key": folder / "key"}
+    files["certificate"].write_bytes(begin + certificate)
+    files["key"].write_bytes(private)
+    files["key"].chmod(0o600)
+    return files
 
 
-def test_keys_that_are_no_pair_are_refused(keys, tmp_path):
-    ours, (theirs, _) = read_keys(keys, "decode"), write_keys(tmp_path / "other")
-    mixed = type(ours)("decode", ours.public, theirs.secret, ours.other)
-    with pytest.raises(ValueError, match="no pair"):
-        read_keys(forge(tmp_path / "mixed", "decode", mixed, ours.other), "decode")
+def test_an_organisations_own_files_do_as_well(keys, tmp_path):
+    mine, theirs = (organisation(keys, tmp_path / side, side) for side in SIDES)
+    with prefill_side(TCP, tls=mine) as prefill, decode_side(tls=theirs) as decode:
+        decode[0].connect([prefill[0].address], timeout=20)
+        hands_over("r", (prefill, decode))
 
 
-# a peer that does not read
+def test_a_link_that_a_rotation_turns_is_followed(keys, tmp_path):
+    """As Kubernetes mounts secrets."""
+    files = organisation(keys, tmp_path / "one", "decode")
+    (tmp_path / "current").symlink_to(tmp_path / "one")
+    linked = {name: tmp_path / "current" / path.name for name, path in files.items()}
+    credentials = open_tls_files(linked | {"ca": files["ca"]}, "decode")
+    before = credentials.context()
+    assert credentials.context() is before
+    organisation(keys, tmp_path / "two", "decode")
+    (tmp_path / "next").symlink_to(tmp_path / "two")
+    (tmp_path / "next").rename(tmp_path / "current")
+    assert credentials.context() is not before
 
 
-@contextmanager
-def transports(keys):
-    """One that listens, its address, and one that dials."""
-    listener, dialler = (ZmqTransport(read_keys(keys, side)) for side in ("prefill", "decode"))
-    try:
-        yield listener, listener.bind(TCP), dialler
-    finally:
-        dialler.close()
-        listener.close()
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"uri": "spiffe://a/b"}, "names spiffe://a/b; decode's has urn:kvpool:decode in its subj"),
+        ({"usage": "prefill"}, "unsuitable certificate purpose"),
+        ({"password": b"x"}, "the private key is encrypted"),
+    ],
+)
+def test_an_organisations_file_that_makes_no_decode_is_refused(keys, tmp_path, wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        open_tls_files(organisation(keys, tmp_path / "d", "decode", **wrong), "decode")
 
 
-def name_of(listener, address, dialler):
-    """The name by which the listener knows who has dialled."""
-    dialler.connect(7, address)
-    assert dialler.send(7, b"hello") is None
-    return arrived(listener, 1)[0][0]
+@pytest.mark.parametrize(("name", "mode"), [("key", 0o640), ("ca", 0o666), ("certificate", 0o622)])
+def test_an_organisations_files_are_closed_to_others_too(own, tmp_path, name, mode):
+    files = organisation(own, tmp_path / "d", "decode")
+    files[name].chmod(mode)
+    with pytest.raises(ValueError, match=rf"tls: {files[name]}: .*mode is 0{mode:o}"):
+        open_tls_files(files, "decode")
 
 
-def arrived(transport, count, *beside):
-    """The next `count` of what arrives, while the transports `beside` are turned as well."""
-    messages, end = [], time.monotonic() + 20
-    while len(messages) < count:
-        assert time.monotonic() < end, f"{len(messages)} arrived"
-        messages.extend(transport.poll(0.01))
-        for other in beside:
-            assert not [*other.poll(0.0)]
-    return messages
+# changed while endpoints run
 
 
-def test_a_peer_with_a_key_that_does_not_read_holds_no_more_bytes_than_the_bound(keys, monkeypatch):
-    monkeypatch.setattr("disagg.runtime.sockets.connection.MAX_UNSENT", 8 << 20)
-    with transports(keys) as (listener, address, dialler):
-        peer, sent = name_of(listener, address, dialler), 0
-        while (problem := listener.send(peer, bytes(100_000))) is None:
-            sent += 1
-        assert problem.startswith("it does not read what is sent: 83 messages (8,300,000 bytes)")
-        assert 83 < sent < 1000
+def test_new_files_are_for_new_connections_and_open_ones_go_on(own, other_keys, caplog):
+    with (
+        prefill_side(TCP, keys=own) as prefill,
+        decode_side(keys=own) as old,
+        decode_side(keys=own) as late,
+    ):
+        old[0].connect([prefill[0].address], timeout=20)
+        renew_keys(own)
+        late[0].connect([prefill[0].address], timeout=20)
+        for side in SIDES:  # now of another authority
+            shutil.copy(other_keys / f"{side}.pem", own / "new")
+            (own / "new").rename(own / f"{side}.pem")
+        with decode_side(keys=other_keys) as other:
+            other[0].connect([prefill[0].address], timeout=20)
+            for number, decode in enumerate((old, late, other)):
+                hands_over(f"r{number}", (prefill, decode))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_waits_for_a_peer_with_a_key_arrives_in_order_once_it_reads(keys):
-    with transports(keys) as (listener, address, dialler):
-        peer = name_of(listener, address, dialler)
-        sent = [b"%d" % number + bytes(10_000) for number in range(3000)]
-        assert not any(listener.send(peer, message) for message in sent)
-        assert [data for _, data in arrived(dialler, 3000, listener)] == sent
+def test_a_broken_file_fails_new_connections_only_and_is_named_once(own, caplog):
+    with prefill_side(TCP, keys=own) as prefill, decode_side(keys=own) as decode:
+        decode[0].connect([prefill[0].address], timeout=20)
+        shutil.copy(own / "prefill.pem", own / "good")
+        (own / "bad").write_bytes(b"half of it")
+        (own / "bad").chmod(0o600)
+        (own / "bad").rename(own / "prefill.pem")
+        with decode_side(keys=own) as other:
+            link = other[0].connect([prefill[0].address])
+            until(prefill[0], lambda: "prefill.pem: not as kvpool keys writes it" in caplog.text)
+            with pytest.raises(TimeoutError):
+                other[0].handshake(link, 0.5)
+            hands_over("meanwhile", (prefill, decode))
+            (own / "good").rename(own / "prefill.pem")
+            other[0].handshake(link, 20)
+            hands_over("after", (prefill, other))
+        assert caplog.text.count("not as kvpool keys writes it") == 1
 
 
-def test_the_peer_with_a_key_for_which_the_most_waits_is_lost_when_too_much_waits_for_all(
-    keys, monkeypatch
-):
-    monkeypatch.setattr("disagg.runtime.sockets.limits.MAX_UNSENT_BY_ALL", 8 << 20)
-    with transports(keys) as (listener, address, dialler):
-        peer, sent = name_of(listener, address, dialler), 0
-        while sent < 400:
-            assert listener.send(peer, bytes(100_000)) is None
-            sent += 1
-        ((lost, end),) = arrived(listener, 1)
-        assert lost == peer and "bytes wait for it, the most of all peers" in end.reason
+def test_a_dialler_with_a_broken_file_waits_until_it_is_good(own, caplog):
+    with prefill_side(TCP, keys=own) as prefill, decode_side(keys=own) as decode:
+        (own / "decode.pem").rename(own / "away")
+        link = decode[0].connect([prefill[0].address])
+        until(decode[0], lambda: "decode.pem: no such file" in caplog.text)
+        (own / "away").rename(own / "decode.pem")
+        decode[0].handshake(link, 20)
+        hands_over("r", (prefill, decode))
+
+
+def test_without_package_cryptography_the_command_says_what_to_install(keys, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "disagg.runtime.certificates")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs cryptography: pip install 'kvpool\[keys"):
+        write_keys(tmp_path / "k")
+    assert not (tmp_path / "k").exists()

@@ -14,9 +14,10 @@ import pytest
 from disagg import (
     DecodeEndpoint,
     KVPoll,
+    MemoryNetwork,
+    MemoryTransport,
     PrefillEndpoint,
     SocketTransport,
-    ZmqTransport,
 )
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
@@ -32,7 +33,6 @@ from disagg.protocol.messages import (
     UnknownPeer,
     encode,
 )
-from disagg.runtime.keys import write_keys
 from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
@@ -67,8 +67,8 @@ class MutableSockets(Mutable, SocketTransport):
     """Over plain sockets, where the end of a connection is noticed."""
 
 
-class MutableZmq(Mutable, ZmqTransport):
-    """Over ZeroMQ, which connects again and says nothing."""
+class MutableMemory(Mutable, MemoryTransport):
+    """Within the process, where the end of a connection is not noticed."""
 
 
 @pytest.fixture
@@ -238,19 +238,16 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         oracle.assert_holds(dest, address)
 
 
-def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation(tmp_path):
+def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation():
     """nixl#2051, vllm#49238: messages of another generation are refused, the next hello works."""
-    made, _ = write_keys(keys := tmp_path / "keys")
-    transport = MutableZmq(made)
-    with decode_side(keys=keys) as (decode, dest, address):
-        with prefill_side("tcp://127.0.0.1:*", transport=transport) as (prefill, _):
+    network = MemoryNetwork()
+    with decode_side(transport=MemoryTransport(network)) as (decode, dest, address):
+        transport = MutableMemory(network)
+        with prefill_side("p", transport=transport) as (prefill, _):
             link = decode.connect([prefill.address], timeout=20)
             decode.receive("r", address)
-            at = prefill.address
             transport.muted = True  # it ends without a word
-            prefill.close()
-            transport.close()
-        with prefill_side(at, keys=keys) as (prefill, given):
+        with prefill_side("p", transport=MemoryTransport(network)) as (prefill, given):
             assert decode.wait("r", 20) is KVPoll.Failed
             assert "no longer knows this decode" in str(decode.failure("r"))
             until(decode, lambda: link.settled)
@@ -284,7 +281,7 @@ def test_a_dead_decode_fails_its_rooms_on_prefill_and_no_others(transport):
 
 def test_a_prefill_that_never_answers_fails_rooms_within_the_time_out():
     with decode_side(peer_timeout=0.2) as (decode, _, address):
-        link = decode.connect(["tcp://127.0.0.1:9"])
+        link = decode.connect(["ipc:///nobody"])
         decode.receive("r", address)
         assert decode.wait("r", 20) is KVPoll.Failed
         assert "has not answered for more than 0.2 s" in str(decode.failure("r"))

@@ -17,14 +17,13 @@ from disagg import (
     PrefillEndpoint,
     SocketTransport,
     UsageError,
-    ZmqTransport,
     create_engine,
 )
-from disagg.runtime.keys import write_keys
 from kvpool import MHAPool
 from tests import oracle
 
 TOKENS = 75
+FILES = {"ca": "a", "certificate": "b", "key": "c"}
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
 
 
@@ -39,9 +38,9 @@ def pools():
     return source, given, dest, oracle.place(dest, TOKENS, 9)
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp", "insecure", "keys", "memory"])
+@pytest.mark.parametrize("transport", ["unix", "insecure", "keys", "memory"])
 @pytest.mark.parametrize("verify", [None, "checksum"])
-def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, tmp_path):
+def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, keys):
     source, given, dest, into = pools
     bind, sides = "tcp://127.0.0.1:*", [{"threaded": False}, {"threaded": False}]
     if transport == "memory":
@@ -52,18 +51,16 @@ def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, tmp_path
     elif transport == "insecure":
         sides = [{**each, "insecure": True} for each in sides]
     elif transport == "keys":
-        write_keys(tmp_path / "keys")
-        sides = [{**each, "keys": tmp_path / "keys"} for each in sides]
+        sides = [{**each, "keys": keys} for each in sides]
     threads = {*threading.enumerate()}
     engines = create_engine("local"), create_engine("local")
     with (
         PrefillEndpoint(source.layout, engines[0], bind, **sides[0]) as prefill,
         DecodeEndpoint(dest.layout, engines[1], verify=verify, **sides[1]) as decode,
     ):
-        if transport != "keys":  # whose peers are authenticated by a thread
-            started = {thread.name for thread in {*threading.enumerate()} - threads}
-            # the engine's, which sleeps until a peer dials, and one that ends by itself
-            assert started - {"Prefault"} == {"OfferServer"}
+        started = {thread.name for thread in {*threading.enumerate()} - threads}
+        # the engine's, which sleeps until a peer dials, and one that ends by itself
+        assert started - {"Prefault"} == {"OfferServer"}
         decode.connect([prefill.address])
         decode.receive("r", into)
         prefill.send("r", given, aux={"first_token": 7})
@@ -108,11 +105,11 @@ def test_wait_turns_the_loop_where_no_thread_does(pools):
 
 def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
     layout, engine = pools[0].layout, create_engine("local")
-    for more in ({"keys": "k"}, {"insecure": True}):
+    for more in ({"keys": "k"}, {"tls": FILES}, {"insecure": True}):
         with pytest.raises(ValueError, match="a transport was given"):
             PrefillEndpoint(layout, engine, transport=MemoryTransport(MemoryNetwork()), **more)
-    with pytest.raises(ValueError, match="insecure=True is for endpoints without keys"):
-        PrefillEndpoint(layout, engine, keys="k", insecure=True)
+    with pytest.raises(ValueError, match="keys and tls and insecure=True: give one of them"):
+        PrefillEndpoint(layout, engine, keys="k", tls=FILES, insecure=True)
     prefill = PrefillEndpoint(layout, engine)
     with pytest.raises(UsageError, match="threaded=False"):
         prefill.step()
@@ -121,21 +118,14 @@ def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
         prefill.abort("r", "late")
 
 
-@pytest.mark.parametrize("keys", [False, True])
-def test_who_made_a_transport_closes_it(pools, keys, tmp_path):
-    layout, transport, options = pools[0].layout, SocketTransport(), {}
-    if keys:
-        made, _ = write_keys(tmp_path / "keys")
-        transport.close()
-        transport, options = ZmqTransport(made), {"keys": tmp_path / "keys"}
+def test_a_transport_is_closed_by_its_maker(pools):
+    layout, transport = pools[0].layout, SocketTransport()
     for _ in range(2):
         with (
-            PrefillEndpoint(
-                layout, create_engine("local"), "tcp://127.0.0.1:*", transport=transport
-            ) as prefill,
-            DecodeEndpoint(layout, create_engine("local"), **options) as decode,
+            PrefillEndpoint(layout, create_engine("local"), "ipc://*", transport=transport) as made,
+            DecodeEndpoint(layout, create_engine("local")) as decode,
         ):
-            decode.connect([prefill.address], timeout=20)
+            decode.connect([made.address], timeout=20)
     transport.close()
 
 

@@ -79,8 +79,8 @@ def relayed(prefill):
 )
 def test_a_room_that_decode_fails_as_its_link_is_lost_ends_on_prefill_too(received, sent):
     with (
-        prefill_side("tcp://127.0.0.1:*", lease=None) as (prefill, given),
-        decode_side() as (decode, dest, address),
+        prefill_side("tcp://127.0.0.1:*", lease=None, insecure=True) as (prefill, given),
+        decode_side(insecure=True) as (decode, dest, address),
         relayed(prefill) as relay,
     ):
         link = decode.connect([relay.address], timeout=20)

@@ -71,7 +71,7 @@ def test_a_room_that_cannot_travel_is_refused_at_once(pair, room):
         (["tcp://127.0.0.1:65536"], "a port is at most 65535"),
         (["ipc://"], "a unix socket is ipc://PATH"),
         (["ipc:///" + "x" * 107], "at most 107 bytes"),
-        (["tcp://127.0.0.1:1", "nonsense"], "address 'nonsense'"),
+        (["ipc:///nobody", "nonsense"], "address 'nonsense'"),
     ],
 )
 def test_an_address_that_is_none_is_refused_at_once(pair, addresses, sentence):

@@ -23,7 +23,8 @@ OTHERS = [
 @pytest.fixture(params=[None, "tcp://127.0.0.1:*"], ids=["unix", "tcp"])
 def prefill(request):
     pool = mla()
-    with PrefillEndpoint(pool.layout, create_engine("local"), request.param) as made:
+    tcp = request.param is not None
+    with PrefillEndpoint(pool.layout, create_engine("local"), request.param, insecure=tcp) as made:
         yield made
 
 
@@ -60,7 +61,7 @@ def test_whose_hello_it_was_is_said_as_far_as_it_can_be_read(prefill, generation
 def test_a_decode_of_another_protocol_is_told_both_numbers(prefill, monkeypatch):
     monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", OWN - 1)
     pool = mla()
-    with DecodeEndpoint(pool.layout, create_engine("local")) as decode:
+    with DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode:
         with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {OWN - 1} there"):
             decode.connect([prefill.address], timeout=20)
         until(prefill, prefill.refusals)
@@ -73,7 +74,7 @@ def test_another_engine_is_listed_too(prefill, caplog):
     other, pool = create_engine("local"), mla()
     other.name = "other"
     with (
-        DecodeEndpoint(pool.layout, other) as decode,
+        DecodeEndpoint(pool.layout, other, insecure=True) as decode,
         pytest.raises(HandshakeRefused, match="engine 'local' here, 'other' there") as told,
     ):
         decode.connect([prefill.address], timeout=20)
@@ -106,9 +107,15 @@ def test_a_hello_that_is_refused_again_is_listed_once(prefill, caplog):
     assert caplog.text.count("cannot read from here") == 1
 
 
-def test_what_greets_as_zeromq_does_may_be_an_old_kvpool(prefill, caplog):
+@pytest.mark.parametrize(
+    "greeting",
+    [b"\xff" + bytes(7) + b"\x01\x7f\x03\x00CURVE", b"\x16\x03\x01\x01\x00\x01\x00\x00\xfc"],
+)
+def test_what_greets_as_zeromq_or_tls_does_may_have_keys_or_be_an_old_kvpool(
+    prefill, greeting, caplog
+):
     with dial(prefill.address) as stranger:
-        stranger.socket.sendall(b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL".ljust(54, b"\0"))
+        stranger.socket.sendall(greeting)
         assert stranger.closed()
+    assert "TLS, and ZeroMQ of an older kvpool with keys, read as such a length" in caplog.text
     assert "are keys set on one side only?" in caplog.text
-    assert "a kvpool so old that it used ZeroMQ without keys too" in caplog.text

@@ -16,26 +16,28 @@ from pathlib import Path
 
 import pytest
 
-from disagg import Lost, SocketTransport, ZmqTransport
+from disagg import Lost, SocketTransport
 from disagg.protocol.messages import MAX_MESSAGE
-from disagg.runtime.keys import write_keys
 from disagg.runtime.sockets import connection, limits
+from disagg.runtime.sockets.credentials import open_keys
 from tests.streams import Server, dial, frame
 
-ADDRESSES = ["ipc://*", "tcp://127.0.0.1:*", "tcp://localhost:*"]
+TCP = "tcp://127.0.0.1:*"
+ADDRESSES = ["ipc://*", TCP, "tls", "tcp://localhost:*"]
 with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
     ADDRESSES.append("tcp://[::1]:*")  # a host without IPv6 has none to test
 
 
 @pytest.fixture
-def transports():
-    """Makes transports, and closes them."""
+def transports(keys):
+    """Makes transports, of the `side` of a deployment or without keys, and closes them."""
     with ExitStack() as stack:
 
-        def make(**options):
-            made = SocketTransport(**options)
-            stack.callback(made.close)
-            return made
+        def make(side=None, insecure=True):
+            credentials = None if side is None else open_keys(keys, side)
+            transport = SocketTransport(insecure and side is None, credentials)
+            stack.callback(transport.close)
+            return transport
 
         yield make
 
@@ -43,8 +45,15 @@ def transports():
 @pytest.fixture
 def listening(transports):
     """A transport that listens at a unix socket, and its endpoint address."""
-    made = transports()
-    return made, made.bind("ipc://*")
+    listener = transports()
+    return listener, listener.bind("ipc://*")
+
+
+def both(transports, where):
+    """A transport that listens, its address, and one that dials."""
+    sides = ("prefill", "decode") if where == "tls" else (None, None)
+    listener, dialler = map(transports, sides)
+    return listener, listener.bind(TCP if where == "tls" else where), dialler
 
 
 def collect(transport, enough, seconds=20.0, beside=()):
@@ -76,8 +85,7 @@ def pair_of(listener, address, transport, peer=7):
 
 @pytest.mark.parametrize("where", ADDRESSES)
 def test_messages_of_any_size_arrive_in_order_both_ways(transports, where):
-    listener, dialler = transports(), transports()
-    address = listener.bind(where)
+    listener, address, dialler = both(transports, where)
     assert "*" not in address
     sent = [os.urandom(size) for size in (1, 3, 4, 70_000, 300_000, 5 << 20, 17)]
     dialler.connect(3, address)
@@ -105,6 +113,7 @@ def test_frames_in_pieces_are_put_together(listening):
         ((peer, data),) = receive(listener, 1)
         assert data == b"and"
         listener.send(peer, b"back")
+        listener.flush()
         assert stranger.receive() == b"back"
 
 
@@ -146,16 +155,16 @@ def test_what_waits_for_nobody_arrives_once_somebody_listens(transports, tmp_pat
     assert [data for _, data in arrived] == [b"%d" % number for number in range(20)]
 
 
-def test_a_peer_that_ends_is_told_after_its_last_message_on_both_sides(transports):
-    listener, dialler = transports(), transports()
-    address = listener.bind("tcp://127.0.0.1:*")
+@pytest.mark.parametrize("where", ADDRESSES[:3])
+def test_a_peer_that_ends_is_told_after_its_last_message_on_both_sides(transports, where):
+    listener, address, dialler = both(transports, where)
     name = pair_of(listener, address, dialler)
     dialler.send(7, b"last words")
     dialler.close()
     assert receive(listener, 2)[0] == (name, b"last words")
     assert listener.send(name, b"x") == "it cannot be reached: its connection has ended."
 
-    again = transports()
+    again = transports("decode" if where == "tls" else None)
     name = pair_of(listener, address, again)
     listener.send(name, b"last words")
     listener.close()
@@ -237,6 +246,7 @@ def test_a_peer_that_does_not_read_is_told_truly_and_holds_no_more_than_the_boun
         ((peer, _),) = receive(listener, 1)
         sent = 0
         while (problem := listener.send(peer, b"x" * 10_000)) is None:
+            listener.flush()
             sent += 1
         assert problem.startswith("it does not read what is sent: 50 messages (")
         assert 50 < sent < 1000
@@ -339,10 +349,10 @@ def test_above_the_bound_the_oldest_connection_that_has_said_nothing_makes_room(
         assert not any(each.closed(0.01) for each in (*spoken, *silent[2:]))
 
 
-def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, monkeypatch):
+@pytest.mark.parametrize("where", ADDRESSES[:3])
+def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, where, monkeypatch):
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
-    listener, dialler = transports(), transports()
-    address = listener.bind("tcp://127.0.0.1:*")
+    listener, address, dialler = both(transports, where)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(dial(address))
@@ -445,7 +455,7 @@ def test_a_transport_that_is_bound_anew_listens_there_only(transports, tmp_path)
     listener, dialler = transports(), transports()
     old = listener.bind("ipc://*")
     listener.send(pair_of(listener, old, dialler), b"welcome")
-    assert receive(dialler, 1) == [(7, b"welcome")]
+    assert receive(dialler, 1, beside=[listener]) == [(7, b"welcome")]
     new = listener.bind("ipc://*")
     assert not Path(old.removeprefix("ipc://")).exists()
     assert isinstance(receive(dialler, 1, beside=[listener])[0][1], Lost)
@@ -453,22 +463,23 @@ def test_a_transport_that_is_bound_anew_listens_there_only(transports, tmp_path)
     pair_of(listener, new, dialler, peer=8)
 
 
-@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5", "tcp://example.com:5", "tcp://0.0.0.0:5"])
-def test_beyond_this_host_is_refused_unless_it_is_said(transports, address, caplog):
-    ways = r"keys.*loopback or ipc://PATH, or say insecure=True"
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5", "tcp://example.com:5"])
+def test_tcp_without_keys_is_refused_unless_it_is_said(transports, address, caplog):
+    ways = r"TCP needs keys on both sides .*use ipc://PATH, or say insecure=True"
     with pytest.raises(ValueError, match=f"connect: address '{address}': .*{ways}"):
-        transports().connect(1, address)
+        transports(insecure=False).connect(1, address)
     with pytest.raises(ValueError, match=f"bind '{address}': .*{ways}"):
-        transports().bind(address)
+        transports(insecure=False).bind(address)
     assert not caplog.records
-    transports(insecure=True).connect(1, address)
+    transports().connect(1, address)
     assert f"{address}: control messages without keys (insecure=True)" in caplog.text
 
 
-def test_a_name_is_looked_up_and_dialled(transports):
-    listener, dialler = transports(), transports()
-    port = listener.bind("tcp://127.0.0.1:*").rpartition(":")[2]
-    pair_of(listener, f"tcp://localhost:{port}", dialler)
+def test_keys_of_the_other_side_are_refused(transports):
+    with pytest.raises(ValueError, match="these are decode's keys"):
+        transports("decode").bind(TCP)
+    with pytest.raises(ValueError, match="these are prefill's keys"):
+        transports("prefill").connect(1, "tcp://127.0.0.1:5")
 
 
 def test_a_file_that_can_be_read_ends_the_wait_also_under_a_number_of_before(transports):
@@ -497,18 +508,19 @@ def test_a_wait_of_less_than_a_millisecond_is_as_short(transports):
     assert shortest < 0.0009
 
 
-def test_closing_sends_what_was_sent(transports):
-    listener, dialler = transports(), transports()
-    address = listener.bind("tcp://127.0.0.1:*")
+@pytest.mark.parametrize("where", ADDRESSES[:3])
+def test_closing_sends_what_was_sent(transports, where):
+    listener, address, dialler = both(transports, where)
     name = pair_of(listener, address, dialler)
+    size = 1 << (16 if where == "tls" else 20)  # as much as leaves within CLOSE_LINGER_SECONDS
     heard = threading.Thread(target=lambda: data.extend(collect(dialler, lambda f: len(f) == 11)))
     data = []
     heard.start()
     for number in range(10):
-        listener.send(name, bytes([number]) * (1 << 20))
+        listener.send(name, bytes([number]) * size)
     listener.close()
     heard.join(20)
-    assert [message for _, message in data[:10]] == [bytes([n]) * (1 << 20) for n in range(10)]
+    assert [message for _, message in data[:10]] == [bytes([n]) * size for n in range(10)]
     assert isinstance(data[10][1], Lost)
 
 
@@ -546,27 +558,7 @@ def test_a_forked_child_that_abandons_leaves_the_parents_connections_alone(trans
 
     assert in_a_child(child) == 0
     assert listener.send(name, b"down") is dialler.send(7, b"up") is None
+    listener.flush()
     assert receive(dialler, 1) == [(7, b"down")]
     assert receive(listener, 1) == [(name, b"up")]
     pair_of(listener, address, dialler, peer=8)
-
-
-def test_a_forked_child_that_abandons_keeps_zeromqs_threads_of_the_parent_alone(tmp_path):
-    ours, theirs = write_keys(tmp_path / "keys")
-    listener, dialler = ZmqTransport(ours), ZmqTransport(theirs)
-    address = listener.bind("tcp://127.0.0.1:*")
-    name = pair_of(listener, address, dialler)
-
-    def child():
-        nonlocal listener, dialler
-        for transport in (listener, dialler):
-            transport.abandon()
-            transport.close()
-        del listener, dialler, transport
-
-    assert in_a_child(child) == 0
-    assert listener.send(name, b"down") is dialler.send(7, b"up") is None
-    assert receive(dialler, 1) == [(7, b"down")]
-    assert receive(listener, 1) == [(name, b"up")]
-    for transport in (listener, dialler):
-        transport.close()

@@ -1,4 +1,4 @@
-"""What strangers on the control channel of endpoints without keys can do, and what they cannot."""
+"""What strangers can do to endpoints over unix sockets and insecure TCP, and what they cannot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import zmq
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.protocol.messages import encode
 from kvpool import MLAPool
 from tests import oracle
+from tests.disagg.waiting import until
 from tests.processes import FORKS
 from tests.streams import dial, frame
 
@@ -80,42 +81,13 @@ class Prefill:
 
 
 @contextmanager
-def prefill_of(bind=LOOPBACK, **options):
+def prefill_of(bind=None, **options):
     made = Prefill(bind, options)
     try:
         yield made
         made.end()
     finally:
         made.process.kill()
-
-
-@pytest.mark.parametrize("options", [{}, {"insecure": True}], ids=["loopback", "insecure"])
-def test_claimed_names_end_no_process(options):
-    """libzmq's ROUTER: a claimed name and an anonymous peer of that name ended the process."""
-    with prefill_of(**options) as prefill, zmq.Context() as context, ExitStack() as stack:
-
-        def peer(identity=None):
-            made = stack.enter_context(context.socket(zmq.DEALER))
-            made.linger = 0
-            if identity is not None:
-                made.setsockopt(zmq.IDENTITY, identity)
-            made.connect(prefill.address)
-            made.send(b"")
-
-        for number in range(3):
-            peer(b"\0" + struct.pack(">I", 0x6B8B4567 + number))
-        peer()
-        for name in (b"\0" + struct.pack(">I", 0x6B8B4567), b"", b"\0" * 255):
-            stranger = stack.enter_context(dial(prefill.address))
-            # ZMTP 3.0: a greeting without security, and a READY that claims the name
-            stranger.socket.sendall(
-                b"\xff" + bytes(8) + b"\x7f\x03\x00NULL".ljust(55, b"\0") + b"\x04\x29\x05READY"
-                b"\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + struct.pack(">I", len(name)) + name
-            )
-            assert stranger.closed()
-        time.sleep(0.5)  # ZeroMQ connects in a thread, again and again
-        assert prefill.process.is_alive()
-        prefill.works("after", **options)
 
 
 def push(stranger, data):
@@ -200,17 +172,11 @@ def stay_silent(pipe, address, count):
         pipe.recv()
 
 
-def squat(pipe, address):
-    """Listens at an address; tells what each of three who connect says first."""
-    scheme, _, place = address.partition("://")
-    with socket.socket(socket.AF_UNIX if scheme == "ipc" else socket.AF_INET) as squatter:
-        if scheme == "ipc":
-            squatter.bind(place)
-            Path(place).chmod(0o666)
-        else:
-            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            host, _, port = place.partition(":")
-            squatter.bind((host, int(port)))
+def squat(pipe, path):
+    """Listens at a unix socket; tells what each of three that connect says first."""
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(path)
+        Path(path).chmod(0o666)
         squatter.listen()
         pipe.send("there")
         for _ in range(3):
@@ -236,127 +202,85 @@ def open_folder(tmp_path):
     folder.rmdir()
 
 
-@pytest.mark.root
-@pytest.mark.parametrize("where", ["tcp", "ipc"])
-def test_another_user_gets_no_answer_and_is_named(where, open_folder, caplog):
+@pytest.fixture
+def open_prefill(open_folder):
+    """A prefill whose socket every user can open."""
+    pool, path = MLAPool(layers=range(2), **MLA), open_folder / "p"
+    with PrefillEndpoint(pool.layout, create_engine("local"), f"ipc://{path}") as prefill:
+        path.chmod(0o666)
+        yield prefill
+
+
+@pytest.fixture
+def decode():
     pool = MLAPool(layers=range(2), **MLA)
-    bind = LOOPBACK if where == "tcp" else f"ipc://{open_folder / 'p'}"
-    with (
-        PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
-    ):
-        if where == "ipc":
-            (open_folder / "p").chmod(0o666)
-        hello = decode.machine.hello
-        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, pack(hello))
-        assert pipe.poll(20) and pipe.recv() is None
-        process.join(20)
-        assert not prefill.machine.peers.alive
-        assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
-        decode.connect([prefill.address], timeout=20)
+    with DecodeEndpoint(pool.layout, create_engine("local")) as endpoint:
+        yield endpoint
 
 
 @pytest.mark.root
-def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(monkeypatch):
-    monkeypatch.setattr("disagg.runtime.sockets.limits.MAX_CONNECTIONS", 50)
-    pool = MLAPool(layers=range(2), **MLA)
-    with (
-        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
-    ):
-        process, pipe = as_user(OTHER_USER, stay_silent, prefill.address, 300)
-        assert pipe.poll(20) and pipe.recv() == 0
-        decode.connect([prefill.address], timeout=20)
-        pipe.send(None)
-        process.join(20)
+def test_another_user_gets_no_answer_and_is_named(open_prefill, decode, caplog):
+    hello = encode(decode.machine.hello)
+    process, pipe = as_user(OTHER_USER, say_and_listen, open_prefill.address, hello)
+    assert pipe.poll(20) and pipe.recv() is None
+    process.join(20)
+    assert not open_prefill.machine.peers.alive
+    assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
+    decode.connect([open_prefill.address], timeout=20)
 
 
 @pytest.mark.root
-def test_with_insecure_another_user_is_answered_over_tcp():
-    pool = MLAPool(layers=range(2), **MLA)
-    with (
-        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode,
-    ):
-        hello = decode.machine.hello
-        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, pack(hello))
+def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(open_prefill, decode):
+    process, pipe = as_user(OTHER_USER, stay_silent, open_prefill.address, 300)
+    assert pipe.poll(20) and pipe.recv() == 0
+    decode.connect([open_prefill.address], timeout=20)
+    pipe.send(None)
+    process.join(20)
+
+
+@pytest.mark.root
+def test_with_insecure_another_user_is_answered_over_tcp(decode):
+    pool, hello = MLAPool(layers=range(2), **MLA), encode(decode.machine.hello)
+    with PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill:
+        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, hello)
         assert pipe.poll(20) and b"hello" in pipe.recv()
         process.join(20)
 
 
-def pack(hello):
-    from disagg.protocol.messages import encode
-
-    return encode(hello)
-
-
 @pytest.mark.root
-@pytest.mark.parametrize("where", ["tcp", "ipc"])
-def test_who_takes_a_dead_prefills_place_as_another_user_is_told_nothing(where, open_folder):
-    pool = MLAPool(layers=range(2), **MLA)
-    bind = LOOPBACK if where == "tcp" else f"ipc://{open_folder / 'p'}"
-    with DecodeEndpoint(pool.layout, create_engine("local")) as decode:
-        with PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill:
-            link = decode.connect([prefill.address], timeout=20)
-        process, pipe = as_user(OTHER_USER, squat, prefill.address)
-        assert pipe.poll(20) and pipe.recv() == "there"
-        for _ in range(3):
-            assert pipe.poll(20)
-            assert not pipe.recv()
-        assert decode.driver.wait(lambda: f"it is user {OTHER_USER}'s" in str(link.lost), 20)
-        process.join(20)
-        decode.receive("r", oracle.place(pool, TOKENS))
-        assert f"it is user {OTHER_USER}'s, and this process is user 0's" in str(
-            decode.failure("r")
-        )
-        with PrefillEndpoint(pool.layout, create_engine("local"), prefill.address):
-            assert decode.driver.wait(lambda: link.settled, 20)
-
-
-@pytest.mark.root
-def test_a_user_that_has_closed_before_it_can_be_named_is_not_taken_for_root(caplog):
-    """The kernel lists a closed end as root's."""
-    pool = MLAPool(layers=range(2), **MLA)
-    with (
-        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, threaded=False) as prefill,
-        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
-    ):
-        process, pipe = as_user(OTHER_USER, say, prefill.address, pack(decode.machine.hello))
-        assert pipe.poll(20) and pipe.recv() == "said"
-        process.join(20)
-        for _ in range(10):
-            prefill.step()
-            assert not prefill.machine.peers.alive
-        assert "the kernel does not name its user" in caplog.text
-
-
-def say(pipe, address, message):
-    """Sends a message and ends."""
-    with dial(address) as stranger:
-        stranger.send(message)
-    pipe.send("said")
+def test_another_user_that_takes_a_dead_prefills_place_is_told_nothing(open_folder, decode):
+    pool, bind = MLAPool(layers=range(2), **MLA), f"ipc://{open_folder / 'p'}"
+    with PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill:
+        link = decode.connect([prefill.address], timeout=20)
+    process, pipe = as_user(OTHER_USER, squat, bind.removeprefix("ipc://"))
+    assert pipe.poll(20) and pipe.recv() == "there"
+    for _ in range(3):
+        assert pipe.poll(20)
+        assert not pipe.recv()
+    until(decode, lambda: f"it is user {OTHER_USER}'s" in str(link.lost))
+    process.join(20)
+    decode.receive("r", oracle.place(pool, TOKENS))
+    assert f"user {OTHER_USER}'s, and this process is user 0's" in str(decode.failure("r"))
+    with PrefillEndpoint(pool.layout, create_engine("local"), bind):
+        until(decode, lambda: link.settled)
 
 
 # addresses
 
 
-@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:*", "tcp://*:*"])
-def test_beyond_loopback_an_endpoint_without_keys_must_say_so(bind, caplog):
+@pytest.mark.parametrize("bind", [LOOPBACK, "tcp://*:*"])
+def test_over_tcp_an_endpoint_without_keys_must_say_so(bind, decode, caplog):
     pool = MLAPool(layers=range(2), **MLA)
-    ways = "keys=.*loopback or ipc://PATH, or say insecure=True"
+    ways = r"TCP needs keys on both sides .*keys=\.\.\. or tls=.*ipc://PATH, or say insecure=True"
     with pytest.raises(ValueError, match=ways) as refused:
         PrefillEndpoint(pool.layout, create_engine("local"), bind)
     assert bind in str(refused.value)
-    with (
-        DecodeEndpoint(pool.layout, create_engine("local")) as decode,
-        pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"),
-    ):
+    with pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"):
         decode.connect(["tcp://10.0.0.9:5"])
     assert not caplog.records
     with prefill_of(bind, insecure=True) as prefill:
-        assert prefill.address.startswith("tcp://0.0.0.0:")
         prefill.works("r", insecure=True)
-    assert "tcp://0.0.0.0" in caplog.text and "without keys (insecure=True)" in caplog.text
+    assert f"{prefill.address}: control messages without keys (insecure=True)" in caplog.text
 
 
 def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
@@ -371,18 +295,21 @@ def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
 # ends
 
 
-@pytest.mark.parametrize("bind", [None, LOOPBACK], ids=["unix", "tcp"])
-def test_a_dead_process_is_noticed_at_once(bind):
+@pytest.mark.parametrize("how", ["unix", "tcp", "tls"])
+def test_a_dead_process_is_noticed_at_once(how, keys):
+    bind = None if how == "unix" else LOOPBACK
+    options = {"unix": {}, "tcp": {"insecure": True}, "tls": {"keys": keys}}[how]
+    options["peer_timeout"] = 60
     dest = MLAPool(layers=range(2), **MLA)
     with (
-        prefill_of(bind) as alive,
-        DecodeEndpoint(dest.layout, create_engine("local"), peer_timeout=60) as decode,
+        prefill_of(bind, **options) as alive,
+        DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode,
     ):
-        dying = Prefill(bind, {"peer_timeout": 60})
+        dying = Prefill(bind, options)
         link = decode.connect([dying.address], timeout=30)
         decode.receive("r", oracle.place(dest, TOKENS), link=link)
         dying.process.kill()
         assert decode.wait("r", 20) is KVPoll.Failed
         reason = str(decode.failure("r"))
         assert f"rank 0 of prefill ({dying.address}) is lost: its connection " in reason
-        alive.works("other")
+        alive.works("other", **options)

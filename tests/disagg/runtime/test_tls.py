@@ -1,0 +1,276 @@
+"""Over TLS only the other side's certificate gets in, and hostile handshakes disturb nobody."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from disagg import KVPoll, Lost, SocketTransport
+from disagg.protocol import messages
+from disagg.runtime.sockets import connection, handshakes, limits
+from disagg.runtime.sockets.credentials import open_keys
+from tests import oracle
+from tests.certificates import accept_tls, certify, dial_tls
+from tests.disagg.runtime.sides import decode_side, prefill_side
+from tests.disagg.runtime.test_strangers import prefill_of
+from tests.disagg.waiting import until
+from tests.streams import Server, dial, frame
+
+TCP = "tcp://127.0.0.1:*"
+PIECE = struct.pack(">BHHB", 22, 0x0301, 4, 1) + (131_000).to_bytes(3, "big")
+"""The beginning of a ClientHello of 131,000 bytes."""
+
+
+class Tap:
+    """A TCP relay that keeps what it has carried."""
+
+    def __init__(self, address):
+        self.to = address.removeprefix("tcp://").split(":")
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.seen = []
+        threading.Thread(target=self._serve, daemon=True).start()
+        self.address = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
+
+    def _serve(self):
+        near, _ = self.server.accept()
+        far = socket.create_connection((self.to[0], int(self.to[1])))
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source, sink):
+        while data := source.recv(65536):
+            self.seen.append(data)
+            sink.sendall(data)
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_what_travels_can_be_read_only_without_keys(keys, secret):
+    options = {"keys": keys} if secret else {"insecure": True}
+    with prefill_side(TCP, **options) as (prefill, given), decode_side(**options) as decode:
+        decode, dest, address = decode
+        tap = Tap(prefill.address)
+        decode.connect([tap.address], timeout=20)
+        decode.receive("a room by name", address)
+        prefill.send("a room by name", given)
+        assert decode.wait("a room by name", 20) is KVPoll.Success
+        oracle.assert_holds(dest, address)
+    assert (b"a room by name" in b"".join(tap.seen)) is not secret
+
+
+def file_of(kind, side, keys, other_keys, folder):
+    """A file of `side` that is wrong in one way; None for none."""
+    if kind == "another deployment's":
+        return other_keys / f"{side}.pem"
+    if kind == "expired":
+        return certify(keys, folder / "file", side, hours=-1)
+    if kind == "another service's":
+        return certify(keys, folder / "file", side, uri="spiffe://a/b")
+    if kind == "the wrong side's":
+        return keys / ("decode.pem" if side == "prefill" else "prefill.pem")
+    return None
+
+
+REFUSED = {
+    "none": "it shows no certificate",
+    "another deployment's": "its certificate is refused: self-signed certificate in certificate ch",
+    "expired": "its certificate is refused: certificate has expired",
+    "another service's": "its certificate names spiffe://a/b; {0}'s has urn:kvpool:{0} in its subj",
+    "the wrong side's": "unsuitable certificate purpose: {0}'s has the extended key usage {1}",
+    "TLS 1.2": "it offers no TLS 1.3",
+}
+
+
+def closed(address, file, version):
+    """Whether nothing but the end comes of a hello."""
+    try:
+        with dial_tls(address, file, version) as stream:
+            stream.send(messages.encode(messages.Disconnect()))
+            return not stream.socket.recv(1)
+    except (ssl.SSLError, ConnectionError):
+        return True
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_only_decodes_certificate_is_let_in_and_the_others_go_on(
+    kind, keys, other_keys, tmp_path, caplog
+):
+    file = file_of(kind, "decode", keys, other_keys, tmp_path)
+    version = ssl.TLSVersion.TLSv1_2 if kind == "TLS 1.2" else ssl.TLSVersion.TLSv1_3
+    with prefill_side(TCP, keys=keys) as (prefill, _), decode_side(keys=keys) as (decode, _, _):
+        assert closed(prefill.address, file, version)
+        until(prefill, lambda: REFUSED[kind].format("decode", "clientAuth") in caplog.text)
+        assert not prefill.machine.peers.alive
+        decode.connect([prefill.address], timeout=20)
+
+
+@pytest.mark.parametrize("kind", [*REFUSED][1:-1])
+def test_only_prefills_certificate_is_believed(kind, keys, other_keys, tmp_path):
+    file = file_of(kind, "prefill", keys, other_keys, tmp_path)
+    said = REFUSED[kind].format("prefill", "serverAuth")
+    with decode_side(keys=keys) as (decode, _, _), Server() as imposter:
+        link = decode.connect([imposter.address])
+        with suppress(ssl.SSLError, ConnectionError), accept_tls(imposter, file) as stream:
+            assert not stream.socket.recv(1)
+        until(decode, lambda: said in str(link.lost))
+        with pytest.raises(TimeoutError, match=r"are keys the same on both sides.*The last try: "):
+            decode.handshake(link, 0.1)
+
+
+def test_a_refusal_by_the_peer_is_a_sentence(keys, other_keys, tmp_path):
+    """With TLS 1.3 a client learns it after its handshake, by an alert."""
+    ca = tmp_path / "ca"
+    ca.write_bytes((keys / "ca.pem").read_bytes() + (other_keys / "ca.pem").read_bytes())
+    file = certify(other_keys, tmp_path / "file", "decode")
+    files = {"ca": ca, "certificate": file, "key": file}
+    with prefill_side(TCP, keys=keys) as (prefill, _), decode_side(tls=files) as (decode, _, _):
+        link = decode.connect([prefill.address])
+        said = "it refuses this side's certificate: another authority has made it, or the peer bel"
+        until(decode, lambda: said in str(link.lost))
+
+
+def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
+    for mine, theirs in (
+        ({"keys": keys}, {"insecure": True}),
+        ({"insecure": True}, {"keys": keys}),
+    ):
+        caplog.clear()
+        with prefill_side(TCP, **mine) as (prefill, _), decode_side(**theirs) as (decode, _, _):
+            link = decode.connect([prefill.address])
+            until(decode, lambda: "re keys set on one side only?" in caplog.text)
+            with pytest.raises(TimeoutError):
+                decode.handshake(link, 0.1)
+
+
+# hostile handshakes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1"), PIECE, PIECE + bytes(99)],
+)
+def test_whatever_strangers_say_first_the_others_are_served(data, keys):
+    with prefill_of(TCP, keys=keys) as prefill, dial(prefill.address) as stranger:
+        stranger.socket.sendall(data)
+        prefill.works("beside", keys=keys)
+
+
+@pytest.fixture
+def pair(keys):
+    """Transports of prefill, which listens, and of decode, and the address."""
+    listener, dialler = (
+        SocketTransport(credentials=open_keys(keys, side)) for side in ("prefill", "decode")
+    )
+    yield listener, listener.bind(TCP), dialler
+    dialler.close()
+    listener.close()
+
+
+def arrived(transport, count, *beside, seconds=20):
+    """The next `count` of what arrives, while the transports `beside` are turned as well."""
+    events, end = [], time.monotonic() + seconds
+    while len(events) < count:
+        assert time.monotonic() < end, f"{len(events)} arrived"
+        events.extend(transport.poll(0.01))
+        for other in beside:
+            assert not [*other.poll(0.0)]
+    return events
+
+
+def greets(listener, address, dialler, peer=7):
+    """The name by which the listener knows a peer that dials."""
+    dialler.connect(peer, address)
+    assert dialler.send(peer, b"hello") is None
+    return arrived(listener, 1, dialler)[0][0]
+
+
+def client_hello():
+    """What a client sends first."""
+    outgoing = ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    with suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("data", [b"", PIECE, client_hello()[:-1], client_hello()])
+def test_a_handshake_has_a_time_to_end(pair, data, monkeypatch, caplog):
+    listener, address, dialler = pair
+    monkeypatch.setattr(limits, "MAX_SILENT", 1)
+    with dial(address) as stranger:
+        stranger.socket.sendall(data)
+        ends = threading.Thread(target=stranger.closed)
+        ends.start()
+        while ends.is_alive():
+            assert not [*listener.poll(0.01)]
+    assert "it did not finish its TLS handshake within 1 s" in caplog.text
+    greets(listener, address, dialler)
+
+
+def test_a_few_handshakes_are_made_a_turn(pair):
+    """So that a flood of them leaves time for rooms."""
+    listener, address, _ = pair
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(dial(address)) for _ in range(3 * handshakes.STEPS_A_TURN)]
+        for stranger in strangers:
+            stranger.socket.sendall(client_hello())
+            stranger.socket.setblocking(False)
+        assert not [*listener.poll(0.1)]  # they are accepted
+        answered = set()
+        for turn in range(1, 4):
+            assert not [*listener.poll(0.1)]
+            for number, stranger in enumerate(strangers):
+                with suppress(BlockingIOError):
+                    assert stranger.socket.recv(1 << 16)
+                    answered.add(number)
+            assert len(answered) == turn * handshakes.STEPS_A_TURN
+
+
+def test_however_many_handshakes_are_begun_a_peer_is_let_in(pair, monkeypatch):
+    monkeypatch.setattr(handshakes, "MAX_ACCEPTED", 20)
+    listener, address, dialler = pair
+    hello = client_hello()
+    with ExitStack() as stack:
+        strangers = []
+        for _ in range(100):
+            strangers.append(stack.enter_context(dial(address)))
+            strangers[-1].socket.sendall(hello)
+        name = greets(listener, address, dialler)
+        assert sum(not stranger.closed(0.01) for stranger in strangers[:50]) == 0
+        assert listener.send(name, b"welcome") is None
+        assert arrived(dialler, 1, listener) == [(7, b"welcome")]
+
+
+def test_handshakes_that_are_begun_take_no_more_memory_than_the_bound(keys):
+    with prefill_of(TCP, keys=keys) as prefill, ExitStack() as stack:
+        prefill.works("before", keys=keys)
+        before = prefill.resident()
+        for _ in range(1000):
+            stack.enter_context(dial(prefill.address)).socket.sendall(PIECE)
+        prefill.works("beside", keys=keys)
+        assert prefill.resident() - before < 256 << 20
+
+
+def test_a_close_notify_ends_a_connection_whose_stream_is_open(pair, keys):
+    listener, address, _ = pair
+    ended = threading.Event()
+
+    def speak():
+        with dial_tls(address, keys / "decode.pem") as stream:
+            stream.send(b"hello", b"bye")
+            with suppress(ssl.SSLError, OSError):
+                stream.socket.unwrap()
+            ended.wait(20)
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    events = arrived(listener, 3)
+    ended.set()
+    speaker.join()
+    assert [data for _, data in events] == [b"hello", b"bye", Lost(connection.ENDED)]
