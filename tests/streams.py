@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from contextlib import suppress
 
 
@@ -101,3 +102,56 @@ class Server:
         made, _ = self._socket.accept()
         made.settimeout(None)
         return Stream(made)
+
+
+class Relay:
+    """A port of loopback that passes bytes on to another one until it is cut. `seen` is what it has
+    passed on.
+    """
+
+    def __init__(self, address):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target, self._port, self._ends = (host, int(port)), 0, []
+        self.seen = []
+        self.mend()
+        self.address = f"tcp://127.0.0.1:{self._port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.cut()
+
+    def cut(self):
+        """Ends all connections, and takes no more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._ends.clear()
+
+    def mend(self):
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, args=(self._listener,))
+        self._accepting.start()
+
+    def _accept(self, listener):
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(self._target)
+                self._ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=pair).start()
+
+    def _pass(self, source, sink):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen.append(data)
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -106,7 +106,7 @@ class Slice:
         since the beginning after each. Raises Violation.
         """
         prefill, decode = FAMILIES[self.family]
-        shape = Shape(self.name, self.engine, prefill, decode)
+        shape = Shape(self.name, self.engine, prefill, decode, keys=True)
         world = World(shape, child=SoakChild, engines=self.engines)
         began, pick = time.monotonic(), random.Random(f"{self.seed} {self.name}")
         try:

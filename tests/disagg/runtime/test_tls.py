@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 import struct
 import threading
@@ -20,33 +19,11 @@ from tests.certificates import accept_tls, certify, dial_tls
 from tests.disagg.runtime.sides import decode_side, prefill_side
 from tests.disagg.runtime.test_strangers import prefill_of
 from tests.disagg.waiting import until
-from tests.streams import Server, dial, frame
+from tests.streams import Relay, Server, dial, frame
 
 TCP = "tcp://127.0.0.1:*"
 PIECE = struct.pack(">BHHB", 22, 0x0301, 4, 1) + (131_000).to_bytes(3, "big")
 """The beginning of a ClientHello of 131,000 bytes."""
-
-
-class Tap:
-    """A TCP relay that keeps what it has carried."""
-
-    def __init__(self, address):
-        self.to = address.removeprefix("tcp://").split(":")
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.seen = []
-        threading.Thread(target=self._serve, daemon=True).start()
-        self.address = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
-
-    def _serve(self):
-        near, _ = self.server.accept()
-        far = socket.create_connection((self.to[0], int(self.to[1])))
-        for ends in ((near, far), (far, near)):
-            threading.Thread(target=self._pump, args=ends, daemon=True).start()
-
-    def _pump(self, source, sink):
-        while data := source.recv(65536):
-            self.seen.append(data)
-            sink.sendall(data)
 
 
 @pytest.mark.parametrize("secret", [False, True])
@@ -54,13 +31,13 @@ def test_what_travels_can_be_read_only_without_keys(keys, secret):
     options = {"keys": keys} if secret else {"insecure": True}
     with prefill_side(TCP, **options) as (prefill, given), decode_side(**options) as decode:
         decode, dest, address = decode
-        tap = Tap(prefill.address)
-        decode.connect([tap.address], timeout=20)
-        decode.receive("a room by name", address)
-        prefill.send("a room by name", given)
-        assert decode.wait("a room by name", 20) is KVPoll.Success
+        with Relay(prefill.address) as relay:
+            decode.connect([relay.address], timeout=20)
+            decode.receive("a room by name", address)
+            prefill.send("a room by name", given)
+            assert decode.wait("a room by name", 20) is KVPoll.Success
         oracle.assert_holds(dest, address)
-    assert (b"a room by name" in b"".join(tap.seen)) is not secret
+    assert (b"a room by name" in b"".join(relay.seen)) is not secret
 
 
 def file_of(kind, side, keys, other_keys, folder):
