@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.runtime.keys import SIDE_DAYS, renew_keys, write_keys
+from disagg.runtime.keys import SIDE_DAYS, write_keys
 
 
 def keys(
@@ -28,28 +28,23 @@ def keys(
       kvpool keys /etc/kvpool
     """
     try:
-        files = renew_keys(path, days) if renew else write_keys(path, days)
+        files = write_keys(path, days, renew=renew)
     except OSError as error:
         typer.echo(f"{error.filename or path}: {error.strerror}.", err=True)
         raise typer.Exit(1) from None
     except ValueError as error:
-        typer.echo(f"{error}", err=True)
+        typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     if as_json:
-        listed = [
-            {
-                "side": file.side,
-                "file": str(file.path),
-                "fingerprint": file.fingerprint,
-                "expires": file.expires.isoformat(),
-            }
-            for file in files
-        ]
-        typer.echo(json.dumps(listed))
+        fields = ("side", "file", "fingerprint", "expires")
+        rows = [(f.side, str(f.path), f.fingerprint, f.expires.isoformat()) for f in files]
+        typer.echo(json.dumps([dict(zip(fields, row)) for row in rows]))
         return
     for file in files:
         typer.echo(f"{file.path}: valid until {file.expires:%Y-%m-%d}, SHA-256 {file.fingerprint}")
-    typer.echo("Copy each of them to the hosts of its side only, readable by you only, and pass")
-    typer.echo(f'the folder (or the file) to every endpoint: keys="{path}". Keep ca.key here.')
-    typer.echo(f"Before they expire: kvpool keys {path} --renew, then copy again. Endpoints read")
-    typer.echo("them again by themselves.")
+    typer.echo(
+        "Copy each of them to the hosts of its side only, readable by you only, and pass the\n"
+        f'folder (or the file) to every endpoint: keys="{path}". Keep ca.key here.\n'
+        f"Before they expire: kvpool keys {path} --renew, and copy them again.\n"
+        "Endpoints that run take them without a restart."
+    )

@@ -51,12 +51,15 @@ def new_authority() -> Authority:
     return _certified(None, "kvpool keys", CA_DAYS, x509.BasicConstraints(True, 0))
 
 
-def read_authority(key: bytes, certificate: bytes) -> Authority:
-    """The authority in two files. Raises TypeError or ValueError for what is none."""
-    private = load_pem_private_key(key, None)
-    if not isinstance(private, EllipticCurvePrivateKey):
-        raise ValueError("not as kvpool keys writes it")
-    return Authority(private, x509.load_pem_x509_certificate(certificate))
+def read_authority(key: bytes, certificate: bytes, folder: str) -> Authority:
+    """The authority in two files of a folder. Raises ValueError for what is none."""
+    try:
+        private = load_pem_private_key(key, None)
+        if not isinstance(private, EllipticCurvePrivateKey):
+            raise ValueError("not as kvpool keys writes it")
+        return Authority(private, x509.load_pem_x509_certificate(certificate))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: ca.key or ca.pem: {error}.") from None
 
 
 def issue(authority: Authority, side: Side, days: float) -> tuple[bytes, str, datetime]:

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from disagg.host.trusted_files import open_folder, read_in_folder, write_file
 from disagg.runtime.sockets.credentials import USAGES, Side
 from kvpool.extras import needed_by
-
-if TYPE_CHECKING:
-    from disagg.runtime.certificates import Authority
 
 SIDE_DAYS = 365
 
@@ -34,53 +30,34 @@ class KeyFile(NamedTuple):
     expires: datetime
 
 
-def write_keys(path: str | os.PathLike[str], days: float = SIDE_DAYS) -> list[KeyFile]:
+def write_keys(
+    path: str | os.PathLike[str], days: float = SIDE_DAYS, *, renew: bool = False
+) -> list[KeyFile]:
     """Makes an authority and the files of both sides, valid for `days`, in a new folder that only
-    its owner may open. Raises OSError, and MissingExtra without package cryptography.
+    its owner may open. With `renew`, replaces both sides' files in such a folder by new ones of its
+    authority. Raises OSError, ValueError for another folder, MissingExtra without cryptography.
     """
     with needed_by("kvpool keys"):
-        from disagg.runtime.certificates import new_authority
-
-    def make(folder: int) -> Authority:
-        authority = new_authority()
-        write_file(folder, "ca.key", authority.key_pem, 0o600)
-        write_file(folder, "ca.pem", authority.pem, 0o600)
-        return authority
-
-    os.mkdir(path, 0o700)
-    return _issue(Path(path), make, days)
-
-
-def renew_keys(path: str | os.PathLike[str], days: float = SIDE_DAYS) -> list[KeyFile]:
-    """Replaces the files of both sides in a folder of `write_keys` by new ones of its authority.
-    Raises OSError, ValueError for other files, and MissingExtra as `write_keys` does.
-    """
-    with needed_by("kvpool keys"):
-        from disagg.runtime.certificates import read_authority
-
-    def read(folder: int) -> Authority:
-        files = [read_in_folder(folder, Path(path) / name) for name in ("ca.key", "ca.pem")]
-        try:
-            return read_authority(*files)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: ca.key or ca.pem: {error}.") from None
-
-    return _issue(Path(path), read, days)
-
-
-def _issue(path: Path, authority: Callable[[int], Authority], days: float) -> list[KeyFile]:
-    """Writes each side's file, whole or not at all: an endpoint may read it at any time."""
-    from disagg.runtime.certificates import issue
-
-    folder, files = open_folder(path), []
+        from disagg.runtime.certificates import issue, new_authority, read_authority
+    place = Path(path)
+    if not renew:
+        place.mkdir(0o700)
+    folder, files = open_folder(place), []
     try:
-        signer = authority(folder)
+        if renew:
+            key, certificate = (read_in_folder(folder, place / n) for n in ("ca.key", "ca.pem"))
+            authority = read_authority(key, certificate, str(place))
+        else:
+            authority = new_authority()
+            write_file(folder, "ca.key", authority.key_pem, 0o600)
+            write_file(folder, "ca.pem", authority.pem, 0o600)
         for side in USAGES:
-            pem, fingerprint, expires = issue(signer, side, days)
+            pem, fingerprint, expires = issue(authority, side, days)
             name, new = f"{side}.pem", f".{side}.{secrets.token_hex(4)}"
             write_file(folder, new, pem, 0o600)
+            # whole or not at all: an endpoint may read it at any time
             os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-            files.append(KeyFile(side, path / name, fingerprint, expires))
+            files.append(KeyFile(side, place / name, fingerprint, expires))
     finally:
         os.close(folder)
     return files

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from disagg import DecodeEndpoint, KVPoll, create_engine
-from disagg.runtime.keys import renew_keys, write_keys
+from disagg.runtime.keys import write_keys
 from disagg.runtime.sockets.credentials import open_keys, open_tls_files
 from kvpool.cli import app
 from tests import oracle
@@ -79,7 +79,7 @@ def test_the_command_says_as_json_what_it_wrote_and_renews_it(tmp_path):
 def test_files_that_are_not_of_kvpool_keys_are_not_renewed(own):
     (own / "ca.pem").write_bytes(b"no certificate")
     with pytest.raises(ValueError, match=r"ca\.key or ca\.pem: "):
-        renew_keys(own)
+        write_keys(own, renew=True)
 
 
 def test_each_side_needs_its_own_file_only(own):
@@ -105,7 +105,7 @@ def spoil(own, what):
         private = (own / "prefill.pem").read_bytes().partition(b"-----BEGIN CERT")[0]
         file.write_bytes(private + b"-----BEGIN CERT" + certificates)
     elif what == "expired":
-        renew_keys(own, days=-0.5)
+        write_keys(own, -0.5, renew=True)
     elif what == "long":
         file.write_bytes(bytes(1 << 17))
     elif isinstance(what, int):
@@ -222,7 +222,7 @@ def test_new_files_are_for_new_connections_and_open_ones_go_on(own, other_keys, 
         decode_side(keys=own) as late,
     ):
         old[0].connect([prefill[0].address], timeout=20)
-        renew_keys(own)
+        write_keys(own, renew=True)
         late[0].connect([prefill[0].address], timeout=20)
         for side in SIDES:  # now of another authority
             shutil.copy(other_keys / f"{side}.pem", own / "new")
