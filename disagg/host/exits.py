@@ -23,40 +23,40 @@ class Droppable(Protocol):
     """What may be left open."""
 
     def drop(self) -> None:
-        """Droppable it, in a thread that its owner knows nothing of. May be called again."""
+        """Closes it, in a thread that its owner knows nothing of. May be called again."""
 
 
-def close_at_exit(one: Droppable) -> None:
-    """Droppable something when the process ends, if it is still there."""
-    _open.add(one)
+def close_at_exit(owner: Droppable) -> None:
+    """Drops something when the process ends, if it is still there."""
+    _open.add(owner)
 
 
-def do_not_close_at_exit(one: Droppable) -> None:
+def do_not_close_at_exit(owner: Droppable) -> None:
     """It has been closed."""
-    _open.discard(one)
+    _open.discard(owner)
 
 
-def close_aside(one: Droppable) -> threading.Thread:
-    """Droppable something in a thread of its own, since that may take time."""
-    _open.add(one)  # a destructor may run when weak references are gone already
-    thread = threading.Thread(target=_close, args=(one,), name="Closing", daemon=True)
+def close_aside(owner: Droppable) -> threading.Thread:
+    """Drops something in a thread of its own, since that may take time."""
+    _open.add(owner)  # a destructor may run when weak references are gone already
+    thread = threading.Thread(target=_close, args=(owner,), name="Closing", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no thread starts any more, or there are too many
-        _close(one)
+        _close(owner)
     return thread
 
 
-def _close(one: Droppable) -> None:
+def _close(owner: Droppable) -> None:
     try:
-        one.drop()
+        owner.drop()
     except Exception:
-        log.exception("%s: it could not be closed", type(one).__name__)
+        log.exception("%s: it could not be closed", type(owner).__name__)
 
 
 def _close_all() -> None:
     until = time.monotonic() + EXIT_SECONDS
-    for thread in [close_aside(one) for one in list(_open)]:
+    for thread in [close_aside(owner) for owner in list(_open)]:
         if thread.ident is not None:
             thread.join(max(0.0, until - time.monotonic()))
 

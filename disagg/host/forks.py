@@ -33,21 +33,21 @@ class ForkedMachine:
         raise EndpointClosed(FORKED)
 
 
-def abandon_in_child(one: Abandons) -> None:
-    """Calls `one.abandon()` in every child that this process forks."""
-    _known.add(one)
+def abandon_in_child(owner: Abandons) -> None:
+    """Calls `owner.abandon()` in every child that this process forks."""
+    _known.add(owner)
 
 
-def keep_for_ever(one: Any) -> None:
+def keep_for_ever(owner: Any) -> None:
     """Keeps an object and all that it holds undestroyed, also while the interpreter ends: a
     destructor that runs in a child may act on what the parent uses (UCX: on its epoll sets).
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def _abandon() -> None:
-    for one in list(_known):
-        one.abandon()
+    for owner in list(_known):
+        owner.abandon()
 
 
 _known: WeakSet[Abandons] = WeakSet()

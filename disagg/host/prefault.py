@@ -81,14 +81,14 @@ class Prefault:
                 if not self._ranges:
                     self._thread = None
                     return
-                one = self._ranges.popleft()
-                stop = min(one.end, one.start + CHUNK_BYTES)
-                if stop < one.end:
-                    self._ranges.appendleft(one._replace(start=stop))
+                pages = self._ranges.popleft()
+                stop = min(pages.end, pages.start + CHUNK_BYTES)
+                if stop < pages.end:
+                    self._ranges.appendleft(pages._replace(start=stop))
             # memory may have been given back meanwhile; advice about it is an error and no more
-            if not _touch(one.start, stop, one.present):
+            if not _touch(pages.start, stop, pages.present):
                 with self._lock:
-                    if self._ranges and self._ranges[0].end == one.end:
+                    if self._ranges and self._ranges[0].end == pages.end:
                         self._ranges.popleft()
 
 
@@ -111,13 +111,13 @@ def _advise(start: int, stop: int, advice: int) -> bool:
 
 def _left() -> int:
     """Bytes that this process may still take."""
-    found = [0]
+    limits = [0]
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
-        found = [int(line.split()[1]) << 10]
+        limits = [int(line.split()[1]) << 10]
     with suppress(OSError, ValueError):  # no limit of this group, or none that is seen from here
         group = Path("/sys/fs/cgroup")
         most = int((group / "memory.max").read_text())
-        found.append(most - int((group / "memory.current").read_text()))
-    return min(found)
+        limits.append(most - int((group / "memory.current").read_text()))
+    return min(limits)

@@ -21,7 +21,9 @@ _sigaction = ctypes.PyDLL(None).sigaction
 _sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _ACTION_BYTES = 256
 """At least struct sigaction's size."""
-_NUMBERS = sorted({int(each) for each in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})
+_NUMBERS = sorted(
+    {int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP}
+)
 
 
 class _DeferredSignals:

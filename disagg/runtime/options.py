@@ -139,9 +139,9 @@ def check_values(**values: object) -> None:
 
 def check_options(endpoint: str, options: Options) -> float:
     """Raises TypeError or ValueError for options that cannot be; returns `peer_timeout`."""
-    known = Options.__annotations__.keys()
-    if unknown := sorted(options.keys() - known):
-        alike = nearest(unknown[0], known)
+    names = Options.__annotations__.keys()
+    if unknown := sorted(options.keys() - names):
+        alike = nearest(unknown[0], names)
         raise TypeError(f"{endpoint} takes no {', '.join(unknown)}.{alike}")
     check_values(**options)
     default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT

@@ -7,7 +7,6 @@ which side it is. What peers can make this process hold is bounded.
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
 import socket
@@ -19,26 +18,25 @@ from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.protocol.effects import Peer
 from disagg.runtime.sockets import limits
-from disagg.runtime.sockets.address import Address, Dial
+from disagg.runtime.sockets.address import Address, DialledAddress
 from disagg.runtime.sockets.connection import Connection
-from disagg.runtime.sockets.credentials import Credentials, Side
+from disagg.runtime.sockets.credentials import Side, TLSCredentials
 from disagg.runtime.sockets.dialling import Dialling
 from disagg.runtime.sockets.handshakes import MAX_ACCEPTED, Handshakes
 from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
-from disagg.runtime.sockets.listener import Listener, distrust, origin, tune
+from disagg.runtime.sockets.listener import EXHAUSTED, Listener, distrust, origin, tune
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
 log = logging.getLogger("disagg")
 
 ACCEPT_SECONDS = 0.1
-"""For which nothing is accepted after files have run out."""
+"""For which nothing is accepted after files or memory have run out."""
 CHECK_SECONDS = 1.0
 WARN_SECONDS = 10.0
 ACCEPTS_A_TURN = 64
 READ_BYTES = 256 << 10
 """Read from one connection in one turn, so that none starves the others."""
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketTransport:
@@ -49,7 +47,7 @@ class SocketTransport:
     `insecure`: then anybody may connect over it.
     """
 
-    def __init__(self, insecure: bool = False, credentials: Credentials | None = None) -> None:
+    def __init__(self, insecure: bool = False, credentials: TLSCredentials | None = None) -> None:
         self._insecure, self._credentials = insecure, credentials
         self._watch = Watch()
         self._scratch = Scratch(READ_BYTES)
@@ -196,7 +194,7 @@ class SocketTransport:
             if old is not None:
                 self._retire(old)
             if address is not None:
-                connection = self._peers[peer] = Connection(peer, Dial(address))
+                connection = self._peers[peer] = Connection(peer, DialledAddress(address))
                 if old is not None and old.problem is not None:
                     self._dialling.add_later(connection)  # or a loop with one that hangs up
                 elif (problem := self._dialling.dial(connection)) is not None:
@@ -213,9 +211,7 @@ class SocketTransport:
             self._watch.listen(self._listener.socket)
         if self._check_at <= now:
             self._check_at = now + CHECK_SECONDS
-            connections = self._watch.connections()
-            excess = [*limits.unfinished(connections), limits.too_much_unsent(connections)]
-            for connection, problem in filter(None, excess):
+            for connection, problem in limits.excesses(self._watch.connections()):
                 self._refuse(connection, problem)
 
     def _pause(self, timeout: float) -> float:
@@ -235,11 +231,7 @@ class SocketTransport:
                     self._accept(self._listener)
             elif connection in self._leaving:
                 self._leaving.see_off(connection)
-            elif connection.session is not None and not connection.up:
-                self._shake(connection)
-                if connection.up:  # the first message may have come with the end of the handshake
-                    ready[connection] = None
-            elif not connection.up:
+            elif connection.session is None and not connection.up:
                 if (problem := self._dialling.reached(connection)) is not None:
                     self._refuse(connection, problem)
             else:
@@ -252,11 +244,13 @@ class SocketTransport:
 
     def _read(self, connection: Connection) -> list[bytes]:
         """One read from a connection, and the messages that it has completed."""
-        if connection.stream is None:
-            return []  # it has ended in this turn
+        if connection.stream is None or connection in self._leaving:
+            return []  # it has ended meanwhile
         try:
-            more = connection.more
-            data = self._scratch.view[:0] if more else connection.read(self._scratch)
+            more, data = connection.more, self._scratch.view[:0]
+            # the first message may come with the end of the handshake
+            if not more and (connection.up or self._handshakes.go_on(connection)):
+                data = connection.read(self._scratch)
             messages = connection.take(data) if data or more else []
         except ValueError as error:
             self._refuse(connection, str(error))
@@ -269,38 +263,24 @@ class SocketTransport:
             self._refuse(*excess)
         return messages
 
-    def _shake(self, connection: Connection) -> None:
-        """One step of a TLS handshake."""
-        try:
-            self._handshakes.go_on(connection)
-        except ValueError as error:
-            self._refuse(connection, str(error))
-            return
-        if connection.problem is not None:
-            self._end(connection, connection.problem)
-
     def _accept(self, listener: Listener) -> None:
-        streams = []
         for _ in range(ACCEPTS_A_TURN):
             try:
-                stream = listener.accept()
-                tune(stream)
+                self._add(listener.accept())
             except BlockingIOError:
-                break
+                return
             except OSError as error:
                 if error.errno not in EXHAUSTED:
                     continue  # that one has left meanwhile
                 self._warn(f"{listener.address}: no connection is accepted: {error.strerror}.")
                 self._accept_at = time.monotonic() + ACCEPT_SECONDS
                 self._watch.listen(listener.socket, accepting=False)
-                break
-            streams.append(stream)
-        for stream in streams:
-            self._add(stream)
+                return
 
     def _add(self, stream: socket.socket) -> None:
-        """A connection that was accepted."""
+        """A connection that was accepted. Raises OSError if it has ended."""
         connection = Connection(secrets.token_bytes(16))
+        tune(stream)
         try:
             self._handshakes.begin(connection, stream.family)
         except ValueError:  # of this side's files: the credentials have logged it
@@ -314,15 +294,15 @@ class SocketTransport:
             self._refuse(connection, problem)
         elif len(self._watch) > self._most:
             silent = limits.longest_silent(
-                other for other in self._watch.connections() if other not in self._leaving
+                old for old in self._watch.connections() if old not in self._leaving
             )
             self._refuse(silent or connection, f"{self._most} connections are open already.")
         elif (oldest := self._handshakes.crowded_out()) is not None:
             self._refuse(oldest, f"{MAX_ACCEPTED} TLS handshakes are under way already.")
 
     def _end(self, connection: Connection, problem: str) -> None:
-        """A connection has ended. Who was dialled and hung up without a word was not the peer, or
-        not yet, and is dialled again; the end of any other that has spoken is told by `poll`.
+        """A connection has ended. If it was dialled and ended without a word, that was not the
+        peer, or not yet: it is dialled again. Of any other that has spoken `poll` tells the end.
         """
         if connection.opening is not None:
             self._watch.close(connection)
@@ -346,7 +326,6 @@ class SocketTransport:
         """Gives a connection up, once what was sent has left."""
         self._dialling.discard(connection)
         self._handshakes.discard(connection)
-        self._again.pop(connection, None)
         self._leaving.add(connection)
 
     def _drop(self, connection: Connection, problem: str) -> None:
@@ -357,7 +336,6 @@ class SocketTransport:
             self._watch.close(connection)
         self._dialling.discard(connection)
         self._handshakes.discard(connection)
-        self._again.pop(connection, None)
         connection.problem, connection.more = problem, False
         connection.unread.clear()
         if connection.dial is None:
@@ -365,8 +343,7 @@ class SocketTransport:
 
     def _warn(self, text: str) -> None:
         """Not more often than WARN_SECONDS: strangers must not fill the log."""
-        now = time.monotonic()
-        level = logging.WARNING if now >= self._warn_at else logging.DEBUG
-        if level == logging.WARNING:
-            self._warn_at = now + WARN_SECONDS
+        level = logging.DEBUG
+        if time.monotonic() >= self._warn_at:
+            level, self._warn_at = logging.WARNING, time.monotonic() + WARN_SECONDS
         log.log(level, "%s", text)

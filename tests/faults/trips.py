@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg import Engine, Lost, SocketTransport
 from disagg.protocol import messages
-from disagg.runtime.sockets.credentials import Credentials
+from disagg.runtime.sockets.credentials import TLSCredentials
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class TrippedTransport(SocketTransport):
         engine: Engine,
         sending: Callable[[Any], None],
         seed: int,
-        credentials: Credentials | None,
+        credentials: TLSCredentials | None,
     ) -> None:
         super().__init__(credentials is None, credentials)
         self.trip: Trip | None = None

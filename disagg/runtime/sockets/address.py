@@ -70,7 +70,7 @@ class Address:
         return [(family, place) for family, _, _, _, place in places]
 
 
-class Dial:
+class DialledAddress:
     """An address that is dialled until somebody answers: one place after the other."""
 
     def __init__(self, address: Address) -> None:
@@ -101,7 +101,7 @@ class Dial:
             self._places = self.address.resolve()
 
 
-def tcp_text(where: tuple[Any, ...]) -> str:
+def tcp_text(place: tuple[Any, ...]) -> str:
     """The endpoint address of a bound TCP socket."""
-    host, port = where[0], where[1]
+    host, port = place[0], place[1]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

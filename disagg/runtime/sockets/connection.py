@@ -13,7 +13,7 @@ from contextlib import suppress
 from disagg.host import brief
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import MAX_MESSAGE
-from disagg.runtime.sockets.address import Dial
+from disagg.runtime.sockets.address import DialledAddress
 from disagg.runtime.sockets.tls import Session
 
 LENGTH = struct.Struct(">I")
@@ -58,7 +58,7 @@ class Connection:
         "up",
     )
 
-    def __init__(self, peer: Peer, dial: Dial | None = None) -> None:
+    def __init__(self, peer: Peer, dial: DialledAddress | None = None) -> None:
         self.peer, self.dial = peer, dial
         self.stream: socket.socket | None = None
         self.session: Session | None = None

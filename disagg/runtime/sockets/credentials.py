@@ -25,7 +25,7 @@ log = logging.getLogger("disagg")
 Side = Literal["prefill", "decode"]
 USAGES: Mapping[Side, str] = {"prefill": "serverAuth", "decode": "clientAuth"}
 """The extended key usage of each side's certificate: prefill listens, decode dials."""
-MAX_SAID = 200
+MAX_LISTED = 200
 X509_V_ERR_INVALID_PURPOSE = 26
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
@@ -47,7 +47,7 @@ class PEM(NamedTuple):
     ca: bytes
 
 
-class Credentials:
+class TLSCredentials:
     """The files of a side. Raises ValueError if they are not good from the beginning."""
 
     def __init__(self, side: Side, option: str, paths: list[Path], read: Callable[[], PEM]) -> None:
@@ -97,13 +97,13 @@ class Credentials:
         raise ValueError(f"{self._option}: {certificate}: {problem}")
 
 
-def open_keys(path: str | os.PathLike[str], side: Side) -> Credentials:
+def open_keys(path: str | os.PathLike[str], side: Side) -> TLSCredentials:
     """The credentials of a side in its file of `kvpool keys`, or in the folder of both files."""
     file = Path(path) / f"{side}.pem" if os.path.isdir(path) else Path(path)
-    return Credentials(side, "keys", [file], partial(_read_keys, file))
+    return TLSCredentials(side, "keys", [file], partial(_read_keys, file))
 
 
-def open_tls_files(files: TLSFiles, side: Side) -> Credentials:
+def open_tls_files(files: TLSFiles, side: Side) -> TLSCredentials:
     """The credentials of a side in an organisation's own files."""
     ca, certificate, key = (Path(files[name]) for name in ("ca", "certificate", "key"))
 
@@ -111,7 +111,7 @@ def open_tls_files(files: TLSFiles, side: Side) -> Credentials:
         own = read_file(key, ANY) + b"\n" + read_file(certificate, WRITE)
         return PEM(own, read_file(ca, WRITE))
 
-    return Credentials(side, "tls", [ca, key, certificate], read)
+    return TLSCredentials(side, "tls", [ca, key, certificate], read)
 
 
 def role_uri(side: Side) -> str:
@@ -125,8 +125,8 @@ def role_problem(certificate: Mapping[str, Any] | None, side: Side) -> str | Non
     uris = [uri for kind, uri in names if kind == "URI"]
     if role_uri(side) in uris:
         return None
-    said = one_line(", ".join(uris), MAX_SAID) or "no URI"
-    return f"its certificate names {said}; {side}'s has {role_uri(side)} in its subjectAltName."
+    listed = one_line(", ".join(uris), MAX_LISTED) or "no URI"
+    return f"its certificate names {listed}; {side}'s has {role_uri(side)} in its subjectAltName."
 
 
 def refusal(error: ssl.SSLCertVerificationError, side: Side) -> str:

@@ -6,7 +6,7 @@ import socket
 
 from disagg.host.brief import Scratch
 from disagg.runtime.sockets.connection import Connection
-from disagg.runtime.sockets.credentials import Credentials
+from disagg.runtime.sockets.credentials import TLSCredentials
 from disagg.runtime.sockets.tls import Session
 from disagg.runtime.sockets.watch import Watch
 
@@ -21,7 +21,7 @@ message that is announced.
 class Handshakes:
     """Those of the connections of one transport."""
 
-    def __init__(self, watch: Watch, scratch: Scratch, credentials: Credentials | None) -> None:
+    def __init__(self, watch: Watch, scratch: Scratch, credentials: TLSCredentials | None) -> None:
         self._watch, self._scratch, self._credentials = watch, scratch, credentials
         self._accepted: dict[Connection, None] = {}
         self._steps = 0
@@ -51,16 +51,18 @@ class Handshakes:
         """The connection has ended."""
         self._accepted.pop(connection, None)
 
-    def go_on(self, connection: Connection) -> None:
-        """Takes a step with what has come. Sets `connection.problem` where the stream has ended,
-        and raises ValueError for what is wrong with the peer, which is told so by an alert.
+    def go_on(self, connection: Connection) -> bool:
+        """Takes a step with what has come; whether the connection is up. Sets its `problem` where
+        the stream has ended, and raises ValueError for what is wrong with the peer, which is told
+        so by an alert.
         """
         if not self._steps or connection.session is None:
-            return  # epoll names it again in the next turn
+            return False  # epoll names it again in the next turn
         count = connection.receive(self._scratch)
         if count:
             self._steps -= 1
             self._step(connection, connection.session, self._scratch.view[:count])
+        return connection.up
 
     def _step(self, connection: Connection, session: Session, data: memoryview) -> None:
         try:

@@ -31,8 +31,13 @@ def max_connections() -> int:
     return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, files // 2)
 
 
-def unfinished(connections: Collection[Connection]) -> Iterator[Excess]:
-    """Connections whose message, or first message, takes too long; to be called once a second."""
+def excesses(connections: Collection[Connection]) -> Iterator[Excess]:
+    """Connections whose message, or first message, takes too long, and the one for which the most
+    waits if that is too much for all; to be called once a second.
+    """
+    if sum(connection.unsent_bytes for connection in connections) > MAX_UNSENT_BY_ALL:
+        most = max(connections, key=lambda connection: connection.unsent_bytes)
+        yield most, f"{most.unsent_bytes:,} bytes wait for it, the most of all peers."
     for connection in connections:
         if connection.unread or (connection.dial is None and not connection.heard):
             connection.age += 1
@@ -54,11 +59,3 @@ def too_much_unread(connections: Collection[Connection]) -> Excess | None:
         return None
     most = max(connections, key=lambda connection: len(connection.unread))
     return most, f"{len(most.unread):,} bytes of an unfinished message, the most of all peers."
-
-
-def too_much_unsent(connections: Collection[Connection]) -> Excess | None:
-    """The connection for which the most waits, if too much waits for all."""
-    if sum(connection.unsent_bytes for connection in connections) <= MAX_UNSENT_BY_ALL:
-        return None
-    most = max(connections, key=lambda connection: connection.unsent_bytes)
-    return most, f"{most.unsent_bytes:,} bytes wait for it, the most of all peers."

@@ -13,6 +13,7 @@ from disagg.host.unix_sockets import peer_credentials
 from disagg.runtime.sockets.address import Address, tcp_text
 
 BACKLOG = 1024
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 KEEPALIVE_SECONDS = 60
 """A peer's host that has gone is noticed after some minutes, so that its connection is closed."""
 
@@ -23,20 +24,20 @@ class Listener:
     """
 
     def __init__(self, address: Address) -> None:
-        family, where = address.resolve()[0]
+        family, place = address.resolve()[0]
         self._file: tuple[int, int] | None = None
         self._path = Path(address.path)
         self.socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             if address.path:
                 _remove_if_left(self._path)
-                self.socket.bind(where)
+                self.socket.bind(place)
                 self._path.chmod(0o600)
                 status = self._path.lstat()
                 self._file = status.st_dev, status.st_ino
             else:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(where)
+                self.socket.bind(place)
             self.socket.listen(BACKLOG)
         except (OSError, ValueError):
             self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from contextlib import suppress
 
-from disagg.runtime.sockets.credentials import Credentials, Side, refusal, role_problem
+from disagg.runtime.sockets.credentials import Side, TLSCredentials, refusal, role_problem
 
 _ONE_SIDE = "Are keys set on one side only?"
 _REASONS = {
@@ -29,7 +29,7 @@ class Session:
     says what is wrong with the peer; an alert for it is in `sealed` then.
     """
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: TLSCredentials) -> None:
         serves = credentials.side == "prefill"
         self._peer: Side = "decode" if serves else "prefill"
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
