@@ -11,9 +11,9 @@ from disagg.runtime.sockets.tls import Session
 from disagg.runtime.sockets.watch import Watch
 
 STEPS_A_TURN = 8
-"""Each is half of a handshake, and takes about 0.4 ms (P-256)."""
+"""Each is half of a handshake, and takes about 0.5 ms (P-256)."""
 MAX_ACCEPTED = 1024
-"""Of peers that have dialled in, at once: OpenSSL keeps 46 KiB for each, and 131 KiB more for a
+"""Of peers that have dialled in, at once: OpenSSL keeps 47 KiB for each, and 131 KiB more for a
 message that is announced.
 """
 

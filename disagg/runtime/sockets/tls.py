@@ -74,8 +74,11 @@ class Session:
         self._incoming.write(data)
         count = 0
         try:
-            while piece := self._tls.read(len(into) - count, into[count:]):
-                count += int(piece)
+            while piece := int(self._tls.read(len(into) - count, into[count:])):
+                count += piece
+                # one more call would only say so, and each lets the GIL go
+                if not (self._incoming.pending or self._tls.pending()):
+                    return count
             self.ended = True
         except ssl.SSLWantReadError:
             pass

@@ -362,7 +362,7 @@ def test_a_connect_that_times_out_leaves_nothing_and_the_next_one_works():
                 decode.connect([at], timeout=0.2)
             files = files or len(os.listdir("/proc/self/fd"))
         assert decode.machine.peers.links == []
-        # ZeroMQ closes files a moment later
+        # the thread closes files in its next turn
         until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files)
         with prefill_side(at) as (prefill, given):
             decode.connect([at], timeout=20)
