@@ -56,7 +56,7 @@ class BlockTable:
 
     def __init__(self, space: Space, spaces: Iterable[Space], free_list: FreeList) -> None:
         self.space, self.free_list = space, free_list
-        self._spaces = [each for each in spaces if each.id_list == space.name]
+        self._spaces = [other_space for other_space in spaces if other_space.id_list == space.name]
         self._table: Ints = np.full((0, 4), NO_ITEM, dtype=np.int64)
         self._first: Ints = np.zeros(0, dtype=np.int64)
         self._stop: Ints = np.zeros(0, dtype=np.int64)
@@ -89,9 +89,9 @@ class BlockTable:
         """Items that others than the request in `row` need, and which these are, for errors: `items
         1-2 of space kv, which 1 other request holds`.
         """
-        rows = {*np.nonzero(np.isin(self._table, ids))[0].tolist()} - {row}
-        others, other = len(rows), "" if row is None else "other "
-        clauses = [f"{others} {other}request{'s hold' if others > 1 else ' holds'}"] * (others > 0)
+        count = len({*np.nonzero(np.isin(self._table, ids))[0].tolist()} - {row})
+        requests = "requests hold" if count > 1 else "request holds"
+        clauses = [f"{count} {'' if row is None else 'other '}{requests}"] * (count > 0)
         if self.free_list.is_kept(ids).any():
             clauses.append("the prefix cache keeps")
         which = " and ".join(clauses or ["a pinned prefix holds"])
@@ -113,7 +113,7 @@ class BlockTable:
 
     def first_whole(self, received: int) -> int:
         """The first item of which all came that later tokens may need; see `first_whole`."""
-        return max(first_whole(each, received) for each in self._spaces)
+        return max(first_whole(space, received) for space in self._spaces)
 
     def prepare(self, rows: Ints, reach: Ints, tokens: Ints) -> Change:
         """The change after which requests hold the items of `tokens` `[B]` tokens, from those on
@@ -125,7 +125,8 @@ class BlockTable:
         since = np.maximum(end, first)
         # counted, not listed: they may be more than there are
         needed = int(np.maximum(stop - since, 0).sum())
-        return Change(rows, _cells(rows, had, np.minimum(first, end)), since, needed, first, stop)
+        gone = _cells(rows, had, np.minimum(first, end))
+        return Change(rows=rows, gone=gone, since=since, needed=needed, first=first, stop=stop)
 
     def ids(self, cells: tuple[Ints, Ints]) -> Ints:
         """The ids in cells (row, column)."""

@@ -53,10 +53,6 @@ class FreeList:
             self.num_free -= self.kept.wake(ids)
         self._counts[ids] += 1
 
-    def shared(self, ids: Ints) -> Ints:
-        """Those of held items that have several holders."""
-        return ids[self.is_shared(ids)]
-
     def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
         """Which of held items have several holders."""
         return np.asarray(self._counts[ids] > 1)
@@ -73,8 +69,8 @@ class FreeList:
         """How many items `release(ids)` would free."""
         if not ids.size:
             return 0
-        held, times = np.unique(ids, return_counts=True)
-        return int((self._counts[held] == times).sum())
+        items, times = np.unique(ids, return_counts=True)
+        return int((self._counts[items] == times).sum())
 
     def release(self, ids: Ints) -> None:
         """One holder fewer of each item, for each time that it is named; those without one are
@@ -118,16 +114,13 @@ class FreeList:
         holders = np.bincount(held, minlength=self.items)
         on_stack = np.bincount(free, minlength=self.items)
         expected = (holders == 0) & (np.arange(self.items) >= self.reserved)
-        for name, found, wanted in (
+        for name, counts, wanted in (
             ("held", self._counts, holders),
             ("free", on_stack, expected.astype(np.int64)),
         ):
-            wrong = np.flatnonzero(found != wanted)
-            if wrong.size:
-                at = int(wrong[0])
-                raise RuntimeError(
-                    f"{self.name}: item {at}: counted {name} {found[at]} times, is {wanted[at]}."
-                )
+            for item in np.flatnonzero(counts != wanted)[:1].tolist():
+                times = f"counted {name} {counts[item]} times, is {wanted[item]}"
+                raise RuntimeError(f"{self.name}: item {item}: {times}.")
 
     @property
     def _height(self) -> int:
@@ -145,12 +138,12 @@ class FreeLists:
             items[name] = min(items.get(name, buffer.items), buffer.items)
         self.by_id_list: dict[str, FreeList] = {}
         self._users: list[tuple[FreeList, list[Space]]] = []
-        known: dict[str, list[Space]] = {}
+        by_name: dict[str, list[Space]] = {}
         for space in (layout.space_by_name[name] for name in id_lists):
             pool = space.block_pool
-            users = known.setdefault(f"block pool {pool}" if pool else f"space {space.name}", [])
+            users = by_name.setdefault(f"block pool {pool}" if pool else f"space {space.name}", [])
             users.append(space)
-        for name, users in known.items():
+        for name, users in by_name.items():
             fewest = min(items[space.name] for space in users)
             free_list = FreeList(name, fewest, users[0].reserved)
             self._users.append((free_list, users))
@@ -159,8 +152,10 @@ class FreeLists:
     @property
     def pages(self) -> int | None:
         """See Allocator.free_pages; None without pages of tokens."""
-        growing = ((each, sum(s.grows for s in users)) for each, users in self._users)
-        return min((each.num_free // lists for each, lists in growing if lists), default=None)
+        growing = ((free_list, sum(s.grows for s in users)) for free_list, users in self._users)
+        return min(
+            (free_list.num_free // lists for free_list, lists in growing if lists), default=None
+        )
 
     def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
         """Raises OutOfPages if an id list needs more items than are free, and than would be after

@@ -42,20 +42,23 @@ class Pins:
             )
         if pin.side == "received":
             self._check_unshared(row, pin)
-        for other in self.held(row):
-            same = (other.room, other.side) == (pin.room, pin.side)  # its endpoint has an answer
-            if same or other.side == pin.side == "offered" or not pin.meets(other):
+        for earlier in self.held(row):
+            same = (earlier.room, earlier.side) == (
+                pin.room,
+                pin.side,
+            )  # its endpoint has an answer
+            if same or earlier.side == pin.side == "offered" or not pin.meets(earlier):
                 continue
             offered = f"{pin.claimant} would offer what is not there yet"
             received = f"{pin.claimant} would write to the same items"
-            raise other.refusal(offered if pin.side == "offered" else received)
+            raise earlier.refusal(offered if pin.side == "offered" else received)
         with self._lock:
             self._by_row.setdefault(row, []).append(pin)
 
     def remove(self, row: int, pin: Pin) -> None:
         """Removes a pin, if it is there."""
         with self._lock:
-            self._keep(row, [other for other in self._by_row.get(row, ()) if other is not pin])
+            self._keep(row, [held for held in self._by_row.get(row, ()) if held is not pin])
 
     def check_extend(self, rows: Ints, after: Ints, changes: Mapping[str, Change]) -> None:
         """Raises RequestPinned if rows `[B]` may not have `after` `[B]` tokens by these changes."""
@@ -77,9 +80,9 @@ class Pins:
         replaced = set(copied)
         for row, tokens in zip(rows.tolist(), after.tolist()):
             for pin in self.held(row):
-                held = pin.address.num_tokens
-                if tokens < held:
-                    raise pin.refusal(f"at {tokens} tokens it would lose {tokens} to {held - 1}")
+                most = pin.address.num_tokens
+                if tokens < most:
+                    raise pin.refusal(f"at {tokens} tokens it would lose {tokens} to {most - 1}")
                 if row in replaced:
                     raise pin.refusal(f"at {tokens} tokens its last item would be another")
 
@@ -92,7 +95,7 @@ class Pins:
     def check_free(self, row: int) -> None:
         """Raises RequestPinned while a room offers or receives the row."""
         for pin in self.held(row):
-            spans = ((name, each.span(row)[0].tolist()) for name, each in self._lists.items())
+            spans = ((name, table.span(row)[0].tolist()) for name, table in self._lists.items())
             items = (f"items {ranges(ids)} of space {name}" for name, ids in spans if ids)
             raise pin.refusal(f"free would give up {', '.join(items)}")
 
@@ -101,11 +104,11 @@ class Pins:
         first position on. Slots and rings are never shared.
         """
         tokens, shared, own = pin.address.num_tokens, [], 0  # nothing is shared from `own` on
-        for each in self._lists.values():
-            size = each.space.tokens_per_item
-            numbers = each.shared(row, pin.start // size)
+        for table in self._lists.values():
+            size = table.space.tokens_per_item
+            numbers = table.shared(row, pin.start // size)
             if numbers.size:
-                shared.append(each.sharers(each.find(np.array([row]), numbers[None])[0], row))
+                shared.append(table.sharers(table.find(np.array([row]), numbers[None])[0], row))
                 own = max(own, min((int(numbers[-1]) + 1) * size, tokens))
         if shared:
             raise ValueError(
@@ -119,16 +122,16 @@ class Pins:
         """What a truncation has taken of a pin's block table; None if nothing."""
         if tokens < pin.address.num_tokens:
             return f"the last {pin.address.num_tokens - tokens} tokens"
-        for name, each in self._lists.items():
-            span, (ids, first) = pin.address.spans.get(name), each.span(row)
+        for name, table in self._lists.items():
+            span, (ids, first) = pin.address.spans.get(name), table.span(row)
             if span is None:
                 continue
             low = max(first, span.first_item)
             high = max(low, min(first + ids.size, span.first_item + span.ids.size))
             theirs = span.ids[low - span.first_item : high - span.first_item]
-            other = theirs[theirs != ids[low - first : high - first]]
-            if other.size:
-                return f"items {ranges(other.tolist())} of space {name}"
+            replaced = theirs[theirs != ids[low - first : high - first]]
+            if replaced.size:
+                return f"items {ranges(replaced.tolist())} of space {name}"
         return None
 
     def _keep(self, row: int, pins: list[Pin]) -> list[Pin]:

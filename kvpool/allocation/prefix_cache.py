@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
+from kvpool.allocation.prefix_items import PrefixItems
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import Event, EventLog
-from kvpool.prefix.index import PrefixIndex
 
 
 @dataclass(slots=True)
@@ -49,33 +49,6 @@ class PinnedPrefix:
     items: Mapping[str, Ints] = field(repr=False)
 
 
-class _List:
-    """An id list: item n is of `tokens` tokens, which are `pages` pages of the keys. A checkpoint
-    counts as an item of the tokens since the one before.
-    """
-
-    def __init__(self, group: int, table: BlockTable, tokens: int, page: int) -> None:
-        self.group, self.table, self.tokens, self.pages = group, table, tokens, tokens // page
-        self.space, self.free_list = table.space, table.free_list
-        if self.free_list.kept is None:
-            self.free_list.kept = PrefixIndex(self.free_list.items)
-        self.index = self.free_list.kept
-        self.index.use(self.space.name)
-
-    def keys(self, chain: Chain) -> list[Key]:
-        """The keys of the prefixes that end with each item."""
-        return chain.keys[self.pages - 1 :: self.pages]
-
-    def find(self, chain: Chain) -> Ints:
-        """The kept items of a chain by number; -1 where there is none."""
-        return self.index.find(self.space.name, self.keys(chain))
-
-    def held(self, row: int, numbers: Ints) -> Ints:
-        """The items `numbers` of a request; -1 where it has none."""
-        found: Ints = self.table.find(np.array([row]), numbers[None])[0]
-        return found
-
-
 class PrefixCache:
     """Keeps the full pages of an allocator's requests under the tokens that they stand for, also
     after these have ended, until the pages are needed.
@@ -92,7 +65,7 @@ class PrefixCache:
             raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
         self.checkpoint_tokens = checkpoint_tokens
         self._stats = PrefixStats()
-        self._lists: dict[str, _List] = {}
+        self._lists: dict[str, PrefixItems] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
         self._log = EventLog() if events else None
@@ -123,13 +96,13 @@ class PrefixCache:
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
-            self._lists[name] = each = _List(group, table, tokens, self._page)
-            each.index.on_forget = self._removed
+            self._lists[name] = id_list = PrefixItems(group, table, tokens, self._page)
+            id_list.index.on_forget = self._removed
 
     @property
     def stats(self) -> PrefixStats:
         """The counts by now. Any thread may ask."""
-        kept = {name: each.index.ids(name).size for name, each in self._lists.items()}
+        kept = {name: id_list.index.ids(name).size for name, id_list in self._lists.items()}
         return replace(self._stats, kept=kept)
 
     def lookup(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
@@ -138,8 +111,8 @@ class PrefixCache:
 
     def pin(self, tokens: npt.ArrayLike, *, salt: str = "") -> PinnedPrefix:
         """Keeps the longest prefix that is there until it is unpinned: its items are not free."""
-        found, items = self._match(self._chain(tokens, salt))
-        pinned = PinnedPrefix(found, items)
+        tokens_found, items = self._match(self._chain(tokens, salt))
+        pinned = PinnedPrefix(tokens_found, items)
         for name, ids in items.items():
             self._lists[name].free_list.share(ids)
         self._pinned.append(pinned)
@@ -158,8 +131,8 @@ class PrefixCache:
         or will store is not kept either.
         """
         log, self._log = self._log, None
-        for name, each in self._lists.items():
-            each.free_list.forget(each.index.ids(name))
+        for name, id_list in self._lists.items():
+            id_list.free_list.forget(id_list.index.ids(name))
         self._chains.clear()
         self._log = log
         if log is not None:
@@ -181,27 +154,27 @@ class PrefixCache:
     def begin(self, row: int, tokens: npt.ArrayLike, salt: str) -> int:
         """Gives a new request the longest prefix of `tokens` that is there; returns its tokens."""
         chain = self._chain(tokens, salt)
-        asked, (found, items) = chain.num_tokens, self._match(chain)
+        asked, (reused, items) = chain.num_tokens, self._match(chain)
         if asked:
             self._stats.lookups += 1
-            self._stats.hits += found > 0
+            self._stats.hits += reused > 0
             self._stats.asked_tokens += asked
-            self._stats.found_tokens += found
+            self._stats.found_tokens += reused
         for name, ids in items.items():  # all of them, before any is taken for a copy
             self._lists[name].free_list.share(ids)
         try:
-            for name, each in self._lists.items() if found else ():
+            for name, id_list in self._lists.items() if reused else ():
                 ids = items.pop(name)
-                if each.space.per_request:
-                    self._go_on(each, row, ids)
+                if id_list.space.per_request:
+                    self._go_on(id_list, row, ids)
                 else:
-                    each.table.adopt(row, found // each.tokens - ids.size, ids)
+                    id_list.table.adopt(row, reused // id_list.tokens - ids.size, ids)
         finally:
             for name, ids in items.items():  # none, unless a copy failed
                 self._lists[name].free_list.release(ids)
-        chain.truncate(found)
+        chain.truncate(reused)
         self._chains[row] = chain
-        return found
+        return reused
 
     def store(self, row: int, tokens: npt.ArrayLike, held: int, received: int) -> None:
         """Keeps the full pages of the next tokens of a request of `held` tokens. Entries that were
@@ -210,20 +183,20 @@ class PrefixCache:
         chain = self._chains.get(row)
         if chain is None:  # the cache was cleared since
             return
-        given = token_ids(tokens)
-        if (stored := chain.num_tokens + given.size) > held:
+        more = token_ids(tokens)
+        if (stored := chain.num_tokens + more.size) > held:
             raise ValueError(
                 f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
                 "what is written."
             )
         before = chain.pages
-        chain.append(given)
-        for each in self._lists.values() if chain.pages > before else ():
-            if not each.space.per_request:
-                whole = each.table.first_whole(received)
-                self._keep(row, chain, each, max(before // each.pages, whole))
-            elif stored == held and stored % each.tokens == 0:
-                self._checkpoint(row, chain, each)
+        chain.append(more)
+        for id_list in self._lists.values() if chain.pages > before else ():
+            if not id_list.space.per_request:
+                whole = id_list.table.first_whole(received)
+                self._keep(row, chain, id_list, max(before // id_list.pages, whole))
+            elif stored == held and stored % id_list.tokens == 0:
+                self._checkpoint(row, chain, id_list)
 
     def fork(self, row: int, child: int, tokens: int) -> None:
         """A request was forked at `tokens` tokens."""
@@ -238,17 +211,17 @@ class PrefixCache:
         others have stored after it stays until it is taken, or found again once it is stored anew.
         """
         chain = self._chains.get(row)
-        for each in self._lists.values():
-            number, more = divmod(tokens, each.tokens)
-            if each.space.per_request or not more:
+        for id_list in self._lists.values():
+            number, more = divmod(tokens, id_list.tokens)
+            if id_list.space.per_request or not more:
                 continue
-            gone = each.held(row, np.array([number]))
-            if gone[0] < 0 or not each.index.known[gone[0]]:
+            gone = id_list.held(row, np.array([number]))
+            if gone[0] < 0 or not id_list.index.known[gone[0]]:
                 continue
-            later = gone[:0] if chain is None else each.find(chain)[number:]
+            later = gone[:0] if chain is None else id_list.find(chain)[number:]
             if later.size and later[0] == gone[0]:  # else another request has stored it
                 gone = later[later >= 0]
-            each.free_list.forget(gone)
+            id_list.free_list.forget(gone)
         if chain is not None:
             chain.truncate(tokens)
 
@@ -262,15 +235,15 @@ class PrefixCache:
         if chain is None:
             release()
             return
-        for each in self._lists.values():
-            numbers = np.arange(chain.pages // each.pages)
-            if each.space.grows and (each.find(chain) != each.held(row, numbers)).any():
-                self._keep(row, chain, each, 0)
-                paths.append(each)
+        for id_list in self._lists.values():
+            numbers = np.arange(chain.pages // id_list.pages)
+            if id_list.space.grows and (id_list.find(chain) != id_list.held(row, numbers)).any():
+                self._keep(row, chain, id_list, 0)
+                paths.append(id_list)
         release()
-        for each in paths:
-            ids = each.find(chain)
-            each.index.touch(ids[ids >= 0][::-1])
+        for id_list in paths:
+            ids = id_list.find(chain)
+            id_list.index.touch(ids[ids >= 0][::-1])
 
     def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
         chain = Chain(self._page, salt)
@@ -280,65 +253,66 @@ class PrefixCache:
     def _match(self, chain: Chain) -> tuple[int, dict[str, Ints]]:
         """The longest prefix that is there: its tokens, and the items it needs by id list."""
         ends = np.arange(0, chain.num_tokens + 1, self._step)
-        fits, found = np.ones(ends.size, dtype=np.bool_), {}
-        for name, each in self._lists.items():
-            ids, stop = each.find(chain), ends // each.tokens
-            first = np.maximum(stop - 1, 0) if each.space.per_request else each.table.first(ends)
-            there = np.zeros(ids.size + 1, dtype=np.int64)
-            np.cumsum(ids >= 0, out=there[1:])
-            fits &= there[stop] - there[first] == stop - first
-            found[name] = ids, first, stop
-        at = int(np.flatnonzero(fits)[-1])
-        return int(ends[at]), {n: ids[i[at] : j[at]] for n, (ids, i, j) in found.items()}
+        fits, candidates = np.ones(ends.size, dtype=np.bool_), {}
+        for name, id_list in self._lists.items():
+            ids, stop = id_list.find(chain), ends // id_list.tokens
+            first = id_list.first(ends)
+            counts = np.zeros(ids.size + 1, dtype=np.int64)
+            np.cumsum(ids >= 0, out=counts[1:])
+            fits &= counts[stop] - counts[first] == stop - first
+            candidates[name] = ids, first, stop
+        longest = int(np.flatnonzero(fits)[-1])
+        items = {n: ids[int(i[longest]) : int(j[longest])] for n, (ids, i, j) in candidates.items()}
+        return int(ends[longest]), items
 
-    def _go_on(self, each: _List, row: int, kept: Ints) -> None:
+    def _go_on(self, id_list: PrefixItems, row: int, kept: Ints) -> None:
         """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
-        name = each.space.name
-        if not each.free_list.num_free and not each.free_list.shared(kept).size:
-            each.index.forget(kept)
-            each.table.adopt(row, 0, kept)
+        name = id_list.space.name
+        if not id_list.free_list.num_free and not id_list.free_list.is_shared(kept).any():
+            id_list.index.forget(kept)
+            id_list.table.adopt(row, 0, kept)
             return
         try:
-            if not each.free_list.num_free:
+            if not id_list.free_list.num_free:
                 raise OutOfPages(f"space {name}: a copy of a pinned item is needed, 0 are free.")
-            own = each.free_list.take(1)
-            each.table.adopt(row, 0, own)
+            own = id_list.free_list.take(1)
+            id_list.table.adopt(row, 0, own)
             self._copy(name, kept, own)
         finally:
-            each.free_list.release(kept)
+            id_list.free_list.release(kept)
 
-    def _checkpoint(self, row: int, chain: Chain, each: _List) -> None:
+    def _checkpoint(self, row: int, chain: Chain, id_list: PrefixItems) -> None:
         """Copies the state of a request to a free item, if there is one, and keeps that."""
-        number = np.array([chain.num_tokens // each.tokens - 1])
-        key, name = chain.keys[-1:], each.space.name
-        if each.index.find(name, key)[0] >= 0 or not each.free_list.num_free:
+        number = np.array([chain.num_tokens // id_list.tokens - 1])
+        key, name = chain.keys[-1:], id_list.space.name
+        if id_list.index.find(name, key)[0] >= 0 or not id_list.free_list.num_free:
             return
-        own, copy = each.held(row, np.zeros(1, dtype=np.int64)), each.free_list.take(1)
+        own, copy = id_list.held(row, np.zeros(1, dtype=np.int64)), id_list.free_list.take(1)
         try:
             self._copy(name, own, copy)
-            each.index.add(name, key, copy)
+            id_list.index.add(name, key, copy)
         finally:
-            each.free_list.release(copy)
-        self._stored(each, chain, number)
+            id_list.free_list.release(copy)
+        self._stored(id_list, chain, number)
 
-    def _keep(self, row: int, chain: Chain, each: _List, first: int) -> None:
+    def _keep(self, row: int, chain: Chain, id_list: PrefixItems, first: int) -> None:
         """Keeps a request's items from number `first` on."""
-        keys = each.keys(chain)
+        keys = id_list.keys(chain)
         numbers = np.arange(first, len(keys))
-        ids = each.held(row, numbers)
+        ids = id_list.held(row, numbers)
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
-        added = each.index.add(each.space.name, [keys[number] for number in numbers], ids)
-        self._stored(each, chain, numbers[added])
+        added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
+        self._stored(id_list, chain, numbers[added])
 
-    def _stored(self, each: _List, chain: Chain, numbers: Ints) -> None:
+    def _stored(self, id_list: PrefixItems, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
         if self._log is not None and numbers.size:
             self._log.stored(
-                group=each.group,
-                space=each.space,
-                tokens=each.tokens,
+                group=id_list.group,
+                space=id_list.space,
+                tokens=id_list.tokens,
                 chain=chain,
-                keys=each.keys(chain),
+                keys=id_list.keys(chain),
                 numbers=numbers,
             )
 

@@ -56,11 +56,11 @@ def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Int
     tokens were received, entries that were dead then never came.
     """
     if space.kind == "slot":
-        if (where := np.flatnonzero((after > 0) & (after < before))).size:
-            at = where[0]
+        if (rows := np.flatnonzero((after > 0) & (after < before))).size:
+            row = rows[0]
             raise ValueError(
-                f"space {space.name}: a slot holds the state after {before[at]} tokens, and there "
-                f"is no checkpoint of that after {after[at]}. Fork the request before it takes "
+                f"space {space.name}: a slot holds the state after {before[row]} tokens, and there "
+                f"is no checkpoint of that after {after[row]}. Fork the request before it takes "
                 "tokens that may be rejected."
             )
         return
@@ -74,10 +74,10 @@ def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Int
         )
     never = "were dead when the request was received, and did not come. Keep what was received"
     for end, reason in ((gone, why), (alive_start(space, received), never)):
-        where = np.flatnonzero(alive & (start < end))
-        if where.size:
-            at = where[0]
+        rows = np.flatnonzero(alive & (start < end))
+        if rows.size:
+            row = rows[0]
             raise ValueError(
-                f"space {space.name}: of the entries that are alive at {after[at]} tokens, "
-                f"{start[at]} to {min(end[at], stop[at]) - 1} {reason}."
+                f"space {space.name}: of the entries that are alive at {after[row]} tokens, "
+                f"{start[row]} to {min(end[row], stop[row]) - 1} {reason}."
             )

@@ -20,7 +20,6 @@ from kvpool import (
     Repeat,
     Space,
 )
-from kvpool.allocation.allocator import Request
 from tests.oracle import built
 from tests.pools import CLASSES, dsv4, hybrid, mha, mla, swa
 
@@ -59,83 +58,39 @@ def snapshot(alloc):
     ]
     free = [(each.free_list._stack, each.free_list._counts) for each in alloc.lists.values()]
     slabs = [slab for pool in alloc.pools for slab in pool.layout.slabs() if slab.memory == "cpu"]
-    known = alloc._tokens, alloc._received, lists, free, alloc._rows
-    return repr(known), [ctypes.string_at(slab.base, slab.nbytes) for slab in slabs]
+    tables = alloc._tables
+    counts = tables.tokens, tables.received, lists, free, tables.free_rows
+    return repr(counts), [ctypes.string_at(slab.base, slab.nbytes) for slab in slabs]
 
 
-def test_all_pages_but_the_first_can_be_allocated():
+def test_all_pages_but_the_first_can_be_allocated_and_taken_again():
     alloc = allocator(num_pages=9)
-    assert alloc.free_pages == 8
-    request = alloc.new_request()
-    alloc.extend(request, 8 * PAGE)
-    assert sorted(pages_of(alloc, request)) == list(range(1, 9))
-    assert alloc.free_pages == 0
+    for _ in range(2):
+        assert alloc.free_pages == 8
+        request = alloc.new_request()
+        assert alloc.extend(request, 8 * PAGE)["kv"].min() >= PAGE
+        assert pages_of(alloc, request) == list(range(1, 9))  # one after the other
+        assert alloc.free_pages == 0
+        alloc.free(request)
+    assert allocator(num_pages=2).free_pages == 1
 
 
-def test_a_pool_of_two_pages_hands_out_one():
-    alloc = allocator(num_pages=2)
-    assert alloc.extend(alloc.new_request(), PAGE)["kv"].tolist() == [4, 5, 6, 7]
-
-
-def test_no_location_lies_in_page_0():
-    alloc = allocator()
-    assert alloc.extend(alloc.new_request(), 8 * PAGE)["kv"].min() >= PAGE
-
-
-def test_a_location_is_page_times_page_size_plus_entry():
-    alloc = allocator()
-    request = alloc.new_request()
-    got = alloc.extend(request, 6)["kv"]
-    first, second = pages_of(alloc, request)
-    assert got.tolist() == [first * 4 + n for n in range(4)] + [second * 4, second * 4 + 1]
-    assert got.dtype == np.int64
-
-
-def test_a_started_page_is_filled_before_another_is_taken():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 3)
-    (page,) = pages_of(alloc, request)
-    assert alloc.extend(request, 1)["kv"].tolist() == [page * 4 + 3]
-    assert alloc.free_pages == 7
-    alloc.extend(request, 1)
-    assert alloc.free_pages == 6
-
-
-def test_tokens_one_by_one_lie_where_tokens_at_once_lie():
-    one, two = allocator(), allocator()
-    slow, fast = one.new_request(), two.new_request()
-    by_one = [int(one.extend(slow, 1)["kv"][0]) for _ in range(19)]
-    assert by_one == two.extend(fast, 19)["kv"].tolist()
-
-
-def test_locations_repeats_what_extend_returned():
-    alloc = allocator()
+@pytest.mark.parametrize("page_size", [1, 3, 4, 64, 256])
+@pytest.mark.parametrize("chunks", [(1,) * 19, (19,), (5, 0, 14)])
+def test_a_location_is_page_times_page_size_plus_entry(page_size, chunks):
+    alloc = allocator(num_pages=40, page_size=page_size)
     request, other = alloc.new_request(), alloc.new_request()
-    parts = [alloc.extend(request, 5)["kv"]]
-    alloc.extend(other, 6)
-    parts.append(alloc.extend(request, 4)["kv"])
-    assert alloc.locations(request)["kv"].tolist() == np.concatenate(parts).tolist()
-
-
-def test_a_fresh_request_gets_consecutive_pages():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 5 * PAGE)
-    pages = pages_of(alloc, request)
-    assert pages == list(range(pages[0], pages[0] + 5))
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 64, 256])
-def test_any_page_size(page_size):
-    alloc = allocator(page_size=page_size)
-    request = alloc.new_request()
-    got = alloc.extend(request, 2 * page_size + 1)["kv"]
-    pages = pages_of(alloc, request)
-    assert got.tolist() == [
-        pages[p // page_size] * page_size + p % page_size for p in range(len(got))
+    parts = []
+    for chunk in chunks:
+        parts.append(alloc.extend(request, chunk)["kv"])
+        alloc.extend(other, 1)
+    locations, pages = np.concatenate(parts), pages_of(alloc, request)
+    assert len(pages) == -(-19 // page_size)
+    assert locations.dtype == np.int64
+    assert locations.tolist() == [
+        pages[p // page_size] * page_size + p % page_size for p in range(19)
     ]
-    assert len(pages) == 3
+    assert alloc.locations(request)["kv"].tolist() == locations.tolist()
 
 
 def test_no_tokens_take_no_page():
@@ -269,39 +224,22 @@ def test_a_batch_that_names_a_request_twice_is_refused_and_changes_nothing(held)
 # the end of a request
 
 
-def test_freed_pages_are_allocated_again():
-    alloc = allocator()
-    request = alloc.new_request()
-    alloc.extend(request, 8 * PAGE)
-    pages = set(pages_of(alloc, request))
-    alloc.free(request)
-    assert alloc.free_pages == 8
-    again = alloc.new_request()
-    alloc.extend(again, 8 * PAGE)
-    assert set(pages_of(alloc, again)) == pages
-
-
-def test_a_freed_request_is_refused():
-    alloc = allocator()
-    request = alloc.new_request()
+def test_a_request_that_was_freed_or_is_of_another_allocator_is_refused():
+    alloc, other = allocator(), allocator()
+    request, foreign = alloc.new_request(), other.new_request()
     alloc.extend(request, 4)
     alloc.free(request)
     assert request.num_tokens == 0
     uses = (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1), lambda r: alloc.fork(r, 0))
-    for use in (*uses, Request.address):
+    for use in uses:
         with pytest.raises(ValueError, match="this request was freed"):
             use(request)
+        with pytest.raises(ValueError, match="belongs to another allocator"):
+            use(foreign)
+    with pytest.raises(ValueError, match="this request was freed"):
+        request.address()
     assert alloc.free_pages == 8
     alloc.check_integrity()
-
-
-def test_a_request_of_another_allocator_is_refused():
-    alloc, other = allocator(), allocator()
-    request = other.new_request()
-    uses = (alloc.free, alloc.locations, lambda r: alloc.extend(r, 1), lambda r: alloc.fork(r, 0))
-    for use in uses:
-        with pytest.raises(ValueError, match="belongs to another allocator"):
-            use(request)
 
 
 def test_requests_do_not_shrink():
@@ -855,7 +793,7 @@ def test_a_copy_that_fails_leaves_no_request_behind(build):
         alloc.fork(request, 9)
     alloc.check_integrity()
     assert {name: alloc.free_items(name) for name in alloc.lists} == free
-    assert alloc._num_live == 1
+    assert alloc.usage().requests == 1
 
 
 # a target and its drafts
@@ -962,7 +900,70 @@ def test_in_a_batch_what_one_request_gives_back_another_takes():
 # check_integrity
 
 
-def corrupt(change, says):
+def shared(kv, one, two):
+    kv._table[two, 0] = 1
+
+
+def lost(kv, one, two):
+    kv.free_list._counts[8] = 0
+    kv.free_list._stack[: kv.free_list.num_free] = [5, 6, 7, 7]
+
+
+def freed(kv, one, two):
+    kv.free_list._stack[kv.free_list.num_free] = 2
+    kv.free_list.num_free += 1
+
+
+def forgotten(kv, one, two):
+    kv.free_list.num_free -= 1
+
+
+def padding(kv, one, two):
+    kv.free_list._stack[0] = 0
+
+
+def miscounted(kv, one, two):
+    kv.free_list._counts[3] += 1
+
+
+def listed_twice(kv, one, two):
+    kv._table[one, 2] = 2
+    kv.free_list._counts[2:4] = 2, 0
+    kv.free_list._stack[kv.free_list.num_free] = 3
+    kv.free_list.num_free += 1
+
+
+def too_short(kv, one, two):
+    kv._stop[one] = 2
+
+
+def left_over(kv, one, two):
+    kv._table[-1, 0] = 5
+
+
+def out_of_range(item):
+    def change(kv, one, two):
+        kv._table[one, 1] = item
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shared, "item 1: counted held 1 times, is 2"),
+        (lost, "item 7: counted free 2 times, is 1"),
+        (freed, "item 2: counted free 1 times, is 0"),
+        (forgotten, "item 5: counted free 0 times, is 1"),
+        (padding, "item 0 of 9 is free or held"),
+        (miscounted, "item 3: counted held 2 times, is 1"),
+        (listed_twice, "items are listed twice in one request"),
+        (too_short, "items 0 to 1 are held by a request whose tokens are in 0 to 2"),
+        (left_over, "ids are left in rows without items"),
+        *((out_of_range(item), f"item {item} of 9 is free or held") for item in (0, -1, 9, 99)),
+    ],
+)
+def test_check_integrity_names_what_is_wrong(change, says):
     alloc = allocator()
     one, two = alloc.new_request(), alloc.new_request()
     alloc.extend(one, 12)  # pages 1, 2, 3
@@ -971,79 +972,3 @@ def corrupt(change, says):
     change(alloc.lists["kv"], one._row, two._row)
     with pytest.raises(RuntimeError, match=f"space kv: {says}"):
         alloc.check_integrity()
-
-
-def test_check_integrity_names_a_page_that_two_hold_and_one_counts():
-    def change(kv, one, two):
-        kv._table[two, 0] = 1
-
-    corrupt(change, "item 1: counted held 1 times, is 2")
-
-
-def test_check_integrity_names_a_page_that_is_lost():
-    def change(kv, one, two):
-        kv.free_list._counts[8] = 0
-        kv.free_list._stack[: kv.free_list.num_free] = [5, 6, 7, 7]
-
-    corrupt(change, "item 7: counted free 2 times, is 1")
-
-
-def test_check_integrity_names_a_page_that_is_held_and_free():
-    def change(kv, one, two):
-        kv.free_list._stack[kv.free_list.num_free] = 2
-        kv.free_list.num_free += 1
-
-    corrupt(change, "item 2: counted free 1 times, is 0")
-
-
-def test_check_integrity_names_a_page_that_is_neither_held_nor_free():
-    def change(kv, one, two):
-        kv.free_list.num_free -= 1
-
-    corrupt(change, "item 5: counted free 0 times, is 1")
-
-
-@pytest.mark.parametrize("item", [0, -1, 9, 99])
-def test_check_integrity_names_a_page_that_cannot_be_held(item):
-    def change(kv, one, two):
-        kv._table[one, 1] = item
-
-    corrupt(change, f"item {item} of 9 is free or held")
-
-
-def test_check_integrity_names_a_free_padding_page():
-    def change(kv, one, two):
-        kv.free_list._stack[0] = 0
-
-    corrupt(change, "item 0 of 9 is free or held")
-
-
-def test_check_integrity_names_a_wrong_count():
-    def change(kv, one, two):
-        kv.free_list._counts[3] += 1
-
-    corrupt(change, "item 3: counted held 2 times, is 1")
-
-
-def test_check_integrity_sees_a_page_twice_in_one_request():
-    def change(kv, one, two):
-        kv._table[one, 2] = 2
-        kv.free_list._counts[2:4] = 2, 0
-        kv.free_list._stack[kv.free_list.num_free] = 3
-        kv.free_list.num_free += 1
-
-    corrupt(change, "items are listed twice in one request")
-
-
-def test_check_integrity_sees_a_request_that_lacks_a_page_of_its_tokens():
-    def change(kv, one, two):
-        kv._stop[one] = 2
-
-    corrupt(change, "items 0 to 1 are held by a request whose tokens are in 0 to 2")
-
-
-def test_check_integrity_sees_ids_where_no_request_is():
-    def change(kv, one, two):
-        kv._table[-1, 0] = 5
-
-    corrupt(change, "ids are left in rows without items")

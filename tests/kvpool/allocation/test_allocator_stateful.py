@@ -12,28 +12,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 
-from kvpool import Allocator, OutOfPages, RequestAddress, RequestPinned
+from kvpool import OutOfPages, RequestAddress, RequestPinned
 from kvpool.allocation.allocator import Request
 from kvpool.layout import Pin
+from tests.kvpool.allocation.machine import PICK, Machine, machine_test, start, worlds
 from tests.pools import dsv4, hybrid, mha, mla, swa
 
 SMALL = {"num_pages": 10, "num_window_pages": 8, "num_slots": 4}
-PICK, PICKS = st.integers(0, 99), st.sets(st.integers(0, 4), min_size=1)
+PICKS = st.sets(st.integers(0, 4), min_size=1)
 TOKENS = st.integers(0, 15).map(lambda tokens: 300 if tokens == 15 else tokens)
-
-
-def start(space, tokens: int) -> int:
-    """First entry that is alive of `tokens` tokens."""
-    entries = tokens // space.tokens_per_entry
-    if space.window is None:
-        return 0
-    while entries % space.window_step:
-        entries -= 1
-    return max(0, entries - space.window)
 
 
 @dataclass
@@ -76,35 +66,13 @@ class Held:
         return [room for room in self.rooms if not room.ended]
 
 
-class Lives(RuleBasedStateMachine):
+class Lives(Machine):
     """One allocator, its pools, and the model of both."""
-
-    @staticmethod
-    def build() -> list:
-        raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = self.build()
-        self.alloc = Allocator(*self.pools)
-        layout = self.alloc.layout
-        self.by_name = {space.name: space for space in layout.spaces}
-        self.spaces = {b.space: self.by_name[b.space] for b in layout.buffers}
-        self.lists = {
-            name: min(b.items for b in layout.buffers if self.spaces[b.space].id_list == name)
-            for name in {space.id_list for space in self.spaces.values()}
-        }
-        self.memory: dict[str, list[np.ndarray]] = {name: [] for name in self.spaces}
-        for pool in self.pools:
-            for region in pool.layout.regions:
-                view = pool.view(region.role, region.layer).view(torch.uint8).numpy()
-                name = pool.layout.space_of(region).name
-                self.memory[name].append(view if region.axis("entry") else view[:, None])
-        self.live: list[Held] = []
+        self.lists = self.items
         self.count = 0
-
-    def pick(self, number: int) -> Held:
-        return self.live[number % len(self.live)]
 
     def siblings(self, name: str) -> list[str]:
         """The id lists that take their ids from the same pool."""
@@ -519,44 +487,23 @@ class Lives(RuleBasedStateMachine):
                     assert (view[at] == mark).all(), f"{name}: {view[at]} is not {mark}"
 
 
-def machine(build) -> type:
-    class Machine(Lives):
-        pass
-
-    Machine.build = staticmethod(build)
-    # an example is many calls: fewer of them than elsewhere
-    examples = 2 * settings.default.max_examples // 5
-    Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
-    return Machine.TestCase
-
-
-TestMHA = machine(lambda: [mha(layers=[0], head_dim=2, v_head_dim=1, **SMALL)])
-TestSWA = machine(lambda: [swa(layers=[0, 1], **SMALL)])
-TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
-TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
-TestLongRings = machine(lambda: [dsv4(layers=[1, 2], speculation=True, **SMALL)])
-TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
-TestRingsOfPages = machine(
-    lambda: [dsv4(layers=[1, 2], page_rings=True, window_page_size=8, **SMALL)]
-)
-TestLongRingsOfPages = machine(
-    lambda: [dsv4(layers=[1], page_rings=True, speculation=True, window_page_size=16, **SMALL)]
-)
-TestDraft = machine(
-    lambda: [
-        swa(layers=[0, 1], **SMALL),
-        mla(owner="draft", layers=[4], **{**SMALL, "num_pages": 12}),
-        hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
-    ]
-)
 BLOCKS = {"placement": "block", "num_pages": 20}
-TestSWAInBlocks = machine(lambda: [swa(**BLOCKS)])
-TestDSv4InBlocks = machine(lambda: [dsv4(layers=[1, 2], **BLOCKS)])
-TestDraftInBlocks = machine(
-    lambda: [
+WORLDS = {
+    **worlds(**SMALL),
+    "LongRings": lambda: [dsv4(layers=[1, 2], speculation=True, **SMALL)],
+    "RingsOfPages": lambda: [dsv4(layers=[1, 2], page_rings=True, window_page_size=8, **SMALL)],
+    "LongRingsOfPages": lambda: [
+        dsv4(layers=[1], page_rings=True, speculation=True, window_page_size=16, **SMALL)
+    ],
+    "SWAInBlocks": lambda: [swa(**BLOCKS)],
+    "DSv4InBlocks": lambda: [dsv4(layers=[1, 2], **BLOCKS)],
+    "DraftInBlocks": lambda: [
         swa(layers=[0, 1], **BLOCKS),
         mla(owner="draft", layers=[4], **BLOCKS),
         hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **{**SMALL, **BLOCKS}),
         mha(owner="draft2", layers=[0], own_spaces=True, **SMALL),
-    ]
+    ],
+}
+globals().update(
+    {f"Test{name}": machine_test(Lives, build, 2 / 5, 40) for name, build in WORLDS.items()}
 )

@@ -14,18 +14,16 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
 
-from kvpool import Allocator, OutOfPages, PinnedPrefix, PrefixCache
+from kvpool import OutOfPages, PinnedPrefix, PrefixCache
 from kvpool.allocation.allocator import Request
-from tests.kvpool.allocation.test_allocator_stateful import start
-from tests.pools import dsv4, hybrid, mha, mla, swa
+from tests.kvpool.allocation.machine import PICK, Machine, machine_test, start, worlds
+from tests.pools import dsv4, hybrid, swa
 
 SMALL = {"num_pages": 14, "num_window_pages": 14, "num_slots": 5}
 CHECKPOINT = 8
-PICK = st.integers(0, 99)
 FIRST = tuple(np.random.default_rng(0).integers(0, 2**31, 40).tolist())
 SCRIPTS = [  # that begin alike
     FIRST,
@@ -92,47 +90,30 @@ class List:
     kept: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
 
 
-class Prefixes(RuleBasedStateMachine):
+class Prefixes(Machine):
     """An allocator with a prefix cache, its pools, and the model of all."""
 
-    @staticmethod
-    def build() -> list:
-        raise NotImplementedError
+    prefix = staticmethod(lambda: PrefixCache(checkpoint_tokens=CHECKPOINT, events=True))
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = self.build()
-        self.cache = PrefixCache(checkpoint_tokens=CHECKPOINT, events=True)
-        self.alloc = Allocator(*self.pools, prefix=self.cache)
-        layout = self.alloc.layout
-        self.by_name = layout.space_by_name
-        self.spaces = {b.space: self.by_name[b.space] for b in layout.buffers}
         self.lists: dict[str, List] = {}
         self.free: dict[str, Free] = {}
         for name in self.alloc.lists:
             space = self.by_name[name]
-            counts = [b.items for b in layout.buffers if self.spaces[b.space].id_list == name]
             paged = space.kind == "paged"
             tokens = space.entries_per_item * space.tokens_per_entry if paged else CHECKPOINT
-            free = self.free.setdefault(space.block_pool or name, Free(set(range(1, min(counts)))))
+            free = self.free.setdefault(
+                space.block_pool or name, Free(set(range(1, self.items[name])))
+            )
             self.lists[name] = List(tokens, free)
             free.users.append(self.lists[name])
         self.step = lcm(*(each.tokens for each in self.lists.values()))
-        self.memory: dict[str, list[np.ndarray]] = {name: [] for name in self.spaces}
-        for pool in self.pools:
-            for region in pool.layout.regions:
-                view = pool.view(region.role, region.layer).view(torch.uint8).numpy()
-                name = pool.layout.space_of(region).name
-                self.memory[name].append(view if region.axis("entry") else view[:, None])
-        self.live: list[Held] = []
         self.pinned: list[tuple[PinnedPrefix, dict[str, list[int]]]] = []
         self.cut = False  # stored tokens were taken back: what followed them may go later
         self.published: dict[tuple[int, bytes], tuple] = {}
 
     # the model
-
-    def pick(self, number: int) -> Held:
-        return self.live[number % len(self.live)]
 
     def holders(self, name: str) -> Counter[int]:
         held: Counter[int] = Counter()
@@ -542,33 +523,17 @@ class Prefixes(RuleBasedStateMachine):
         )
 
 
-def machine(build) -> type:
-    class Machine(Prefixes):
-        pass
-
-    Machine.build = staticmethod(build)
-    examples = settings.default.max_examples // 4  # an example is many calls
-    Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=30)
-    return Machine.TestCase
-
-
-TestMHA = machine(lambda: [mha(layers=[0], head_dim=2, v_head_dim=1, **SMALL)])
-TestSWA = machine(lambda: [swa(layers=[0, 1], **SMALL)])
-TestOnlyWindows = machine(lambda: [swa(layers=[0, 2], **SMALL)])
-TestHybridLinear = machine(lambda: [hybrid(layers=[2, 3], **SMALL)])
-TestOnlyStates = machine(lambda: [hybrid(layers=[0, 1], **SMALL)])
-TestDSv4 = machine(lambda: [dsv4(layers=[1, 2], **SMALL)])
-TestRingsOfPages = machine(
-    lambda: [dsv4(layers=[1], page_rings=True, window=12, window_page_size=8, **SMALL)]
-)
-TestDraft = machine(
-    lambda: [
-        swa(layers=[0, 1], **SMALL),
-        mla(owner="draft", layers=[4], **{**SMALL, "num_pages": 12}),
-        hybrid(owner="draft1", layers=[0, 3], own_spaces=True, **SMALL),
-    ]
-)
 BLOCKS = {"placement": "block", "num_pages": 24}
-TestSWAInBlocks = machine(lambda: [swa(layers=[0, 1], **BLOCKS)])
-TestHybridInBlocks = machine(lambda: [hybrid(layers=[2, 3], **BLOCKS)])
-TestDSv4InBlocks = machine(lambda: [dsv4(layers=[1, 2], **{**BLOCKS, "num_pages": 34})])
+WORLDS = {
+    **worlds(**SMALL),
+    "OnlyStates": lambda: [hybrid(layers=[0, 1], **SMALL)],
+    "RingsOfPages": lambda: [
+        dsv4(layers=[1], page_rings=True, window=12, window_page_size=8, **SMALL)
+    ],
+    "SWAInBlocks": lambda: [swa(layers=[0, 1], **BLOCKS)],
+    "HybridInBlocks": lambda: [hybrid(layers=[2, 3], **BLOCKS)],
+    "DSv4InBlocks": lambda: [dsv4(layers=[1, 2], **{**BLOCKS, "num_pages": 34})],
+}
+globals().update(
+    {f"Test{name}": machine_test(Prefixes, build, 1 / 4, 30) for name, build in WORLDS.items()}
+)

@@ -1,0 +1,227 @@
+"""The block tables of all id lists, and how far the request in each row is.
+
+Row n of every table is one request: changing a batch is a few array operations, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpool.allocation.block_table import BlockTable, Fork
+from kvpool.allocation.free_list import FreeLists
+from kvpool.allocation.pins import Pins
+from kvpool.allocation.truncation import first_kept, need_kept, overwritten
+from kvpool.layout import PoolLayout, Span
+from kvpool.layout.grid import Ints
+
+SETTLED = -1
+"""In place of the least tokens of a request of which the number of tokens is known."""
+Copy = Callable[[str, Ints, Ints], None]
+"""Copies items of an id list, from ids to ids."""
+
+
+class Tables:
+    """The block tables of a layout by id list, their free lists, pins, and by row
+
+    - `tokens`: the tokens of each request;
+    - `received`: those after its last receipt: entries that were dead then were never received;
+    - `least`: of requests that receive at most so many tokens, the fewest that they can have then;
+    - `lost[ring]`: entries before it were overwritten by tokens that a truncation took back.
+    """
+
+    def __init__(self, layout: PoolLayout) -> None:
+        for space in layout.spaces:
+            if space.items_per_block > 1:
+                raise ValueError(
+                    f"space {space.name}: a block of block pool {space.block_pool} is "
+                    f"{space.items_per_block} items, but an allocator hands out single ones. Give "
+                    "block tables of your own, or declare the space with items_per_block 1."
+                )
+        used = {layout.space_by_name[buffer.space].name for buffer in layout.buffers}
+        self.spaces = tuple(space for space in layout.spaces if space.name in used)
+        named = {space.id_list: layout.space_by_name[space.id_list] for space in self.spaces}
+        self.free_lists = FreeLists(layout, named)
+        self.lists = {
+            name: BlockTable(space, self.spaces, self.free_lists.by_id_list[name])
+            for name, space in named.items()
+        }
+        self.pins = Pins(self.lists)
+        self.tokens: Ints = np.zeros(0, dtype=np.int64)
+        self.received: Ints = np.zeros(0, dtype=np.int64)
+        self.least: Ints = np.zeros(0, dtype=np.int64)
+        self.rings = [space for space in self.spaces if space.wraps]
+        self.lost: dict[str, Ints] = {r.name: np.zeros(0, dtype=np.int64) for r in self.rings}
+        self.free_rows: list[int] = []
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were not freed, dropped ones too: their items are still held."""
+        return self.tokens.size - len(self.free_rows)
+
+    def spans(self, row: int) -> dict[str, Span]:
+        """The block table of a request."""
+        spans = {name: table.span(row) for name, table in self.lists.items()}
+        return {name: Span(ids, first) for name, (ids, first) in spans.items()}
+
+    def add(self) -> int:
+        """A row for a new request."""
+        if not self.free_rows:
+            rows = self.tokens.size
+            more = max(16, rows)
+            zeros = np.zeros(more, dtype=np.int64)
+            self.tokens, self.received = (
+                np.append(counts, zeros) for counts in (self.tokens, self.received)
+            )
+            self.least = np.append(self.least, np.full(more, SETTLED, dtype=np.int64))
+            self.lost = {name: np.append(lost, zeros) for name, lost in self.lost.items()}
+            self.free_rows.extend(range(rows + more - 1, rows - 1, -1))
+            for table in self.lists.values():
+                table.add_rows(more)
+        return self.free_rows.pop()
+
+    def release(self, rows: Ints) -> None:
+        """Gives back the items of requests."""
+        for table in self.lists.values():
+            table.release(rows)
+
+    def remove(self, row: int) -> None:
+        """A row whose items were given back is that of no request."""
+        self.tokens[row] = self.received[row] = 0
+        self.least[row] = SETTLED
+        for lost in self.lost.values():
+            lost[row] = 0
+        self.free_rows.append(row)
+
+    def check_settled(self, rows: Ints) -> None:
+        """Raises ValueError if of one of the rows it is not known how many tokens came."""
+        unsettled = np.flatnonzero(self.least[rows] != SETTLED)
+        if unsettled.size:
+            row = rows[unsettled[0]]
+            raise ValueError(
+                f"this request receives from {self.least[row]} to {self.tokens[row]} tokens, and "
+                "how many came was not said. Call truncate with that number first, such as "
+                "decode.num_tokens(room)."
+            )
+
+    def extend(self, rows: Ints, more: Ints, *, received: bool, at_most: bool) -> None:
+        """See Allocator.extend: `more` `[B]` tokens of requests `[B]`."""
+        before = self.tokens[rows]
+        after = before + more
+        # computed tokens read what is alive before them, received ones what is alive at the end,
+        # which may be anywhere from `before` on if at most so many come
+        reach = after if received and not at_most else before
+        changes = {name: table.prepare(rows, reach, after) for name, table in self.lists.items()}
+        needed = {name: change.needed for name, change in changes.items()}
+        gone = {name: table.ids(changes[name].gone) for name, table in self.lists.items()}
+        self.free_lists.check(needed, gone)
+        self.pins.check_extend(rows, after, changes)
+        for name, table in self.lists.items():  # first, as one list may take what another frees
+            table.give_back(changes[name])
+        for name, table in self.lists.items():
+            table.fill(changes[name])
+        self.tokens[rows] = after
+        if received or at_most:
+            self.received[rows] = after
+        if at_most:
+            self.least[rows] = before
+
+    def truncate(self, rows: Ints, after: Ints, copy: Copy) -> None:
+        """See Allocator.truncate: requests `[B]` of more than `after` `[B]` tokens, or unsettled
+        ones.
+        """
+        unsettled = self.least[rows] != SETTLED
+        # of requests that receive at most so many tokens, nothing after those that came was written
+        written = np.where(unsettled, after, self.tokens[rows])
+        received = np.where(unsettled, after, self.received[rows])
+        for space in self.spaces:
+            if not space.wraps:
+                freed = self.lists[space.id_list].freed(rows) * space.entries_per_item
+                need_kept(space, written, after, received, freed)
+        lost = self._lost_at(rows, written, after, received)
+        cuts = {name: table.prepare_cut(rows, after) for name, table in self.lists.items()}
+        copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
+        self.pins.check_truncate(rows, after, copied)
+        gone = {name: table.ids(cuts[name].gone) for name, table in self.lists.items()}
+        self.free_lists.check({name: cut.copied[0].size for name, cut in cuts.items()}, gone)
+        for name, table in self.lists.items():  # first, as one list may take what another frees
+            table.give_back(cuts[name])
+        copies = {name: table.cut(cuts[name]) for name, table in self.lists.items()}
+        for name, (src, dst) in copies.items():
+            copy(name, src, dst)
+        for name, (src, _) in copies.items():  # after the copies: nobody takes them before
+            self.lists[name].free_list.release(src)
+        self.tokens[rows], self.least[rows] = after, SETTLED
+        self.received[rows] = np.minimum(received, after)
+        for name, entries in lost.items():
+            self.lost[name][rows] = entries
+
+    def fork(self, row: int, tokens: int) -> tuple[int, dict[str, tuple[Ints, Ints]]]:
+        """See Allocator.fork; returns the fork's row, and the ids to copy from and to."""
+        tokens_before, received = self.tokens[row : row + 1], self.received[row : row + 1]
+        end = np.array([tokens], dtype=np.int64)
+        parts = {name: self._part(table, row, tokens) for name, table in self.lists.items()}
+        lost = self._lost_at(np.array([row]), tokens_before, end, received)
+        self.free_lists.check({name: part.src.size for name, part in parts.items()}, {})
+        child = self.add()
+        self.tokens[child] = tokens
+        self.received[child] = min(int(received[0]), tokens)
+        for name, entries in lost.items():
+            self.lost[name][child] = entries[0]
+        return child, {n: table.apply_fork(child, parts[n]) for n, table in self.lists.items()}
+
+    def locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
+        """Flat locations by space of `positions` `[B, T]` of requests of `after` `[B]` tokens; -1
+        where a position has none.
+        """
+        locations = {}
+        for space in self.spaces:
+            table, size = self.lists[space.id_list], space.entries_per_item
+            entries = positions // space.tokens_per_entry
+            numbers = np.zeros_like(positions) if space.per_request else entries // size
+            items = table.find(rows, numbers)
+            present = items >= 0
+            if space.wraps:
+                lost = self.lost[space.name][rows]
+                present &= entries >= first_kept(space, entries, after[:, None], lost[:, None])
+            steps = items * space.steps + entries % space.steps
+            locations[space.name] = np.where(present, steps, -1)
+        return locations
+
+    def check_integrity(self) -> dict[str, Ints]:
+        """See Allocator.check_integrity; returns the ids that requests hold, by id list."""
+        live = np.setdiff1d(np.arange(self.tokens.size), self.free_rows)
+        tokens = self.tokens[live]
+        return {name: table.check_integrity(live, tokens) for name, table in self.lists.items()}
+
+    def _part(self, table: BlockTable, row: int, tokens: int) -> Fork:
+        """What a fork of the first `tokens` tokens shares and copies of an id list."""
+        space, end = table.space, np.array([tokens], dtype=np.int64)
+        before = int(self.tokens[row])
+        if space.per_request and tokens not in (0, before):
+            raise ValueError(
+                f"space {space.name}: holds the state after {before} tokens, not after {tokens}. "
+                f"Fork at {before} tokens."
+            )
+        first, stop = int(table.first(end)[0]), int(table.stop(end)[0])
+        start = int(table.start(end)[0])
+        came = int(table.start(self.received[row : row + 1])[0])
+        if tokens and start < came:
+            raise ValueError(
+                f"space {space.name}: entries {start} to {came - 1} of that prefix were dead when "
+                "it was received, and were not transferred."
+            )
+        copied = space.per_request or tokens % space.tokens_per_item > 0
+        return table.check_fork(row, first, max(stop - copied, first), stop)
+
+    def _lost_at(self, rows: Ints, before: Ints, after: Ints, received: Ints) -> dict[str, Ints]:
+        """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
+        again, by space. Raises ValueError if state after those tokens is gone.
+        """
+        lost = {}
+        for space in self.rings:
+            gone = overwritten(space, before, after, self.lost[space.name][rows])
+            need_kept(space, before, after, received, gone)
+            lost[space.name] = gone
+        return lost
