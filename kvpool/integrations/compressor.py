@@ -7,28 +7,24 @@ so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from kvpool.integrations.batch import Batch
 from kvpool.layout.formats import At, Ring
 from kvpool.layout.request_address import MAX_TOKENS
-
-if TYPE_CHECKING:
-    from kvpool.integrations.transformers import PoolCache
 
 
 class Compressor:
     """One compressor of a layer: the attention's own, or its indexer's."""
 
-    def __init__(self, cache: PoolCache, layer: int, at: At, ring: Ring) -> None:
-        self.cache, self.layer = cache, layer
+    def __init__(self, batch: Batch, layer: int, at: At, ring: Ring) -> None:
+        self.batch, self.layer = batch, layer
         self.ring, self.width = at.prefix + ring.role, ring.count // 2
         names = ("index_key",) if ring.role == "index_state" else ("latent", "rope")
         self.roles = [at.prefix + name for name in names]
-        space = cache.pool.space_of(self.ring, layer)
+        space = batch.pool.space_of(self.ring, layer)
         self.ring_space = space.name
-        self.entry_space = cache.pool.space_of(self.roles[0], layer).name
+        self.entry_space = batch.pool.space_of(self.roles[0], layer).name
         self.ratio, self.overlaps = space.window_step, bool(space.window)
         self._page_ends = range(0, MAX_TOKENS, space.entries_per_item) if space.ring else range(0)
         self._start = 0
@@ -40,7 +36,7 @@ class Compressor:
         """Takes keys and gates `[B, T, D]` of new tokens; returns those of all windows now closed,
         and the position of the first.
         """
-        start = self._start = self.cache.advance(self.layer, name, kv.shape[1])
+        start = self._start = self.batch.advance(self.layer, name, kv.shape[1])
         opened, end = start // self.ratio * self.ratio, start + kv.shape[1]
         self._prior = None
         if self.overlaps and opened:
@@ -76,28 +72,28 @@ class Compressor:
 
     def append(self, compressed: torch.Tensor) -> torch.Tensor:
         """Writes compressed entries `[B, W, D]`; returns all entries, `[B, E, D]`."""
-        pool, where = self.cache.pool, self.cache.where[self.entry_space]
+        pool, locations = self.batch.pool, self.batch.where[self.entry_space]
         first = self._start // self.ratio
         count = first + compressed.shape[1]
         # a window's entry is at the location of its first token
-        located = where[:, : count * self.ratio : self.ratio]
+        located = locations[:, : count * self.ratio : self.ratio]
         sizes = [pool.view(role, self.layer).shape[-1] for role in self.roles]
         parts = torch.split(compressed.flatten(0, 1), sizes, dim=-1)
         new = located[:, first:].flatten()
         pool.write(self.layer, new, dict(zip(self.roles, parts)))
-        held = pool.read_roles(self.roles, self.layer, located.flatten())
-        rows = [part.to(compressed.dtype) for part in held]
+        parts_read = pool.read_roles(self.roles, self.layer, located.flatten())
+        rows = [part.to(compressed.dtype) for part in parts_read]
         return torch.cat(rows, dim=-1).reshape(len(compressed), count, compressed.shape[-1])
 
     def _rows(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and gates `[B, T, D]` of positions, float32."""
-        where = self.cache.where[self.ring_space][:, first:end]
-        held = self.cache.pool.read(self.ring, self.layer, where.flatten())
-        kv, gate = held.reshape(*where.shape, held.shape[-1]).chunk(2, dim=-1)
+        locations = self.batch.where[self.ring_space][:, first:end]
+        values = self.batch.pool.read(self.ring, self.layer, locations.flatten())
+        kv, gate = values.reshape(*locations.shape, values.shape[-1]).chunk(2, dim=-1)
         return kv, gate
 
     def _write(self, positions: list[int], rows: torch.Tensor) -> None:
-        where = self.cache.where[self.ring_space][:, positions]
-        kept = where.flatten() >= 0
+        locations = self.batch.where[self.ring_space][:, positions]
+        kept = locations.flatten() >= 0
         values = rows.flatten(0, 1)[kept]
-        self.cache.pool.write(self.layer, where.flatten()[kept], {self.ring: values})
+        self.batch.pool.write(self.layer, locations.flatten()[kept], {self.ring: values})

@@ -8,22 +8,20 @@ let go of it.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 
+from kvpool.integrations.batch import Batch
 from kvpool.layout.formats import At, LinearState
-
-if TYPE_CHECKING:
-    from kvpool.integrations.transformers import PoolCache
 
 
 class LinearStates:
     """One linear-attention state of a layer; `name` is what the cache counts its tokens by."""
 
-    def __init__(self, cache: PoolCache, layer: int, name: str, kind: LinearState, at: At) -> None:
-        self.cache, self.layer, self.name = cache, layer, name
+    def __init__(self, batch: Batch, layer: int, name: str, kind: LinearState, at: At) -> None:
+        self.batch, self.layer, self.name = batch, layer, name
         self.kind, self.at = kind, at
         self._lent: dict[str, torch.Tensor] = {}
         self._views: dict[str, Any] = {}  # weak, of the tensors that the model has
@@ -33,7 +31,7 @@ class LinearStates:
     @property
     def columns(self) -> int:
         """Columns written."""
-        return self.cache.written[self.layer, self.name]
+        return self.batch.written[self.layer, self.name]
 
     def conv(self) -> torch.Tensor | None:
         """The last inputs `[B, channel, tap]`; None before the first token.
@@ -45,11 +43,11 @@ class LinearStates:
         if not self.columns or not self.kind.taps:
             return None
         self.check_returned()
-        first, held = self._taps()
+        first, taps = self._taps()
         if not self.kind.conv_inputs:
-            return held
+            return taps
         self._lent, self._views, self._unshifted = {}, {}, first
-        return self._lend("conv", torch.cat([first, held], dim=-1))
+        return self._lend("conv", torch.cat([first, taps], dim=-1))
 
     def temporal(self) -> torch.Tensor | None:
         """The temporal state `[B, head, ...]`; None before the first token."""
@@ -61,8 +59,8 @@ class LinearStates:
         """Writes the last of the inputs `[B, channel, T]`; returns all after the previous state.
         Where the model gives the new state itself, writes and returns it.
         """
-        given = conv.shape[-1] if self.kind.conv_inputs else self.kind.taps
-        self._check("conv", conv, (self.kind.channels(self.at.shard), given))
+        width = conv.shape[-1] if self.kind.conv_inputs else self.kind.taps
+        self._check("conv", conv, (self.kind.channels(self.at.shard), width))
         if not self.kind.conv_inputs:
             self._advance(self._new_tokens())
             self._write(conv, None)
@@ -93,7 +91,7 @@ class LinearStates:
         """Raises RuntimeError where a state was changed in place and is not written yet."""
         if self._shifted():
             raise RuntimeError(
-                f"{self.cache.pool.owner} layer {self.layer} {self.name}: a forward changed the "
+                f"{self.batch.pool.owner} layer {self.layer} {self.name}: a forward changed the "
                 "state in place and something still holds its tensor. Either it did not finish "
                 "(free the requests), or let go of the tensor after each forward."
             )
@@ -111,7 +109,7 @@ class LinearStates:
         try:
             self._settle()
         except Exception as error:  # nobody is there to catch it
-            self.cache.fail(error)
+            self.batch.fail(error)
 
     def _settle(self, temporal: torch.Tensor | None = None) -> None:
         """Writes what was changed in place, and `temporal` in place of the lent one."""
@@ -130,18 +128,18 @@ class LinearStates:
 
     def _new_tokens(self) -> int:
         """Tokens of this forward, for a state that does not show how many it took."""
-        cache = self.cache
-        tokens = cache.columns - self.columns or cache.query_length
+        batch = self.batch
+        tokens = batch.columns - self.columns or batch.query_length
         if not tokens:
             raise ValueError(
-                f"{cache.pool.owner} layer {self.layer} {self.name}: the model did not say "
+                f"{batch.pool.owner} layer {self.layer} {self.name}: the model did not say "
                 "how many tokens it was given. Give it no 4D mask of your own, or call "
                 "get_mask_sizes(tokens, layer) before it."
             )
         return tokens
 
     def _advance(self, tokens: int) -> None:
-        self.cache.advance(self.layer, self.name, tokens)
+        self.batch.advance(self.layer, self.name, tokens)
 
     def _taps(self) -> list[torch.Tensor]:
         """A first tap that differs from the second one, and the stored taps."""
@@ -150,39 +148,39 @@ class LinearStates:
 
     def _read(self) -> Any:
         """Both states of each row, zeros of one of which no token is written yet."""
-        load = partial(self.cache.pool.get_linear_state, self.layer, part=self.at.prefix[:-1])
-        return self.cache.read(self._slots(), load)
+        load = partial(self.batch.pool.get_linear_state, self.layer, part=self.at.prefix[:-1])
+        return self.batch.read(self._slots(), load)
 
     def _write(self, conv: torch.Tensor | None, temporal: torch.Tensor | None) -> None:
         if conv is None and temporal is None:
             return
-        cache, slots = self.cache, self._slots()
-        rows = [row for row, held in enumerate(cache.padding.tokens(self.columns)) if held]
-        if not all(cache.requests[row].num_tokens for row in rows):
+        batch, slots = self.batch, self._slots()
+        rows = [row for row, tokens in enumerate(batch.padding.tokens(self.columns)) if tokens]
+        if not all(batch.requests[row].num_tokens for row in rows):
             return  # a tensor outlived its request, whose slot may be another's now
-        if len(rows) < len(cache.requests):
+        if len(rows) < len(batch.requests):
             slots = slots[rows]
             conv, temporal = (x if x is None else x[rows] for x in (conv, temporal))
         if conv is not None:
             conv = conv[..., -self.kind.taps :]
-        cache.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])
+        batch.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])
 
     def _slots(self) -> torch.Tensor:
         """The slot of each row `[B]`; PADDING for one of which no token is written yet."""
         role = self.at.prefix + self.kind.inputs[0]
-        where = self.cache.where[self.cache.pool.space_of(role, self.layer).name]
-        return where[:, self.columns - 1]
+        locations = self.batch.where[self.batch.pool.space_of(role, self.layer).name]
+        return locations[:, self.columns - 1]
 
     def _check(
         self, name: str, given: torch.Tensor, shape: tuple[int, ...], widen: bool = False
     ) -> None:
         """Raises ValueError where the kind has no such state, or the pool not such a one."""
-        pool, layer = self.cache.pool, self.layer
-        held = [r for r in self.kind.inputs if r.partition(".")[0] == name]
-        if not held:
+        pool, layer = self.batch.pool, self.layer
+        roles = [r for r in self.kind.inputs if r.partition(".")[0] == name]
+        if not roles:
             raise ValueError(
                 f"{pool.owner} layer {layer} {self.name}: the model has a {name} state, the pool "
                 f"holds {', '.join(self.kind.inputs)}. Build the pool for this model."
             )
-        region = pool.layout.region_by_key[pool.owner, layer, self.at.prefix + held[0]]
-        self.cache.check(self.layer, self.at.prefix + name, given, shape, region.dtype, widen=widen)
+        region = pool.layout.region_by_key[pool.owner, layer, self.at.prefix + roles[0]]
+        self.batch.check(self.layer, self.at.prefix + name, given, shape, region.dtype, widen=widen)

@@ -28,12 +28,12 @@ class Padding:
         """Padding of rows that have `lengths` `[B]` tokens. Raises ValueError unless these end in
         one column, and rows without any begin after it.
         """
-        given = np.asarray(padding)
-        if given.dtype.kind not in "iu" or given.shape not in ((), (len(lengths),)):
+        numbers = np.asarray(padding)
+        if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (len(lengths),)):
             raise ValueError(
                 f"padding: a whole number, or one for each of {len(lengths)} rows, got {padding!r}."
             )
-        before = np.broadcast_to(given, len(lengths)).tolist()
+        before = np.broadcast_to(numbers, len(lengths)).tolist()
         if min(before) < 0:
             raise ValueError(f"padding: 0 or more, got {before}.")
         ends = {n + p for n, p in zip(lengths, before) if n}
@@ -59,7 +59,7 @@ class Padding:
 
 def right_aligned(rows: Sequence[npt.NDArray[np.int64]], columns: int) -> npt.NDArray[np.int64]:
     """Locations of rows of different lengths as `[B, columns]`, after PADDING."""
-    found = np.full((len(rows), columns), PADDING, dtype=np.int64)
+    aligned = np.full((len(rows), columns), PADDING, dtype=np.int64)
     for row, located in enumerate(rows):
-        found[row, columns - len(located) :] = located
-    return found
+        aligned[row, columns - len(located) :] = located
+    return aligned

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import proxy
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpool.integrations.batch import Batch
 from kvpool.integrations.compressor import Compressor
 from kvpool.integrations.linear import LinearStates
 from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats import MHA, MLA, At, IndexKey, Kind, LinearState, Ring
 from kvpool.pools.states import ATTENTION
-
-if TYPE_CHECKING:
-    from kvpool.integrations.transformers import PoolCache
 
 # what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
@@ -48,22 +46,22 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     `linear` (`linear1`, ..), `compressor`.
     """
 
-    def __init__(self, cache: PoolCache, layer: int) -> None:
+    def __init__(self, batch: Batch, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # weak: without a cycle, a dropped cache lets go of its allocator at once
-        self.cache: PoolCache = proxy(cache)
-        self.layer, self.batch_size = layer, len(cache.requests)
+        self.batch: Batch = proxy(batch)
+        self.layer, self.batch_size = layer, len(batch.requests)
         self.is_initialized = True
-        pool = cache.pool
-        here = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
-        self.attention = _first(here, *ATTENTION)
-        self.index = _first(here, IndexKey)
-        linear = [(kind, at) for kind, at in here if isinstance(kind, LinearState)]
+        pool = batch.pool
+        kept = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
+        self.attention = _first(kept, *ATTENTION)
+        self.index = _first(kept, IndexKey)
+        linear = [(kind, at) for kind, at in kept if isinstance(kind, LinearState)]
         self.linear = [
-            LinearStates(self.cache, layer, f"linear{n or ''}", *found)
-            for n, found in enumerate(linear)
+            LinearStates(self.batch, layer, f"linear{n or ''}", kind, at)
+            for n, (kind, at) in enumerate(linear)
         ]
-        rounded = [at.packing for kind, at in here if isinstance(kind, IndexKey)]
+        rounded = [at.packing for kind, at in kept if isinstance(kind, IndexKey)]
         if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
             raise ValueError(
                 f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, other roles as "
@@ -71,8 +69,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
             )
         self.compressors = {
-            NAMES[kind.role]: Compressor(self.cache, layer, at, kind)
-            for kind, at in here
+            NAMES[kind.role]: Compressor(self.batch, layer, at, kind)
+            for kind, at in kept
             if isinstance(kind, Ring)
         }
         if "indexer" in self.compressors:
@@ -95,49 +93,51 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
         """See PoolCache.update."""
         kind, at = self._need(self.attention, "keys and values")
-        pool = self.cache.pool
-        both = self._checked(kind, at, key_states, value_states)
+        pool = self.batch.pool
+        inputs = self._checked(kind, at, key_states, value_states)
         paired = isinstance(kind, MLA) and kind.rope_pairs and kind.qk_rope_head_dim > 0
         if paired:
-            both[1] = pairs_of_halves(both[1])
+            inputs[1] = pairs_of_halves(inputs[1])
         rows, _, tokens, _ = key_states.shape
-        start = self.cache.advance(self.layer, "attention", tokens)
-        where, end = self._where(kind, at), self.cache.columns
+        start = self.batch.advance(self.layer, "attention", tokens)
+        locations, end = self._where(kind, at), self.batch.columns
         # of a latent without a rope key the second is [N, 0]
         cells = [*(pool.view(role, self.layer).shape[2:] for role in self._roles()), (0,)]
-        flat = [x.transpose(1, 2).reshape(rows * tokens, *cell) for x, cell in zip(both, cells)]
-        pool.set_kv_buffer(self.layer, *self.cache.tokens_only(where[:, start:end], *flat))
+        flat = [x.transpose(1, 2).reshape(rows * tokens, *cell) for x, cell in zip(inputs, cells)]
+        pool.set_kv_buffer(self.layer, *self.batch.tokens_only(locations[:, start:end], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
-        alive = where[:, first:end].flatten()
-        loaded = self.cache.read(alive, partial(pool.get_kv_buffer, self.layer))
-        found = [
+        alive = locations[:, first:end].flatten()
+        loaded = self.batch.read(alive, partial(pool.get_kv_buffer, self.layer))
+        outputs = [
             x.reshape(rows, end - first, x.shape[1:-1].numel(), x.shape[-1])
             .transpose(1, 2)
             .contiguous()
             for x in loaded
         ]
         if paired:
-            found[1] = halves_of_pairs(found[1])
+            outputs[1] = halves_of_pairs(outputs[1])
         if kind.shared_kv:
-            found = [torch.cat(found, dim=-1)] * 2
+            outputs = [torch.cat(outputs, dim=-1)] * 2
         # models ask for the shape; the memory is the pool's
-        self.keys, self.values = (x.to("meta") for x in found)
-        return tuple(found)
+        self.keys, self.values = (x.to("meta") for x in outputs)
+        return tuple(outputs)
 
     def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
         """See PoolCache.update_indexer."""
         index = self._need(self.index, "index keys")
         rows, tokens, dim = keys.shape
-        (role,) = self.cache.pool.roles(self.layer, IndexKey)
-        width = self.cache.pool.view(role, self.layer).shape[-1]
-        self.cache.check(self.layer, "index_key", keys, (tokens, width), self.cache.pool.dtype)
-        start = self.cache.advance(self.layer, "indexer", tokens)
-        pool, where = self.cache.pool, self._where(*index)
+        (role,) = self.batch.pool.roles(self.layer, IndexKey)
+        width = self.batch.pool.view(role, self.layer).shape[-1]
+        self.batch.check(self.layer, "index_key", keys, (tokens, width), self.batch.pool.dtype)
+        start = self.batch.advance(self.layer, "indexer", tokens)
+        pool, locations = self.batch.pool, self._where(*index)
         pool.set_index_key(
-            self.layer, *self.cache.tokens_only(where[:, start:], keys.flatten(0, 1))
+            self.layer, *self.batch.tokens_only(locations[:, start:], keys.flatten(0, 1))
         )
-        (found,) = self.cache.read(where.flatten(), lambda at: [pool.get_index_key(self.layer, at)])
-        return found.reshape(rows, -1, dim)  # type: ignore[no-any-return]
+        (rows_read,) = self.batch.read(
+            locations.flatten(), lambda at: [pool.get_index_key(self.layer, at)]
+        )
+        return rows_read.reshape(rows, -1, dim)  # type: ignore[no-any-return]
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """As update_indexer, `[B, 1, T, D]` (MiniMax-M3)."""
@@ -145,8 +145,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def linear_states(self, index: int) -> LinearStates:
         """The layer's linear-attention state number `index`; ValueError if there is none."""
-        found = self.linear[index] if index < len(self.linear) else None
-        return self._need(found, f"linear-attention state {index}")  # type: ignore[no-any-return]
+        state = self.linear[index] if index < len(self.linear) else None
+        return self._need(state, f"linear-attention state {index}")  # type: ignore[no-any-return]
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
@@ -155,7 +155,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         compressor = self._compressor(name)
         for part in (kv, gate):
             taken = kv.shape[1], compressor.width
-            self.cache.check(self.layer, compressor.ring, part, taken, "f32", widen=True)
+            self.batch.check(self.layer, compressor.ring, part, taken, "f32", widen=True)
         return compressor.store(name, kv, gate)
 
     def update_overlap_state(
@@ -170,7 +170,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         """Columns cached for this layer; of one that the pool does not hold, for all others."""
-        written = self.cache.written
+        written = self.batch.written
         for linear in self.linear:
             linear.check_returned()
         if not self.states:
@@ -189,7 +189,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _checked(self, kind: Any, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
         """States as the pool's inputs; raises ValueError where they do not fit it."""
-        pool, states = self.cache.pool, list(given)
+        pool, states = self.batch.pool, list(given)
         roles = self._roles()
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
@@ -226,26 +226,26 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _roles(self) -> tuple[str, ...]:
-        return self.cache.pool.roles(self.layer, *ATTENTION)
+        return self.batch.pool.roles(self.layer, *ATTENTION)
 
     def _space(self, kind: Kind, at: At) -> Space:
-        return self.cache.pool.space_of(at.prefix + kind.inputs[0], self.layer)
+        return self.batch.pool.space_of(at.prefix + kind.inputs[0], self.layer)
 
     def _where(self, kind: Kind, at: At) -> torch.Tensor:
         """Flat locations `[B, columns]` of all tokens in a kind's space."""
-        return self.cache.where[self._space(kind, at).name]
+        return self.batch.where[self._space(kind, at).name]
 
     def _compressor(self, name: str) -> Compressor:
         self._need(self.compressors.get(name), f"{name} states")
         return self.compressors[name]
 
-    def _need(self, found: Any, what: str) -> Any:
-        if found is None:
+    def _need(self, state: Any, what: str) -> Any:
+        if state is None:
             raise ValueError(
-                f"{self.cache.pool.owner} layer {self.layer}: the model has {what}, the pool "
+                f"{self.batch.pool.owner} layer {self.layer}: the model has {what}, the pool "
                 f"holds {self.states or 'nothing'} there. Build the pool for this model."
             )
-        return found
+        return state
 
     reset = unsupported("reset", "Free the requests and build a new PoolCache.")
     crop = unsupported("crop of a layer", "Crop the whole cache.")
@@ -256,5 +256,5 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     offload = unsupported("offload", "Use pool.save and pool.load for each request.")
 
 
-def _first(here: list[tuple[Kind, At]], *kinds: type) -> Any:
-    return next(((kind, at) for kind, at in here if isinstance(kind, kinds)), None)
+def _first(kept: list[tuple[Kind, At]], *kinds: type) -> Any:
+    return next(((kind, at) for kind, at in kept if isinstance(kind, kinds)), None)

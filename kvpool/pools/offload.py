@@ -59,8 +59,8 @@ def load_items(pool: TypedAccess, address: RequestAddress, saved: Saved, start: 
     """See KVPool.load."""
     shape, start = _shape(pool.layout), index(start)
     if shape != saved.shape:
-        other = sorted({*shape, *saved.shape})
-        name = next(n for n in other if shape.get(n) != saved.shape.get(n))
+        names = sorted({*shape, *saved.shape})
+        name = next(n for n in names if shape.get(n) != saved.shape.get(n))
         raise ValueError(
             f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
             f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."

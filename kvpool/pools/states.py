@@ -21,6 +21,7 @@ from kvpool.layout.formats import (
     MLA,
     At,
     BufferSpec,
+    ConvLayout,
     IndexKey,
     Kind,
     LinearState,
@@ -244,7 +245,7 @@ class LayeredPool(UnionPool):
     are those of the other pools (`k`, `swa.k`, `latent`, `index_key`, ..), so that their layouts
     pair. A layer's second linear state has the prefix `linear1.`, and so on. `conv_dtype` (default:
     that of the pool) and `temporal_dtype` (default: that of each state) are those of linear states,
-    `order` (default: that of each) is that of K and V.
+    `order` and `conv_layout` (default: those of each) are those of K and V and of convolutions.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class LayeredPool(UnionPool):
         *,
         states: Mapping[int, tuple[State, ...]],
         order: Order | None = None,
+        conv_layout: ConvLayout | None = None,
         index_packing: DTypeLike | None = "fp8",
         window_page_size: int = 0,
         conv_dtype: DTypeLike | None = None,
@@ -263,7 +265,7 @@ class LayeredPool(UnionPool):
             if dtype is not None and not linear:
                 raise ValueError(f"{name}: no layer has a linear state. Leave it out.")
         self.by_layer = {
-            layer: tuple(_stored(state, order, temporal_dtype) for state in kept)
+            layer: tuple(_stored(state, order, conv_layout, temporal_dtype) for state in kept)
             for layer, kept in sorted(states.items())
         }
         self.index_packing, self.conv_dtype = index_packing, conv_dtype
@@ -293,14 +295,21 @@ class LayeredPool(UnionPool):
             )
 
 
-def _stored(state: State, order: Order | None, temporal_dtype: DTypeLike | None) -> State:
-    """A state with K and V in that order, and temporal states of that dtype."""
+def _stored(
+    state: State,
+    order: Order | None,
+    conv_layout: ConvLayout | None,
+    temporal_dtype: DTypeLike | None,
+) -> State:
+    """A state with K and V, convolutions and temporal states as a pool is asked to store them."""
     kind = state.kind
     if isinstance(kind, MHA) and order is not None:
-        return replace(state, kind=replace(kind, order=order))
+        kind = replace(kind, order=order)
+    if isinstance(kind, LinearState) and conv_layout is not None:
+        kind = replace(kind, conv_layout=conv_layout)
     if isinstance(kind, LinearState) and kind.heads and temporal_dtype is not None:
-        return replace(state, kind=replace(kind, temporal_dtype=dtype_name(temporal_dtype)))
-    return state
+        kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
+    return replace(state, kind=kind)
 
 
 def _sections_of(kind: LinearState, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:

@@ -4,9 +4,9 @@ of transformers' own cache.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,181 +15,19 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kvpool import Allocator, HybridLinearPool, OutOfPages, RequestPinned, SWAPool  # noqa: E402
-from kvpool.integrations.transformers import PoolCache  # noqa: E402
+from kvpool import Allocator, LinearState, OutOfPages, RequestPinned  # noqa: E402
+from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
-from kvpool.layout.formats import MHA, cca, gated_delta_net, lightning, mamba1, mamba2, short_conv  # noqa: E402
-from kvpool.pools.states import LayeredPool, State  # noqa: E402
-from tests.kvpool.integrations.test_transformers import COMMON  # noqa: E402
-from tests.kvpool.models.tiny import MAMBA1, MAMBA2  # noqa: E402
+from tests.kvpool.models.tiny import changes, own_cache, tiny  # noqa: E402
 from tests.oracle import move  # noqa: E402
 from tests.verified import verify  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FOUR = {"num_hidden_layers": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SHARED = {
-    "num_kv_shared_layers": 2,
-    "head_dim": 16,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 8,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "bamba": {**MAMBA2, "attn_layer_indices": [2]},
-    "granitemoehybrid": {
-        **MAMBA2,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 32,
-    },
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
-    "nemotron_h": {
-        "layers_block_type": ["mlp", "mamba", "attention", "mamba", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-        "head_dim": 16,
-        "chunk_size": 8,
-    },
-    "zamba2": {
-        "mamba_d_state": 8,
-        "mamba_d_conv": 4,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 8,
-        "num_key_value_heads": 4,
-        "num_mem_blocks": 1,
-        "chunk_size": 8,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "hybrid_layer_ids": [1, 3],
-    },
-    "mamba2": {
-        "num_heads": 8,
-        "head_dim": 16,
-        "n_groups": 2,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "chunk_size": 8,
-    },
-    "mamba": {"state_size": 8, "conv_kernel": 4},
-    "falcon_mamba": {"state_size": 8, "conv_kernel": 4},
-    "jamba": {**MAMBA1, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 1},
-    "lfm2": {"conv_L_cache": 3, "full_attn_idxs": [2]},
-    "lfm2_moe": {
-        "conv_L_cache": 3,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-        "num_dense_layers": 1,
-        **EXPERTS,
-    },
-    "olmo_hybrid": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_conv_kernel_dim": 4,
-        "num_key_value_heads": 4,
-    },
-    "minimax": {
-        "head_dim": 16,
-        "block_size": 8,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-        "layer_types": ["full_attention", "linear_attention"] * 2,
-    },
-    "inkling_text": {
-        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
-        "sliding_window_size": 9,
-        "head_dim": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 1,
-        "swa_head_dim": 16,
-        "rel_extent": 64,
-        "mlp_layer_types": ["dense"] * 4,
-    },
-    "zaya": {
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32,
-        "router_hidden_size": 16,
-    },
-    "gemma3n_text": {
-        **SHARED,
-        "intermediate_size": [96] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-    },
-    "gemma4_text": {**SHARED, "global_head_dim": 32},
-    "llama4_text": {
-        "head_dim": 16,
-        "attention_chunk_size": 8,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 96,
-        "no_rope_layers": [1, 1, 1, 0],
-    },
-}
-BAMBA = {"full": MHA(2, 16), "linear": mamba2(8, 16, 1, 16, 4), "linear_layers": [0, 1, 3]}
-SHORT = {"full": MHA(2, 16), "linear": short_conv(64, 3), "linear_layers": [0, 1, 3]}
-SLOTS = {"linear": mamba1(96, 8, 4), "linear_layers": range(4)}
-WINDOW = {
-    "pool": SWAPool,
-    "layers": [0, 1],
-    "full": MHA(2, 16),
-    "swa": MHA(2, 16),
-    "window_layers": [0],
-    "window": 8,
-}
-
-
-# convolutions of keys, of values, after attention and after the MLP
-WIDE = (State(MHA(2, 16)), *[State(short_conv(channels, 4)) for channels in (32, 32, 64, 64)])
-NARROW = (State(MHA(1, 16), 8), *[State(short_conv(channels, 4)) for channels in (16, 16, 64, 64)])
-POOLS: dict[str, dict[str, Any]] = {
-    "bamba": BAMBA,
-    "granitemoehybrid": BAMBA,
-    "falcon_h1": {**BAMBA, "linear_layers": range(4), "full_layers": range(4)},
-    "nemotron_h": {
-        "layers": [1, 2, 3],
-        "full": MHA(2, 16),
-        "linear": mamba2(8, 16, 2, 16, 4),
-        "linear_layers": [1, 3],
-    },
-    "zamba2": {
-        "full": MHA(4, 32),
-        "full_layers": [1, 3],
-        "linear": mamba2(8, 16, 1, 8, 4),
-        "linear_layers": range(4),
-    },
-    "mamba2": {"linear": mamba2(8, 16, 2, 16, 4), "linear_layers": range(4)},
-    "mamba": SLOTS,
-    "falcon_mamba": SLOTS,
-    "jamba": {"full": MHA(2, 16), "linear": mamba1(128, 8, 4), "linear_layers": [0, 1, 3]},
-    "lfm2": SHORT,
-    "lfm2_moe": SHORT,
-    "olmo_hybrid": {
-        "full": MHA(4, 16),
-        "linear": gated_delta_net(2, 2, 8, 12, 4),
-        "linear_layers": [0, 1, 2],
-    },
-    "inkling_text": {
-        "pool": LayeredPool,
-        "states": dict(enumerate((WIDE, NARROW) * 2)),
-        "conv_dtype": "f32",
-    },
-    "zaya": {
-        "full": MHA(2, 16),
-        "full_layers": range(4),
-        "linear": cca(4, 2, 16, (2, 2)),
-        "linear_layers": range(4),
-    },
-    "gemma3n_text": {**WINDOW, "full": MHA(2, 16)},
-    "gemma4_text": {**WINDOW, "full": MHA(2, 32)},
-    "llama4_text": {**WINDOW, "layers": range(4), "window_layers": [0, 1, 2], "window": 7},
-    "minimax": {"full": MHA(2, 16), "linear": lightning(4, 16), "linear_layers": [1, 3]},
-}
+FAMILIES = (
+    *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "mamba2", "mamba"),
+    *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "olmo_hybrid", "minimax", "inkling_text"),
+    *("zaya", "gemma3n_text", "gemma4_text", "llama4_text"),
+)
 SIZES = {"num_pages": 40, "num_window_pages": 40, "num_slots": 6, "page_size": 5}
 PROMPT, STEPS = 23, 5
 WHOLE, CHUNKS = (PROMPT,), (11, 1, 9, 2)
@@ -197,18 +35,15 @@ WHOLE, CHUNKS = (PROMPT,), (11, 1, 9, 2)
 
 @lru_cache
 def model_of(family: str, dtype: torch.dtype) -> Any:
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FOUR, **CONFIGS[family]})
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.to(dtype).eval()
+    return copy.deepcopy(tiny(family)).to(dtype)
 
 
 def pool_of(family: str, dtype: torch.dtype, **more: Any) -> Any:
-    given = dict(POOLS[family])
-    kind = given.pop("pool", HybridLinearPool)
-    return kind(
-        **{"layers": range(4), "total_kv_layers": 4, "dtype": dtype, **SIZES, **given, **more}
-    )
+    return pool_for(tiny(family).config, **{"dtype": dtype, **SIZES, **more})
+
+
+def linear_layers(pool: Any) -> list[int]:
+    return [n for kind, at in pool.kinds if isinstance(kind, LinearState) for n in at.layers]
 
 
 @torch.no_grad()
@@ -230,15 +65,6 @@ def run(
 def argument_of(model: Any) -> str:
     names = inspect.signature(model.forward).parameters
     return "cache_params" if "cache_params" in names else "past_key_values"
-
-
-def theirs_for(model: Any) -> Any:
-    """transformers' own cache."""
-    if model.config.model_type == "minimax":
-        from transformers.models.minimax.modeling_minimax import MiniMaxCache
-
-        return MiniMaxCache()
-    return transformers.DynamicCache(config=model.config)
 
 
 def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
@@ -265,11 +91,11 @@ def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
         pytest.param(CHUNKS, torch.float32, id="chunks fp32", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_cached_tensors_equal_transformers_own(family, chunks, dtype):
     model, pool = model_of(family, dtype), pool_of(family, dtype)
     ids = torch.randint(0, 128, (2, PROMPT), generator=torch.Generator().manual_seed(3))
-    theirs, ours = theirs_for(model), PoolCache.new(pool, Allocator(pool), 2)
+    theirs, ours = own_cache(model), PoolCache.new(pool, Allocator(pool), 2)
     expected = run(model, theirs, ids, chunks)
     for step, (a, b) in enumerate(zip(run(model, ours, ids, chunks), expected, strict=True)):
         assert torch.equal(a, b), f"step {step}"
@@ -321,13 +147,13 @@ def held_of(cache: PoolCache, layer: int) -> dict[str, torch.Tensor]:
 
 # one of each kind of state; all with --long
 FEW = ("bamba", "falcon_h1", "inkling_text", "lfm2", "mamba", "minimax", "zaya")
-TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in CONFIGS]
+TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in FAMILIES]
 
 
 def cached(family: str, tokens: int = 20, **more: Any) -> tuple[Any, PoolCache, Any]:
     """A model, the pool's cache after a prompt, and transformers' own."""
     model, pool = model_of(family, torch.float32), pool_of(family, torch.float32, **more)
-    ours, theirs = PoolCache.new(pool, Allocator(pool)), theirs_for(model)
+    ours, theirs = PoolCache.new(pool, Allocator(pool)), own_cache(model)
     for cache in (ours, theirs):
         run(model, cache, torch.arange(tokens)[None], (tokens,), steps=0)
     return model, ours, theirs
@@ -345,11 +171,11 @@ def assert_same_step(model: Any, ours: PoolCache, theirs: Any, token: int) -> No
 def test_a_state_that_is_only_looked_at_does_not_change(family):
     model, ours, theirs = cached(family)
     before = ours.pool._slab.clone()
-    for layer in POOLS[family]["linear_layers"]:
+    for layer in linear_layers(ours.pool):
         conv, temporal = ours.get_conv_state(layer), ours.get_recurrent_state(layer)
         del conv
         del temporal
-    kept = [ours.get_recurrent_state(layer) for layer in POOLS[family]["linear_layers"]]
+    kept = [ours.get_recurrent_state(layer) for layer in linear_layers(ours.pool)]
     assert torch.equal(ours.pool._slab, before) and ours.get_seq_length() == 20
     for step in (3, 4):
         assert_same_step(model, ours, theirs, step)
@@ -393,11 +219,11 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
 
 def test_a_token_that_was_lost_is_told_of_from_then_on():
     """In a model of one state, no other is left to refuse the forward."""
-    config = transformers.AutoConfig.for_model("mamba", **COMMON, num_hidden_layers=1)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    pool = HybridLinearPool(
-        linear=mamba1(96, 16, 4), linear_layers=[0], layers=[0], dtype="f32", **SIZES
+    config = transformers.AutoConfig.for_model(
+        "mamba", **changes("mamba") | {"num_hidden_layers": 1}
     )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    pool = pool_for(config, dtype="f32", **SIZES)
     cache = PoolCache.new(pool, Allocator(pool))
     run(model, cache, torch.arange(20)[None], (20,), steps=0)
     (request,), open_rooms = cache.requests, {"r"}
@@ -470,9 +296,7 @@ def test_generate_gives_the_logits_of_transformers_own(family):
 @pytest.mark.parametrize("family", TRIED)
 def test_a_model_continues_on_states_that_were_moved(family):
     model, ours, theirs = cached(family)
-    more = {"page_size": 8, "placement": "page"}
-    if linear := POOLS[family].get("linear"):
-        more["linear"] = replace(linear, conv_layout="taps_first")
+    more = {"page_size": 8, "placement": "page", "conv_layout": "taps_first"}
     dest = pool_of(family, torch.float32, **more)
     allocator = Allocator(dest)
     allocator.extend(allocator.new_request(), 3)  # so that ids differ

@@ -660,8 +660,8 @@ def test_a_draft_writes_the_tokens_of_its_target():
     theirs = transformers.DynamicCache(config=small.config)
     expected = run(small, theirs, ids, steps=2)
     with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
-        ours[1].columns = 28
-        ours[1].written = dict.fromkeys(ours[1].written, 28)
+        ours[1].batch.columns = 28
+        ours[1].batch.count(ours[1].batch.written)
         run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
     last = expected[-3][:, -1:].argmax(-1)
     for step in (-2, -1):

@@ -1,0 +1,243 @@
+"""A batch of requests whose states lie in a pool, column by column.
+
+Row b of a batch is one request. Columns are what a model counts its positions by; the token of row
+b in column c is its position c - padding[b], and no column before is in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpool.allocation.allocator import Allocator, Request
+from kvpool.integrations.padding import PADDING, Padding, right_aligned
+from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
+from kvpool.layout.dtypes import dtype_name
+from kvpool.pools.states import UnionPool
+
+
+class Batch:
+    """`where`: flat locations `[B, columns]` by space, PADDING where there is no token. `written`:
+    columns, by layer and state. `query_length`: of the forward whose mask was made last. `failed`:
+    why a state changed in place was not written.
+
+    Raises ValueError where cached tokens do not end in one column.
+    """
+
+    def __init__(
+        self,
+        pool: UnionPool,
+        allocator: Allocator,
+        requests: Sequence[Request],
+        padding: npt.ArrayLike = 0,
+    ) -> None:
+        self.pool, self.allocator, self.requests = pool, allocator, tuple(requests)
+        if len({id(request) for request in requests}) != len(requests) or not requests:
+            raise ValueError(f"requests: one or more, each once, got {len(requests)}.")
+        if not isinstance(pool, UnionPool):
+            name = type(pool).__name__
+            raise ValueError(f"{name}: PoolCache needs a UnionPool, which has kinds of state.")
+        if pool not in allocator.pools:
+            raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
+        located = [allocator.locations(request) for request in requests]
+        self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
+        for request, progress in zip(requests, self.progress):
+            progress.truncate(pool, request.num_tokens)
+        if copy_progress not in allocator.on_fork:
+            allocator.on_fork.append(copy_progress)
+        if any(pool.owner in progress.unfinished for progress in self.progress):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        lengths = [
+            max(progress.written.get(pool.owner, request.num_tokens), request.received_tokens)
+            for request, progress in zip(requests, self.progress)
+        ]
+        self.padding = Padding.of(padding, lengths, pool.layout.spaces)
+        self.columns = self.padding.columns
+        self.where = {
+            name: self._stack([row[name][:n] for row, n in zip(located, lengths)], self.columns)
+            for name in located[0]
+        }
+        self.written: dict[tuple[int, str], int] = {}
+        self._behind = 0  # states that lack the tokens of this forward
+        self.query_length = 0
+        self.failed: Exception | None = None
+
+    def count(self, states: Iterable[tuple[int, str]]) -> None:
+        """Says which states, by layer, each forward writes."""
+        self.written = dict.fromkeys(states, self.columns)
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """The position of each column `[B, columns so far and tokens]`, negative in padding."""
+        columns = torch.arange(self.columns + tokens, device=self._device)
+        return columns - torch.tensor(self.padding.before, device=self._device)[:, None]
+
+    def advance(self, layer: int, state: str, tokens: int) -> int:
+        """Counts `tokens` new columns of a layer's state; returns the first.
+
+        The first state of a forward allocates for all. If too few items are free, raises
+        OutOfPages, and RequestPinned where a room needs a state that would be overwritten; both
+        change nothing.
+        """
+        start = self.written[layer, state]
+        if start == self.columns:
+            self._extend(tokens)
+        elif start + tokens != self.columns:
+            raise ValueError(
+                f"layer {layer} {state}: {tokens} new tokens, other states {self.columns - start}."
+            )
+        self.written[layer, state] = start + tokens
+        self._behind -= 1
+        if self._behind == 0:
+            for progress, tokens_of_row in zip(self.progress, self.padding.tokens(self.columns)):
+                progress.written[self.pool.owner] = tokens_of_row
+                progress.unfinished.discard(self.pool.owner)
+        return start
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See PoolCache.crop."""
+        length = self.columns + tokens_to_remove
+        if not 0 <= length <= self.columns:
+            raise ValueError(
+                f"crop: {-self.columns} to 0, minus the tokens to remove, got {tokens_to_remove}."
+            )
+        if length == self.columns:
+            return
+        if any(count != self.columns for count in self.written.values()):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        tokens_kept = self.padding.tokens(length)
+        left = [min(n, request.num_tokens) for n, request in zip(tokens_kept, self.requests)]
+        for progress, n in zip(self.progress, tokens_kept):
+            replace(progress).truncate(self.pool, n)  # raises before anything is changed
+        self.allocator.truncate_batch(self.requests, left)
+        for progress, n in zip(self.progress, tokens_kept):
+            progress.truncate(self.pool, n)
+        self.where = {name: locations[:, :length] for name, locations in self.where.items()}
+        self.written = dict.fromkeys(self.written, length)
+        self.columns = length
+
+    def tokens_only(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+        """The locations `[B, T]` of new columns that are tokens, flat, and their states, each
+        `[B * T, ...]`.
+        """
+        flat = [where.flatten(), *states]
+        if self.columns - where.shape[1] >= max(self.padding.before):
+            return flat
+        kept = flat[0] != PADDING
+        return [values[kept] for values in flat]
+
+    def read(self, where: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
+        """What `load` reads at locations `[N]`, each `[N, ...]` or None, with zeros where there is
+        no token.
+        """
+        if not any(self.padding.before):
+            return load(where)
+        empty = where == PADDING
+        return [
+            x if x is None else x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
+            for x in load(where.masked_fill(empty, 0))  # the reserved item
+        ]
+
+    def fail(self, error: Exception) -> None:
+        """Keeps why a state changed in place was not written, for the next call to raise."""
+        self.failed = error
+        if len(self.written) == 1:  # no other state of this forward is there to raise it
+            for progress in self.progress:
+                progress.unfinished.add(self.pool.owner)
+
+    def raise_failure(self) -> None:
+        """Raises what `fail` kept."""
+        if self.failed is not None:
+            failed = self.failed
+            if len(self.written) > 1:
+                self.failed = None
+            raise failed
+
+    def check(
+        self,
+        layer: int,
+        role: str,
+        given: torch.Tensor,
+        shape: tuple[int, ...],
+        dtype: str,
+        widen: bool = False,
+    ) -> None:
+        """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
+        narrower dtype).
+        """
+        wanted = getattr(torch, dtype_name(dtype))
+        memory = self.pool.layout.buffers[0].memory
+        wide = torch.promote_types(given.dtype, wanted) if widen else given.dtype
+        seen = tuple(given.shape), wide, str(given.device)
+        if seen != ((len(self.requests), *shape), wanted, memory):
+            taken = [len(self.requests), *shape]
+            raise ValueError(
+                f"{self.pool.owner} layer {layer} {role}: the model gives {list(given.shape)} "
+                f"{given.dtype} on {given.device}, the pool and its requests take {taken} {wanted} "
+                f"on {memory}. Build the pool unsharded, with the model's dims, dtype and device, "
+                "and the cache with a request for every row."
+            )
+        if given.requires_grad:
+            raise ValueError(
+                f"{self.pool.owner} layer {layer} {role}: gradients are not supported. Run the "
+                "model in torch.no_grad()."
+            )
+
+    def _extend(self, columns: int) -> None:
+        behind = [key for key, count in self.written.items() if count != self.columns]
+        if behind:
+            layer, state = behind[0]
+            raise RuntimeError(
+                f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.columns}. "
+                "Either a forward did not finish (free the requests), or it changed the state in "
+                "place and something still holds the tensor (let go of it), or the model has no "
+                "such state (build the pool for this model)."
+            )
+        before, after = (
+            self.padding.tokens(self.columns),
+            self.padding.tokens(self.columns + columns),
+        )
+        more = [b - a for a, b in zip(before, after)]
+        room = [request.num_tokens - n for request, n in zip(self.requests, before)]
+        others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
+        fresh: Mapping[str, Any]
+        if not any(room):
+            fresh_rows = self.allocator.extend_batch(self.requests, more)
+            fresh = {name: [row[:n] for row, n in zip(x, more)] for name, x in fresh_rows.items()}
+            for progress, n in zip(self.progress, before):
+                for owner in others:
+                    progress.written.setdefault(owner, n)
+        elif others and room == more:  # a draft's forward after its target's
+            rows = [self.allocator.locations(request) for request in self.requests]
+            fresh = {name: [row[name][n:] for row, n in zip(rows, before)] for name in rows[0]}
+            gone = [s.name for s in self.allocator.spaces if not s.per_request]
+            gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
+            if gone:
+                raise ValueError(
+                    f"space {gone[0]}: tokens left the window before {self.pool.owner} wrote "
+                    "them. Run its forward after each of the target's."
+                )
+        else:
+            row = next(row for row, n in enumerate(room) if n)
+            raise ValueError(
+                f"row {row}: the request has {self.requests[row].num_tokens} tokens, this cache "
+                f"wrote {before[row]}. Give it the same tokens, or requests of its own."
+            )
+        for progress in self.progress:
+            progress.unfinished.add(self.pool.owner)
+        for name, located in fresh.items():
+            self.where[name] = torch.cat([self.where[name], self._stack(located, columns)], dim=1)
+        self.columns += columns
+        self._behind = len(self.written)
+        self.query_length = 0
+
+    def _stack(self, rows: Sequence[npt.NDArray[np.int64]], columns: int) -> torch.Tensor:
+        return torch.from_numpy(right_aligned(rows, columns)).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
