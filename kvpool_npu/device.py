@@ -73,7 +73,10 @@ class NPUDevice:
         step = alignment or self.alignment
         wider = self.backend.zeros(nbytes + step)
         slab = wider[-wider.data_ptr() % step :][:nbytes]
-        self._slabs = [*(known for known in self._slabs if known() is not None), weakref.ref(slab)]
+        self._slabs = [
+            *(slab_ref for slab_ref in self._slabs if slab_ref() is not None),
+            weakref.ref(slab),
+        ]
         return slab
 
     def store_rows(self, rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
@@ -85,8 +88,8 @@ class NPUDevice:
             if scales is None:
                 parts.append((view, values))
             else:
-                held, factors = self._quantised(view, scales, values)
-                parts += (view, held), (scales, factors)
+                codes, factors = self._quantised(view, scales, values)
+                parts += (view, codes), (scales, factors)
         first: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
         for view, values in parts:
             kind = (view.dtype, view.shape[:3])
@@ -101,7 +104,7 @@ class NPUDevice:
 
     def load_rows(self, rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
         """See Device.load_rows. Any two views with the same number of slots are one launch."""
-        views = [each for row in rows for each in row[:2] if each is not None]
+        views = [view for row in rows for view in row[:2] if view is not None]
         read = iter(self._gathered(views, locations))
         return [
             next(read) if scales is None else dequantise(next(read), next(read), dtype)
@@ -123,9 +126,9 @@ class NPUDevice:
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         """See Device.copy_runs. Raises ValueError for a run outside what this device allocated."""
-        held = [slab for known in self._slabs if (slab := known()) is not None]
+        slabs = [slab for slab_ref in self._slabs if (slab := slab_ref()) is not None]
         for start, to, size in zip(src.tolist(), dst.tolist(), nbytes.tolist()):
-            _at(held, to, size).copy_(_at(held, start, size))
+            _at(slabs, to, size).copy_(_at(slabs, start, size))
 
     def record(self) -> Event:
         """See Device.record."""
@@ -160,11 +163,11 @@ class NPUDevice:
         kinds = view.dtype, values.dtype, scales.dtype
         if kinds not in DYNAMIC_QUANT or scales.shape[-1] > 1 or not values.numel():
             return quantise(values, scales.shape[-1], scales.dtype, view.dtype)
-        held, factors = self.operators.npu_dynamic_quant(values, dst_type=view.dtype)
+        codes, factors = self.operators.npu_dynamic_quant(values, dst_type=view.dtype)
         # its result for infinities and NaN is undocumented
         wrong = ~torch.linalg.vector_norm(values, torch.inf, dim=-1, keepdim=True).isfinite()
         factors = factors[..., None].clamp_min(SMALLEST_SCALE).masked_fill(wrong, torch.nan)
-        return held.masked_fill(wrong, 0), stored_scales(factors, scales.dtype)
+        return codes.masked_fill(wrong, 0), stored_scales(factors, scales.dtype)
 
     def _write_pair(
         self,
@@ -175,7 +178,7 @@ class NPUDevice:
         locations: torch.Tensor,
     ) -> None:
         caches = _taken(key_cache), _taken(value_cache)
-        given = _taken(key).contiguous(), _taken(value).contiguous()
+        rows = _taken(key).contiguous(), _taken(value).contiguous()
         dtype, row = caches[0].dtype, caches[0][0, 0]
         if not locations.numel():
             return
@@ -187,14 +190,14 @@ class NPUDevice:
         ):
             with self.backend.current():  # ATB uses the stream of the current NPU
                 self.operators._npu_reshape_and_cache(
-                    key=given[0],
-                    value=given[1],
+                    key=rows[0],
+                    value=rows[1],
                     key_cache=caches[0],
                     value_cache=caches[1],
                     slot_indices=locations.to(torch.int32),
                 )
         elif dtype in PA_SCATTER_DTYPES:
-            self.operators.npu_scatter_pa_kv_cache(*given, *caches, locations, cache_mode="Norm")
+            self.operators.npu_scatter_pa_kv_cache(*rows, *caches, locations, cache_mode="Norm")
         else:
             self._write(key_cache, locations, key)
             self._write(value_cache, locations, value)
@@ -202,34 +205,34 @@ class NPUDevice:
     def _gathered(
         self, views: Sequence[torch.Tensor], locations: torch.Tensor
     ) -> list[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
+        read: dict[int, torch.Tensor] = {}
         unpaired: dict[int, int] = {}  # by number of slots
         for number, view in enumerate(views):
             size = view.shape[:2].numel()
             if not _gathers(view, locations.numel()):
-                found[number] = self._read(view, locations)
+                read[number] = self._read(view, locations)
             elif size in unpaired:
-                other = unpaired.pop(size)
-                found[other], found[number] = self._read_pair(views[other], view, locations)
+                partner = unpaired.pop(size)
+                read[partner], read[number] = self._read_pair(views[partner], view, locations)
             else:
                 unpaired[size] = number
-        found |= {number: self._read(views[number], locations) for number in unpaired.values()}
-        return [found[number] for number in range(len(views))]
+        read |= {number: self._read(views[number], locations) for number in unpaired.values()}
+        return [read[number] for number in range(len(views))]
 
     def _read_pair(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, locations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         caches, count = (key_cache, value_cache), locations.numel()
-        found = [torch.empty(count, *c.shape[2:], dtype=c.dtype, device=c.device) for c in caches]
+        outputs = [torch.empty(count, *c.shape[2:], dtype=c.dtype, device=c.device) for c in caches]
         word = torch.int8 if min(c.element_size() for c in caches) == 1 else torch.float16
         # each entry is a page, and each location a sequence of one page
         key_pages, value_pages = (c.view(-1, 1, 1, c[0, 0].numel()).view(word) for c in caches)
-        key, value = (rows.view(count, 1, -1).view(word) for rows in found)
+        key, value = (rows.view(count, 1, -1).view(word) for rows in outputs)
         table = locations.to(torch.int32)[:, None]
         self.operators.npu_gather_pa_kv_cache(
             key_pages, value_pages, table, torch.ones_like(table[:, 0]), key, value
         )
-        return found[0], found[1]
+        return outputs[0], outputs[1]
 
 
 def reference(name: str) -> NPUDevice:

@@ -20,12 +20,12 @@ def missing(name: str) -> str | None:
         return "an NPU is named by its number, as npu:0."
     absent = [
         what
-        for what, there in (
+        for what, present in (
             ("an NPU with its driver (/dev/davinci_manager)", _driver()),
             ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
             (f"torch_npu ({install('npu')})", _package()),
         )
-        if not there
+        if not present
     ]
     installed, needed = _version(), torch.__version__
     if installed and installed.split(".")[:2] != needed.split(".")[:2]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvpool.models import Declaration
-    from kvpool.models.sizing import Figures, Share
+    from kvpool.models.sizing import Figures, RoleBytes
 
 DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
 STORED = ", ".join((*DTYPE_NAMES, *PACKINGS))
@@ -273,7 +273,7 @@ def _caption(found: Figures) -> str:
     return text
 
 
-def _share(share: Share) -> dict[str, Any]:
+def _share(share: RoleBytes) -> dict[str, Any]:
     held = {"owner": share.owner, "role": share.role, "per": share.per}
     return {**held, "layers": list(share.layers), "bytes": _whole(share.nbytes)}
 

@@ -149,19 +149,19 @@ def get_device(name: str) -> Device:
     the reason.
     """
     kind = name.partition(":")[0]
-    known = device_entries()
-    if kind not in known:
+    entries = device_entries()
+    if kind not in entries:
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{', '.join(sorted(known)) or 'none'}).{_suggestion(name, known)} "
+            f"{', '.join(sorted(entries)) or 'none'}).{_suggestion(name, entries)} "
             "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
-        device: Device = known[kind].load()(name)
+        device: Device = entries[kind].load()(name)
     except ImportError as error:
-        found = missing(f"device {name!r}", error)
+        absent = missing(f"device {name!r}", error)
         broken = f"device {name!r}: its package cannot be loaded: {error}"
-        raise DeviceUnavailable(broken if found is error else str(found)) from None
+        raise DeviceUnavailable(broken if absent is error else str(absent)) from None
     except Exception as error:  # of a package that is not ours
         broken = f"its package cannot be loaded: {type(error).__name__}: {error}"
         raise DeviceUnavailable(f"device {name!r}: {broken}") from None
@@ -174,8 +174,8 @@ def get_device(name: str) -> Device:
 def _suggestion(name: str, known: Collection[str]) -> str:
     """` Did you mean 'cuda:0'?`, of a device whose kind is not known; empty if none is meant."""
     kind, colon, number = name.lower().partition(":")
-    other = OTHER_NAMES.get(kind, kind)
-    if other in known:
-        return f" Did you mean {other + colon + number!r}?"
+    hardware = OTHER_NAMES.get(kind, kind)
+    if hardware in known:
+        return f" Did you mean {hardware + colon + number!r}?"
     # an unknown kind of hardware is as like another kind as its misspelling: tpu and npu
-    return nearest(kind, [each for each in known if each[0] == kind[:1]])
+    return nearest(kind, [candidate for candidate in known if candidate[0] == kind[:1]])

@@ -46,13 +46,13 @@ def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
 
 def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
-    found = []
+    targets = []
     for view, scales, dtype in rows:
         shape = locations.numel(), *view.shape[2:]
         values = view.new_empty(shape, dtype=view.dtype if scales is None else dtype)
-        found.append(WriteRow(view, values, scales))
-    if _move(found, locations, store=False):
-        return [row.values for row in found]
+        targets.append(WriteRow(view, values, scales))
+    if _move(targets, locations, store=False):
+        return [row.values for row in targets]
     return torch_ops.load_rows(rows, locations)
 
 
@@ -61,8 +61,8 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
     was.
     """
     count = locations.numel()
-    known = locations.dtype is torch.int64 and _on_host(locations)
-    if not count or not known or _native.availability() is not None:
+    on_host = locations.dtype is torch.int64 and _on_host(locations)
+    if not count or not on_host or _native.availability() is not None:
         return False
     locations, roles, keep = locations.contiguous(), [], []
     for row in rows:
@@ -118,31 +118,31 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _shape(
-    view: Strided, given: Sizes, floats: torch.dtype, scales: Strided | None
+    view: Strided, strides_of_values: Sizes, floats: torch.dtype, scales: Strided | None
 ) -> _Shape | None:
     """A role by its view, the strides and dtype of its values, and its scales; None if the library
     has no such role.
     """
-    sizes, held, kind = view
-    if len(sizes) < 3 or held[-1] != 1:
+    sizes, strides_of_view, kind = view
+    if len(sizes) < 3 or strides_of_view[-1] != 1:
         return None
-    each, step = kind.itemsize, floats.itemsize
+    itemsize, step = kind.itemsize, floats.itemsize
     role = native.Role(
         items=sizes[0],
         entries=sizes[1],
-        held_item=each * held[0],
-        held_entry=each * held[1],
-        given_row=step * given[0],
-        row_bytes=(each + step) * prod(sizes[2:]),
+        held_item=itemsize * strides_of_view[0],
+        held_entry=itemsize * strides_of_view[1],
+        given_row=step * strides_of_values[0],
+        row_bytes=(itemsize + step) * prod(sizes[2:]),
     )
     inner = slice(2, -1)
     # steps of each axis in bytes: in an entry, in a row of values, in an entry of scales
     if scales is None:
         if kind is not floats:
             return None
-        role.given_size, role.width = 1, each * sizes[-1]
-        by = zip(held[inner], given[1:-1])
-        axes = [(size, each * a, step * b, 0) for size, (a, b) in zip(sizes[inner], by)]
+        role.given_size, role.width = 1, itemsize * sizes[-1]
+        by = zip(strides_of_view[inner], strides_of_values[1:-1])
+        axes = [(size, itemsize * a, step * b, 0) for size, (a, b) in zip(sizes[inner], by)]
         while axes and axes[-1][1] == axes[-1][2] == role.width:  # contiguous on both sides
             role.width *= axes.pop()[0]
     else:
@@ -154,7 +154,7 @@ def _shape(
         role.given_size, role.width = step, sizes[-1] // blocks
         role.floats, role.codes, role.scale = FLOATS[floats], CODES[kind], SCALES[scale]
         role.scale_item, role.scale_entry = size * strides[0], size * strides[1]
-        steps = zip(sizes[inner], held[inner], given[1:-1], strides[inner])
+        steps = zip(sizes[inner], strides_of_view[inner], strides_of_values[1:-1], strides[inner])
         axes = [(count, a, step * b, size * c) for count, a, b, c in steps]
         axes.append((blocks, role.width, step * role.width, size * strides[-1]))
     if prod(axis[0] for axis in axes) > MOST_CELLS:

@@ -56,24 +56,24 @@ def write_entries(view: torch.Tensor, locations: torch.Tensor, values: torch.Ten
     """Writes `values` `[N, ...]` of the view's dtype to flat locations `[N]`."""
     flat, entries = slots(view), view.shape[1]
     if flat is None:
-        held, given = widest_words(view, values)
-        held[locations // entries, locations % entries] = given
+        words, values_as_words = widest_words(view, values)
+        words[locations // entries, locations % entries] = values_as_words
     else:
-        held, given = widest_words(flat, values)
-        held.index_copy_(0, locations, given)
+        words, values_as_words = widest_words(flat, values)
+        words.index_copy_(0, locations, values_as_words)
 
 
 def read_entries(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
     """Reads flat locations `[N]` into a new tensor `[N, ...]`."""
     flat, entries = slots(view), view.shape[1]
-    found = view.new_empty(locations.numel(), *view.shape[2:])
+    values = view.new_empty(locations.numel(), *view.shape[2:])
     if flat is None:
-        held, out = widest_words(view, found)
-        out.copy_(held[locations // entries, locations % entries])
+        words, out = widest_words(view, values)
+        out.copy_(words[locations // entries, locations % entries])
     else:
-        held, out = widest_words(flat, found)
-        torch.index_select(held, 0, locations, out=out)
-    return found
+        words, out = widest_words(flat, values)
+        torch.index_select(words, 0, locations, out=out)
+    return values
 
 
 def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
@@ -87,13 +87,13 @@ def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
 
 def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
-    found = []
+    tensors = []
     for view, scales, dtype in rows:
         values = read_entries(view, locations)
         if scales is not None:
             values = quant.dequantise(values, read_entries(scales, locations), dtype)
-        found.append(values)
-    return found
+        tensors.append(values)
+    return tensors
 
 
 def copy_items(
@@ -111,10 +111,10 @@ def widest_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """
     size = 8
     for tensor in tensors:
-        each, steps = tensor.element_size(), tensor.stride()
+        itemsize, steps = tensor.element_size(), tensor.stride()
         if tensor.dim() < 2 or steps[-1] != 1:
-            size = each
+            size = itemsize
             break
         numbers = tensor.shape[-1], tensor.storage_offset(), *steps[:-1]
-        size = gcd(size, *(each * number for number in numbers))
+        size = gcd(size, *(itemsize * number for number in numbers))
     return [tensor.view(_INDEXABLE[size]) for tensor in tensors]

@@ -50,16 +50,16 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error for a field that does not fit."""
-        held = self.get(name)
-        found = "it is missing" if held is None else f"got {short(held)}"
-        return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {found}.")
+        value = self.get(name)
+        seen = "it is missing" if value is None else f"got {short(value)}"
+        return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {seen}.")
 
     def whole(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
         """A whole number."""
-        held = self.get(name)
-        if type(held) is not int or not least <= held <= most:
+        value = self.get(name)
+        if type(value) is not int or not least <= value <= most:
             raise self.wrong(name, f"a whole number from {least} to {most:,}")
-        return held
+        return value
 
     def whole_or(self, name: str, default: int) -> int:
         """A whole number from 1, or `default` where the field is absent."""
@@ -67,10 +67,10 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """True or false; false where the field is absent."""
-        held = self.get(name)
-        if held is not None and type(held) is not bool:
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
             raise self.wrong(name, "true or false")
-        return held is True
+        return value is True
 
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
@@ -78,39 +78,39 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """The fields of a nested object."""
-        held = self.get(name)
-        if not isinstance(held, Mapping):
+        value = self.get(name)
+        if not isinstance(value, Mapping):
             raise self.wrong(name, "an object")
-        return Fields(held, self.model, f"{self.inside}{name}.", self.used)
+        return Fields(value, self.model, f"{self.inside}{name}.", self.used)
 
     def named(self, name: str) -> str:
         """The name under which a config has the number `name`: itself or one of ALIASES."""
-        found = [alias for alias in (name, *ALIASES.get(name, ())) if self.has(alias)]
-        if len({repr(self.values[alias]) for alias in found}) > 1:
-            raise self._differ({alias: self.values[alias] for alias in found})
-        return found[0] if found else name
+        aliases = [alias for alias in (name, *ALIASES.get(name, ())) if self.has(alias)]
+        if len({repr(self.values[alias]) for alias in aliases}) > 1:
+            raise self._differ({alias: self.values[alias] for alias in aliases})
+        return aliases[0] if aliases else name
 
     def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
         """A list of `length` values of `allowed`, one per layer."""
-        held = self.get(name)
-        if not isinstance(held, (list, tuple)) or len(held) != length:
+        values = self.get(name)
+        if not isinstance(values, (list, tuple)) or len(values) != length:
             raise self.wrong(name, f"a list of {length} values, one for each layer")
-        self._out_of(name, held, allowed)
-        return tuple(held)
+        self._out_of(name, values, allowed)
+        return tuple(values)
 
     def subset(self, name: str, allowed: range) -> tuple[int, ...]:
         """A list of distinct whole numbers of `allowed`."""
-        held = self.get(name)
-        if not isinstance(held, (list, tuple)):
+        values = self.get(name)
+        if not isinstance(values, (list, tuple)):
             raise self.wrong(name, f"a list of numbers from {allowed[0]} to {allowed[-1]}")
-        self._out_of(name, held, allowed)
-        if len(set(held)) != len(held):
+        self._out_of(name, values, allowed)
+        if len(set(values)) != len(values):
             raise self.wrong(name, "a list of distinct numbers")
-        return tuple(held)
+        return tuple(values)
 
-    def _out_of(self, name: str, held: Sequence[Any], allowed: Sequence[Any]) -> None:
+    def _out_of(self, name: str, values: Sequence[Any], allowed: Sequence[Any]) -> None:
         kinds = {type(value) for value in allowed}
-        strange = [v for v in held if type(v) not in kinds or v not in allowed]
+        strange = [v for v in values if type(v) not in kinds or v not in allowed]
         if strange:
             choice = (
                 f"{allowed[0]} to {allowed[-1]}"

@@ -1,5 +1,4 @@
-"""Model types: what a config cannot say of itself, and the types whose pools have a rule of their
-own.
+"""Model types: what a config cannot say of itself, and types whose layers have a rule of their own.
 
 Fields are those of published config.json files, and those that transformers (5.23) writes for the
 same models; both are read.
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvpool.layout.formats import MHA, IndexKey
 from kvpool.models.config import Fields
@@ -18,12 +16,17 @@ from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
 from kvpool.models.layers import Layer, Need
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
+    BOTH,
     CHUNKED,
     FULL,
     HEAD_DIM,
     HEADS,
+    ONLY_DIM,
+    ONLY_HEADS,
     SLIDING,
     Family,
+    Needs,
+    Types,
     all_windowed,
     every,
     from_max_window_layers,
@@ -38,9 +41,6 @@ from kvpool.models.rules import (
 from kvpool.pools.states import State
 
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
-Needs = frozenset[str]
-BOTH = frozenset((HEADS, HEAD_DIM))
-ONLY_HEADS, ONLY_DIM = frozenset((HEADS,)), frozenset((HEAD_DIM,))
 
 
 def _qwen3_moe(fields: Fields, count: int) -> Sequence[str]:
@@ -90,7 +90,7 @@ def _exaone(fields: Fields, count: int) -> Sequence[str]:
     return every(4, "sliding_window_pattern")(fields, count)
 
 
-def _last_full(types: Callable[[Fields, int], Sequence[str]]) -> Any:
+def _last_full(types: Types) -> Types:
     def last_full(fields: Fields, count: int) -> Sequence[str]:
         return [*types(fields, count)[:-1], FULL]
 
@@ -150,20 +150,20 @@ def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
     """The published 4B, 12B and 27B configs leave out the defaults of transformers'
     Gemma3TextConfig: 4 KV heads of 256.
     """
-    held = MHA(fields.whole_or(HEADS, 4), fields.whole_or(HEAD_DIM, 256))
-    return window_state(fields, name, held)
+    kind = MHA(fields.whole_or(HEADS, 4), fields.whole_or(HEAD_DIM, 256))
+    return window_state(fields, name, kind)
 
 
 def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
-    held, count = heads(fields, needs), "num_global_key_value_heads"
+    kind, count = heads(fields, needs), "num_global_key_value_heads"
     fields.ignore("global_head_dim", count)
     alike = fields.flag("attention_k_eq_v")  # without it the global heads are not read
     if name == FULL and not fields.has("per_layer_config"):
-        held = replace(held, head_dim=fields.whole_or("global_head_dim", 512))
+        kind = replace(kind, head_dim=fields.whole_or("global_head_dim", 512))
         if alike and fields.has(count):
-            held = replace(held, num_kv_heads=fields.whole(count))
-    return window_state(fields, name, held)
+            kind = replace(kind, num_kv_heads=fields.whole(count))
+    return window_state(fields, name, kind)
 
 
 def _unshared(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
@@ -233,10 +233,10 @@ def _modernbert(fields: Fields, name: str, needs: Needs) -> Layer:
 def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
     """Sparse layers have an indexer's key beside K and V."""
     fields.ignore("index_head_dim")
-    held = State(heads(fields, needs))
+    attention = State(heads(fields, needs))
     if name == FULL:
-        return (held,)
-    return held, State(IndexKey(fields.whole("index_head_dim")))
+        return (attention,)
+    return attention, State(IndexKey(fields.whole("index_head_dim")))
 
 
 def _cycles(fields: Fields) -> int:
@@ -255,38 +255,45 @@ def _all(types: str, family: Family) -> dict[str, Family]:
 
 FAMILIES: dict[str, Family] = {
     **_all(  # KV heads default to heads and head_dim to hidden_size / heads
-        "apertus arcee aria_text cohere diffllama flex_olmo granite granitemoe granitemoeshared "
-        "hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 "
-        "olmoe phi",
+        "apertus arcee aria_text cohere diffllama flex_olmo granite granite4_vision_text "
+        "granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hyperclovax "
+        "jais2 llama nanochat nemotron olmo olmo2 olmoe phi",
         Family(grouped),
     ),
-    **_all("cohere_compass_text", Family(grouped, ignores=ONLY_DIM)),
+    **_all("chameleon cohere_compass_text deepseek_ocr2_text", Family(grouped, ignores=ONLY_DIM)),
     **_all(
-        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj opt persimmon xglm",
+        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj "
+        "kosmos_2_5_text_model kosmos_2_text_model opt persimmon xglm",
         Family(grouped, ignores=BOTH),
     ),
     **_all(
-        "bitnet emu3_text_model ernie4_5_moe glm4_moe",
+        "bitnet emu3_text_model ernie4_5_moe ernie4_5_vl_moe_text glm4_moe glm4v_moe_text "
+        "glm4v_text glm_image_text glm_ocr_text granite_docling_text qwen3_omni_moe_text "
+        "qwen3_vl_moe_text",
         Family(grouped, needs=ONLY_HEADS),
     ),
     "stablelm": Family(grouped, needs=ONLY_HEADS, ignores=ONLY_DIM),
     **_all(
-        "ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder minimax_m2 seed_oss solar_open",
+        "cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder laguna "
+        "mellum minimax_m2 molmo2_text paddleocr_vl_text qwen3_vl_text seed_oss solar_open",
         Family(grouped, needs=BOTH),
     ),
     "cohere2": Family(grouped, every(4, PATTERN)),
-    **dict.fromkeys(("doge", "phi3"), Family(grouped, all_windowed)),
+    **_all("doge phi3", Family(grouped, all_windowed)),
     **_all(
         "mixtral phi4_multimodal phimoe starcoder2",
         Family(grouped, all_windowed, needs=ONLY_HEADS),
     ),
     **_all("ministral mistral", Family(grouped, given_window, needs=ONLY_HEADS)),
-    "qwen2": Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
-    **dict.fromkeys(("gemma2", "vaultgemma"), Family(grouped, every(2), needs=BOTH)),
-    **dict.fromkeys(("exaone4", "exaone_moe"), Family(grouped, _exaone, needs=ONLY_HEADS)),
-    **dict.fromkeys(("laguna", "mellum"), Family(grouped, needs=BOTH)),
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
+    **_all(
+        "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
+        Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
+    ),
+    **_all("gemma2 vaultgemma", Family(grouped, every(2), needs=BOTH)),
+    **_all("exaone4 exaone_moe", Family(grouped, _exaone, needs=ONLY_HEADS)),
+    **_all("gpt_oss muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
+    **_all(
+        "gemma4_text gemma4_unified_text",
         Family(_gemma4, _last_full(every(6)), also=_unshared, needs=BOTH),
     ),
     "afmoe": Family(grouped, every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
@@ -301,7 +308,6 @@ FAMILIES: dict[str, Family] = {
     "gemma3n_text": Family(grouped, every(5), also=_unshared, needs=BOTH | {SHARED}),
     "gpt_bigcode": Family(_gpt_bigcode, ignores=ONLY_DIM),
     "gpt_neo": Family(_gpt_neo, ignores=BOTH),
-    "gpt_oss": Family(grouped, listed, needs=BOTH),
     "granite_swa": Family(grouped, every(4, offset=0), needs=ONLY_HEADS),
     "granitemoe_swa": Family(grouped, every(4, offset=0)),
     "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM, ignores=ONLY_HEADS),
@@ -320,26 +326,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(grouped, from_max_window_layers, needs=BOTH),
     "qwen3_moe": Family(grouped, _qwen3_moe, needs=ONLY_HEADS),
     "smollm3": Family(grouped, _smollm3, needs=ONLY_HEADS),
-    # the text models of multimodal ones, which are no causal-LM types
-    **_all(
-        "glm4v_moe_text glm4v_text glm_image_text glm_ocr_text granite_docling_text "
-        "qwen3_vl_moe_text",
-        Family(grouped, needs=ONLY_HEADS),
-    ),
-    **_all("cosmos3_edge_text molmo2_text qwen3_vl_text", Family(grouped, needs=BOTH)),
-    **_all(
-        "qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
-        Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
-    ),
-    **_all("muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
-    **_all("granite4_vision_text hunyuan_vl_text", Family(grouped)),
-    **_all("chameleon deepseek_ocr2_text", Family(grouped, ignores=ONLY_DIM)),
-    **_all(
-        "ernie4_5_vl_moe_text qwen3_omni_moe_text",
-        Family(grouped, needs=ONLY_HEADS),
-    ),
-    **_all("kosmos_2_text_model kosmos_2_5_text_model", Family(grouped, ignores=BOTH)),
-    "paddleocr_vl_text": Family(grouped, needs=BOTH),
     "step3p5": Family(_step3p5, needs=BOTH),
     "voxtral_realtime_text": Family(grouped, given_window, needs=BOTH),
     **LATENT_FAMILIES,

@@ -14,13 +14,12 @@ from kvpool.models.rules import (
     INDEXED,
     SLIDING,
     Family,
+    Needs,
     indexed,
     latent,
     listed,
     rotated_layers,
 )
-
-Needs = frozenset[str]
 
 
 def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:
@@ -61,7 +60,7 @@ def _hy_v4(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     """Without indexer_types: full on the first layer, and on every fourth from the second."""
     if fields.has("indexer_types"):
         return indexed(fields, layers, needs)
-    return [one if n == 0 or n % 4 == 1 else one[:1] for n, one in enumerate(layers)]
+    return [layer if n == 0 or n % 4 == 1 else layer[:1] for n, layer in enumerate(layers)]
 
 
 def _all_indexed(fields: Fields, count: int) -> Sequence[str]:

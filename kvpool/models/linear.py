@@ -20,13 +20,16 @@ from kvpool.layout.formats import (
 from kvpool.models.config import Fields
 from kvpool.models.layers import Layer
 from kvpool.models.rules import (
+    BOTH,
     FULL,
     HEAD_DIM,
     HEADS,
     INDEXED,
     LINEAR,
+    ONLY_HEADS,
     SLIDING,
     Family,
+    Needs,
     every,
     grouped,
     heads,
@@ -39,7 +42,7 @@ from kvpool.models.rules import (
 from kvpool.pools.states import State
 
 CONV, HYBRID, HYBRID_SLIDING, NOTHING = "conv", "hybrid", "hybrid_sliding", ("moe", "mlp")
-Attention = Callable[[Fields, str, frozenset[str]], Layer]
+Attention = Callable[[Fields, str, Needs], Layer]
 MAMBA_UNREAD = ("mamba_proj_bias", "mamba_chunk_size", "chunk_size", "use_mamba_kernels")
 
 
@@ -48,16 +51,16 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
     on those of type hybrid, and nothing on moe and mlp.
     """
 
-    def layer(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+    def layer(fields: Fields, name: str, needs: Needs) -> Layer:
         state = (State(linear(fields)),)
-        both = name == HYBRID
+        hybrid = name == HYBRID
         fields.ignore(HEADS, HEAD_DIM)  # also where no layer has attention
         if name in NOTHING:
             return ()
         if name in (LINEAR, CONV):
             return state
-        held = attention(fields, FULL if both else name, needs)
-        return held + state if both else held
+        kept = attention(fields, FULL if hybrid else name, needs)
+        return kept + state if hybrid else kept
 
     return layer
 
@@ -79,12 +82,12 @@ def _interval(fields: Fields, count: int) -> Sequence[str]:
 
 def _kda(fields: Fields) -> LinearState:
     """Sizes are in linear_attn_config in published configs."""
-    given, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
+    sizes, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
     fields.ignore(*names, kernel)
     if fields.has("linear_attn_config") or not fields.has(names[0]):
-        given, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
+        sizes, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
         kernel = "short_conv_kernel_size"
-    return kda(given.whole(names[0]), given.whole(names[1]), given.whole(kernel, 2))
+    return kda(sizes.whole(names[0]), sizes.whole(names[1]), sizes.whole(kernel, 2))
 
 
 def _bailing(fields: Fields) -> LinearState:
@@ -102,7 +105,7 @@ def _groups(fields: Fields, count: int) -> Sequence[str]:
     return [LINEAR if (n + 1) % size else FULL for n in range(count)]
 
 
-def _unrotated(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def _unrotated(fields: Fields, name: str, needs: Needs) -> Layer:
     """Kimi-Linear does not rotate its rope key."""
     return (State(replace(latent_row(fields), rope_pairs=False)),)
 
@@ -117,7 +120,7 @@ def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
     return [LINEAR if n in kinds[0] else FULL for n in numbers]
 
 
-def _glm5_next(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def _glm5_next(fields: Fields, name: str, needs: Needs) -> Layer:
     """A latent without a rope key, and what an indexer pools: the keys of index_kpool tokens."""
     fields.ignore("index_kpool", "index_kpool_always_select_tail")
     row = latent_row(fields, rope=range(1))
@@ -174,15 +177,15 @@ def _zamba(fields: Fields) -> LinearState:
     return LinearState(sections, taps, fields.whole(count), (sections[0][2], size))
 
 
-def _inkling(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def _inkling(fields: Fields, name: str, needs: Needs) -> Layer:
     """Attention, and float32 convolutions of its keys, its values, its output and the MLP's."""
-    held = fields
+    own_fields = fields
     if name == HYBRID_SLIDING:
         own = {n: fields.whole(f"swa_{n}") for n in (HEADS, HEAD_DIM)}
-        held = replace(fields, values={**fields.values, **own})
+        own_fields = replace(fields, values={**fields.values, **own})
     fields.ignore("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states")
     kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
-    kv = heads(held, needs)
+    kv = heads(own_fields, needs)
     wide = kv.num_kv_heads * kv.head_dim
     convs = [short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
@@ -199,8 +202,8 @@ def _by_indices(name: str, rest: str) -> Callable[[Fields, int], Sequence[str]]:
     """Full attention on the layers that `name` lists."""
 
     def types(fields: Fields, count: int) -> Sequence[str]:
-        held = fields.subset(name, range(count)) if fields.get(name) else ()
-        return [FULL if n in held else rest for n in range(count)]
+        full = fields.subset(name, range(count)) if fields.get(name) else ()
+        return [FULL if n in full else rest for n in range(count)]
 
     return types
 
@@ -223,9 +226,9 @@ def _short_conv(fields: Fields) -> LinearState:
 def _nemotron_layers(fields: Fields) -> int:
     """As many as the list of their types has, or hybrid_override_pattern letters."""
     for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
-        held = fields.get(name)
-        if isinstance(held, (list, tuple, str)) and held:
-            return len(held)
+        listed_types = fields.get(name)
+        if isinstance(listed_types, (list, tuple, str)) and listed_types:
+            return len(listed_types)
     return fields.num_layers
 
 
@@ -237,20 +240,20 @@ def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
     return [letters[letter] for letter in pattern]
 
 
-def _zamba2_attention(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def _zamba2_attention(fields: Fields, name: str, needs: Needs) -> Layer:
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
     fields.ignore("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size")
-    given = HEADS in needs or fields.has(HEADS)
-    count = fields.whole(HEADS if given else "num_attention_heads")
+    has_heads = HEADS in needs or fields.has(HEADS)
+    count = fields.whole(HEADS if has_heads else "num_attention_heads")
     return (State(MHA(count, fields.whole("attention_head_dim"))),)
 
 
 def _lightning(fields: Fields) -> LinearState:
-    held = heads(fields, frozenset((HEADS,)))
-    return lightning(fields.whole("num_attention_heads"), held.head_dim)
+    kv = heads(fields, ONLY_HEADS)
+    return lightning(fields.whole("num_attention_heads"), kv.head_dim)
 
 
-def _zaya(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def _zaya(fields: Fields, name: str, needs: Needs) -> Layer:
     """Compressed convolutional attention: K and V, and what their convolutions take."""
     kv, count = heads(fields, needs), fields.whole("num_attention_heads")
     kernels = fields.whole("cca_time0"), fields.whole("cca_time1")
@@ -258,7 +261,6 @@ def _zaya(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
     return (*attention, State(cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
 
 
-BOTH, ONLY_HEADS = frozenset((HEADS, HEAD_DIM)), frozenset((HEADS,))
 GATED = beside(_gated_delta_net)
 FAMILIES: dict[str, Family] = {
     "bamba": Family(

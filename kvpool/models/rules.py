@@ -24,6 +24,9 @@ PATTERNS = (
 # older names of them
 RENAMED = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"
+Needs = frozenset[str]
+BOTH = frozenset((HEADS, HEAD_DIM))
+ONLY_HEADS, ONLY_DIM = frozenset((HEADS,)), frozenset((HEAD_DIM,))
 
 # fields that may concern state: one that no rule has read is refused, unless it says nothing
 STATE = re.compile(
@@ -47,40 +50,40 @@ STATELESS = re.compile(
 
 def layer_fields(fields: Fields, count: int) -> list[Fields]:
     """The fields of each layer: the model's, with what per_layer_config says of the layer."""
-    found = [fields] * count
+    by_layer = [fields] * count
     for layer, own in overrides(fields).items():
         if layer >= count:
             raise fields.wrong("per_layer_config", f"an object with layers from 0 to {count - 1}")
-        found[layer] = replace(fields, values={**fields.values, **own})
-    return found
+        by_layer[layer] = replace(fields, values={**fields.values, **own})
+    return by_layer
 
 
 def overrides(fields: Fields) -> dict[int, Mapping[str, object]]:
     """per_layer_config by layer; `{}` where there is none."""
     if not fields.has("per_layer_config"):
         return {}
-    held = fields.inner("per_layer_config").values
-    fits = all(re.fullmatch("[0-9]{1,6}", str(key)) for key in held)
-    if not fits or not all(isinstance(own, Mapping) for own in held.values()):
+    by_layer = fields.inner("per_layer_config").values
+    fits = all(re.fullmatch("[0-9]{1,6}", str(key)) for key in by_layer)
+    if not fits or not all(isinstance(own, Mapping) for own in by_layer.values()):
         raise fields.wrong("per_layer_config", "an object of objects by layer")
-    return {int(key): own for key, own in held.items()}
+    return {int(key): own for key, own in by_layer.items()}
 
 
 def refuse_unread(fields: Fields) -> None:
     """Raises ValueError for the first field that may concern state and that no rule has read."""
-    found = {"": fields.values}
-    found |= {f"per_layer_config.{n}.": own for n, own in overrides(fields).items()}
-    for inside, values in found.items():
-        for name, held in values.items():
-            read = fields.inside + name in fields.used or not held
-            skipped = inside and name == "skip" and held
+    sources = {"": fields.values}
+    sources |= {f"per_layer_config.{n}.": own for n, own in overrides(fields).items()}
+    for inside, values in sources.items():
+        for name, value in values.items():
+            read = fields.inside + name in fields.used or not value
+            skipped = inside and name == "skip" and value
             if skipped or not (read or STATELESS.fullmatch(name) or not STATE.search(name)):
-                given = replace(fields, values=values, inside=fields.inside + inside)
-                known = "(it may change what a layer keeps, and models of this type do not read it)"
-                raise given.wrong(name, f"left out {known}")
+                owner = replace(fields, values=values, inside=fields.inside + inside)
+                unread = "it may change what a layer keeps, and models of this type do not read it"
+                raise owner.wrong(name, f"left out ({unread})")
 
 
-def refuse_ignored(fields: Fields, ignored: frozenset[str]) -> None:
+def refuse_ignored(fields: Fields, ignored: Needs) -> None:
     """Raises ValueError for heads or dims, among those `ignored`, that models do not have."""
     plain = replace(fields, values={n: v for n, v in fields.values.items() if n not in ignored})
     for name in sorted(ignored):
@@ -97,12 +100,12 @@ def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
     return (State(kind, fields.whole(size, 2) - 1),)
 
 
-def grouped(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def grouped(fields: Fields, name: str, needs: Needs) -> Layer:
     """Multi-head or grouped-query attention."""
     return window_state(fields, name, heads(fields, needs))
 
 
-def latent(fields: Fields, name: str, needs: frozenset[str]) -> Layer:
+def latent(fields: Fields, name: str, needs: Needs) -> Layer:
     """A latent and a rope key, and with `indexed_attention` an indexer's key."""
     row = latent_row(fields)
     if name != INDEXED:
@@ -118,20 +121,20 @@ def latent_row(fields: Fields, rope: range = range(1, MAX_VALUE + 1)) -> MLA:
     return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim", rope[0], rope[-1]))
 
 
-def indexed(fields: Fields, layers: list[Layer], needs: frozenset[str]) -> list[Layer]:
+def indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
     of the last full layer and have no keys.
     """
     if fields.has("indexer_types"):
-        held = fields.each("indexer_types", ("full", "shared"), len(layers))
+        types = fields.each("indexer_types", ("full", "shared"), len(layers))
         fields.ignore("index_topk_freq", "index_topk_pattern")
-        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, held)]
+        return [layer if kind == "full" else layer[:1] for layer, kind in zip(layers, types)]
     if fields.whole_or("index_topk_freq", 1) > 1 or fields.has("index_topk_pattern"):
         raise fields.wrong("indexer_types", "a list of 'full' or 'shared', one for each layer")
     return layers
 
 
-def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MHA:
+def heads(fields: Fields, needs: Needs, v_dim: int | None = None) -> MHA:
     """KV heads and their dim."""
     if HEADS in needs or fields.has(HEADS):
         count = fields.whole(HEADS)
@@ -141,7 +144,7 @@ def heads(fields: Fields, needs: frozenset[str], v_dim: int | None = None) -> MH
     return MHA(count, dim, None if v_dim == dim else v_dim)
 
 
-def head_dim(fields: Fields, needs: frozenset[str] = frozenset()) -> int:
+def head_dim(fields: Fields, needs: Needs = frozenset()) -> int:
     """The field, or hidden_size / heads. An alias alone is not read by transformers."""
     if fields.has(fields.named(HEAD_DIM)) or HEAD_DIM in needs:
         return fields.whole(HEAD_DIM)
@@ -190,8 +193,8 @@ def every(full: int, field: str = "", rest: str = SLIDING, offset: int = 1) -> T
 def rotated_layers(fields: Fields, count: int) -> Sequence[int]:
     """1 for each layer with rotation: listed, or all but every fourth."""
     if fields.get("no_rope_layers"):
-        found: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
-        return found
+        rotated: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
+        return rotated
     step = fields.whole_or("no_rope_layer_interval", 4)
     return [int((n + 1) % step != 0) for n in range(count)]
 
@@ -209,8 +212,8 @@ def _listed_layers(fields: Fields, name: str, count: int) -> int:
     listed = fields.get(name)
     if not isinstance(listed, (list, tuple)) or len(listed) == count:
         return count
-    both = count + fields.num_draft_layers
-    return both if len(listed) == both else count
+    with_draft = count + fields.num_draft_layers
+    return with_draft if len(listed) == with_draft else count
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +228,13 @@ class Family:
     given.
     """
 
-    attention: Callable[[Fields, str, frozenset[str]], Layer]
+    attention: Callable[[Fields, str, Needs], Layer]
     types: Types = all_full
     names: tuple[str, ...] = (FULL, SLIDING)
     layers: Callable[[Fields], int] = lambda fields: fields.num_layers
-    also: Callable[[Fields, list[Layer], frozenset[str]], list[Layer]] = lambda _, layers, __: (
-        layers
-    )
-    needs: frozenset[str] = frozenset()
-    ignores: frozenset[str] = frozenset()
+    also: Callable[[Fields, list[Layer], Needs], list[Layer]] = lambda _, layers, __: layers
+    needs: Needs = frozenset()
+    ignores: Needs = frozenset()
 
     def __call__(self, fields: Fields) -> Need:
         """The pool of a config."""
@@ -246,10 +247,10 @@ class Family:
         count = self.layers(fields)
         names = layer_types(fields, self, count)
         own = layer_fields(fields, count)
-        for each in (fields, *own):
-            refuse_ignored(each, self.ignores)
-        found = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
-        return self.also(fields, found, self.needs)
+        for source in (fields, *own):
+            refuse_ignored(source, self.ignores)
+        layers = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
+        return self.also(fields, layers, self.needs)
 
 
 def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
@@ -261,8 +262,8 @@ def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
         fields.ignore("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW)
         older = [old for old, new in RENAMED.items() if new in family.names]
         named = (*family.names, *older)
-        found = fields.each(name, named, _listed_layers(fields, name, count))[:count]
-        return [RENAMED.get(each, each) for each in found]
+        types = fields.each(name, named, _listed_layers(fields, name, count))[:count]
+        return [RENAMED.get(layer_type, layer_type) for layer_type in types]
     if family.types is not all_full:
         fields.ignore(*WINDOW)
     return family.types(fields, count)

@@ -39,7 +39,7 @@ MEMORY_UNITS = {"b": 1} | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RoleBytes:
     """Bytes of one role in all its layers held here, per `per`: token or request."""
 
     owner: str
@@ -60,7 +60,7 @@ class PipelineStage:
 
     layers: tuple[int, ...]
     draft_layers: tuple[int, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[RoleBytes, ...]
     items: dict[str, int]
     nbytes: int
     tokens: int | None
@@ -88,9 +88,9 @@ class Figures:
     stages: tuple[PipelineStage, ...]
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[RoleBytes, ...]:
         """Bytes by role over all stages, of one shard each."""
-        rows: dict[tuple[str, str, str], list[Share]] = {}
+        rows: dict[tuple[str, str, str], list[RoleBytes]] = {}
         for share in (share for stage in self.stages for share in stage.shares):
             rows.setdefault((share.owner, share.role, share.per), []).append(share)
         sums = (
@@ -147,23 +147,10 @@ def figures(
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
-    stages = []
-    for n, pools in enumerate(stage_pools(target, draft, pp, **common)):
-        layers, drafted = pools[0].layers, pools[1].layers if len(pools) > 1 else ()
-        where = f"stage {n} (layers {layers[0]}-{layers[-1]})"
-        layout, step = PoolLayout.merge(*(pool.layout for pool in pools)), pools[0].device.alignment
-        items = fit(pools, state, requests, 1, step=step, where=where)
-        pages = pages_of_tokens(pools, items, requests, 1)
-        stage = PipelineStage(
-            layers=layers,
-            draft_layers=drafted,
-            shares=shares(layout),
-            items=items,
-            nbytes=size(pools, items, step),
-            tokens=None if pages is None else pages * per_page,
-            requests=_requests(pools, state, -(-tokens // per_page)),
-        )
-        stages.append(stage)
+    stages = tuple(
+        _stage(pools, state, number=n, requests=requests, pages=-(-tokens // per_page))
+        for n, pools in enumerate(stage_pools(target, draft, pp, **common))
+    )
     return Figures(
         model=target.model,
         memory=memory,
@@ -175,7 +162,26 @@ def figures(
         block_pool=storage.get("placement") == "block",
         reserved_requests=requests,
         context_tokens=tokens,
-        stages=tuple(stages),
+        stages=stages,
+    )
+
+
+def _stage(
+    pools: Sequence[KVPool], state: int, *, number: int, requests: int, pages: int
+) -> PipelineStage:
+    """A rank of a stage with `state` bytes; `pages` are those of a request that is counted."""
+    layers, step = pools[0].layers, pools[0].device.alignment
+    name = f"stage {number} (layers {layers[0]}-{layers[-1]})"
+    items = fit(pools, state, requests, 1, step=step, where=name)
+    room = pages_of_tokens(pools, items, requests, 1)
+    return PipelineStage(
+        layers=layers,
+        draft_layers=pools[1].layers if len(pools) > 1 else (),
+        shares=shares(PoolLayout.merge(*(pool.layout for pool in pools))),
+        items=items,
+        nbytes=size(pools, items, step),
+        tokens=None if room is None else room * pools[0].page_size,
+        requests=_requests(pools, state, pages),
     )
 
 
@@ -194,7 +200,7 @@ def stage_pools(
         yield pools
 
 
-def shares(layout: PoolLayout) -> tuple[Share, ...]:
+def shares(layout: PoolLayout) -> tuple[RoleBytes, ...]:
     """Bytes of each token and each request by role, unused bytes as role `padding`: the sum is the
     bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
     largest, with chunks of one token.
@@ -219,7 +225,7 @@ def shares(layout: PoolLayout) -> tuple[Share, ...]:
             padding = unused.setdefault((owner, "padding", per), {})
             padding[layer] = padding.get(layer, 0) + rest * items
     rows = [
-        Share(
+        RoleBytes(
             owner=owner, role=role, per=per, layers=tuple(sorted(sizes)), nbytes=sum(sizes.values())
         )
         for (owner, role, per), sizes in (*roles.items(), *unused.items())

@@ -87,9 +87,9 @@ class Chain:
         """Adds tokens."""
         start = self.num_tokens
         self.num_tokens = stop = start + tokens.size
-        known = self._tokens[start:stop]
-        if known.size and np.array_equal(known, tokens[: known.size]):
-            start, tokens = start + known.size, tokens[known.size :]
+        hashed_tokens = self._tokens[start:stop]
+        if hashed_tokens.size and np.array_equal(hashed_tokens, tokens[: hashed_tokens.size]):
+            start, tokens = start + hashed_tokens.size, tokens[hashed_tokens.size :]
         if tokens.size:
             self._tokens = np.concatenate([self._tokens[:start], tokens])
             del self._keys[start // self.page + 1 :]

@@ -120,6 +120,6 @@ class PrefixIndex:
         }
         if listed != self._prefixes:
             raise RuntimeError(f"{name}: items are kept for prefixes that do not list them.")
-        known = set(np.flatnonzero(self.known).tolist())
-        if known != listed.keys() or not self._idle.keys() <= known:
+        marked = set(np.flatnonzero(self.known).tolist())
+        if marked != listed.keys() or not self._idle.keys() <= marked:
             raise RuntimeError(f"{name}: items are listed, or idle, that are no prefix's.")

@@ -36,6 +36,8 @@ FEW = (
     "gemma4_text",
     "glm_moe_dsa",
     "gpt2",
+    "gpt_oss",
+    "kimi_linear",
     "glm5_next_text",
     "longcat_flash",
     "mistral_large4_text",
@@ -46,6 +48,7 @@ FEW = (
     "modernbert-decoder",
     "nemotron_h",
     "qwen2",
+    "qwen3_next",
     "qwen3_vl_text",
     "zaya",
 )

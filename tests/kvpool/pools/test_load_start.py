@@ -69,9 +69,16 @@ def test_of_any_pool_positions_from_start_on_come_back_and_no_other_byte_is_writ
     pool = build(**more)
     tokens = data.draw(st.integers(0, 29))
     start = data.draw(st.integers(0, tokens))
-    there, here = place(pool, tokens, 1), place(pool, tokens, 2)
+    there = place(pool, tokens, 1)
+    here = place(pool, tokens, 2) if data.draw(st.booleans(), "elsewhere") else there
     fill(pool, there)
     saved = pool.save(there)
+    live = {
+        buffer.name: (len(numbers), buffer.item_bytes)
+        for buffer in pool.layout.buffers
+        if (numbers := whole_items(pool.layout.space_by_name[buffer.space], 0, tokens))
+    }
+    assert {name: tuple(rows.shape) for name, rows in saved.items.items()} == live
     source = {b.name: pool.item_bytes_view(b).clone() for b in pool.layout.buffers}
     expected = expected_memory(pool, source, there, here, start)
     blank(pool)

@@ -6,89 +6,11 @@ import numpy as np
 import pytest
 
 from kvpool import Allocator, DeviceUnavailable, RequestAddress, Span
-from tests.oracle import assert_holds, blank, fill, place, state, write
+from tests.oracle import blank, fill, place, state, write
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
 
 MANY = {"num_pages": 20, "num_window_pages": 25}
 every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
-
-
-def alive_items(pool, address) -> dict[str, list[int]]:
-    """Ids of a request's items that hold something alive, by buffer."""
-    found = {}
-    for region in pool.layout.regions:
-        space = pool.layout.space_of(region)
-        entries = address.num_tokens // space.tokens_per_entry
-        if space.kind == "slot":
-            numbers = {0}
-        elif space.window is None:
-            numbers = {entry // space.entries_per_item for entry in range(entries)}
-        else:
-            closed = entries - entries % space.window_step
-            alive = range(max(0, closed - space.window), entries)
-            numbers = {0 if space.kind == "ring" else e // space.entries_per_item for e in alive}
-        if numbers and address.num_tokens:
-            span = address.spans[space.id_list]
-            found[region.buffer] = [int(span.ids[n - span.first_item]) for n in sorted(numbers)]
-    return found
-
-
-@every
-@pytest.mark.parametrize("placement", ["layer", "page", "block"])
-@pytest.mark.parametrize("tokens", [1, 7, 8, 29])
-def test_what_was_saved_comes_back_to_other_items_and_nothing_else_changes(
-    build, placement, tokens
-):
-    more = {"num_pages": 40} if placement == "block" else {}
-    pool = build(placement=placement, **{**MANY, **more})
-    there, here = place(pool, tokens, 1), place(pool, tokens, 2)
-    fill(pool, there)
-    saved = pool.save(there)
-    blank(pool)
-    items = alive_items(pool, here)
-    assert set(saved.items) == set(items)
-    for name, rows in saved.items.items():
-        buffer = pool.layout.buffer_by_name[name]
-        assert rows.shape == (len(items[name]), buffer.item_bytes)
-    pool.load(here, saved)
-    # whole items come back: what was dead in them too
-    for region in pool.layout.regions:
-        space, view = pool.layout.space_of(region), state(pool).views[region.key]
-        if region.axis("entry") is None:
-            continue
-        kept = {
-            (item, entry)
-            for item in items.get(region.buffer, [])
-            for entry in range(space.entries_per_item)
-        }
-        for item, entry in kept - live_cells(space, here, tokens):
-            assert (view[item, entry] == 254).all()
-            view[item, entry] = 255
-    assert_holds(pool, here)
-
-
-def live_cells(space, address, tokens) -> set[tuple[int, int]]:
-    """(item, step) of every entry that is alive."""
-    entries, size, span = tokens // space.tokens_per_entry, space.entries_per_item, None
-    span = address.spans[space.id_list]
-    first = 0
-    if space.window is not None:
-        first = max(0, entries - entries % space.window_step - space.window)
-    item = (lambda _: 0) if space.kind == "ring" else (lambda e: e // size - span.first_item)
-    return {(int(span.ids[item(e)]), e % size) for e in range(first, entries)}
-
-
-@every
-def test_what_was_saved_comes_back_to_its_own_items(build):
-    pool = build(**MANY)
-    address = place(pool, 29, 1)
-    fill(pool, address)
-    before = [memory.copy() for memory in state(pool).memory]
-    saved = pool.save(address)
-    for name, ids in alive_items(pool, address).items():
-        pool.item_bytes_view(pool.layout.buffer_by_name[name])[ids] = 7
-    pool.load(address, saved)
-    assert all((now == then).all() for now, then in zip(state(pool).memory, before))
 
 
 @pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())

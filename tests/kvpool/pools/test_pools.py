@@ -65,69 +65,42 @@ def mla(**more):
 # what a pool says
 
 
-def mha_template(role, dim, order, dtype="bfloat16", heads=HEADS, start=0, total=HEADS):
-    cell = Cell(role, dim, dtype)
-    if order == "nhd":
-        return Repeat("entry", PAGE, Repeat("head", heads, cell, start, total))
-    return Repeat("head", heads, Repeat("entry", PAGE, cell), start, total)
-
-
-@devices
-@placements
-@orders
-@dtypes
-def test_an_mha_pool_holds_the_regions_of_its_template(device, placement, order, dtype):
-    pool = mha(device=device, placement=placement, order=order, dtype=dtype)
-    pool.check_integrity()
-    expected = [
-        replace(region, buffer="?")
-        for role, dim in (("k", DIM), ("v", V_DIM))
-        for layer in LAYERS
-        for region in item_regions(
-            mha_template(role, dim, order, dtype), owner="target", layer=layer, buffer="?"
-        )
-    ]
-    assert [replace(region, buffer="?") for region in pool.layout.regions] == expected
-    assert len({region.buffer for region in pool.layout.regions}) == 2 * len(LAYERS)
-
-
-@devices
-@placements
-@dtypes
-def test_an_mla_pool_holds_the_regions_of_its_template(device, placement, dtype):
-    pool = mla(device=device, placement=placement, dtype=dtype)
-    pool.check_integrity()
-    row = Seq(Cell("latent", LATENT, dtype), Cell("rope", ROPE, dtype))
-    expected = [
-        replace(region, buffer="?")
-        for layer in LAYERS
-        for region in item_regions(
-            Repeat("entry", PAGE, row), owner="target", layer=layer, buffer="?"
-        )
-    ]
-    assert [replace(region, buffer="?") for region in pool.layout.regions] == expected
-    assert len({region.buffer for region in pool.layout.regions}) == len(LAYERS)
-
-
-@devices
-@placements
-@orders
-def test_a_view_has_item_entry_head_and_element_at_the_addresses_of_the_layout(
-    device, placement, order
-):
-    pool = mha(device=device, placement=placement, order=order)
+def mha_templates(order, dtype):
     for role, dim in (("k", DIM), ("v", V_DIM)):
-        view = pool.view(role, 2)
-        assert view.shape == (PAGES, PAGE, HEADS, dim)
-        assert (str(view.dtype), view.device.type) == ("torch.bfloat16", device)
-        region = pool.layout.region_by_key["target", 2, role]
-        buffer = pool.layout.buffer_of(region)
-        for item, entry, head, element in product(*map(range, view.shape)):
-            where = buffer.base + item * buffer.item_stride + region.offset + element * 2
-            where += entry * region.axis("entry").stride + head * region.axis("head").stride
-            one = view[item, entry, head, element]
-            at = one.storage_offset() * 2 if device == "meta" else one.data_ptr()
-            assert at == where
+        cell = Cell(role, dim, dtype)
+        if order == "nhd":
+            yield Repeat("entry", PAGE, Repeat("head", HEADS, cell))
+        else:
+            yield Repeat("head", HEADS, Repeat("entry", PAGE, cell))
+
+
+def mla_templates(order, dtype):
+    row = Seq(Cell("latent", LATENT, dtype), Cell("rope", ROPE, dtype))
+    yield Repeat("entry", PAGE, row)
+
+
+@devices
+@placements
+@dtypes
+@pytest.mark.parametrize(
+    ("build", "templates", "order"),
+    [(mha, mha_templates, "nhd"), (mha, mha_templates, "hnd"), (mla, mla_templates, None)],
+)
+def test_a_pool_holds_the_regions_of_its_templates(
+    device, placement, dtype, build, templates, order
+):
+    options = {} if order is None else {"order": order}
+    pool = build(device=device, placement=placement, dtype=dtype, **options)
+    pool.check_integrity()
+    expected = [
+        region
+        for template in templates(order, dtype)
+        for layer in LAYERS
+        for region in item_regions(template, owner="target", layer=layer, buffer="?")
+    ]
+    assert [replace(region, buffer="?") for region in pool.layout.regions] == expected
+    count = len([*templates(order, dtype)]) * len(LAYERS)
+    assert len({region.buffer for region in pool.layout.regions}) == count
 
 
 def test_check_integrity_sees_a_view_that_lies_elsewhere():
@@ -157,12 +130,6 @@ def test_a_pool_is_one_slab_that_holds_all_it_allocated(build, placement):
     assert slab.base % 64 == 0
     assert pool.nbytes - 64 < slab.nbytes <= pool.nbytes
     assert sum(b.items * b.item_bytes for b in pool.layout.buffers) <= slab.nbytes
-
-
-def test_memory_is_zeroed():
-    pool = mha()
-    (slab,) = pool.layout.slabs()
-    assert ctypes.string_at(slab.base, slab.nbytes) == bytes(slab.nbytes)
 
 
 def test_owner_layers_and_model_are_in_the_layout():
@@ -236,25 +203,6 @@ def test_a_shard_of_heads_is_a_part_or_a_replica(size, heads, expected):
     assert [Shard(rank, size).of(heads) for rank in range(size)] == expected
 
 
-@orders
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_the_ranks_of_a_group_hold_all_heads_equally_often(order, size):
-    held = []
-    for rank in range(size):
-        pool = mha(num_kv_heads=4, order=order, shard=Shard(rank, size), device="meta")
-        pool.check_integrity()
-        axis = pool.layout.region_by_key["target", 2, "k"].axis("head")
-        assert axis.total == 4
-        assert pool.view("k", 2).shape[2] == axis.size == max(1, 4 // size)
-        held += range(axis.start, axis.stop)
-    assert {held.count(head) for head in range(4)} == {max(1, size // 4)}
-
-
-def test_every_rank_of_a_group_holds_all_of_a_latent_row():
-    prints = {mla(shard=Shard(rank, 4), device="meta").layout.fingerprint() for rank in range(4)}
-    assert prints == {mla(device="meta").layout.fingerprint()}
-
-
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_rank_outside_its_group_is_refused(rank, size):
     with pytest.raises(ValueError, match=rf"shard: rank {rank} of {size}"):
@@ -326,46 +274,6 @@ def test_set_kv_buffer_writes_the_given_locations_and_nothing_else(order, placem
         assert (got.dtype, got.shape) == (given.dtype, given.shape)
 
 
-@placements
-@dtypes
-def test_set_kv_buffer_of_latent_rows_writes_nothing_else(placement, dtype):
-    pool, size = mla(placement=placement, dtype=dtype), DTYPES[dtype]
-    expected = marked(pool)
-    latent, rope = draw(5, LATENT, dtype=dtype), draw(5, ROPE, dtype=dtype)
-    pool.set_kv_buffer(3, LOCATIONS, latent, rope)
-    start, stride = buffer_start(pool, "latent", 3)
-    row = (LATENT + ROPE) * size
-    for n, location in enumerate(LOCATIONS):
-        at = start + location // PAGE * stride + location % PAGE * row
-        expected[at : at + LATENT * size] = as_bytes(latent)[n]
-        expected[at + LATENT * size : at + row] = as_bytes(rope)[n]
-    assert (slab_bytes(pool) == expected).all()
-    for got, given in zip(pool.get_kv_buffer(3, LOCATIONS), (latent, rope)):
-        assert (as_bytes(got) == as_bytes(given)).all()
-        assert (got.dtype, got.shape) == (given.dtype, given.shape)
-
-
-@pytest.mark.parametrize("locations", [[], np.array([], dtype=np.int64), torch.tensor([])])
-def test_writing_no_location_writes_nothing(locations):
-    pool = mha()
-    before = marked(pool)
-    pool.set_kv_buffer(0, locations, zeros(0, HEADS, DIM), zeros(0, HEADS, V_DIM))
-    assert (slab_bytes(pool) == before).all()
-    assert pool.get_kv_buffer(0, locations)[0].shape == (0, HEADS, DIM)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [list, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32), tuple],
-)
-def test_locations_come_in_any_shape_of_integers(given):
-    pool = mla()
-    latent, rope = draw(5, LATENT, dtype="bfloat16"), draw(5, ROPE, dtype="bfloat16")
-    pool.set_kv_buffer(0, given(LOCATIONS), latent, rope)
-    assert torch.equal(pool.view("latent", 0).flatten(0, 1)[LOCATIONS], latent)
-    assert torch.equal(pool.get_kv_buffer(0, given(LOCATIONS))[1], rope)
-
-
 @dtypes
 def test_values_of_another_dtype_are_refused(dtype):
     pool = mla(dtype=dtype)
@@ -405,13 +313,6 @@ def test_bits_of_every_dtype_come_back_as_they_were(dtype):
     latent = bits.view(getattr(torch, dtype))
     pool.scatter(0, [5], {"latent": latent})
     assert torch.equal(pool.gather("latent", 0, [5]).view(torch.uint8), bits)
-
-
-def test_what_is_read_is_a_copy():
-    pool = mla()
-    got, _ = pool.get_kv_buffer(0, [5])
-    got.fill_(1)
-    assert not pool.view("latent", 0).any()
 
 
 @pytest.mark.parametrize(
@@ -482,18 +383,6 @@ def test_a_read_or_write_of_no_role_is_refused():
             call((), 0, [1])
 
 
-def test_roles_are_read_together_as_they_are_alone():
-    pool = mha()
-    k, v = (draw(5, HEADS, dim, dtype="bfloat16") for dim in (DIM, V_DIM))
-    pool.set_kv_buffer(0, LOCATIONS, k, v)
-    read = pool.read_roles(("v", "k", "v"), 0, LOCATIONS)
-    for found, given in zip(read, (v, k, v)):
-        assert torch.equal(found, given)
-    assert len({found.data_ptr() for found in read}) == 3
-    with pytest.raises(KeyError, match=r"target layer 0 latent"):
-        pool.read_roles(("k", "latent"), 0, LOCATIONS)
-
-
 def test_a_pool_without_memory_refuses_reads_and_writes():
     pool = mla(device="meta")
     with pytest.raises(DeviceUnavailable, match="no memory to write, read or copy"):
@@ -538,14 +427,6 @@ def test_a_pool_of_a_tebibyte_on_meta_takes_no_memory():
     assert pool.view("latent", 60).shape == (pages, 64, 512)
     assert resident() - before < 64 << 20
     assert mappings() == mapped
-
-
-@placements
-def test_a_pool_on_meta_says_what_the_same_pool_with_memory_says(placement):
-    one, two = (mha(device=device, placement=placement).layout for device in ("meta", "cpu"))
-    start = two.slabs()[0].base
-    moved = tuple(replace(b, base=b.base - start, memory="meta") for b in two.buffers)
-    assert replace(two, buffers=moved) == one
 
 
 # lifetimes
