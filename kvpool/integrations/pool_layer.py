@@ -15,8 +15,7 @@ from kvpool.integrations.compressor import Compressor
 from kvpool.integrations.linear import LinearStates
 from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.formats import MHA, MLA, At, IndexKey, Kind, LinearState, Ring
-from kvpool.pools.states import ATTENTION
+from kvpool.layout.formats import MHA, MLA, At, Attention, IndexKey, Kind, LinearState, Ring
 
 # what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
@@ -54,7 +53,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
         pool = batch.pool
         kept = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
-        self.attention = _first(kept, *ATTENTION)
+        self.attention = _first(kept, Attention)
         self.index = _first(kept, IndexKey)
         linear = [(kind, at) for kind, at in kept if isinstance(kind, LinearState)]
         self.linear = [
@@ -226,7 +225,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _roles(self) -> tuple[str, ...]:
-        return self.batch.pool.roles(self.layer, *ATTENTION)
+        return self.batch.pool.roles(self.layer, Attention)
 
     def _space(self, kind: Kind, at: At) -> Space:
         return self.batch.pool.space_of(at.prefix + kind.inputs[0], self.layer)

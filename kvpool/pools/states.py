@@ -18,8 +18,8 @@ from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import (
     MHA,
-    MLA,
     At,
+    Attention,
     BufferSpec,
     ConvLayout,
     IndexKey,
@@ -28,12 +28,9 @@ from kvpool.layout.formats import (
     Order,
     Shard,
     StateType,
-    V4Latent,
 )
 from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import Common, KVPool
-
-ATTENTION = (MHA, MLA, V4Latent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,7 @@ class UnionPool(KVPool):
         flat locations `[N]` of its space. `part="c4"` or `"c128"`: compressed entries. Of a latent
         without a rope key `second` is `[N, 0]`.
         """
-        roles = self.roles(layer, *ATTENTION, part=part)
+        roles = self.roles(layer, Attention, part=part)
         if len(roles) == 1 and second.numel():
             raise ValueError(
                 f"{self.owner} layer {layer} {roles[0]}: it has no rope key, got one of "
@@ -189,7 +186,7 @@ class UnionPool(KVPool):
         self, layer: int, locations: ArrayLike, *, part: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads K and V, or latent and rope (without a rope key `[N, 0]`), in the pool's dtype."""
-        roles, dtype = self.roles(layer, *ATTENTION, part=part), getattr(torch, self.dtype)
+        roles, dtype = self.roles(layer, Attention, part=part), getattr(torch, self.dtype)
         first, *others = self.read_roles(roles, layer, locations)
         second = others[0] if others else first[:, :0]
         return first.to(dtype), second.to(dtype)

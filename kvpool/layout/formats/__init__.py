@@ -10,6 +10,7 @@ from kvpool.layout.formats.heads import Heads as Heads, Shard as Shard
 from kvpool.layout.formats.index_key import IndexKey as IndexKey, index_key_page as index_key_page
 from kvpool.layout.formats.kind import (
     At as At,
+    Attention as Attention,
     BufferSpec as BufferSpec,
     Kind as Kind,
     StateType as StateType,

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats.heads import Heads
-from kvpool.layout.formats.kind import At, BufferSpec
+from kvpool.layout.formats.kind import At, Attention, BufferSpec
 from kvpool.layout.formats.scales import scaled
 from kvpool.layout.template import Cell, Repeat, Template
 
@@ -24,7 +24,7 @@ def head_page(cell: Cell, heads: Heads, entries: int, order: Order) -> Template:
 
 
 @dataclass(frozen=True, slots=True)
-class MHA:
+class MHA(Attention):
     """Multi-head and grouped-query attention: all K, then all V, each `[entry, head, dim]` (nhd) or
     `[head, entry, dim]` (hnd).
 
@@ -37,7 +37,6 @@ class MHA:
     v_head_dim: int | None = None
     order: Order = "nhd"
     inputs = ("k", "v")
-    shared_kv = False
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

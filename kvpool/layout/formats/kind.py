@@ -109,9 +109,7 @@ class At:
 
 
 class Kind(Protocol):
-    """A kind of state. Kinds of attention also have `shared_kv`: whether the inputs are parts of
-    one tensor that is both key and value.
-    """
+    """A kind of state."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -119,3 +117,12 @@ class Kind(Protocol):
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The buffers of this kind, one specification per role or row."""
+
+
+class Attention:
+    """A kind whose inputs are keys and values, or with `shared_kv` the parts of one tensor that is
+    both.
+    """
+
+    __slots__ = ()
+    shared_kv = False

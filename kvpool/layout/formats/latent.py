@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvpool.layout.formats.kind import At, BufferSpec
+from kvpool.layout.formats.kind import At, Attention, BufferSpec
 from kvpool.layout.formats.scales import scaled
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template
 
@@ -39,7 +39,7 @@ def _rope_key(rope: int, dtype: str) -> list[Cell]:
 
 
 @dataclass(frozen=True, slots=True)
-class MLA:
+class MLA(Attention):
     """Multi-head latent attention: one row a token, the latent and then the rope key. Without
     dims for it there is no rope key (layers without rotation).
 
@@ -53,7 +53,6 @@ class MLA:
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     rope_pairs: bool = field(default=True, repr=False)
-    shared_kv = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -70,7 +69,7 @@ class MLA:
 
 
 @dataclass(frozen=True, slots=True)
-class V4Latent:
+class V4Latent(Attention):
     """DeepSeek-V4's shared key and value: a row of latent and rope per token, or per compressed
     token.
 

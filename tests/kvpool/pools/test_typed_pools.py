@@ -4,7 +4,7 @@ cannot be is refused.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,13 +16,17 @@ from kvpool import (
     DSv4Pool,
     HybridLinearPool,
     IndexKey,
+    LayeredPool,
     LayoutError,
+    LinearState,
     MHAPool,
     Shard,
+    State,
     SWAPool,
+    gated_delta_net,
 )
-from kvpool.layout.formats import LinearState, gated_delta_net
-from kvpool.pools.states import LayeredPool, State
+from kvpool.item import Cell, Repeat, Seq
+from kvpool.layout.formats import Attention
 from tests.pools import (
     CLASSES,
     INDEX,
@@ -455,7 +459,7 @@ def test_full_layers_beside_linear_ones_come_back(full, index, packing):
         pool.set_index_key(3, LOCATIONS, draw(4, 16))
         agree(pool.get_index_key(3, LOCATIONS), draw(4, 16), "fp8", 128)
     with pytest.raises(
-        KeyError, match=r"target layer 0: no MHA or MLA.* \(the layer has LinearState\)"
+        KeyError, match=r"target layer 0: no Attention \(the layer has LinearState\)"
     ):
         pool.get_kv_buffer(0, LOCATIONS)
 
@@ -479,7 +483,7 @@ def test_v4_windows_compressed_entries_keys_and_rings_come_back(packing, specula
         assert torch.equal(read_rope, -rope)
         with pytest.raises(IndexError, match=f"location {last + 1} of {last + 1}"):
             pool.get_kv_buffer(layer, [last + 1], part=part)
-    with pytest.raises(KeyError, match=r"layer 0: no c2.MHA or .* \(the layer has swa.V4Latent\)"):
+    with pytest.raises(KeyError, match=r"layer 0: no c2.Attention \(the layer has swa.V4Latent\)"):
         pool.get_kv_buffer(0, [4], part="c2")
     pool.set_index_key(1, [5, 35], draw(2, 8, dtype=dtype))
     agree(pool.get_index_key(1, [5, 35]), draw(2, 8, dtype=dtype), "fp8", 128)
@@ -681,6 +685,32 @@ def test_a_kind_of_index_without_a_whole_block_is_refused():
 def test_a_layout_error_says_which_elements_are_not_aligned():
     with pytest.raises(LayoutError, match=r"target layer 0 latent.scale: .* is not aligned to 4"):
         mla(packing="fp8", kv_lora_rank=3, qk_rope_head_dim=1, page_size=1)
+
+
+@dataclass(frozen=True)
+class Summed(Attention):
+    """Keys, and values with a sum of each."""
+
+    dim: int
+    inputs = ("k", "v")
+
+    def buffers(self, at):
+        row = Seq(Cell("k", self.dim, at.packing), Cell("v", self.dim + 1, at.packing))
+        yield at.buffer("rows", Repeat("entry", at.entries, row))
+
+
+def test_a_kind_of_ones_own_is_placed_written_and_named_like_the_others():
+    states = {0: (State(Summed(6)),), 1: (State(Summed(8), window=3), State(IndexKey(16)))}
+    pool = LayeredPool(
+        states=states, layers=[0, 1], num_pages=5, num_window_pages=5, page_size=4, dtype="bf16"
+    )
+    pool.check_integrity()
+    assert items(pool, 0) == {"rows": 4 * 13 * 2}
+    assert items(pool, 1) == {"swa.rows": 4 * 17 * 2, "index_key": 4 * (16 + 4)}
+    for layer, dim in ((0, 6), (1, 8)):
+        k, v = draw(2, dim), draw(2, dim + 1, seed=2)
+        pool.set_kv_buffer(layer, [9, 6], k, v)
+        assert all(map(torch.equal, pool.get_kv_buffer(layer, [9, 6]), (k, v)))
 
 
 def test_a_pool_lists_its_kinds_of_state():
