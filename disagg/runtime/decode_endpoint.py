@@ -45,10 +45,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     """Reads what one decode rank needs; `ranks` decode ranks read each room: how many, or their
     Group.
 
-    Without a group each of them asks every rank of prefill for every room, and is told by all of
-    them. With a group it asks those that it reads from, and its share of those that nobody reads
-    from: four messages for each pair of ranks that moves bytes. The values of `aux` are then those
-    of the ranks that it asks. All members must have their group, and be alike in what Group says.
+    Without a group, every decode rank contacts every prefill rank. With one, it contacts the ranks
+    that it reads from, and its share of those that no member reads from: four messages for each
+    pair of ranks that moves bytes. The values of `aux` are then those of the ranks that it
+    contacts. All members must have their group, and be alike in what Group says.
 
     `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
     read that takes longer than `read_timeout` seconds has failed. A room fails in which nothing
@@ -102,10 +102,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """Says hello to all ranks of one prefill, given their endpoint addresses.
 
         With `timeout` (seconds), waits until they have answered, everything is planned and the
-        engine connected, and dials again who refuses for now; raises IncompatibleLayouts or
+        engine connected, and retries ranks that refuse temporarily; raises IncompatibleLayouts or
         HandshakeRefused with all reasons, or TimeoutError, and then nothing is left of the link.
-        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most where
-        nobody answers.
+        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most where no
+        rank answers.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")

@@ -1,4 +1,4 @@
-"""Who turns an event loop, and who waits for what a turn brings.
+"""What turns an event loop, and the threads that wait for what a turn brings.
 
 A driver has a thread, or its callers turn the loop by `step` and `wait`. Calls may come from any
 thread; they change the machine under the lock, and send what follows at once if no turn is under

@@ -100,7 +100,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
                 self.driver.call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
 
     def reject(self, room: Room, reason: str) -> None:
-        """Ends a room that has not ended, as `abort` does, and one of which nobody has heard: a
+        """Ends a room that has not ended, as `abort` does, also one that no side knows yet: a
         decode that asks for it is told the reason. For a request of which nothing will be sent.
         """
         self.driver.call(RejectRoom(room_name(room), reason))

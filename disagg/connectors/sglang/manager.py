@@ -166,7 +166,7 @@ class KvpoolManager(CommonKVManager):
             self.fail(room, why)
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Asks the bootstrap server anew where prefills were that are gone: others may have their
+        """Asks the bootstrap server again where prefills were that are gone: others may have their
         place.
         """
         if not all(self.rank.linked(peers) for peers in self.known[bootstrap_addr]):

@@ -56,7 +56,7 @@ class KvpoolReceiver(CommonKVReceiver):
         return True  # our handshake does that
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """Prefill is told that nobody reads the room (any more)."""
+        """Prefill is told that no decode reads the room (any more)."""
         mgr, room = self.kv_mgr, self.bootstrap_room
         if room in mgr.reading:
             mgr.rank.abort(str(room))

@@ -79,10 +79,9 @@ class ConnectorScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
     `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
-    `cuts`: decode computes the last prompt token again, for its logits. State that cannot be taken
-    back (a Mamba state has seen the token) or that moves on with it (a window drops its oldest)
-    must be that of one token less, so prefill's request is cut by one token. `waits`: a request of
-    decode is computed in the step that asks for its state.
+    `cuts`: recurrent and windowed state must exclude the last prompt token, because decode computes
+    it again, for its logits; so prefill's request is cut by one token. `waits`: a request of decode
+    is computed in the step that asks for its state.
     """
 
     def __init__(
