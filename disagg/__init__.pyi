@@ -23,15 +23,16 @@ from .plan import (
 )
 from .plan.bind import CopyBatch as CopyBatch
 from .plan.positions import IncompleteTransfer as IncompleteTransfer
-from .protocol.link import Link as Link
-from .protocol.liveness import Leases as Leases
 from .protocol.metrics import (
     ReadTimes as ReadTimes,
     RoomMetrics as RoomMetrics,
     Snapshot as Snapshot,
 )
+from .protocol.peers.link import Link as Link
+from .protocol.peers.liveness import Leases as Leases
+from .protocol.phases import Phase as Phase
 from .protocol.rooms.ended import Ended as Ended
-from .protocol.status import Failure as Failure, KVPoll as KVPoll, Phase as Phase
+from .protocol.status import Failure as Failure, KVPoll as KVPoll
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
 from .runtime.socket_transport import SocketTransport as SocketTransport

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from disagg.errors import RoomError
-from disagg.protocol.link import Link
+from disagg.protocol.peers.link import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 DEAD_SECONDS = 10.0

@@ -22,8 +22,10 @@ from disagg.connectors.stats import Stats, summary
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
-from disagg.protocol.link import Link
-from disagg.protocol.messages import Aux, Convention, Room, room_name
+from disagg.protocol.aux_values import Aux
+from disagg.protocol.conventions import Convention
+from disagg.protocol.messages import Room, room_name
+from disagg.protocol.peers.link import Link
 from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint

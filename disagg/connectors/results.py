@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disagg.protocol.link import Link
-from disagg.protocol.messages import Aux
+from disagg.protocol.aux_values import Aux
+from disagg.protocol.peers.link import Link
 from disagg.protocol.status import Failure
 
 

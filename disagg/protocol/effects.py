@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from disagg.digest.digest import Piece
-from disagg.protocol.link import Link
-from disagg.protocol.messages import Hello, Message, Room, encode
+from disagg.protocol.codec import encode
+from disagg.protocol.messages import Hello, Message, Room
+from disagg.protocol.peers.link import Link
 from disagg.protocol.read import Read
 from kvpool.layout import RequestAddress
 
@@ -17,39 +19,28 @@ number of the rank that it dialled.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send a message."""
 
     peer: Peer
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
-    """Open a connection to an endpoint address, in place of the peer's old one."""
+class Connect(Struct, frozen=True):
+    """End the peer's connection, and open one to an endpoint address unless that is None."""
 
     peer: int
-    address: str
+    address: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
-    """Close a peer's connection."""
-
-    peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropPeer:
+class DropPeer(Struct, frozen=True):
     """Give up all reads from a rank."""
 
     link: Link
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectEngine:
+class ConnectEngine(Struct, frozen=True):
     """Connect the engine to a rank, before anything is read from it."""
 
     link: Link
@@ -57,22 +48,19 @@ class ConnectEngine:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True)
-class StartRead:
+class StartRead(Struct, frozen=True):
     """Read a chunk; `ReadEnded` answers."""
 
     read: Read
 
 
-@dataclass(frozen=True, slots=True)
-class CancelReads:
+class CancelReads(Struct, frozen=True):
     """Post nothing more of an attempt's reads."""
 
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeDigest:
+class ComputeDigest(Struct, frozen=True):
     """Make digests of pieces of a request; `DigestComputed` answers with `key`."""
 
     key: Hashable
@@ -81,23 +69,14 @@ class ComputeDigest:
     each: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RoomEnded:
+class RoomEnded(Struct, frozen=True):
     """A room has ended: who waits for that may go on."""
 
     room: Room
 
 
 Effect = (
-    Send
-    | Dial
-    | HangUp
-    | DropPeer
-    | ConnectEngine
-    | StartRead
-    | CancelReads
-    | ComputeDigest
-    | RoomEnded
+    Send | Connect | DropPeer | ConnectEngine | StartRead | CancelReads | ComputeDigest | RoomEnded
 )
 
 
@@ -105,7 +84,8 @@ class Effects(list[Effect]):
     """The effects of one event, collected by the machine and its parts."""
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Encodes at once: a message that cannot be sent is an error of the event."""
+        """Sends a message. Raises RoomError if no peer would take it."""
+        # encoded now, so that values that cannot travel are the caller's error and not the loop's
         self.append(Send(peer, encode(message)))
 
     def drain(self) -> list[Effect]:

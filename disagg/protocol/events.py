@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
+from disagg.protocol.aux_values import Aux
 from disagg.protocol.effects import Peer
-from disagg.protocol.link import Link
-from disagg.protocol.messages import Aux, Message, Room
+from disagg.protocol.messages import Message, Room
+from disagg.protocol.metrics import Shares
+from disagg.protocol.peers.link import Link
 from disagg.protocol.read import Read
 from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress
@@ -17,8 +20,7 @@ if TYPE_CHECKING:
     from kvpool.device import Event as DeviceEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """A message of a peer; with a hello its `origin`, as far as the transport knows."""
 
     peer: Peer
@@ -26,29 +28,25 @@ class Received:
     origin: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(Struct, frozen=True):
     """A peer sent what cannot be read, or what cannot be served."""
 
     peer: Peer
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable:
+class Unreachable(Struct, frozen=True):
     """A message could not be sent to a peer."""
 
     peer: Peer
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class DigestComputed:
+class DigestComputed(Struct, frozen=True):
     """The answer to `ComputeDigest`: little-endian uint64, or None and the reason."""
 
     key: Hashable
@@ -56,39 +54,34 @@ class DigestComputed:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRoom:
+class AbortRoom(Struct, frozen=True):
     """The caller ends a room."""
 
     room: Room
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RejectRoom:
+class RejectRoom(Struct, frozen=True):
     """Prefill's caller ends a room, whether anybody has heard of it or not."""
 
     room: Room
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetRoom:
+class ForgetRoom(Struct, frozen=True):
     """The caller drops an ended room."""
 
     room: Room
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAll:
+class AbortAll(Struct, frozen=True):
     """Every open room ends; with `closing`, peers learn that the endpoint is gone."""
 
     reason: str
     closing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OfferChunk:
+class OfferChunk(Struct, frozen=True, kw_only=True):
     """Prefill's caller offers positions `tokens` of a request, of `layers` or of all, once the
     device has done the work before `after`.
     """
@@ -97,27 +90,24 @@ class OfferChunk:
     address: RequestAddress
     tokens: range
     last: bool
-    aux: Aux = field(default_factory=dict)
+    aux: Aux = {}
     after: DeviceEvent | None = None
     layers: LayerRange | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectLink:
+class ConnectLink(Struct, frozen=True):
     """Decode's caller adds a prefill."""
 
     link: Link
 
 
-@dataclass(frozen=True, slots=True)
-class DisconnectLink:
+class DisconnectLink(Struct, frozen=True):
     """Decode's caller removes a prefill."""
 
     link: Link
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRoom:
+class RequestRoom(Struct, frozen=True, kw_only=True):
     """Decode's caller asks for positions `start` to the end of `address`, or with `at_most` to one
     before it, and for the aux values `expected`; or for nothing (`declined`), so that prefill's
     pages come back.
@@ -132,16 +122,38 @@ class RequestRoom:
     at_most: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
+class EngineConnected(Struct, frozen=True):
+    """The answer to `ConnectEngine`, also if it went wrong: the first read tries again."""
+
+    link: Link
+    source: int
+
+
+class ReadBegun(Struct, frozen=True):
+    """A read was bound, in so many seconds, and has its turn; again if it is bound once more."""
+
+    read: Read
+    begun: float
+    bind_seconds: float
+    shares: Shares
+
+
+class ReadMoved(Struct, frozen=True):
+    """More bytes of a read have arrived, in parts that took so many seconds in all."""
+
+    read: Read
+    nbytes: int
+    seconds: float
+
+
+class ReadFailed(Struct, frozen=True):
     """A read has failed and its bytes may still land; `ReadEnded` follows."""
 
     read: Read
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Struct, frozen=True):
     """A read has ended, with a problem or without: none of its bytes can land any more."""
 
     read: Read
@@ -152,4 +164,5 @@ CommonEvent = (
     Received | Malformed | Unreachable | Tick | DigestComputed | AbortRoom | ForgetRoom | AbortAll
 )
 PrefillEvent = CommonEvent | OfferChunk | RejectRoom
-DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReadFailed | ReadEnded
+ReaderEvent = EngineConnected | ReadBegun | ReadMoved | ReadFailed | ReadEnded
+DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReaderEvent

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from disagg.plan.bind import CopyBatch
-from disagg.protocol.liveness import Leases
+from disagg.plan.runs import Route
+from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
 from kvpool.layout.types import MAX_REASON
@@ -18,6 +18,8 @@ log = logging.getLogger("disagg")
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
 
+Shares = Sequence[tuple[Route, int, int]]
+"""The routes of a batch (`CopyBatch.shares`), each with its runs and bytes."""
 Roles = tuple[str, str]
 """An owner, and the roles that share runs: `("target", "latent, rope")`."""
 
@@ -33,12 +35,13 @@ class RoleMetrics(NamedTuple):
         """Mean length of a run."""
         return self.nbytes / self.runs if self.runs else 0.0
 
-    def plus(self, other: RoleMetrics) -> RoleMetrics:
+    def plus(self, more: RoleMetrics) -> RoleMetrics:
         """Both together."""
-        return RoleMetrics(self.runs + other.runs, self.nbytes + other.nbytes)
+        return RoleMetrics(self.runs + more.runs, self.nbytes + more.nbytes)
 
 
-class ReadTimes(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTimes:
     """One read that has ended: positions `start` to `stop`, of `layers` or of all, from rank
     `source` of prefill. In seconds after the room's request: when its chunk was `ready`, when the
     read had its turn (`begun`; None: it had none), and when its bytes were there, or could land no
@@ -54,7 +57,7 @@ class ReadTimes(NamedTuple):
     ended: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RoomMetrics:
     """Bytes and runs of one room on one decode rank; times in seconds.
 
@@ -90,12 +93,12 @@ class RoomMetrics:
         """Bytes a second while reading."""
         return self.bytes_moved / self.wire_seconds if self.wire_seconds else 0.0
 
-    def bound(self, batch: CopyBatch, seconds: float) -> None:
+    def bound(self, shares: Shares, seconds: float) -> None:
         """Counts a chunk of one rank that is bound and about to be read."""
-        for route, runs, nbytes in batch.shares:
+        for route, runs, nbytes in shares:
             roles = route.keys[0][0], route.roles
-            known = self.by_role.get(roles, RoleMetrics())
-            self.by_role[roles] = known.plus(RoleMetrics(runs, nbytes))
+            before = self.by_role.get(roles, RoleMetrics())
+            self.by_role[roles] = before.plus(RoleMetrics(runs, nbytes))
             self.runs += runs
             self.bytes_bound += nbytes
         self.chunks += 1
@@ -116,7 +119,7 @@ class RoomMetrics:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Totals:
     """What rooms that have ended add up to, on one endpoint since it was made.
 
@@ -150,17 +153,16 @@ class Totals:
 
     def copy(self) -> Totals:
         """The numbers now."""
-        return Totals(
-            dict(self.rooms),
-            dict(self.failures),
-            self.chunks,
-            self.bytes_moved,
-            dict(self.by_role),
-            dict(self.seconds),
+        return replace(
+            self,
+            rooms=dict(self.rooms),
+            failures=dict(self.failures),
+            by_role=dict(self.by_role),
+            seconds=dict(self.seconds),
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """An endpoint at one moment: `totals` is a copy, `peers` are those that are alive, `telemetry`
     is the engine's, `plans` those that were known (`hit`) and those that were made (`miss`).

@@ -7,23 +7,26 @@ reader dies, or the lease runs out; a reader that is done later is told that the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
 from disagg.plan.block_tables import BlockTables
 from disagg.protocol import events, messages
-from disagg.protocol.effects import Effect, Effects, RoomEnded
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases
+from disagg.protocol.aux_values import pack_aux
+from disagg.protocol.codec import encode
+from disagg.protocol.effects import Effect
+from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
-from disagg.protocol.prefill_peers import LostPeer, PrefillPeers
+from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.peers.prefill_peers import Decode, LostPeer, PrefillPeers
+from disagg.protocol.phases import Phase, RoomEvent
 from disagg.protocol.rooms.ended import EndedAttempts
 from disagg.protocol.rooms.offered import layers_by_owner
-from disagg.protocol.rooms.prefill_room import Decode, PrefillRoom
+from disagg.protocol.rooms.prefill_room import PrefillRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRooms
-from disagg.protocol.status import Failure, KVPoll, Phase
+from disagg.protocol.status import Failure
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_NAME
@@ -35,27 +38,26 @@ MAX_UNSENT = 1 << 16
 LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
-class PrefillMachine:
+class PrefillMachine(Machine[PrefillRoom]):
     """All rooms of one prefill endpoint.
 
     A peer that is silent for longer than the hello's timeout is dead. A lease lasts `lease` seconds
-    from the last chunk or request of a room, `None` for ever.
+    from the last chunk or request of a room, `None` without end.
     """
+
+    side = "prefill"
+    peers: PrefillPeers
+    _rooms: PrefillRooms
 
     def __init__(
         self, hello: Hello, layout: PoolLayout, lease: float | None = None, *, now: float
     ) -> None:
-        self.hello = hello
+        super().__init__(hello, PrefillRooms(layers_by_owner(layout)), now)
         self._block_tables = BlockTables(layout)
-        self._effects = Effects()
         self.peers = PrefillPeers(hello, layout, self._effects, now)
-        self._lease, self._now = lease, now
-        self._rooms = PrefillRooms(layers_by_owner(layout))
         self._digests = DigestAnswers(layout, self._effects)
         self._ended_attempts = EndedAttempts()
-        self._next_check = 0.0
-        self.ended = self._rooms.ended
-        self.totals = Totals()
+        self._lease, self._next_check = lease, 0.0
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
@@ -74,54 +76,20 @@ class PrefillMachine:
             case events.DigestComputed(
                 (bytes(peer), messages.DigestRequest() as request), values, problem
             ):
-                self._digests.computed(peer, request, values, problem)
+                self._digests.answer(peer, request, values or b"", problem)
             case events.OfferChunk():
                 self._offer(event)
-            case events.AbortRoom(name, reason):
-                room = self._rooms.known(name)
-                if name in self._rooms.open:
-                    self._fail(name, room, Failure("prefill", reason, "abort"))
             case events.RejectRoom(name, reason):
-                room = self._rooms.at(name, now)
-                if name in self._rooms.open:
-                    self._fail(name, room, Failure("prefill", reason, "abort"))
-            case events.ForgetRoom(name):
-                if not self.poll(name).ended:
-                    raise RoomError(f"room {name!r} has not ended. Abort it first.")
-                self._rooms.forget(name, now)
-            case events.AbortAll(reason, closing):
-                for name in list(self._rooms.open):
-                    self._fail(name, self._rooms.by_name[name], Failure("prefill", reason, "abort"))
-                if closing:
-                    self.peers.notify_shutdown()
+                self._rooms.at(name, now)
+                self._handle_common(events.AbortRoom(name, reason))
             case _:
-                raise TypeError(f"{event!r} is not prefill's.")
+                self._handle_common(event)
         return self._effects.drain()
 
     def computed(self, name: Room) -> int:
         """Positions of a room of which all layers were offered so far."""
         room = self._rooms.by_name.get(name)
         return room.computed if room else 0
-
-    def poll(self, name: Room) -> KVPoll:
-        """The room's state."""
-        return self._rooms.known(name).phase.poll
-
-    def failure(self, name: Room) -> Failure | None:
-        """Why the room failed, if it did."""
-        return self._rooms.known(name).failure
-
-    def waits_for(self, name: Room) -> str:
-        """What must happen next in an open room."""
-        return self._rooms.known(name).waits_for
-
-    def rooms(self) -> Mapping[Room, PrefillRoom]:
-        """All rooms that are not forgotten."""
-        return self._rooms.by_name
-
-    def open_rooms(self) -> set[Room]:
-        """Rooms that have not ended."""
-        return self._rooms.open
 
     @property
     def computing(self) -> bool:
@@ -133,44 +101,41 @@ class PrefillMachine:
         """Whether a decode may be reading a room."""
         return bool(self._rooms.read)
 
-    def leases(self) -> Leases:
-        """Items of open rooms."""
-        return self._rooms.leases()
-
-    def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
-        """Numbers now, and since the machine was made."""
-        alive = len(self.peers.alive)
-        return Snapshot(
-            self.totals.copy(), len(self._rooms.open), alive, self.leases(), engine, telemetry
-        )
-
     def _offer(self, chunk: events.OfferChunk) -> None:
-        name, address, tokens = chunk.room, chunk.address, chunk.tokens
-        known = self._rooms.by_name.get(name) or self._rooms.new()
-        if problem := known.chunk_problem(chunk):
+        name, tokens = chunk.room, chunk.tokens
+        room = self._rooms.by_name.get(name) or self._rooms.new(self._now)
+        if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
         try:
-            self._block_tables.check(f"room {name!r}", address, tokens, last=chunk.last)
+            self._block_tables.check(f"room {name!r}", chunk.address, tokens, last=chunk.last)
         except ValueError as error:
             raise RoomError(str(error)) from None
-        rest = address.num_tokens, messages.spans_of(address), messages.pack_aux(chunk.aux)
-        about = self.hello.generation, name, LONGEST_ATTEMPT, tokens.start, tokens.stop
-        ready = messages.ChunkReady(*about, chunk.last, *rest, chunk.layers)
-        messages.encode(ready)  # what cannot be sent is refused before anything is kept
+        ready = messages.ChunkReady(
+            generation=self.hello.generation,
+            room=name,
+            attempt=LONGEST_ATTEMPT,
+            start=tokens.start,
+            stop=tokens.stop,
+            last=chunk.last,
+            num_tokens=chunk.address.num_tokens,
+            spans=messages.spans_of(chunk.address),
+            aux=pack_aux(chunk.aux),
+            layers=chunk.layers,
+        )
+        encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._rooms.at(name, self._now)
         if self._rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
             self._rooms.doubtful.add(name)
         self._rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
-        room.addresses.append(address)
-        if room.phase is Phase.REQUESTED:
-            room.phase = room.phase.to(Phase.TRANSFERRING)
+        room.addresses.append(chunk.address)
+        room.move(RoomEvent.OFFERED)
         if room.failure is None:
             room.ends_at = self._lease_end(name)
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
-        else:  # who tracks rooms from `send` on has not heard of it
+        else:  # a caller that tracks rooms from `send` on has not heard of it
             self.ended.add(name, room.failure)
 
     def _tick(self) -> None:
@@ -195,10 +160,10 @@ class PrefillMachine:
                 )
                 seconds = self._lease_of(name)
                 reason = f"its lease ended: {doubt}{room.missing} within {seconds:g} s."
-                self._fail(name, room, Failure("prefill", reason, "lease"))
+                self._fail(name, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
-                self._fail(name, room, Failure("prefill", reason, "timeout"))
+                self._fail(name, Failure("prefill", reason, "timeout"))
 
     def _receive(self, peer: bytes, message: Message, origin: str) -> None:
         received = self.peers.receive(peer, message, self._now, origin)
@@ -208,50 +173,52 @@ class PrefillMachine:
         if isinstance(received, messages.DropRoom):
             self._dropped(received)
             return
-        decode, about = received
-        if isinstance(about, messages.ReadRequest):
-            self._requested(peer, about, decode)
+        decode, request = received
+        if isinstance(request, messages.ReadRequest):
+            self._requested(peer, request, decode)
             return
-        room = self._rooms.by_name.get(about.room)
-        request = room.requests.get(peer) if room else None
-        mine = room if request is not None and request.attempt == about.attempt else None
-        if isinstance(about, messages.ReadDone):
-            self._done(peer, about, mine)
-        elif isinstance(about, messages.DigestRequest):
-            if problem := self._digests.asked(peer, about, mine):
+        room = self._rooms.by_name.get(request.room)
+        asked = room.requests.get(peer) if room else None
+        mine = room if asked is not None and asked.attempt == request.attempt else None
+        if isinstance(request, messages.ReadDone):
+            self._done(peer, request, mine)
+        elif isinstance(request, messages.DigestRequest):
+            if problem := self._digests.asked(peer, request, mine):
                 self._lose(self.peers.refuse(peer, problem))
-        elif mine is not None and about.room in self._rooms.open:
-            failure = Failure("decode", about.reason, "abort")
-            self._fail(about.room, mine, failure, except_peer=peer)
+        elif mine is not None and request.room in self._rooms.open:
+            failure = Failure("decode", request.reason, "abort")
+            self._fail(request.room, failure, except_peer=peer)
 
     def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
-        known = self._rooms.by_name.get(request.room)
+        name = request.room
+        room = self._rooms.by_name.get(name)
         again = self._ended_attempts.has(peer, request)
-        if again or (known and known.requests.get(peer) == request):
+        if again or (room and room.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
         problem = self._reject_reason(peer, request, decode)
         if problem is not None:
             self._ended_attempts.add(peer, request)
-            about = request.generation, request.room, request.attempt
-            self._effects.send(peer, messages.Abort(*about, problem))
+            self._effects.send(peer, request.answer(messages.Abort, reason=problem))
             return
-        room = self._rooms.at(request.room, self._now)
+        room = self._rooms.at(name, self._now)
         room.ask(peer, request, decode.generation)
-        self._rooms.doubtful.discard(request.room)
-        decode.rooms.add(request.room)
-        if room.phase is Phase.HANDSHAKE:
-            room.phase = room.phase.to(Phase.TRANSFERRING if room.chunks else Phase.REQUESTED)
-        room.ends_at = self._lease_end(request.room) if room.chunks else room.asked_until(self._now)
+        self._rooms.doubtful.discard(name)
+        decode.rooms.add(name)
+        room.move(RoomEvent.ASKED)
+        if room.chunks:  # they came before the request, and are offered to it now
+            room.move(RoomEvent.OFFERED)
+        room.ends_at = self._lease_end(name) if room.chunks else room.asked_until(self._now)
         for chunk in room.chunks[: room.published]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
-            self._rooms.read.add(request.room)
+            self._rooms.read.add(name)
 
     def _dropped(self, drop: messages.DropRoom) -> None:
         """Ends a room that a decode will not ask for, unless all its readers have."""
-        known = self._rooms.by_name.get(drop.room)
-        if known is None or (drop.room in self._rooms.open and not known.full):
+        room = self._rooms.by_name.get(drop.room)
+        if room is None or (drop.room in self._rooms.open and not room.full):
             failure = Failure("decode", drop.reason, "abort")
-            self._fail(drop.room, self._rooms.at(drop.room, self._now), failure)
+            self._rooms.at(drop.room, self._now)
+            self._fail(drop.room, failure)
 
     def _reject_reason(
         self, peer: bytes, request: messages.ReadRequest, decode: Decode
@@ -277,11 +244,9 @@ class PrefillMachine:
         if room is not None and leased:
             room.done.add(peer)
             if room.complete and done.room in self._rooms.open:
-                room.phase = room.phase.to(Phase.SUCCESS)
+                room.move(RoomEvent.ALL_DONE)
                 self._close(done.room, room)
-        self._effects.send(
-            peer, messages.ReleaseAck(done.generation, done.room, done.attempt, leased)
-        )
+        self._effects.send(peer, done.answer(messages.ReleaseAck, leased=leased))
 
     def _lose(self, lost: LostPeer | None) -> None:
         """The rooms fail that a lost peer has asked for and is not done with."""
@@ -291,28 +256,23 @@ class PrefillMachine:
             room = self._rooms.by_name.get(name)
             reads = room and lost.peer in room.requests and lost.peer not in room.done
             if room and reads and name in self._rooms.open:
-                self._fail(name, room, lost.failure, except_peer=lost.peer)
+                self._fail(name, lost.failure, except_peer=lost.peer)
 
-    def _fail(
-        self, name: Room, room: PrefillRoom, failure: Failure, except_peer: bytes | None = None
-    ) -> None:
+    def _fail(self, name: Room, failure: Failure, except_peer: bytes | None = None) -> None:
+        room = self._rooms.known(name)
         room.failure = failure
-        room.phase = room.phase.to(Phase.FAILED)
+        room.move(RoomEvent.FAILED)
         room.told = room.told.also(room.generations, room.readers)
         self._close(name, room)
         for peer, request in room.requests.items():
             if peer != except_peer:
-                abort = messages.Abort(self.hello.generation, name, request.attempt, failure.reason)
-                self._effects.send(peer, abort)
+                self._effects.send(peer, request.answer(messages.Abort, reason=failure.reason))
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self._rooms.end(name, room, self._now)
-        self._effects.append(RoomEnded(name))
         seconds = self._now - room.opened_at
-        self.totals.add(RoomMetrics(chunks=len(room.chunks), total_seconds=seconds), room.failure)
-        if room.failure is not None:
-            facts = {"generation": self.hello.generation, "seconds": round(seconds, 6)}
-            log_failure(room.failure, room=name, **room.facts(), **facts)
+        numbers = RoomMetrics(chunks=len(room.chunks), total_seconds=seconds)
+        self._record_end(name, room, numbers)
         for peer, request in room.requests.items():
             self._ended_attempts.add(peer, request)
             if peer in self.peers.alive:
@@ -325,7 +285,7 @@ class PrefillMachine:
             try:
                 computed = event is None or event.query()
             except Exception as error:  # whatever a device's event raises is this room's alone
-                self._fail(name, room, Failure("prefill", f"its device failed: {error}", "device"))
+                self._fail(name, Failure("prefill", f"its device failed: {error}", "device"))
                 return
             if not computed:
                 break
@@ -334,8 +294,10 @@ class PrefillMachine:
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
                 self._rooms.read.add(name)
-        waiting = self._rooms.unpublished
-        (waiting.add if room.unpublished else waiting.discard)(name)
+        if room.unpublished:
+            self._rooms.unpublished.add(name)
+        else:
+            self._rooms.unpublished.discard(name)
 
     def _lease_end(self, name: Room) -> float | None:
         lease = self._lease_of(name)

@@ -7,8 +7,9 @@ from __future__ import annotations
 from disagg.digest.digest import from_wire, pieces
 from disagg.digest.digester import Verification, differences
 from disagg.plan import TransferPlan
+from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.effects import ComputeDigest, Effects
-from disagg.protocol.messages import MAX_MESSAGE, DigestRequest, Digests, Room
+from disagg.protocol.messages import DigestRequest, Digests, Room
 from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.prefill_room import PrefillRoom
 from disagg.protocol.status import Failure
@@ -25,9 +26,16 @@ class Comparisons:
         """Asks for digests of all that a room has read, from every rank that contributed."""
         total = room.address.num_tokens
         for source in plan.contributors():
-            given = pieces(plan, source, range(room.start, total), total)
-            mine = self._layout, room.address
-            self._ask(room, Verification(name, room.attempt, source, *mine, given, now))
+            check = Verification(
+                room=name,
+                attempt=room.attempt,
+                source=source,
+                layout=self._layout,
+                address=room.address,
+                pieces=pieces(plan, source, range(room.start, total), total),
+                begun=now,
+            )
+            self._ask(room, check)
 
     def answered(
         self, room: DecodeRoom, source: int, message: Digests, now: float
@@ -38,7 +46,7 @@ class Comparisons:
             return None  # a duplicate
         room.touched = now
         if message.problem:
-            reason = f"{room.link.name(source)} gives no digests: {message.problem}"
+            reason = f"{room.link.ranks[source]} gives no digests: {message.problem}"
             return Failure("prefill", reason, "digest")
         check.theirs = message.values
         return self._compare(room, check, now)
@@ -59,15 +67,21 @@ class Comparisons:
         return self._compare(room, check, now)
 
     def _ask(self, room: DecodeRoom, check: Verification) -> None:
-        hello = room.link.hellos[check.source]
-        if not check.pieces or hello is None:
+        rank = room.link.ranks[check.source]
+        if not check.pieces or rank.hello is None:
             return
         room.checks[check.source] = check
-        self._effects.append(ComputeDigest(check, check.address, check.pieces, check.each))
-        request = DigestRequest(
-            hello.generation, check.room, check.attempt, check.each, check.wire()
+        self._effects.append(
+            ComputeDigest(check, check.address, pieces=check.pieces, each=check.each)
         )
-        self._effects.send(room.link.first + check.source, request)
+        request = DigestRequest(
+            generation=rank.hello.generation,
+            room=check.room,
+            attempt=check.attempt,
+            each=check.each,
+            pieces=check.wire(),
+        )
+        self._effects.send(rank.number, request)
 
     def _compare(self, room: DecodeRoom, check: Verification, now: float) -> Failure | None:
         """Once both sides' digests are there: equal, asked again entry by entry, or a failure."""
@@ -77,7 +91,7 @@ class Comparisons:
             del room.checks[check.source]
             room.metrics.verify_seconds += now - check.begun
             return None
-        finer, sentence = differences(check, room.link.name(check.source))
+        finer, sentence = differences(check, str(room.link.ranks[check.source]))
         if finer is None:
             return Failure("decode", sentence, "digest")
         self._ask(room, finer)
@@ -97,7 +111,7 @@ class DigestAnswers:
         with the peer, if anything.
         """
         if room is None or room.failure is not None or not room.whole or peer in room.done:
-            self._answer(peer, request, b"", "the room's pages are not leased.")
+            self.answer(peer, request, b"", "the room's pages are not leased.")
             return None
         if (peer, request.each) in room.digested:
             return None  # a duplicate
@@ -108,19 +122,14 @@ class DigestAnswers:
             return str(error)
         if request.each and 16 * sum(len(piece.entries) for piece in wanted) > MAX_MESSAGE:
             most = f"{MAX_MESSAGE} bytes, the most of one message."
-            self._answer(peer, request, b"", f"the digests are more than {most}")
+            self.answer(peer, request, b"", f"the digests are more than {most}")
             return None
         room.digested.add((peer, request.each))
         key = peer, request
         self._effects.append(ComputeDigest(key, room.addresses[-1], wanted, request.each))
         return None
 
-    def computed(
-        self, peer: bytes, request: DigestRequest, values: bytes | None, problem: str
-    ) -> None:
+    def answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:
         """Sends the digests, or why there are none."""
-        self._answer(peer, request, values or b"", problem)
-
-    def _answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:
-        about = request.generation, request.room, request.attempt, request.each
-        self._effects.send(peer, Digests(*about, values, problem))
+        digests = request.answer(Digests, each=request.each, values=values, problem=problem)
+        self._effects.send(peer, digests)

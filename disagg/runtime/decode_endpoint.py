@@ -19,12 +19,13 @@ from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.plan import Group
+from disagg.protocol.aux_values import Aux
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import Dial, Send
+from disagg.protocol.effects import Connect, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
-from disagg.protocol.link import Link
-from disagg.protocol.messages import Aux, Room, room_name
+from disagg.protocol.messages import Room, room_name
 from disagg.protocol.metrics import RoomMetrics
+from disagg.protocol.peers.link import Link
 from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
 from disagg.runtime.endpoint import Endpoint, Reads
@@ -133,14 +134,14 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         effects = self.machine.handle(ConnectLink(link), loop.clock())
         try:
             for effect in effects:
-                if isinstance(effect, Dial):  # now: a bad address is the caller's error
+                if isinstance(effect, Connect):  # now: a bad address is the caller's error
                     loop.transport.connect(effect.peer, effect.address)
         except ValueError:
             effects = self.machine.handle(DisconnectLink(link), loop.clock())
             # not every rank was dialled
             loop.pending.extend(effect for effect in effects if not isinstance(effect, Send))
             raise
-        loop.pending.extend(effect for effect in effects if not isinstance(effect, Dial))
+        loop.pending.extend(effect for effect in effects if not isinstance(effect, Connect))
 
     def handshake(self, link: Link, timeout: float) -> None:
         """Waits as `connect` does; the link stays."""
@@ -205,7 +206,16 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         with deferred_signals, self._loop.lock:
             link, start = link or self._only_link(name), index(start)
             with pinned(self.machine, name, address, self.layout, start=start):
-                self.driver.call(RequestRoom(name, address, start, link, aux, at_most=at_most))
+                self.driver.call(
+                    RequestRoom(
+                        room=name,
+                        address=address,
+                        start=start,
+                        link=link,
+                        expected=aux,
+                        at_most=at_most,
+                    )
+                )
 
     def decline(self, room: Room, link: Link | None = None) -> None:
         """Reads nothing of a room of which this decode has everything: prefill's pages come back
@@ -219,7 +229,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         name = room_name(room)
         with deferred_signals, self._loop.lock:
             link = link or self._only_link(name)
-            self.driver.call(RequestRoom(name, NOTHING, 0, link, declined=True))
+            self.driver.call(
+                RequestRoom(room=name, address=NOTHING, start=0, link=link, declined=True)
+            )
 
     def layer_ready(self, room: Room, layer: int, *, owner: str = "target") -> bool:
         """Whether all that the room lacks of a layer was read, from every rank that has any of it.

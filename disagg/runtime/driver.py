@@ -22,8 +22,8 @@ from typing import Any
 from disagg.errors import UsageError
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.messages import Room
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
 from disagg.runtime.loop.ended_file import EndedFile

@@ -24,10 +24,11 @@ from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child,
 from disagg.host.prefault import Prefault
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
+from disagg.protocol.conventions import checked_conventions
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.liveness import Leases
-from disagg.protocol.messages import PROTOCOL, Hello, Room, checked_conventions, room_name
+from disagg.protocol.messages import PROTOCOL, Hello, Room, room_name
 from disagg.protocol.metrics import Snapshot
+from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.status import Failure, KVPoll

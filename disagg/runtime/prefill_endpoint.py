@@ -12,8 +12,9 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.host.signals import deferred_signals
+from disagg.protocol.aux_values import Aux
 from disagg.protocol.events import OfferChunk, RejectRoom
-from disagg.protocol.messages import Aux, Room, room_name
+from disagg.protocol.messages import Room, room_name
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
 from disagg.runtime.endpoint import Endpoint
@@ -97,7 +98,17 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
             with pinned(self.machine, name, address, self.layout, last=last):
-                self.driver.call(OfferChunk(name, address, chunk, last, aux or {}, after, some))
+                self.driver.call(
+                    OfferChunk(
+                        room=name,
+                        address=address,
+                        tokens=chunk,
+                        last=last,
+                        aux=aux or {},
+                        after=after,
+                        layers=some,
+                    )
+                )
 
     def reject(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended, as `abort` does, also one that no side knows yet: a

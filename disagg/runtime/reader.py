@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 
 from disagg.engines.base import Engine
-from disagg.protocol.link import Link
+from disagg.protocol.events import ReaderEvent
 from disagg.protocol.messages import Hello
+from disagg.protocol.peers.link import Link
 from disagg.protocol.read import Read
-from disagg.runtime.reads.context import ReadContext, ReadEvent
+from disagg.runtime.reads.context import ReadContext, TrackedRead
 from disagg.runtime.reads.lane import Lane
 from disagg.runtime.staging import StagingBuffers
 
@@ -24,7 +25,8 @@ arrive in the background.
 
 
 class Reader:
-    """Works through reads with one engine; used by one thread.
+    """Works through reads with one engine; used by one thread. What becomes of them it reports as
+    events, and changes nothing of the machine's.
 
     Every read ends with a ReadEnded, once none of its bytes can land any more; if that takes time,
     a ReadFailed comes before it. A part that takes longer than `timeout` seconds has failed.
@@ -37,7 +39,9 @@ class Reader:
         clock: Callable[[], float] = time.monotonic,
         stage: StagingBuffers | None = None,
     ) -> None:
-        self._context = ReadContext(engine, stage or StagingBuffers(), timeout, clock)
+        self._context = ReadContext(
+            engine=engine, stage=stage or StagingBuffers(), timeout=timeout, clock=clock
+        )
         self._lanes: dict[tuple[int, int, str], Lane] = {}
         self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
@@ -53,7 +57,7 @@ class Reader:
     def add(self, read: Read) -> None:
         """Takes a read over."""
         lane = self._lane(read.link, read.source, read.hello)
-        lane.queue.append(read)
+        lane.queue.append(TrackedRead(read))
         self._active[lane] = None
 
     def connect(self, link: Link, source: int, hello: Hello) -> None:
@@ -61,13 +65,13 @@ class Reader:
         goes wrong then is for that read to find.
         """
         lane = self._lane(link, source, hello)
-        lane.early = link, source, hello
+        lane.connects_early = True
         self._active[lane] = None
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
-        for read in self._reads():
-            read.cancelled = read.cancelled or read.attempt == attempt
+        for tracked in self._reads():
+            tracked.cancelled = tracked.cancelled or tracked.read.attempt == attempt
 
     def drop_peer(self, link: Link, source: int) -> None:
         """Gives a rank up, in all its generations: its rooms have failed."""
@@ -77,10 +81,10 @@ class Reader:
             lane.drop()
             self._dropped.append(lane)
 
-    def step(self, waits: bool = True) -> list[ReadEvent]:
-        """One step of every rank that has work; returns the reads that have failed or ended. With
-        `waits=False` what may take time is left to the next step: to connect, to give up a peer,
-        and all reads of an engine that copies in its calls.
+    def step(self, waits: bool = True) -> list[ReaderEvent]:
+        """One step of every rank that has work; returns what has happened. With `waits=False` what
+        may take time is left to the next step: to connect, to give up a peer, and all reads of an
+        engine that copies in its calls.
         """
         self._excuse(self._context.clock())
         background, lanes = self._context.engine.background, list(self._active)
@@ -102,10 +106,10 @@ class Reader:
         self.busy = any(moved) or spins or later
         return self._context.take_events()
 
-    def close(self) -> list[ReadEvent]:
+    def close(self) -> list[ReaderEvent]:
         """Ends what is left, once the engine is closed and nothing can land."""
-        for read in (*self._reads(), *self._context.quarantined):
-            self._context.end(read, "the endpoint was closed.")
+        for tracked in (*self._reads(), *self._context.quarantined):
+            self._context.end(tracked, "the endpoint was closed.")
         self._context.quarantined.clear()
         self._lanes.clear()
         self._active.clear()
@@ -116,12 +120,12 @@ class Reader:
         """The lane of one generation of a rank."""
         key = id(link), source, hello.generation
         if key not in self._lanes:
-            self._lanes[key] = Lane(self._context)
+            self._lanes[key] = Lane(self._context, link, source, hello)
         return self._lanes[key]
 
-    def _reads(self) -> list[Read]:
+    def _reads(self) -> list[TrackedRead]:
         """All reads that have not ended, but those in quarantine."""
-        return [read for lane in (*self._active, *self._dropped) for read in lane.reads()]
+        return [tracked for lane in (*self._active, *self._dropped) for tracked in lane.reads()]
 
     def _excuse(self, now: float) -> None:
         """Time in which nobody looked counts as no read's: its engine could not go on."""

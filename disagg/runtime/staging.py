@@ -70,10 +70,10 @@ class StagingBuffers:
 
     def parts(self, batch: CopyBatch, source: PoolLayout, engine: Engine) -> Iterator[ReadPart]:
         """A batch in parts for an engine; through a buffer if that pays."""
-        found = coalesce(batch, source, engine.run_overhead_bytes) if self._usable else None
-        if found is None:
+        longer = coalesce(batch, source, engine.run_overhead_bytes) if self._usable else None
+        if longer is None:
             return map(ReadPart, batch.split(engine.max_bytes, engine.max_runs))
-        return cut(found, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
+        return cut(longer, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
 
     def take(self) -> int | None:
         """Pointer to a buffer, or None while all are in use. Raises TransferError if none will be
@@ -88,7 +88,7 @@ class StagingBuffers:
         self._free.extend(buffers)
 
     def mark_lost(self, count: int) -> None:
-        """`count` buffers may be written to for ever."""
+        """`count` buffers may be written to at any time, and are not used again."""
         self._usable -= count
 
     def scatter(self, part: CopyBatch, buffer: int) -> Event | None:
@@ -111,7 +111,7 @@ def coalesce(
     ends: Ints = src + nbytes
     gaps: Ints = src[1:] - ends[:-1]
     near = (gaps >= 0) & ~source.foreign_bytes.among(ends[:-1], src[1:])
-    found = None
+    joined = None
     least = (batch.runs * run_overhead_bytes + total) // 2
     for most in (0, run_overhead_bytes):
         follows = near & (gaps <= most)
@@ -119,10 +119,10 @@ def coalesce(
         runs = batch.runs - int(follows.sum())
         cost = runs * run_overhead_bytes + read + total  # the payload is copied once more
         if cost <= least and read <= MAX_READ_AMPLIFICATION * total:
-            found, least = follows, cost
-    if found is None:
+            joined, least = follows, cost
+    if joined is None:
         return None
-    firsts = np.flatnonzero(np.concatenate([[True], ~found]))
+    firsts = np.flatnonzero(np.concatenate([[True], ~joined]))
     lasts = np.concatenate([firsts[1:], [src.size]]) - 1
     lengths: Ints = ends[lasts] - src[firsts]
     starts: Ints = np.cumsum(lengths) - lengths
@@ -155,8 +155,8 @@ def staging_buffers(layout: PoolLayout, engine: Engine, nbytes: int) -> StagingB
         return StagingBuffers()
     (memory,) = memories
     if layout.buffers[0].on_host:
-        held = np.empty(nbytes, dtype=np.uint8)
-        return StagingBuffers([Slab(held.ctypes.data, nbytes, memory)], copy_runs, held)
+        buffer = np.empty(nbytes, dtype=np.uint8)
+        return StagingBuffers([Slab(buffer.ctypes.data, nbytes, memory)], copy_runs, buffer)
     from kvpool.device import DeviceUnavailable, Sharing, get_device  # imports torch
 
     try:

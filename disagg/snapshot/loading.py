@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from disagg.protocol.messages import Convention, checked_conventions
+from disagg.protocol.conventions import Convention, checked_conventions
 from disagg.snapshot.copies import MAX_GAP, Staging, batches, windows
 from disagg.snapshot.files import SnapshotFile
 from disagg.snapshot.header import Header, SnapshotRefused

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from disagg.digest.digest import digests
 from disagg.plan import plan
-from disagg.protocol.messages import Convention, checked_conventions
+from disagg.protocol.conventions import Convention, checked_conventions
 from disagg.snapshot.copies import Staging, batches, windows
 from disagg.snapshot.files import replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, checked_request

@@ -28,9 +28,17 @@ def test_every_step_of_a_room_is_a_row_from_its_begin_to_its_end():
         done_seconds=3.5,
         total_seconds=4.0,
         reads=[
-            ReadTimes(1, 0, 64, None, 1.0, 2.0, 3.25),
-            ReadTimes(0, 64, 70, None, 1.5, None, 2.5),
-            ReadTimes(0, 0, 64, LayerRange("target", 0, 2), 0.75, 1.0, 1.25),
+            ReadTimes(source=1, start=0, stop=64, layers=None, ready=1.0, begun=2.0, ended=3.25),
+            ReadTimes(source=0, start=64, stop=70, layers=None, ready=1.5, begun=None, ended=2.5),
+            ReadTimes(
+                source=0,
+                start=0,
+                stop=64,
+                layers=LayerRange("target", 0, 2),
+                ready=0.75,
+                begun=1.0,
+                ended=1.25,
+            ),
         ],
         released={0: 3.75, 1: 4.0},
     )
@@ -61,7 +69,10 @@ def test_every_step_of_a_room_is_a_row_from_its_begin_to_its_end():
 
 def test_layers_of_a_chunk_share_its_row():
     some = [LayerRange("target", n, n + 1) for n in range(3)]
-    reads = [ReadTimes(0, 0, 64, layers, n, n, n + 0.5) for n, layers in enumerate(some)]
+    reads = [
+        ReadTimes(source=0, start=0, stop=64, layers=layers, ready=n, begun=n, ended=n + 0.5)
+        for n, layers in enumerate(some)
+    ]
     (row,) = panel(RoomMetrics(reads=reads, total_seconds=3.0)).rows
     assert (row.name, row.figure) == ("tokens 0-63, in 3 parts", "2.5 s")
     assert [mark.kind for mark in row.marks] == ["thin", "bar"] * 3 + ["tick"] * 3
@@ -74,7 +85,10 @@ def test_a_room_that_ended_before_anything_was_read_is_drawn():
 
 
 def test_chunks_beyond_what_can_be_read_are_counted():
-    reads = [ReadTimes(0, n, n + 1, None, 1.0, 1.0, 2.0) for n in range(MAX_CHUNKS + 1200)]
+    reads = [
+        ReadTimes(source=0, start=n, stop=n + 1, layers=None, ready=1.0, begun=1.0, ended=2.0)
+        for n in range(MAX_CHUNKS + 1200)
+    ]
     rows = panel(RoomMetrics(reads=reads, total_seconds=2.0)).rows
     assert len(rows) == MAX_CHUNKS + 1 and rows[-1] == "1,200 more chunks are not drawn"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg import Engine, Lost, SocketTransport
-from disagg.protocol import messages
+from disagg.protocol import codec
 from disagg.runtime.sockets.credentials import TLSCredentials
 
 
@@ -52,7 +52,7 @@ class TrippedTransport(SocketTransport):
         engine.read = tripped_read
 
     def send(self, peer, data):
-        message = messages.decode(data)
+        message = codec.decode(data)
         kind = type(message).__name__
         self._sending(message)
         self._reached(f"send {kind}")
@@ -65,7 +65,7 @@ class TrippedTransport(SocketTransport):
     def poll(self, timeout, wake=None):
         for peer, data in super().poll(timeout, wake):
             if not isinstance(data, Lost):
-                self._reached(f"take {type(messages.decode(data)).__name__}")
+                self._reached(f"take {type(codec.decode(data)).__name__}")
             yield peer, data
 
     def _reached(self, point: str) -> None:

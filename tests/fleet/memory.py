@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.protocol.prefill_peers import PrefillPeers
+from disagg.protocol.peers.prefill_peers import PrefillPeers
 from disagg.protocol.rooms.decode_room import DecodeRoom
 
 if TYPE_CHECKING:

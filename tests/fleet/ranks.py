@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.protocol.link import Link
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.peers.link import Link
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.options import Options

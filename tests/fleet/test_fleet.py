@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from disagg.protocol.rooms.ended import EndedRooms
 from disagg.runtime.reads.lane import Lane
 from tests.fleet.__main__ import main
@@ -149,10 +149,10 @@ def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monke
     def lie(message):
         """Prefill says nothing of its leases' ends, and that all were kept."""
         if isinstance(message, messages.Abort):
-            message = messages.Pong(message.generation)
+            message = messages.Pong(generation=message.generation)
         elif isinstance(message, messages.ReleaseAck):
             message = structs.replace(message, leased=True)
-        return messages.encode(message)
+        return codec.encode(message)
 
     monkeypatch.setattr("disagg.protocol.effects.encode", lie)
     assert any("a wrong Success" in line for line in Fleet(late).run().broken)

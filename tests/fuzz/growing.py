@@ -14,11 +14,11 @@ import msgspec
 
 from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
-from disagg.protocol import messages
+from disagg.protocol import aux_values, codec, messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import ComputeDigest
 from disagg.protocol.events import ConnectLink, OfferChunk, Received, RequestRoom
-from disagg.protocol.link import Link
+from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.snapshot import SnapshotRefused
 from disagg.snapshot.header import Header, decode
@@ -113,7 +113,7 @@ def two_files(one: Make, two: Make, number: int) -> bytes:
 def say_hello(data: bytes) -> None:
     """To prefill, and to decode, which plans."""
     with suppress(messages.WireError):
-        message = messages.decode(data)
+        message = codec.decode(data)
         prefill = PrefillMachine(machines.hello(OWN, "g1"), OWN, now=0.0)
         prefill.handle(Received(b"d", message), 0.0)
         decode = DecodeMachine(machines.hello(OWN, "d"), OWN, 1, now=0.0)
@@ -122,16 +122,16 @@ def say_hello(data: bytes) -> None:
 
 
 def in_hello(layout: bytes) -> bytes:
-    return messages.encode(msgspec.structs.replace(machines.hello(OWN, "g1"), layout=layout))
+    return codec.encode(msgspec.structs.replace(machines.hello(OWN, "g1"), layout=layout))
 
 
 def get_chunk(data: bytes) -> None:
     with suppress(messages.WireError, ValueError):
-        message = messages.decode(data)
+        message = codec.decode(data)
         decode = DecodeMachine(machines.hello(OWN, "d"), OWN, 1, now=0.0)
         decode.handle(ConnectLink(link := Link(("x",))), 0.0)
         decode.handle(Received(0, machines.hello(OWN, "g1")), 0.0)
-        decode.handle(RequestRoom("r", samples.address(OWN), 0, link), 0.0)
+        decode.handle(RequestRoom(room="r", address=samples.address(OWN), start=0, link=link), 0.0)
         attempt = decode.rooms()["r"].attempt
         decode.handle(Received(0, msgspec.structs.replace(message, attempt=attempt)), 0.0)
 
@@ -168,11 +168,26 @@ def ask_for_digests(data: bytes) -> None:
     layout, address = long_room()
     prefill = PrefillMachine(machines.hello(layout, "g1"), layout, now=0.0)
     prefill.handle(Received(b"d", machines.hello(layout, "d")), 0.0)
-    prefill.handle(OfferChunk("r", address, range(TOKENS), True, {}, None, None), 0.0)
-    request = messages.ReadRequest("g1", "r", "a", 0, TOKENS, 1)
+    prefill.handle(
+        OfferChunk(
+            room="r",
+            address=address,
+            tokens=range(TOKENS),
+            last=True,
+            aux={},
+            after=None,
+            layers=None,
+        ),
+        0.0,
+    )
+    request = messages.ReadRequest(
+        generation="g1", room="r", attempt="a", start=0, num_tokens=TOKENS, readers=1
+    )
     prefill.handle(Received(b"d", request), 0.0)
     for each in (False, True):
-        message = messages.DigestRequest("g1", "r", "a", each, data)
+        message = messages.DigestRequest(
+            generation="g1", room="r", attempt="a", each=each, pieces=data
+        )
         for effect in prefill.handle(Received(b"d", message), 0.0):
             if isinstance(effect, ComputeDigest):
                 with suppress(ValueError):
@@ -200,7 +215,7 @@ def many_shapes(number: int) -> bytes:
 
 def unpack(data: bytes) -> None:
     with suppress(messages.WireError):
-        messages.unpack_aux(data)
+        aux_values.unpack_aux(data)
 
 
 # all of them
@@ -212,7 +227,7 @@ def grown(sample: Any, encode: Encode, skip: tuple[str, ...] = ()) -> dict[str, 
 
 
 def _hello() -> Any:
-    return tree(msgspec.msgpack.decode(messages.encode(machines.hello(OWN, "g1"))))
+    return tree(msgspec.msgpack.decode(codec.encode(machines.hello(OWN, "g1"))))
 
 
 def _wide(encode: Callable[[bytes], bytes]) -> dict[str, Grower]:

@@ -28,7 +28,7 @@ from disagg import (
 )
 from disagg.digest.digest import from_wire
 from disagg.plan.columns import Columns
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from disagg.protocol.events import ReadEnded
 from disagg.protocol.read import Read
 from disagg.runtime.reader import Reader
@@ -69,7 +69,7 @@ def hello(layout: PoolLayout, generation: str) -> messages.Hello:
 
 def sent(fields: dict[str, Any], kind: type[Any]) -> Any:
     """A message, encoded and decoded; raises Finding if it is refused."""
-    message = messages.decode(build.packed(fields))
+    message = codec.decode(build.packed(fields))
     if not isinstance(message, kind):
         raise Finding(f"{fields} are read as {type(message).__name__}.")
     return message
@@ -184,7 +184,8 @@ class CountedReader(Reader):
     def step(self, waits: bool = True) -> list[Any]:
         events = super().step(waits)
         for event in events:
-            self.open[event.read.room] -= isinstance(event, ReadEnded)
+            if isinstance(event, ReadEnded):
+                self.open[event.read.room] -= 1
         return events
 
 
@@ -221,7 +222,7 @@ def made(kind: Any, layout: PoolLayout, wire: Wire, clock: Clock, choices: Choic
 
 def decode_sent(wire: Wire) -> list[tuple[Any, Any]]:
     """Takes what an endpoint has sent; raises WireError if no peer could decode it."""
-    found = [(to, messages.decode(data)) for to, data in wire.sent]
+    found = [(to, codec.decode(data)) for to, data in wire.sent]
     wire.sent.clear()
     return found
 
@@ -233,7 +234,7 @@ def prefill(choices: Choices) -> str:
     endpoint = made(PrefillEndpoint, layout, wire, clock, choices, bind="x", lease=lease)
     ended: dict[messages.Room, KVPoll] = {}
     address = samples.address(layout)
-    wire.inbox += [(peer, messages.encode(hello(layout, "d"))) for peer in PEERS[:2]]
+    wire.inbox += [(peer, codec.encode(hello(layout, "d"))) for peer in PEERS[:2]]
     for _ in range(choices.number(1, MOST_STEPS)):
         step, name = choices.number(0, 9), pick(choices, ROOMS)
         if step in (0, 4):
@@ -284,7 +285,7 @@ def decode(choices: Choices) -> str:
     known: set[messages.Room] = set()
     ended: dict[messages.Room, KVPoll] = {}
     for rank in range(len(peers) if choices.number(0, 3) else 0):
-        wire.inbox.append((rank, messages.encode(hello(peers[rank], "g1"))))
+        wire.inbox.append((rank, codec.encode(hello(peers[rank], "g1"))))
     for _ in range(choices.number(1, MOST_STEPS)):
         step, name = choices.number(0, 19), pick(choices, ROOMS[:2])
         rank = choices.number(0, len(peers) - 1)
@@ -306,10 +307,10 @@ def decode(choices: Choices) -> str:
                 known.remove(name)
                 ended.pop(name, None)
         elif step in (5, 6):
-            wire.inbox.append((rank, messages.encode(hello(peers[rank], "g1"))))
+            wire.inbox.append((rank, codec.encode(hello(peers[rank], "g1"))))
         elif step < 16 and (name, rank) in requests:
             answer = _honest(choices, peers[rank], requests[name, rank])
-            wire.inbox.append((rank, messages.encode(answer)))
+            wire.inbox.append((rank, codec.encode(answer)))
         elif step > 16:
             _, fields = hostile(choices, ROOMS, attempts.values(), "g1")
             wire.inbox.append((rank, build.packed(fields)))
@@ -335,7 +336,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
         layers = pick(choices, (*[None] * 3, *LAYERS))
         last = stop == samples.TOKENS and choices.number(0, 2) > 0
         more = {"layers": layers, "last": last} if layers else {}
-        return messages.decode(planning.ready(peer, start, stop, {**about, **more}))
+        return codec.decode(planning.ready(peer, start, stop, {**about, **more}))
     if isinstance(asked, messages.ReadDone):
         released = build.message(messages.ReleaseAck, choices, **about, leased=True)
         return sent(released, messages.ReleaseAck)

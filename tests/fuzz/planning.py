@@ -13,7 +13,7 @@ import msgspec
 
 from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
-from disagg.protocol import messages
+from disagg.protocol import aux_values, codec, messages
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
 from tests.fuzz import build, edits, samples
 from tests.fuzz.guard import Finding
@@ -50,7 +50,7 @@ def run(data: bytes) -> str:
     outcome = "planned"
     for source, data in enumerate(offer.readies[: len(peers)]):
         try:
-            ready = messages.decode(data)
+            ready = codec.decode(data)
             if not isinstance(ready, messages.ChunkReady):
                 continue
             address = ready.address()
@@ -150,7 +150,7 @@ def ready(
         "last": last,
         "num_tokens": address.num_tokens,
         "spans": messages.spans_of(address),
-        "aux": messages.pack_aux({}),
+        "aux": aux_values.pack_aux({}),
         "layers": None,
     }
     return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **{**fields, **about}))

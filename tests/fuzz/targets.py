@@ -12,7 +12,7 @@ import msgspec
 
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.nixl import NixlEngine
-from disagg.protocol import messages
+from disagg.protocol import aux_values, codec, messages
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, digesting, edits, local, machines, planning, samples
 from tests.fuzz.guard import Finding
@@ -53,11 +53,11 @@ class Target:
 def run_wire(data: bytes) -> str:
     """A message or a WireError; what was read can be encoded again, and its methods work."""
     try:
-        message = messages.decode(data)
+        message = codec.decode(data)
     except messages.WireError:
         return "refused"
-    again = messages.encode(message)
-    if messages.encode(messages.decode(again)) != again:
+    again = codec.encode(message)
+    if codec.encode(codec.decode(again)) != again:
         raise Finding(f"{message} changes in a round trip.")
     if (room := getattr(message, "room", None)) is not None and messages.room_name(room) != room:
         raise Finding(f"{message}: a caller cannot name its room.")
@@ -67,7 +67,7 @@ def run_wire(data: bytes) -> str:
     if isinstance(message, messages.Hello):
         _allow(LayoutError, lambda: PoolLayout.from_msgpack(message.layout))
     if isinstance(message, messages.ChunkReady):
-        _allow(messages.WireError, lambda: messages.unpack_aux(message.aux))
+        _allow(messages.WireError, lambda: aux_values.unpack_aux(message.aux))
     return type(message).__name__
 
 
@@ -83,11 +83,11 @@ def every_message() -> Iterator[bytes]:
 def run_aux(data: bytes) -> str:
     """A map of names or a WireError; what was read can be sent again."""
     try:
-        values = messages.unpack_aux(data)
+        values = aux_values.unpack_aux(data)
     except messages.WireError:
         return "refused"
-    again = messages.pack_aux(values)
-    if messages.pack_aux(messages.unpack_aux(again)) != again:
+    again = aux_values.pack_aux(values)
+    if aux_values.pack_aux(aux_values.unpack_aux(again)) != again:
         raise Finding(f"{values} change in a round trip.")
     return "read"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from disagg.plan.bind import CopyBatch
-from disagg.protocol import messages
+from disagg.protocol import codec
 from tests.fuzz import build, guard, planning, samples
 from tests.fuzz.edits import NUMBERS, tokens
 from tests.fuzz.guard import Finding, Tally, guarded
@@ -24,7 +24,7 @@ DOCUMENTS = [name for name, target in TARGETS.items() if target.mutate and targe
 def test_every_message_is_fuzzed_from_valid_ones(name):
     for seed in range(20):
         data = build.packed(build.message(KINDS[name], build.Seeded(seed)))
-        assert isinstance(messages.decode(data), KINDS[name])
+        assert isinstance(codec.decode(data), KINDS[name])
         assert TARGETS["wire"].run(data) == name
 
 

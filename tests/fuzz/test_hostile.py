@@ -18,12 +18,12 @@ from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
 from disagg.plan import plan
-from disagg.protocol import messages
+from disagg.protocol import aux_values, codec, messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import ConnectLink, Received, RequestRoom
-from disagg.protocol.link import Link
+from disagg.protocol.peers.link import Link
+from disagg.protocol.peers.prefill_peers import MAX_PEERS
 from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
-from disagg.protocol.prefill_peers import MAX_PEERS
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, local, machines, planning, samples, wide
 from tests.fuzz.guard import Tally, guarded
@@ -79,7 +79,15 @@ def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
 def test_a_peer_opens_no_more_rooms_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     numbers = range(MAX_REQUESTED + 5000)
-    requests = [(b"a", messages.ReadRequest("g1", n, "a", 0, 5, 1)) for n in numbers]
+    requests = [
+        (
+            b"a",
+            messages.ReadRequest(
+                generation="g1", room=n, attempt="a", start=0, num_tokens=5, readers=1
+            ),
+        )
+        for n in numbers
+    ]
     rooms = flood([(b"a", hello), *requests])
     assert len(rooms.open_rooms()) == MAX_REQUESTED
 
@@ -91,8 +99,21 @@ def test_rooms_that_were_requested_and_aborted_are_forgotten(monkeypatch):
     def flooding():
         yield b"a", hello
         for number in range(5000):
-            yield b"a", messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
-            yield b"a", messages.Abort("g1", number, f"{number}", "aborted")
+            yield (
+                b"a",
+                messages.ReadRequest(
+                    generation="g1",
+                    room=number,
+                    attempt=f"{number}",
+                    start=0,
+                    num_tokens=5,
+                    readers=1,
+                ),
+            )
+            yield (
+                b"a",
+                messages.Abort(generation="g1", room=number, attempt=f"{number}", reason="aborted"),
+            )
 
     rooms = flood(flooding())
     assert not rooms.open_rooms()
@@ -229,7 +250,7 @@ def test_planning_with_huge_pages_costs_no_more_than_their_padding():
 )
 def test_an_invalid_aux_value_is_refused(value):
     with pytest.raises(messages.WireError, match="malformed aux"):
-        messages.unpack_aux(b"\x81\xa1x" + value)
+        aux_values.unpack_aux(b"\x81\xa1x" + value)
 
 
 def test_aux_keys_with_colliding_hashes_are_refused_at_once():
@@ -238,7 +259,7 @@ def test_aux_keys_with_colliding_hashes_are_refused_at_once():
     data = b"\x81\xa1x\xdf" + len(pairs).to_bytes(4, "big") + values
     began = time.thread_time()
     with pytest.raises(messages.WireError):
-        messages.unpack_aux(data)
+        aux_values.unpack_aux(data)
     assert time.thread_time() - began < 1  # it took 7 s
 
 
@@ -274,9 +295,19 @@ def test_reasons_of_a_peer_are_kept_shortened():
         for number in range(200):
             peer = b"%d" % number
             yield peer, hello
-            yield peer, messages.ReadRequest("g1", number, f"{number}", 0, 5, 1)
+            yield (
+                peer,
+                messages.ReadRequest(
+                    generation="g1",
+                    room=number,
+                    attempt=f"{number}",
+                    start=0,
+                    num_tokens=5,
+                    readers=1,
+                ),
+            )
             long = "y" * (messages.MAX_TEXT - 3) + str(number)
-            yield peer, messages.Abort("g1", number, "a", long)
+            yield peer, messages.Abort(generation="g1", room=number, attempt="a", reason=long)
             yield peer, messages.Refuse([long] * 4)
 
     rooms = flood(flooding())
@@ -291,7 +322,17 @@ def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
         for peer in range(4):
             yield b"%d" % peer, hello
             for number in range(2000):
-                yield b"%d" % peer, messages.ReadRequest("g1", f"{peer}.{number}", "a", 0, 5, 1)
+                yield (
+                    b"%d" % peer,
+                    messages.ReadRequest(
+                        generation="g1",
+                        room=f"{peer}.{number}",
+                        attempt="a",
+                        start=0,
+                        num_tokens=5,
+                        readers=1,
+                    ),
+                )
 
     assert len(flood(flooding()).open_rooms()) == 5000
 
@@ -301,11 +342,11 @@ def test_aux_values_before_the_last_chunk_fail_the_room():
     machine = DecodeMachine(machines.hello(own, "d"), own, 1, now=0.0)
     machine.handle(ConnectLink(link := Link(("x",))), 0.0)
     machine.handle(Received(0, machines.hello(peer, "g1")), 0.0)
-    machine.handle(RequestRoom("r", samples.address(own), 0, link), 0.0)
+    machine.handle(RequestRoom(room="r", address=samples.address(own), start=0, link=link), 0.0)
     attempt = machine.rooms()["r"].attempt
     about = {"room": "r", "attempt": attempt, "generation": "g1"}
     for start, stop, aux in ((0, 5, b"\x80"), (5, 9, b"\x81\xa1x\x07")):
         assert machine.failure("r") is None
         ready = planning.ready(peer, start, stop, {**about, "aux": aux})
-        machine.handle(Received(0, messages.decode(ready)), 0.0)
+        machine.handle(Received(0, codec.decode(ready)), 0.0)
     assert "with the last chunk" in str(machine.failure("r"))

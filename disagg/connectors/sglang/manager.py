@@ -20,7 +20,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
-from disagg.protocol.messages import Aux
+from disagg.protocol.aux_values import Aux
 
 log = logging.getLogger("sglang.kvpool")
 

@@ -31,7 +31,7 @@ from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
-from disagg.protocol.messages import Convention
+from disagg.protocol.conventions import Convention
 
 KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"

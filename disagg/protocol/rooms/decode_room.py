@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from disagg.digest.digester import Verification
 from disagg.plan.bind import Count
 from disagg.plan.block_pools import id_clash
 from disagg.plan.columns import Columns
-from disagg.protocol.link import Link
-from disagg.protocol.messages import (
-    Aux,
-    ChunkReady,
-    pack_aux,
-    unpack_aux,
-)
+from disagg.protocol.aux_values import Aux, pack_aux, unpack_aux
+from disagg.protocol.messages import ChunkReady
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
+from disagg.protocol.peers.link import Link, PrefillRank
+from disagg.protocol.phases import Phase, PhasedRoom, RoomEvent
 from disagg.protocol.read import Read
 from disagg.protocol.rooms.offered import LayerRange, Offered
-from disagg.protocol.status import Failure, Phase
+from disagg.protocol.status import Side
 from kvpool.layout import RequestAddress
 
 
-@dataclass(eq=False, slots=True)
-class DecodeRoom:
+@dataclass(eq=False, slots=True, kw_only=True)
+class DecodeRoom(PhasedRoom):
     """One request that decode has asked for. With `declined`, nothing of it is read; with
     `at_most`, `address` has room for more tokens than it may have, until prefill says how many.
     """
 
+    side: ClassVar[Side] = "decode"
     link: Link
     address: RequestAddress
     start: int
     attempt: str
-    opened_at: float
     metrics: RoomMetrics
     expected: frozenset[str] = frozenset()
     declined: bool = False
     at_most: bool = False
-    phase: Phase = Phase.HANDSHAKE
     offered: dict[int, Offered] = field(default_factory=dict)
     """By source rank that is asked, which positions and layers are ready."""
     seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
     """Chunks by source rank, start, stop, last and layers."""
-    reads: set[Read] = field(default_factory=set)
-    """Those that have not ended."""
+    reads: dict[Read, float | None] = field(default_factory=dict)
+    """Those that have not ended, and when each has had its turn."""
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     closed: list[int] = field(default_factory=list)
     """Source ranks whose last chunk is ready."""
     aux: Aux = field(default_factory=dict)
-    failure: Failure | None = None
     touched: float = 0.0
     """When something has happened last: a chunk, the end of a read, a digest, an ack."""
 
@@ -84,10 +80,10 @@ class DecodeRoom:
         if self.phase is Phase.VERIFYING:
             return f"digests of {link.names(sorted(self.checks))}"
         if self.phase is Phase.RELEASING:
-            waited_for = (n for n in self.offered if n not in self.metrics.released)
-            return f"the ack of {link.names(waited_for)}"
-        open_ranks = [n for n, each in self.offered.items() if not each.closed]
-        first = min((self.offered[n] for n in open_ranks), key=lambda each: each.stop)
+            unreleased = (n for n in self.offered if n not in self.metrics.released)
+            return f"the ack of {link.names(unreleased)}"
+        open_ranks = {n: offered for n, offered in self.offered.items() if not offered.closed}
+        first = min(open_ranks.values(), key=lambda offered: offered.stop)
         awaited = first.awaited or f"chunks from position {first.stop} on,"
         return f"{awaited} of {link.names(open_ranks)}"
 
@@ -99,14 +95,19 @@ class DecodeRoom:
             "generation": ", ".join(hello.generation if hello else "" for hello in hellos),
             "start": self.start,
             "tokens": self.address.num_tokens,
-            "bytes_moved": self.metrics.bytes_moved,
-            "seconds": round(self.metrics.total_seconds, 6),
         }
 
-    def asked(self, now: float) -> None:
+    def asked_ranks(self) -> Iterator[tuple[PrefillRank, str]]:
+        """The ranks that are asked for it, and not lost, each with its generation."""
+        for source in self.offered:
+            rank = self.link.ranks[source]
+            if rank.hello is not None:
+                yield rank, rank.hello.generation
+
+    def ask(self, now: float) -> None:
         """All ranks are known, and those asked that the link says."""
-        self.phase = self.phase.to(Phase.REQUESTED)
-        self.offered = {source: Offered(held) for source, held in self.link.held.items()}
+        self.move(RoomEvent.RANKS_KNOWN)
+        self.offered = {source: Offered(layers) for source, layers in self.link.layers.items()}
         self.metrics.plan_seconds = self.link.plan_seconds
         self.metrics.asked_seconds = now - self.opened_at
 
@@ -128,26 +129,26 @@ class DecodeRoom:
         missing = sorted(self.expected - self.aux.keys())
         if not missing:
             return None
-        sent, link = ", ".join(sorted(self.aux)) or "none", self.link
-        said = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
-        if len(self.offered) == len(link.addresses):
-            return said
+        sent = ", ".join(sorted(self.aux)) or "none"
+        reason = f"prefill sent no aux value {', '.join(missing)} (it sent: {sent})."
+        if len(self.offered) == len(self.link.addresses):
+            return reason
         asked = ", ".join(map(str, self.offered))
-        return f"{said} Of prefill's ranks only {asked} are asked here: send it from every rank."
+        return f"{reason} Of prefill's ranks only {asked} are asked here: send it from every rank."
 
-    def begin_reads(
+    def new_reads(
         self, source: int, ready: ChunkReady, address: RequestAddress, now: float
     ) -> list[Read]:
         """What is to be read now that a chunk is ready, which lies at `address` on its rank."""
-        plan, hello, some = self.link.plan, self.link.hellos[source], ready.layers
+        plan, hello, some = self.link.plan, self.link.ranks[source].hello, ready.layers
         if self.declined or plan is None or hello is None:
             return []
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
         ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
-        meant = (some.layers, some.owner) if some else ()
         wanted: list[tuple[range, LayerRange | None, Count]] = []
-        if plan.contributes(source, *meant):
+        layers, owner = (some.layers, some.owner) if some else (None, "")
+        if plan.contributes(source, layers, owner):
             if self.at_most and tokens:
                 wanted.append((tokens, some, Count.UNKNOWN))
             elif not self.at_most and (tokens or (ends and self.start == ready.stop)):
@@ -166,23 +167,29 @@ class DecodeRoom:
                 layers=layers,
                 source_address=address,
                 dest_address=self.address,
-                metrics=self.metrics,
                 count=count,
                 ready=now,
             )
             for positions, layers, count in wanted
         ]
-        self.reads.update(reads)
+        self.reads.update(dict.fromkeys(reads))
         return reads
 
-    def read_ended(self, read: Read, now: float) -> None:
+    def end_read(self, read: Read, now: float) -> None:
         """None of a read's bytes can land any more."""
-        self.reads.remove(read)
+        begun = self.reads.pop(read)
         self.touched = now
-        opened, begun = self.opened_at, read.begun
-        what = read.source, read.tokens.start, read.tokens.stop, read.layers
-        times = read.ready - opened, None if begun is None else begun - opened, now - opened
-        self.metrics.reads.append(ReadTimes(*what, *times))
+        self.metrics.reads.append(
+            ReadTimes(
+                source=read.source,
+                start=read.tokens.start,
+                stop=read.tokens.stop,
+                layers=read.layers,
+                ready=read.ready - self.opened_at,
+                begun=None if begun is None else begun - self.opened_at,
+                ended=now - self.opened_at,
+            )
+        )
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
@@ -200,12 +207,16 @@ class DecodeRoom:
             raise ValueError(problem)
         address, aux = ready.address(), unpack_aux(ready.aux)
         plan = self.link.plan
-        if plan and (twice := id_clash(plan.sources[source], address, Columns())):
-            raise ValueError(twice)
-        if aux and not ready.last:
+        if plan and (problem := id_clash(plan.sources[source], address, Columns())):
+            raise ValueError(problem)
+        if aux and not last:
             raise ValueError("aux values travel with the last chunk.")
-        known = {name: self.aux[name] for name in aux if name in self.aux}
-        clash = [n for n, value in known.items() if pack_aux({n: aux[n]}) != pack_aux({n: value})]
+        # packed, so that nan equals nan and 1 does not equal 1.0
+        clash = [
+            name
+            for name, value in aux.items()
+            if name in self.aux and pack_aux({name: value}) != pack_aux({name: self.aux[name]})
+        ]
         if clash:
             raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
         self.seen.add(chunk)
@@ -220,26 +231,24 @@ class DecodeRoom:
     def _misfit(self, ready: ChunkReady) -> str | None:
         """Why the request cannot have as many tokens as a chunk says."""
         computed, total, last = ready.stop, self.address.num_tokens, ready.last
-        wrong = computed > total or (last and computed != total)
+        if computed <= total and (not last or computed == total):
+            return None
+        reason = f"prefill computed {computed} tokens,"
         if not self.at_most:
+            return f"{reason} decode made room for {total}."
+        if self.closed:
             return (
-                f"prefill computed {computed} tokens, decode made room for {total}."
-                if wrong
-                else None
-            )
-        if self.closed and wrong:
-            return (
-                f"prefill computed {computed} tokens, {self.link.name(self.closed[0])} says "
-                f"{total}. Send the same tokens of a request from all ranks."
+                f"{reason} {self.link.ranks[self.closed[0]]} says {total}. Send the same tokens of "
+                "a request from all ranks."
             )
         if computed > total:
             return (
-                f"prefill computed {computed} tokens, decode made room for at most {total}. Give "
-                f"`receive` a block table with room for {computed} or more."
+                f"{reason} decode made room for at most {total}. Give `receive` a block table with "
+                f"room for {computed} or more."
             )
-        if last and computed < self.start:
+        if computed < self.start:
             return (
-                f"prefill computed {computed} tokens, decode asked for those from position "
-                f"{self.start} on. Give `receive` a `start` of at most {computed}."
+                f"{reason} decode asked for those from position {self.start} on. Give `receive` a "
+                f"`start` of at most {computed}."
             )
         return None

@@ -1,4 +1,4 @@
-"""The rooms of a decode endpoint, by name: which are open, and which items they write. Part of
+"""The rooms of a decode endpoint: which are open, and which items they write. Part of
 `DecodeMachine`.
 """
 
@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from disagg.errors import RoomError, UnknownRoom
+from disagg.errors import RoomError
 from disagg.plan.block_tables import BlockTables
-from disagg.protocol.link import Link
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.messages import Room
+from disagg.protocol.peers.link import Link
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.read import Read
 from disagg.protocol.rooms.decode_room import DecodeRoom
-from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.rooms.rooms import Rooms
 from disagg.protocol.rooms.written_items import WrittenItems
 from kvpool.layout import PoolLayout
 
@@ -22,10 +22,12 @@ MAX_DECLINED = 1000
 """Declined rooms that have ended and were not forgotten: the latest are kept."""
 
 
-class DecodeRooms:
+class DecodeRooms(Rooms[DecodeRoom]):
     """All rooms that are not forgotten, and the items that they write. A room in which nothing
     happens for longer than `offer_timeout` seconds is stuck.
     """
+
+    unknown = "it was not asked for, or it was forgotten. `receive` makes it known."
 
     def __init__(
         self,
@@ -33,10 +35,8 @@ class DecodeRooms:
         offer_timeout: float | None,
         allow_missing: Collection[str] = (),
     ) -> None:
-        self.by_name: dict[Room, DecodeRoom] = {}
-        self.open: set[Room] = set()
+        super().__init__()
         self._of_link: dict[Link, dict[Room, None]] = {}
-        self.ended = EndedRooms()
         self._written = WrittenItems(layout)
         self._block_tables = BlockTables(layout, allow_missing)
         self._declined: deque[tuple[Room, DecodeRoom]] = deque()
@@ -70,16 +70,6 @@ class DecodeRooms:
         room = self.by_name.get(name)
         return room is not None and room.declined and room.link is link
 
-    def known(self, name: Room) -> DecodeRoom:
-        """The room of that name; raises UnknownRoom."""
-        room = self.by_name.get(name)
-        if room is None:
-            raise UnknownRoom(
-                f"room {name!r} is not known here: it was not asked for, or it was forgotten. "
-                "`receive` makes it known."
-            )
-        return room
-
     def current(self, name: Room, attempt: str) -> DecodeRoom | None:
         """The open room of that name, if this is its attempt."""
         room = self.by_name.get(name)
@@ -91,18 +81,21 @@ class DecodeRooms:
 
     def stuck(self, now: float) -> list[tuple[Room, str]]:
         """Open rooms in which nothing has happened for too long and nothing is done here, each with
-        the reason. To be called often.
+        the reason. Looks from time to time.
         """
-        most = self.offer_timeout
-        if most is None or now < self._next_check:
+        longest = self.offer_timeout
+        if longest is None or now < self._next_check:
             return []
-        self._next_check = now + most / CHECKS_PER_TIMEOUT
-        rooms = ((name, self.by_name[name]) for name in self.open)
-        late = [each for each in rooms if now - each[1].touched > most and not each[1].working]
-        why = f"nothing has happened for {most:g} s: it waits for"
-        return [(name, f"{why} {room.waits_for}.") for name, room in late]
+        self._next_check = now + longest / CHECKS_PER_TIMEOUT
+        rooms = {name: self.by_name[name] for name in self.open}
+        why = f"nothing has happened for {longest:g} s: it waits for"
+        return [
+            (name, f"{why} {room.waits_for}.")
+            for name, room in rooms.items()
+            if now - room.touched > longest and not room.working
+        ]
 
-    def end(self, name: Room) -> None:
+    def end(self, name: Room, now: float) -> None:
         """A room has ended; its items are free unless a read may still write them."""
         room = self.by_name[name]
         self.open.discard(name)
@@ -116,18 +109,19 @@ class DecodeRooms:
             if len(self._declined) > MAX_DECLINED:
                 name, room = self._declined.popleft()
                 if self.by_name.get(name) is room:
-                    self.forget(name)
+                    self.forget(name, now)
 
-    def read_ended(self, read: Read, now: float) -> DecodeRoom | None:
+    def end_read(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
-        room.read_ended(read, now)
-        if read.room not in self.open:
-            self._free(read.room, room)
-        return self.current(read.room, read.attempt)
+        room.end_read(read, now)
+        if read.room in self.open:
+            return room
+        self._free(read.room, room)
+        return None
 
-    def forget(self, name: Room) -> None:
-        """Drops an ended room; raises RoomError if it has not ended."""
+    def forget(self, name: Room, now: float) -> None:
+        """Drops an ended room; raises RoomError if it has not ended, or a read may still write."""
         room = self.known(name)
         if name in self.open or room.reading:
             raise RoomError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
@@ -136,15 +130,11 @@ class DecodeRooms:
 
     def leases(self) -> Leases:
         """Items of open rooms, and of ended ones to which a read may still write."""
-        ended = self.by_name.keys() - self.open
+        ended = (self.by_name[name] for name in self.by_name.keys() - self.open)
         return Leases(
-            count_items(self.by_name[name].address for name in self.open),
-            count_items(self.by_name[name].address for name in ended if self.reading(name)),
+            leased=count_items(self.by_name[name].address for name in self.open),
+            quarantined=count_items(room.address for room in ended if room.reading),
         )
-
-    def reading(self, name: Room) -> bool:
-        """Whether a read may still write to a room's pages."""
-        return self.known(name).reading
 
     def _free(self, name: Room, room: DecodeRoom) -> None:
         """Gives the items of a room that has ended back, unless a read may still write them."""

@@ -4,21 +4,23 @@ each of all layers at once or of some layers at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from kvpool.layout import PoolLayout
-from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import ranges
 from kvpool.layout.types import Name
 
 MAX_LAYER = 1 << 40
 _Number = Annotated[int, Meta(ge=0, le=MAX_LAYER)]
+LayersByOwner = Mapping[str, Sequence[int]]
+"""The layers that a rank holds, by owner, sorted."""
+Layer = tuple[str, int]
+"""An owner, and a number."""
 
 
 class LayerRange(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,57 +52,56 @@ def layer_range(layers: range | None, owner: str) -> LayerRange | None:
     return LayerRange(owner, layers.start, layers.stop)
 
 
-def layers_by_owner(layout: PoolLayout) -> dict[str, Ints]:
-    """The layers that a layout has regions of, sorted."""
-    found: dict[str, set[int]] = {}
+def layers_by_owner(layout: PoolLayout) -> LayersByOwner:
+    """The layers that a layout has regions of."""
+    layers: dict[str, set[int]] = {}
     for region in layout.regions:
-        found.setdefault(region.owner, set()).add(region.layer)
-    return {owner: np.array(sorted(each), dtype=np.int64) for owner, each in found.items()}
+        layers.setdefault(region.owner, set()).add(region.layer)
+    return {owner: sorted(numbers) for owner, numbers in layers.items()}
 
 
-def layer_names(held: Mapping[str, Ints]) -> str:
+def layer_names(layers: LayersByOwner) -> str:
     """Layers by owner, in a sentence."""
     return ", ".join(
-        f"{owner} layer{'s' if layers.size > 1 else ''} {ranges(layers.tolist())}"
-        for owner, layers in held.items()
-        if layers.size
+        f"{owner} layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+        for owner, numbers in layers.items()
+        if numbers
     )
 
 
 @dataclass(slots=True)
 class Offered:
-    """What a rank that holds layers `held` has offered of a room."""
+    """What a rank that holds `all_layers` has offered of a room."""
 
-    held: Mapping[str, Ints] = field(default_factory=dict)
-    """Sorted, by owner."""
+    all_layers: LayersByOwner = field(default_factory=dict)
     chunk: range = range(0)
     """The positions that were offered last, maybe not yet of all layers."""
     closed: bool = False
     """Whether all was offered."""
-    _left: Mapping[str, npt.NDArray[np.bool_]] | None = None
-    """Which layers the chunk lacks; None for a chunk of all layers at once."""
+    _left: set[Layer] | None = None
+    """The layers that the chunk lacks; None for a chunk of all layers at once."""
 
     @property
     def stop(self) -> int:
         """Positions up to which all layers were offered."""
-        return self.chunk.start if _any(self._left) else self.chunk.stop
+        return self.chunk.start if self._left else self.chunk.stop
 
     @property
     def awaited(self) -> str:
         """What a chunk lacks that was begun."""
-        return f"{self._name(self._left)} of chunk {_span(self.chunk)}" if _any(self._left) else ""
+        return f"{self._names(self._left)} of chunk {_span(self.chunk)}" if self._left else ""
 
     def holds(self, layers: LayerRange) -> bool:
         """Whether any of these layers is held."""
-        return self.held.get(layers.owner, _NONE)[self._inside(layers)].size > 0
+        return bool(self._numbers(layers))
 
     def reaches(self, total: int, owner: str, layer: int) -> bool:
         """Whether all `total` positions of a layer that is held were offered."""
         if self.closed or 0 < total <= self.stop:
             return True
-        if self._left is None or self.chunk.stop < total:
-            return False
-        return not self._left[owner][self._inside(LayerRange(owner, layer, layer + 1))].any()
+        return (
+            self._left is not None and self.chunk.stop >= total and (owner, layer) not in self._left
+        )
 
     def problem(self, tokens: range, layers: LayerRange | None, last: bool) -> str | None:
         """Why positions `tokens` of `layers` (None: of all) cannot be offered next, and with `last`
@@ -108,71 +109,60 @@ class Offered:
         """
         if self.closed:
             return "its last chunk was sent already."
-        again = self._goes_on(tokens, layers)
-        if again and self._left is not None:
-            twice = {
-                owner: ~self._left[owner] & which for owner, which in self._which(layers).items()
-            }
-            if _any(twice):
-                return f"{self._name(twice)} of chunk {_span(tokens)} were sent already."
-        elif _any(self._left):
+        left, chunk = self._left_of(tokens, layers), _span(tokens)
+        if left is not None:
+            if twice := self._meant(layers) - left:
+                return f"{self._names(twice)} of chunk {chunk} were sent already."
+        elif self._left:
             return (
-                f"{self.awaited} were not sent yet, got chunk {_span(tokens)}. The next chunk "
-                "follows when a chunk was sent of all layers."
+                f"{self.awaited} were not sent yet, got chunk {chunk}. The next chunk follows when "
+                "a chunk was sent of all layers."
             )
         elif tokens.start != self.stop or tokens.stop < tokens.start:
             return (
-                f"positions up to {self.stop} were sent, the next chunk starts there, got "
-                f"{_span(tokens)}."
+                f"positions up to {self.stop} were sent, the next chunk starts there, got {chunk}."
             )
-        left = self._after(tokens, layers)
-        if last and _any(left):
-            return (
-                f"{self._name(left)} of chunk {_span(tokens)} were not sent. Say `last` with the "
-                "last layers of the last chunk."
-            )
+        if last and layers is not None:
+            every = self._meant(None) if left is None else left
+            if missing := every - self._meant(layers):
+                return (
+                    f"{self._names(missing)} of chunk {chunk} were not sent. Say `last` with the "
+                    "last layers of the last chunk."
+                )
         return None
 
     def take(self, tokens: range, layers: LayerRange | None, last: bool) -> None:
         """Notes what has no problem."""
-        self._left = self._after(tokens, layers)
+        left = self._left_of(tokens, layers)
+        if layers is None:
+            self._left = None
+        else:
+            self._left = self._meant(None) if left is None else left
+            self._left -= self._meant(layers)
         self.chunk, self.closed = tokens, last
 
-    def _goes_on(self, tokens: range, layers: LayerRange | None) -> bool:
-        """Whether these positions are those of the chunk that was begun layer by layer."""
+    def _left_of(self, tokens: range, layers: LayerRange | None) -> set[Layer] | None:
+        """What the chunk lacks that was begun layer by layer, if these positions are its."""
         same = (tokens.start, tokens.stop) == (self.chunk.start, self.chunk.stop)
-        return self._left is not None and same and (layers is not None or _any(self._left))
+        return self._left if same and (layers is not None or self._left) else None
 
-    def _after(
-        self, tokens: range, layers: LayerRange | None
-    ) -> Mapping[str, npt.NDArray[np.bool_]] | None:
-        """Which layers the chunk lacks once these were offered."""
-        if layers is None:
-            return None
-        left = self._left if self._goes_on(tokens, layers) else None
-        which = self._which(layers)
-        return {owner: (left[owner] if left else True) & ~some for owner, some in which.items()}
+    def _meant(self, layers: LayerRange | None) -> set[Layer]:
+        """Layers that are held: all, or those in a range."""
+        if layers is not None:
+            return {(layers.owner, number) for number in self._numbers(layers)}
+        return {(owner, number) for owner, numbers in self.all_layers.items() for number in numbers}
 
-    def _which(self, layers: LayerRange | None) -> dict[str, npt.NDArray[np.bool_]]:
-        """Which of the layers that are held are meant."""
-        found = {owner: np.full(held.size, layers is None) for owner, held in self.held.items()}
-        if layers is not None and layers.owner in found:
-            found[layers.owner][self._inside(layers)] = True
-        return found
+    def _numbers(self, layers: LayerRange) -> Sequence[int]:
+        numbers = self.all_layers.get(layers.owner, ())
+        return numbers[bisect_left(numbers, layers.start) : bisect_left(numbers, layers.stop)]
 
-    def _inside(self, layers: LayerRange) -> slice:
-        held = self.held.get(layers.owner, _NONE)
-        return slice(*np.searchsorted(held, (layers.start, layers.stop)).tolist())
-
-    def _name(self, which: Mapping[str, npt.NDArray[np.bool_]] | None) -> str:
-        return layer_names({owner: self.held[owner][mask] for owner, mask in (which or {}).items()})
-
-
-_NONE = np.empty(0, dtype=np.int64)
-
-
-def _any(which: Mapping[str, npt.NDArray[np.bool_]] | None) -> bool:
-    return which is not None and any(mask.any() for mask in which.values())
+    def _names(self, layers: Collection[Layer]) -> str:
+        return layer_names(
+            {
+                owner: [number for number in numbers if (owner, number) in layers]
+                for owner, numbers in self.all_layers.items()
+            }
+        )
 
 
 def _span(tokens: range) -> str:

@@ -1,15 +1,16 @@
-"""What prefill knows of a decode, of a room that it serves, and of rooms that it has forgotten."""
+"""What prefill knows of a room that it serves, and of rooms that it has forgotten."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
+from disagg.protocol.phases import Phase, PhasedRoom
 from disagg.protocol.rooms.offered import Offered, layer_names
-from disagg.protocol.status import Failure, Phase
+from disagg.protocol.status import Side
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
@@ -24,14 +25,6 @@ MAX_TOLD = 256
 """Decodes of which it is kept, for each room, that they know of its failure."""
 
 
-@dataclass(slots=True)
-class Decode:
-    """A decode that has said hello: its generation, and the rooms that it has asked for."""
-
-    generation: str
-    rooms: set[Room] = field(default_factory=set)
-
-
 class Told(NamedTuple):
     """Which decodes know of a room's failure, by generation, and how many read it (0: none has
     said).
@@ -42,8 +35,8 @@ class Told(NamedTuple):
 
     def also(self, generations: Sequence[str], readers: int) -> Told:
         """With these decodes, at most `MAX_TOLD` in all."""
-        known = self.generations.union(generations[: max(0, MAX_TOLD - len(self.generations))])
-        return Told(known, self.readers or readers)
+        room_for = max(0, MAX_TOLD - len(self.generations))
+        return Told(self.generations.union(generations[:room_for]), self.readers or readers)
 
     @property
     def everyone(self) -> bool:
@@ -54,13 +47,12 @@ class Told(NamedTuple):
 NOBODY = Told()
 
 
-@dataclass(slots=True)
-class PrefillRoom:
+@dataclass(eq=False, slots=True, kw_only=True)
+class PrefillRoom(PhasedRoom):
     """One request: what was computed, which readers ask for it, which have read it."""
 
+    side: ClassVar[Side] = "prefill"
     offered: Offered
-    opened_at: float = 0.0
-    phase: Phase = Phase.HANDSHAKE
     chunks: list[ChunkReady] = field(default_factory=list)
     addresses: list[RequestAddress] = field(default_factory=list)
     """Block tables, one of each chunk."""
@@ -81,7 +73,6 @@ class PrefillRoom:
     done: set[bytes] = field(default_factory=set)
     ends_at: float | None = None
     """When the lease ends of what was sent; before, until when who has asked for it waits."""
-    failure: Failure | None = None
 
     @property
     def computed(self) -> int:
@@ -143,8 +134,8 @@ class PrefillRoom:
         """Notes a request that has no reason against it."""
         self.requests[peer] = request
         self.generations.append(generation)
-        known = None not in (self.patience, request.timeout)
-        self.patience = max(self.patience or 0.0, request.timeout or 0.0) if known else None
+        bounded = None not in (self.patience, request.timeout)
+        self.patience = max(self.patience or 0.0, request.timeout or 0.0) if bounded else None
 
     def facts(self) -> dict[str, Any]:
         """What the log says of it."""
@@ -152,7 +143,6 @@ class PrefillRoom:
             "peer": ", ".join(self.generations),
             "start": min((request.start for request in self.requests.values()), default=0),
             "tokens": self.computed,
-            "bytes_moved": 0,
         }
 
     def chunk_problem(self, chunk: OfferChunk) -> str | None:
@@ -161,7 +151,7 @@ class PrefillRoom:
         if tokens.step != 1:
             return f"tokens={tokens}: a range of positions."
         if chunk.layers is not None and not self.offered.holds(chunk.layers):
-            return f"{chunk.layers} are not here, but {layer_names(self.offered.held)}."
+            return f"{chunk.layers} are not here, but {layer_names(self.offered.all_layers)}."
         problem = self.offered.problem(tokens, chunk.layers, last)
         if problem is None and (tokens.stop > end or (last and tokens.stop != end)):
             problem = f"the block table holds {end} tokens, got {tokens} with last={last}."
@@ -181,13 +171,13 @@ class PrefillRoom:
 
 
 class ForgottenRoom(NamedTuple):
-    """Why a room failed that was forgotten at time `at`, and who knows. `refused`: a decode has
-    asked for it since, and was told.
+    """Why a room failed that was `forgotten`, and which decodes know. `refused`: one has asked for
+    it since, and was told.
     """
 
     reason: str
     told: Told
-    at: float
+    forgotten: float
     refused: bool = False
 
 
@@ -220,7 +210,7 @@ class ForgottenRooms:
 
     def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
         """Why the room has failed, for a decode that does not know; from now on it does."""
-        while self._rooms and now - next(iter(self._rooms.values())).at > FORGOTTEN_SECONDS:
+        while self._rooms and now - next(iter(self._rooms.values())).forgotten > FORGOTTEN_SECONDS:
             self._rooms.popitem(last=False)
         room = self._rooms.get(request.room)
         if room is None or room.told.everyone or generation in room.told.generations:

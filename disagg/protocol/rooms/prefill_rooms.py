@@ -1,46 +1,47 @@
-"""The rooms of a prefill endpoint, by name: which are open, and of which something is still to be
+"""The rooms of a prefill endpoint: which are open, and of which something is still to be
 sent or published. Part of `PrefillMachine`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
-from disagg.errors import UnknownRoom
-from disagg.protocol.liveness import Leases, count_items
+from disagg.errors import RoomError
 from disagg.protocol.messages import Room
-from disagg.protocol.rooms.ended import EndedRooms
-from disagg.protocol.rooms.offered import Offered
+from disagg.protocol.peers.liveness import Leases, count_items
+from disagg.protocol.rooms.offered import LayersByOwner, Offered
 from disagg.protocol.rooms.prefill_room import ForgottenRooms, PrefillRoom
-from kvpool.layout.grid import Ints
+from disagg.protocol.rooms.rooms import Rooms
 
 MAX_FAILED_UNSENT = 10_000
 """Rooms that failed before anything was sent: the latest are kept."""
 
 
-class PrefillRooms:
+class PrefillRooms(Rooms[PrefillRoom]):
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
     of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
     those of which one knows some; `doubtful` those that none has asked for, and of which one may
     have been told that an earlier room of their name has failed.
     """
 
-    def __init__(self, layers: Mapping[str, Ints]) -> None:
-        self.by_name: dict[Room, PrefillRoom] = {}
-        self.open: set[Room] = set()
+    unknown = (
+        "no chunk of it was sent and no decode has asked for it, or it was forgotten. `send` makes "
+        "it known, or a decode that asks for it."
+    )
+
+    def __init__(self, layers: LayersByOwner) -> None:
+        super().__init__()
         self.unsent: set[Room] = set()
         self.unpublished: set[Room] = set()
         self.read: set[Room] = set()
         self.doubtful: set[Room] = set()
-        self.ended = EndedRooms()
         self.forgotten = ForgottenRooms()
         self._layers = layers
         self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
 
-    def new(self, now: float = 0.0) -> PrefillRoom:
+    def new(self, now: float) -> PrefillRoom:
         """A room of which nothing was offered."""
-        return PrefillRoom(Offered(self._layers), now)
+        return PrefillRoom(opened_at=now, offered=Offered(self._layers))
 
     def at(self, name: Room, now: float) -> PrefillRoom:
         """The room of that name, opened if there is none."""
@@ -50,20 +51,10 @@ class PrefillRooms:
             self.unsent.add(name)
         return self.by_name[name]
 
-    def known(self, name: Room) -> PrefillRoom:
-        """The room of that name; raises UnknownRoom."""
-        room = self.by_name.get(name)
-        if room is None:
-            raise UnknownRoom(
-                f"room {name!r} is not known here: no chunk of it was sent and no decode has asked "
-                "for it, or it was forgotten. `send` makes it known, or a decode that asks for it."
-            )
-        return room
-
     def end(self, name: Room, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        for some in (self.open, self.unsent, self.unpublished, self.read, self.doubtful):
-            some.discard(name)
+        for names in (self.open, self.unsent, self.unpublished, self.read, self.doubtful):
+            names.discard(name)
         self.ended.add(name, room.failure)
         if not room.chunks:
             self._failed_unsent.append((name, room))
@@ -74,7 +65,11 @@ class PrefillRooms:
 
     def forget(self, name: Room, now: float) -> None:
         """Drops an ended room; why it has failed is kept for decodes that ask late."""
-        self.forgotten.add(name, self.by_name.pop(name), now)
+        room = self.known(name)
+        if name in self.open:
+            raise RoomError(f"room {name!r} has not ended. Abort it first.")
+        self.forgotten.add(name, room, now)
+        del self.by_name[name]
         self.ended.drop(name)
 
     def leases(self) -> Leases:

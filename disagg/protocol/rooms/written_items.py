@@ -1,5 +1,5 @@
-"""Which items or blocks the rooms of a decode endpoint will write, so that no two rooms write one.
-Part of `DecodeMachine`.
+"""Which items or blocks the rooms of a decode endpoint will write, so that no two rooms write one:
+both would succeed, one with the other's bytes. Part of `DecodeMachine`.
 """
 
 from __future__ import annotations
@@ -99,20 +99,20 @@ class WrittenItems:
                 )
 
     def _refuse(self, room: Room, name: str, ids: Ints) -> None:
-        for other, held in self._rooms.items():
-            for theirs, others in held.items():
-                if self._taken[theirs] is not self._taken[name]:  # one array for a block pool
+        for room_name, lists in self._rooms.items():
+            for list_name, written in lists.items():
+                if self._taken[list_name] is not self._taken[name]:  # one array for a block pool
                     continue
-                both = np.intersect1d(ids, others)
-                if both.size:
-                    more = f" and {both.size - MAX_NAMED} more" if both.size > MAX_NAMED else ""
-                    through = "" if theirs == name else f" through id list {theirs}"
-                    what, pool = "item", ""
-                    if name in self._pools:
-                        what, pool = "block", f" (block pool {self._pools[name]})"
-                    raise RoomError(
-                        f"room {room!r}: {what} {ranges(both[:MAX_NAMED].tolist())}{more} of id "
-                        f"list {name}{pool} is written by room {other!r}{through}, until that has "
-                        f"ended and `reading` is false. Give every room {what}s of its own; only "
-                        "pages before `start` are shared."
-                    )
+                shared = np.intersect1d(ids, written)
+                if not shared.size:
+                    continue
+                more = f" and {shared.size - MAX_NAMED} more" if shared.size > MAX_NAMED else ""
+                through = "" if list_name == name else f" through id list {list_name}"
+                pool = f" (block pool {self._pools[name]})" if name in self._pools else ""
+                what = "block" if pool else "item"
+                raise RoomError(
+                    f"room {room!r}: {what} {ranges(shared[:MAX_NAMED].tolist())}{more} of id list "
+                    f"{name}{pool} is written by room {room_name!r}{through}, until that has ended "
+                    f"and `reading` is false. Give every room {what}s of its own; only pages "
+                    "before `start` are shared."
+                )

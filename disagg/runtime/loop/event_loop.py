@@ -17,9 +17,10 @@ from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, WireError
 from disagg.protocol import effects, events
+from disagg.protocol.codec import decode
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Effect, Peer
-from disagg.protocol.messages import Hello, Room, decode
+from disagg.protocol.messages import Hello, Room
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.reader import Reader
 from disagg.runtime.transport import Lost, Transport
@@ -153,10 +154,8 @@ class EventLoop(Generic[M]):
                 self.room_ended(room)
             case effects.StartRead(read):
                 self.reader.add(read)
-            case effects.Dial(peer, address):
+            case effects.Connect(peer, address):
                 self._connect(peer, address)
-            case effects.HangUp(peer):
-                self._connect(peer, None)
             case effects.ConnectEngine(link, source, hello):
                 self.reader.connect(link, source, hello)
             case effects.CancelReads(attempt):

@@ -9,24 +9,23 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from disagg.plan.columns import Columns
-from disagg.protocol.read import Read
-from disagg.runtime.reads.context import ReadContext
+from disagg.runtime.reads.context import ReadContext, TrackedRead
 from disagg.runtime.staging import ReadPart
 
 if TYPE_CHECKING:
     from kvpool.device import Event
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class InFlight:
     """A part of a read that was posted; with a staging buffer, until it is scattered from there."""
 
-    transfer: Any
     part: ReadPart
     posted: float
-    buffer: int | None
     since: float
     """When a part that was posted no later than this one has arrived last, or this was posted."""
+    buffer: int | None
+    transfer: Any = None
     arrived: bool = False
     event: Event | None = None
 
@@ -49,14 +48,14 @@ class InFlight:
         return True
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class BegunReads:
     """One read, or small ones of several rooms that are posted together; `nbytes` are each one's.
     `columns` hold their runs; `next` is the part that waits for a buffer. With a `problem` they
     have failed, and end once none of their bytes can land any more.
     """
 
-    reads: list[Read]
+    reads: list[TrackedRead]
     nbytes: list[int]
     parts: Iterator[ReadPart]
     columns: Columns
@@ -80,22 +79,28 @@ class BegunReads:
         """Whether nobody wants any of it."""
         return all(read.cancelled for read in self.reads)
 
-    def arrived(self, flight: InFlight, now: float) -> None:
-        """Counts a part that has arrived. What each room has of it is known of a single read; of
+    def arrived(self, context: ReadContext, flight: InFlight, now: float) -> None:
+        """Reports a part that has arrived. What each room has of it is known of a single read; of
         several, they all have theirs at the end.
         """
         self.moving -= flight.part.read.total
         if len(self.reads) == 1:
-            self.reads[0].metrics.moved(flight.part.payload, now - flight.posted)
+            context.moved(self.reads[0], flight.part.payload, now - flight.posted)
         elif not self.left and not self.in_flight:
             for read, nbytes in zip(self.reads, self.nbytes):
-                read.metrics.moved(nbytes, now - flight.posted)
+                context.moved(read, nbytes, now - flight.posted)
+
+    def fail(self, context: ReadContext, error: Exception) -> None:
+        """Their rooms fail; their pages come back once nothing can land."""
+        self.problem = self.reads[0].problem(error)
+        for read in self.reads:
+            context.fail(read, self.problem)
 
     def stopped(self) -> None:
         """Parts in flight, of which no byte can land any more, are to be posted again."""
         again = [flight.part for flight in self.in_flight]
-        held = [] if self.next is None else [self.next]
-        self.parts, self.next = chain(again, held, self.parts), None
+        waiting = [] if self.next is None else [self.next]
+        self.parts, self.next = chain(again, waiting, self.parts), None
         self.left = self.left or bool(again)
         self.in_flight.clear()
         self.moving = 0

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.engines.base import TransferError
-from disagg.protocol.events import ReadFailed
 from disagg.runtime.reads.begun import BegunReads
-from disagg.runtime.reads.context import ReadContext, problem_of
+from disagg.runtime.reads.context import ReadContext
 
 log = logging.getLogger("disagg")
 
@@ -51,8 +50,7 @@ class Fence:
     def _fail(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
         """Its rooms fail, unless they have."""
         if begun.problem is None:
-            begun.problem = problem_of(begun.reads[0], begun.apart or error)
-            context.events += [ReadFailed(read, begun.problem) for read in begun.reads]
+            begun.fail(context, begun.apart or error)
 
     def _quarantine(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
         log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)

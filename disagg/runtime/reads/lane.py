@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.plan.bind import CopyBatch
 from disagg.plan.columns import Columns
-from disagg.protocol.events import ReadFailed
-from disagg.protocol.link import Link
+from disagg.protocol.events import EngineConnected, ReadBegun
 from disagg.protocol.messages import Hello
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Link
 from disagg.runtime.reads.begun import BegunReads, InFlight
-from disagg.runtime.reads.context import ReadContext, problem_of
+from disagg.runtime.reads.context import ReadContext, TrackedRead
 from disagg.runtime.reads.fence import Fence
 from disagg.runtime.staging import NUM_BUFFERS
 
@@ -30,6 +29,7 @@ log = logging.getLogger("disagg")
 
 STAGED_IN_FLIGHT = NUM_BUFFERS // 2
 """Parts of one rank that are in buffers at once: a rank that is stuck leaves some to the others."""
+# a room that is read alone costs a turn of the loop, which comes 5 ms late on a busy host
 READS_AT_ONCE = 64
 """Reads of one rank that are in flight together, at most, and reads that are posted together."""
 SMALL_RUNS, SMALL_BYTES = 256, 256 << 10
@@ -40,29 +40,50 @@ class Stuck(TransferError):
     """A peer of which nothing arrives."""
 
 
+@dataclass(frozen=True, slots=True)
+class BoundRead:
+    """A read that is about to begin, and the seconds that it took to bind it."""
+
+    tracked: TrackedRead
+    batch: CopyBatch
+    seconds: float
+
+    @property
+    def small(self) -> bool:
+        """Whether it may be posted together with others."""
+        return self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
+
+    def kept(self) -> BoundRead:
+        """The same with runs of its own, as the next read is bound in the same memory."""
+        src, dst, nbytes = (array.copy() for array in self.batch)
+        batch = CopyBatch(src, dst, nbytes, self.batch.shares)
+        return BoundRead(self.tracked, batch, self.seconds)
+
+
 class Lane:
     """Reads that wait (`queue`), that have begun, and those of peers that are being given up
-    (`fences`). `early` is what to connect to before the first read, until that was tried.
+    (`fences`), of rank `source` of a link that has said `hello`.
     """
 
-    def __init__(self, context: ReadContext) -> None:
-        self.queue: deque[Read] = deque()
-        self.early: tuple[Link, int, Hello] | None = None
+    def __init__(self, context: ReadContext, link: Link, source: int, hello: Hello) -> None:
+        self.queue: deque[TrackedRead] = deque()
+        self.connects_early = False
+        """Whether to connect before the first read, until that was tried."""
         self.connected = False
+        self._link, self._source, self._hello = link, source, hello
         self.fences: list[Fence] = []
         self._context, self._engine = context, context.engine
         self._begun: list[BegunReads] = []
         self._peer: Any = None
         self._spare: list[Columns] = []
         self._scratch = Columns()
-        self._apart: set[Read] = set()
         self._dropped = False
 
-    def reads(self) -> Iterator[Read]:
+    def reads(self) -> Iterator[TrackedRead]:
         """All its reads that have not ended."""
         yield from self.queue
-        for begun in (self._begun, *(fence.reads for fence in self.fences)):
-            yield from (read for each in begun for read in each.reads)
+        for begun in (*self._begun, *(begun for fence in self.fences for begun in fence.reads)):
+            yield from begun.reads
 
     def in_flight(self) -> list[InFlight]:
         """All parts in flight."""
@@ -71,12 +92,12 @@ class Lane:
     @property
     def has_work(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self.queue or self.early or self._begun)
+        return bool(self.queue or self.connects_early or self._begun)
 
     def step(self) -> bool:
         """Connects, polls parts, begins reads and posts theirs; whether anything has moved."""
-        if self.early is not None:
-            self._connect_early(*self.early)
+        if self.connects_early:
+            self._connect_early()
             return True
         moved = False
         for begun in list(self._begun):
@@ -100,7 +121,7 @@ class Lane:
         """Gives the rank up: its rooms have failed."""
         self._dropped = True
         landing = [begun for begun in self._begun if begun.in_flight]
-        waiting = [read for each in self._begun if not each.in_flight for read in each.reads]
+        waiting = [read for begun in self._begun if not begun.in_flight for read in begun.reads]
         for read in (*self.queue, *waiting):
             self._context.end(read)
         self.queue.clear()
@@ -108,19 +129,20 @@ class Lane:
         if self.connected:
             self.fences.append(Fence(self._peer, landing, self._context.clock()))
 
-    def _connect(self, hello: Hello) -> None:
+    def _connect(self) -> None:
         """Connects the engine, unless it is."""
         if not self.connected:
-            self._peer = self._engine.connect(hello.metadata)
+            self._peer = self._engine.connect(self._hello.metadata)
             self.connected = True
 
-    def _connect_early(self, link: Link, source: int, hello: Hello) -> None:
+    def _connect_early(self) -> None:
         try:
-            self._connect(hello)
+            self._connect()
         except Exception as error:
-            log.info("%s: a read will try to connect again: %s", link.name(source), error)
-        self.early = None
-        link.unconnected.discard(source)
+            rank = self._link.ranks[self._source]
+            log.info("%s: a read will try to connect again: %s", rank, error)
+        self.connects_early = False
+        self._context.events.append(EngineConnected(self._link, self._source))
 
     def _room_for_more(self) -> bool:
         """Whether another read may begin."""
@@ -132,75 +154,73 @@ class Lane:
         """Begins the next read, or the next small ones, and posts the first parts; whether more
         may begin in this step.
         """
-        first = self.queue[0]
         try:
-            self._connect(first.hello)
+            self._connect()
         except Exception as error:
-            self._context.end(self.queue.popleft(), problem_of(first, error))
+            first = self.queue.popleft()
+            self._context.end(first, first.problem(error))
             return False
         columns = self._spare.pop() if self._spare else Columns()
-        reads: list[Read] = []
-        batches: list[CopyBatch] = []
-        while self.queue and len(reads) < READS_AT_ONCE:
-            read, into = self.queue[0], self._scratch if reads else columns
-            batch = self._bind(read, into)
-            small = batch is not None and _small(batch) and read not in self._apart
-            if batch is None:
+        joined: list[BoundRead] = []
+        while self.queue and len(joined) < READS_AT_ONCE:
+            bound = self._bind(self.queue[0], self._scratch if joined else columns)
+            if bound is None:
                 self.queue.popleft()
                 continue
-            if reads and not small:
+            small = bound.small and not bound.tracked.alone
+            if joined and not small:
                 break  # it begins in the next turn of this
-            self._apart.discard(self.queue.popleft())
-            reads.append(read)
-            if reads[1:]:
-                batch = CopyBatch(batch.src.copy(), batch.dst.copy(), batch.nbytes.copy())
-            batches.append(batch)
+            self.queue.popleft()
+            joined.append(bound.kept() if joined else bound)
             if not small:
                 break
-        if not reads:
+        if not joined:
             self._spare.append(columns)
             return True
-        return self._post_first(reads, batches, columns)
+        return self._post_first(joined, columns)
 
-    def _bind(self, read: Read, columns: Columns) -> CopyBatch | None:
+    def _bind(self, tracked: TrackedRead, columns: Columns) -> BoundRead | None:
         """Its runs; None if there is nothing to be read of it: it has ended."""
         problem = None
         try:
-            if not read.cancelled:
+            if not tracked.cancelled:
                 began = time.perf_counter()
-                batch = read.bind(columns)
-                read.metrics.bound(batch, time.perf_counter() - began)
-                return batch
+                batch = tracked.read.bind(columns)
+                return BoundRead(tracked, batch, time.perf_counter() - began)
         except Exception as error:  # nothing of it was posted
-            problem = problem_of(read, error)
-        self._context.end(read, problem)
+            problem = tracked.problem(error)
+        self._context.end(tracked, problem)
         return None
 
-    def _post_first(self, reads: list[Read], batches: list[CopyBatch], columns: Columns) -> bool:
+    def _post_first(self, joined: list[BoundRead], columns: Columns) -> bool:
         """Begins reads that are bound; whether more may begin in this step."""
-        batch = batches[0]
-        if batches[1:]:
-            src, dst, nbytes = (np.concatenate(columns) for columns in zip(*batches))
+        now, batch = self._context.clock(), joined[0].batch
+        for bound in joined:
+            begun = ReadBegun(bound.tracked.read, now, bound.seconds, bound.batch.shares)
+            self._context.events.append(begun)
+        totals = [bound.batch.total for bound in joined]
+        if joined[1:]:
+            src, dst, nbytes = (
+                np.concatenate(arrays) for arrays in zip(*(bound.batch for bound in joined))
+            )
             batch = CopyBatch(src, dst, nbytes)
-        source = reads[0].plan.sources[reads[0].source]
-        totals = [each.total for each in batches]
+        read = joined[0].tracked.read
         try:
-            parts = self._context.stage.parts(batch, source, self._engine)
+            parts = self._context.stage.parts(batch, read.plan.sources[read.source], self._engine)
         except Exception as error:
-            for read in reads:
-                self._context.end(read, problem_of(read, error))
+            for bound in joined:
+                self._context.end(bound.tracked, bound.tracked.problem(error))
             return False
-        now = self._context.clock()
-        for read in reads:
-            read.begun = now
-        begun = BegunReads(reads, totals, parts, columns)
-        self._begun.append(begun)
-        return self._go_on(begun) is not None
+        begun_reads = BegunReads(
+            reads=[bound.tracked for bound in joined], nbytes=totals, parts=parts, columns=columns
+        )
+        self._begun.append(begun_reads)
+        return self._go_on(begun_reads) is not None
 
     def _go_on(self, begun: BegunReads) -> bool | None:
         """Whether anything of reads has moved; None if they have failed."""
         try:
-            self._connect(begun.reads[0].hello)  # again, after another's failure
+            self._connect()  # again, after another's failure
             return self._move(begun)
         except Exception as error:  # what goes wrong in one read fails that room and no other
             self._give_up(begun, error)
@@ -233,10 +253,10 @@ class Lane:
         moved, context = False, self._context
         while begun.in_flight and begun.in_flight[0].landed(context):
             flight, now = begun.in_flight.popleft(), context.clock()
-            begun.arrived(flight, now)
-            for other in self.in_flight():  # what was posted later may have waited for it
-                if other.posted >= flight.posted:
-                    other.since = now
+            begun.arrived(context, flight, now)
+            for later in self.in_flight():  # it may have waited for this one
+                if later.posted >= flight.posted:
+                    later.since = now
             moved = True
         return moved
 
@@ -255,7 +275,7 @@ class Lane:
                 return False
             read = replace(read, dst=read.dst + buffer)
         posted = self._context.clock()
-        flight = InFlight(None, part, posted, buffer, posted)
+        flight = InFlight(part=part, posted=posted, since=posted, buffer=buffer)
         begun.in_flight.append(flight)  # also if the engine raises: some bytes may land
         begun.moving += part.read.total
         flight.transfer = self._engine.read(self._peer, read)
@@ -269,9 +289,10 @@ class Lane:
         self._finish(begun)
 
     def _finish(self, begun: BegunReads) -> None:
-        """Ends reads of which nothing can land any more, or begins each of them anew."""
+        """Ends reads of which nothing can land any more, or queues each of them again."""
         if begun.apart is not None and begun.problem is None and not self._dropped:
-            self._apart.update(begun.reads)
+            for tracked in begun.reads:
+                tracked.alone = True
             self.queue.extendleft(reversed(begun.reads))
             return
         for read in begun.reads:
@@ -282,15 +303,16 @@ class Lane:
         none does, but each is read for itself. The next read, or the next part of another,
         reconnects.
         """
-        if len({read.room for read in begun.reads}) > 1 and not isinstance(error, Stuck):
+        rooms = {tracked.read.room for tracked in begun.reads}
+        if len(rooms) > 1 and not isinstance(error, Stuck):
             begun.apart = error
+        elif self.connected:
+            begun.fail(self._context, error)
         else:
-            begun.problem = problem_of(begun.reads[0], error)
+            begun.problem = begun.reads[0].problem(error)
         if not self.connected:  # nothing is in flight
             self._end(begun)
             return
-        if begun.problem is not None:
-            self._context.events += [ReadFailed(read, begun.problem) for read in begun.reads]
         fence = Fence(self._peer, self._begun, self._context.clock())
         self._begun, self._peer, self.connected = [], None, False
         self._fence(fence)
@@ -307,7 +329,3 @@ class Lane:
                 self._begun.append(begun)
             else:
                 self._finish(begun)
-
-
-def _small(batch: CopyBatch) -> bool:
-    return batch.runs <= SMALL_RUNS and batch.total <= SMALL_BYTES

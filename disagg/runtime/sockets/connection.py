@@ -11,8 +11,8 @@ from collections import deque
 from contextlib import suppress
 
 from disagg.host import brief
+from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.effects import Peer
-from disagg.protocol.messages import MAX_MESSAGE
 from disagg.runtime.sockets.address import DialledAddress
 from disagg.runtime.sockets.tls import Session
 

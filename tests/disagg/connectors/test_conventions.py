@@ -10,7 +10,7 @@ import pytest
 
 import kvpool.models
 from disagg.connectors.conventions import SAMPLE_BYTES, conventions, weights_digest
-from disagg.protocol.messages import checked_conventions, differences
+from disagg.protocol.conventions import checked_conventions, differences
 
 LLAMA = {
     "model_type": "llama",

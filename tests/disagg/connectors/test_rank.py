@@ -11,7 +11,7 @@ import pytest
 from disagg import RoomError
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
-from disagg.protocol import messages
+from disagg.protocol import codec
 from kvpool import MLAPool
 from kvpool.layout import RequestAddress, Span
 from tests.streams import dial
@@ -82,7 +82,7 @@ def test_a_stranger_that_names_a_room_as_no_caller_can_keeps_no_request_from_bei
     prefill.send("a")
     with dial(prefill.rank.address) as stranger:
         stranger.send(forged(type="drop_room", room="a\nb", reason="x"))
-        refused = messages.decode(stranger.receive())
+        refused = codec.decode(stranger.receive())
         assert not refused.final and "malformed message" in refused.why
     decode.receive("a", prefill)
     until(lambda: "a" in prefill.sent and "a" in decode.received, decode, prefill)

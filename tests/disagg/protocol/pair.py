@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from disagg.protocol import messages
+from disagg import KVPoll
+from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import ComputeDigest, Dial, HangUp, Send, StartRead
+from disagg.protocol.effects import ComputeDigest, Connect, Send, StartRead
 from disagg.protocol.events import (
     AbortRoom,
     ConnectLink,
@@ -15,7 +16,7 @@ from disagg.protocol.events import (
     RequestRoom,
     Tick,
 )
-from disagg.protocol.link import Link
+from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
 from kvpool import MLAPool, RequestAddress
@@ -33,21 +34,34 @@ def pool(layers=(0,), **more):
 def hello(generation, layout=None):
     """A side's hello."""
     data = (layout or pool().layout).to_msgpack()
-    return messages.Hello(messages.PROTOCOL, generation, "local", data, b"", TIMEOUT)
+    return messages.Hello(
+        protocol=messages.PROTOCOL,
+        generation=generation,
+        engine="local",
+        layout=data,
+        metadata=b"",
+        timeout=TIMEOUT,
+    )
 
 
 class Pair:
     """A prefill and a decode, and what they have sent and not received."""
 
     def __init__(
-        self, verify=False, lease=None, offer_timeout=None, held=None, layers=(0,)
+        self, verify=False, lease=None, offer_timeout=None, built=None, layers=(0,)
     ) -> None:
         self.now = 0.0
-        held = held or pool(layers)
-        self.table = oracle.place(held, 30)
-        self.prefill = PrefillMachine(hello("p", held.layout), held.layout, lease, now=0.0)
-        options = {"offer_timeout": offer_timeout, "now": 0.0}
-        self.decode = DecodeMachine(hello("d", held.layout), held.layout, 1, verify, **options)
+        built = built or pool(layers)
+        self.table = oracle.place(built, 30)
+        self.prefill = PrefillMachine(hello("p", built.layout), built.layout, lease, now=0.0)
+        self.decode = DecodeMachine(
+            hello("d", built.layout),
+            built.layout,
+            1,
+            now=0.0,
+            verify=verify,
+            offer_timeout=offer_timeout,
+        )
         self.link = Link(("x",))
         self.queues = {self.prefill: [], self.decode: []}
         self.reads, self.dials = [], []
@@ -60,26 +74,26 @@ class Pair:
         """An event now; what it sends is queued, what it reads noted."""
         for effect in machine.handle(event, self.now):
             if isinstance(effect, Send):
-                self.queues[machine].append(messages.decode(effect.data))
+                self.queues[machine].append(codec.decode(effect.data))
             elif isinstance(effect, StartRead):
                 self.reads.append(effect.read)
             elif isinstance(effect, ComputeDigest):
                 self.digests[machine].append(effect)
-            elif isinstance(effect, (Dial, HangUp)):
+            elif isinstance(effect, Connect):
                 self.dials.append((self.now, effect))
-                if isinstance(effect, Dial):  # prefill knows each connection by a name of its own
+                if effect.address is not None:  # prefill knows each connection by a name of its own
                     self.peer += b"d"
 
     def pump(self) -> None:
         """Every message arrives, and every answer."""
         while any(self.queues.values()):
-            for machine, other, peer in (
+            for machine, receiver, peer in (
                 (self.decode, self.prefill, self.peer),
                 (self.prefill, self.decode, 0),
             ):
-                said, self.queues[machine] = self.queues[machine], []
-                for message in said:
-                    self.tell(other, Received(peer, message))
+                sent, self.queues[machine] = self.queues[machine], []
+                for message in sent:
+                    self.tell(receiver, Received(peer, message))
 
     def lose(self, machine) -> list:
         """What a side has sent is lost; returns it."""
@@ -95,18 +109,37 @@ class Pair:
                 self.tell(machine, Tick())
             self.pump()
 
-    def request(self, name="r", table=None, start=0) -> None:
-        self.tell(self.decode, RequestRoom(name, table or self.table, start, self.link))
+    def request(self, name="r", table=None, start=0, **options) -> None:
+        table = table or self.table
+        request = RequestRoom(room=name, address=table, start=start, link=self.link, **options)
+        self.tell(self.decode, request)
+
+    def ask(self, *args, **options) -> None:
+        """A request that arrives."""
+        self.request(*args, **options)
+        self.pump()
 
     def decline(self, name="r") -> None:
-        nothing = RequestAddress(0, {})
-        self.tell(self.decode, RequestRoom(name, nothing, 0, self.link, declined=True))
+        self.request(name, RequestAddress(0, {}), declined=True)
 
     def offer(
         self, tokens=range(30), last=True, aux=None, after=None, name="r", layers=None
     ) -> None:
-        about = name, self.table, tokens, last, aux or {}, after
-        self.tell(self.prefill, OfferChunk(*about, layer_range(layers, "target")))
+        chunk = OfferChunk(
+            room=name,
+            address=self.table,
+            tokens=tokens,
+            last=last,
+            aux=aux or {},
+            after=after,
+            layers=layer_range(layers, "target"),
+        )
+        self.tell(self.prefill, chunk)
+
+    def serve(self, *args, **options) -> None:
+        """A chunk that decode hears of, if it has asked."""
+        self.offer(*args, **options)
+        self.pump()
 
     def abort(self, machine, reason="gave up", name="r") -> None:
         self.tell(machine, AbortRoom(name, reason))
@@ -119,6 +152,24 @@ class Pair:
         """Every read ends well."""
         while self.reads:
             self.tell(self.decode, ReadEnded(self.reads.pop(), None))
+
+    def finish(self) -> None:
+        """Every read ends well, and what follows from that arrives."""
+        self.read()
+        self.pump()
+
+    def hand_over(self) -> None:
+        """A room from the request to success on both sides."""
+        self.ask()
+        self.serve()
+        self.finish()
+        assert self.polls() == (KVPoll.Success, KVPoll.Success)
+
+    def fail_and_forget(self) -> None:
+        """A room fails on prefill that no decode has asked for, and is forgotten."""
+        self.offer()
+        self.abort(self.prefill)
+        self.forget(self.prefill)
 
     def polls(self, name="r"):
         return self.decode.poll(name), self.prefill.poll(name)

@@ -26,7 +26,8 @@ from disagg import (
     PrefillEndpoint,
     TransferPlan,
 )
-from disagg.protocol.messages import ReleaseAck, WireError, decode
+from disagg.protocol.codec import decode
+from disagg.protocol.messages import ReleaseAck, WireError
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import MemoryConnection
 from kvpool import Allocator
@@ -66,7 +67,7 @@ class Conn(MemoryConnection):
 
 
 @dataclass(eq=False)
-class Held:
+class RoomPages:
     """Pages of one request; on prefill it was computed here, on decode it is wanted."""
 
     request: object
@@ -127,7 +128,7 @@ class World(MemoryNetwork):
         self.faults.add((what, decode.number, address))
 
     def ranks(self, service: int) -> list[Prefill]:
-        return [each for each in self.prefills.values() if each.service == service]
+        return [node for node in self.prefills.values() if node.service == service]
 
     def everybody(self) -> list[Node]:
         return [*self.prefills.values(), *self.decodes]
@@ -229,9 +230,10 @@ class World(MemoryNetwork):
 
     def forget(self, conn: Conn, noticed: bool) -> None:
         """Prefill's end of a connection is gone; unless noticed, what it sends there is lost."""
-        known = self.prefills[conn.address].transport.connections
-        if known.pop(conn.identity, None) is not None and not noticed:
-            known[conn.identity] = Conn(*(None, 0, conn.address, b""), lost=True)
+        connections = self.prefills[conn.address].transport.connections
+        if connections.pop(conn.identity, None) is not None and not noticed:
+            lost = Conn(None, 0, conn.address, b"", lost=True)
+            connections[conn.identity] = lost
 
     def kill(self, node: Node, keep: int, noticed: bool) -> None:
         """A generation ends; of what it has sent, `keep` messages a connection still arrive."""
@@ -262,7 +264,7 @@ class World(MemoryNetwork):
             fresh = Decode(self, node.build, node.timeout, node.number, *node.options)
             fresh.engine.eager = node.engine.eager
             self.decodes[node.number] = fresh
-            for service in {each.service: 0 for each in self.prefills.values()}:
+            for service in {prefill.service: 0 for prefill in self.prefills.values()}:
                 fresh.connect(service)
 
     def sweep(self) -> None:
@@ -298,9 +300,9 @@ class Node:
         self.layout = replace(self.pool.layout, generation=f"life {self.life}")
         self.alloc = Allocator(self.pool)
         self.pages = self.alloc.free_pages
-        self.owners: dict[int, Held] = {}
-        self.held: dict[object, Held] = {}
-        self.others: deque[Held] = deque()
+        self.owners: dict[int, RoomPages] = {}
+        self.rooms: dict[object, RoomPages] = {}
+        self.others: deque[RoomPages] = deque()
         self.engine = SlowEngine(self, world.broken)
         self.transport = NodeTransport(self)
 
@@ -314,41 +316,41 @@ class Node:
 
     def options_of(self) -> dict:
         """What every endpoint here is made with."""
-        made = {"transport": self.transport, "clock": self.world.clock, "threaded": False}
-        return made | {"peer_timeout": self.timeout}
+        options = {"transport": self.transport, "clock": self.world.clock, "threaded": False}
+        return options | {"peer_timeout": self.timeout}
 
-    def grow(self, held: Held, tokens: int) -> None:
+    def grow(self, room: RoomPages, tokens: int) -> None:
         """Makes room for more tokens; raises OutOfPages."""
-        self.alloc.extend(held.request, tokens)
-        self.owners.update(dict.fromkeys(held.pages, held))
+        self.alloc.extend(room.request, tokens)
+        self.owners.update(dict.fromkeys(room.pages, room))
 
-    def give_back(self, held: Held) -> None:
+    def give_back(self, room: RoomPages) -> None:
         """What was in its pages is gone at once."""
-        for page in held.pages:
+        for page in room.pages:
             del self.owners[page]
         for view in oracle.state(self.pool).views.values():
-            view[held.pages] = FREED
-        held.given_back = True
-        self.alloc.free(held.request)
+            view[room.pages] = FREED
+        room.given_back = True
+        self.alloc.free(room.request)
 
     def occupy(self, tokens: int) -> None:
         """A request that has nothing to do with the hand-off; raises OutOfPages."""
-        held = Held(self.alloc.new_request(), tokens, next(self.world.numbers))
-        self.grow(held, tokens)
-        oracle.write(self.pool, held.request.address(), range(tokens), held.salt)
-        self.others.append(held)
+        room = RoomPages(self.alloc.new_request(), tokens, next(self.world.numbers))
+        self.grow(room, tokens)
+        oracle.write(self.pool, room.request.address(), range(tokens), room.salt)
+        self.others.append(room)
 
     def vacate(self) -> None:
         """The oldest such ends, and still has its values."""
-        held = self.others.popleft()
-        address = held.request.address()
-        check_bytes(self.pool, address, range(held.tokens), [(self.layout, held.salt)])
-        self.give_back(held)
+        room = self.others.popleft()
+        address = room.request.address()
+        check_bytes(self.pool, address, range(room.tokens), [(self.layout, room.salt)])
+        self.give_back(room)
 
     def abort(self, name) -> None:
         """Ends a room, with a reason of its own."""
         number = next(self.world.numbers)
-        service = self.service if isinstance(self, Prefill) else self.held[name].service
+        service = self.service if isinstance(self, Prefill) else self.rooms[name].service
         self.world.aborts[number] = service, name
         self.endpoint.abort(name, f"abort {number}.")
         self.observe()
@@ -363,18 +365,18 @@ class Node:
         for name, state, failure in self.endpoint.ended():
             assert (state, failure) == (self.machine.poll(name), self.machine.failure(name))
             assert isinstance(self, Prefill) or not self.machine.reading(name)
-            if name in self.held:
-                self.held[name].reported += 1
+            if name in self.rooms:
+                self.rooms[name].reported += 1
 
-    def just_ended(self, name, held: Held) -> bool:
+    def just_ended(self, name, room: RoomPages) -> bool:
         """Notes a room's state, which is final once it has ended."""
         state = self.machine.poll(name)
-        if held.ended is not None:
-            assert state is held.ended, f"{name!r} was {held.ended} and is {state}"
+        if room.ended is not None:
+            assert state is room.ended, f"{name!r} was {room.ended} and is {state}"
             return False
         if not state.ended:
             return False
-        held.ended = state
+        room.ended = state
         failure = self.machine.failure(name)
         if state is KVPoll.Failed:
             assert failure.side in ("prefill", "decode")
@@ -400,39 +402,39 @@ class Prefill(Node):
         """Computes and offers up to position `stop` of `total`, of both layers or of one; then the
         next call is for the other layer. Raises OutOfPages.
         """
-        held = self.held.get(name)
-        if held is None:
-            held = Held(self.alloc.new_request(), total, next(self.world.numbers))
-        chunk = range(held.request.num_tokens, stop)
-        if held.begun is not None:
-            chunk, layer = held.begun[0], 1 - held.begun[1]
-        self.grow(held, chunk.stop - held.request.num_tokens)
-        self.held[name] = held
-        address, some = held.request.address(), None if layer is None else range(layer, layer + 1)
-        oracle.write(oracle.of_layers(self.pool, some or LAYERS), address, chunk, held.salt)
-        last = chunk.stop == held.tokens and (layer is None or held.begun is not None)
-        aux = {self.address: held.salt} if last else {}
-        held.begun = (chunk, layer) if held.begun is None and layer is not None else None
+        room = self.rooms.get(name)
+        if room is None:
+            room = RoomPages(self.alloc.new_request(), total, next(self.world.numbers))
+        chunk = range(room.request.num_tokens, stop)
+        if room.begun is not None:
+            chunk, layer = room.begun[0], 1 - room.begun[1]
+        self.grow(room, chunk.stop - room.request.num_tokens)
+        self.rooms[name] = room
+        address, some = room.request.address(), None if layer is None else range(layer, layer + 1)
+        oracle.write(oracle.of_layers(self.pool, some or LAYERS), address, chunk, room.salt)
+        last = chunk.stop == room.tokens and (layer is None or room.begun is not None)
+        aux = {self.address: room.salt} if last else {}
+        room.begun = (chunk, layer) if room.begun is None and layer is not None else None
         self.endpoint.send(name, address, tokens=chunk, layers=some, last=last, aux=aux)
         self.observe()
 
     def forget(self, name) -> None:
         self.endpoint.forget(name)
-        self.held.pop(name, None)
+        self.rooms.pop(name, None)
 
     def says(self, message) -> None:
         """A message leaves: what it vouches for must be true now."""
         key = getattr(message, "attempt", ""), self.address
         if isinstance(message, ReleaseAck) and message.leased and key not in self.world.released:
-            held = self.held[message.room]
-            assert not held.given_back, "pages are said to be leased that were given back"
-            self.world.released[key] = held.salt
+            room = self.rooms[message.room]
+            assert not room.given_back, "pages are said to be leased that were given back"
+            self.world.released[key] = room.salt
 
     def observe(self) -> None:
         """Pages of rooms that have ended are given back."""
-        for name, held in self.held.items():
-            if self.just_ended(name, held):
-                self.give_back(held)
+        for name, room in self.rooms.items():
+            if self.just_ended(name, room):
+                self.give_back(room)
         self.take_ended()
 
 
@@ -469,7 +471,7 @@ class Decode(Node):
 
     def connect(self, service: int) -> None:
         """Says hello to all ranks of a service."""
-        addresses = [each.address for each in self.world.ranks(service)]
+        addresses = [prefill.address for prefill in self.world.ranks(service)]
         self.links[service] = self.endpoint.connect(addresses)
 
     def asked(self, link: Link, service: int) -> list[str]:
@@ -488,31 +490,31 @@ class Decode(Node):
         """Makes room and asks for it, with `spare` tokens more and not knowing how many come;
         raises OutOfPages.
         """
-        about = {"start": start, "service": service, "spare": spare}
-        held = Held(self.alloc.new_request(), tokens, **about)
-        self.grow(held, tokens + (spare or 0))
-        held.link = self.links[service]
-        options = {"start": start, "link": held.link, "at_most": spare is not None}
-        aux = self.asked(held.link, service)
-        self.endpoint.receive(name, held.request.address(), aux=aux, **options)
-        self._hold(name, held)
+        request = self.alloc.new_request()
+        room = RoomPages(request, tokens, start=start, service=service, spare=spare)
+        self.grow(room, tokens + (spare or 0))
+        room.link = self.links[service]
+        options = {"start": start, "link": room.link, "at_most": spare is not None}
+        aux = self.asked(room.link, service)
+        self.endpoint.receive(name, room.request.address(), aux=aux, **options)
+        self._hold(name, room)
 
     def decline(self, name, service: int) -> None:
         """Has everything already, and asks for nothing."""
-        held = Held(self.alloc.new_request(), 0, service=service, declined=True)
-        held.link = self.links[service]
-        self.endpoint.decline(name, held.link)
-        self._hold(name, held)
+        room = RoomPages(self.alloc.new_request(), 0, service=service, declined=True)
+        room.link = self.links[service]
+        self.endpoint.decline(name, room.link)
+        self._hold(name, room)
 
-    def _hold(self, name, held: Held) -> None:
-        held.attempt = self.machine.rooms()[name].attempt
-        self.held[name] = held
-        self.world.faults.add(("wanted", self.number, held.service, name, held.attempt))
+    def _hold(self, name, room: RoomPages) -> None:
+        room.attempt = self.machine.rooms()[name].attempt
+        self.rooms[name] = room
+        self.world.faults.add(("wanted", self.number, room.service, name, room.attempt))
         self.observe()
 
     def forget(self, name) -> None:
         self.endpoint.forget(name)
-        del self.held[name]
+        del self.rooms[name]
 
     def lose(self, rank: int) -> None:
         """A rank leaves too much unread."""
@@ -521,56 +523,57 @@ class Decode(Node):
 
     def observe(self) -> None:
         """What has succeeded is right; pages of what has ended, and is not read, are given back."""
-        for name, held in self.held.items():
-            held.plan = held.link.plan or held.plan  # its link may be lost in the turn that ends it
-            if self.just_ended(name, held) and held.ended is KVPoll.Success:
-                self._check(name, held)
-            if held.ended is not None and not held.given_back and not self.machine.reading(name):
-                self.give_back(held)
+        for name, room in self.rooms.items():
+            room.plan = room.link.plan or room.plan  # its link may be lost in the turn that ends it
+            if self.just_ended(name, room) and room.ended is KVPoll.Success:
+                self._check(name, room)
+            if room.ended is not None and not room.given_back and not self.machine.reading(name):
+                self.give_back(room)
         self.take_ended()
 
-    def _check(self, name, held: Held) -> None:
-        asked = self.asked(held.link, held.service)
-        salts = {each: self.world.released.get((held.attempt, each)) for each in asked}
+    def _check(self, name, room: RoomPages) -> None:
+        asked = self.asked(room.link, room.service)
+        salts = {address: self.world.released.get((room.attempt, address)) for address in asked}
         assert None not in salts.values(), f"{name!r} succeeded and not every rank had said so"
         assert not self.machine.reading(name)
         layers = {region.layer for region in self.layout.regions}
         assert all(self.endpoint.layer_ready(name, layer) for layer in layers)
-        layouts = dict(zip(held.link.addresses, held.plan.sources))
-        sources = [(layouts[each], salt) for each, salt in salts.items()]
-        tokens = 0 if held.declined else self.endpoint.num_tokens(name)
-        if held.spare is None:
-            assert tokens == held.tokens
-        table = replace(held.request.address(), num_tokens=tokens)
-        check_bytes(self.pool, table, range(held.start, tokens), sources)
+        layouts = dict(zip(room.link.addresses, room.plan.sources))
+        sources = [(layouts[address], salt) for address, salt in salts.items()]
+        tokens = 0 if room.declined else self.endpoint.num_tokens(name)
+        if room.spare is None:
+            assert tokens == room.tokens
+        table = replace(room.request.address(), num_tokens=tokens)
+        check_bytes(self.pool, table, range(room.start, tokens), sources)
         assert self.machine.aux(name) == salts
 
 
 def check_bytes(pool, address, positions: range, sources) -> None:
     """Each byte of `positions` is one that a source (a layout, and the salt of its values) has."""
-    held = oracle.state(pool)
-    for region in held.layout.regions:
-        space = held.layout.space_of(region)
+    state = oracle.state(pool)
+    for region in state.layout.regions:
+        space = state.layout.space_of(region)
         entries = oracle.live(space, positions, address.num_tokens)
         if not entries.size:
             continue
         span, size = address.spans[space.id_list], space.entries_per_item
-        found = held.views[region.key][span.ids[entries // size - span.first_item], entries % size]
-        right = np.zeros(found.shape, dtype=bool)
+        items = span.ids[entries // size - span.first_item]
+        stored = state.views[region.key][items, entries % size]
+        right = np.zeros(stored.shape, dtype=bool)
         axes = region.inner_axes
         for layout, salt in sources:
-            given = layout.region_by_key.get(region.key)
-            if given is None:
+            offered = layout.region_by_key.get(region.key)
+            if offered is None:
                 continue
-            common = [_common(axis, given.axis(axis.name)) for axis in axes]
+            common = [_common(axis, offered.axis(axis.name)) for axis in axes]
             steps = [*map(np.array, common), np.arange(region.width)]
             cut = (
                 slice(None),
                 *(slice(r.start - a.start, r.stop - a.start) for a, r in zip(axes, common)),
             )
-            right[cut] |= (found[cut] == oracle.values(region.key, [entries, *steps], salt)).all()
+            right[cut] |= (stored[cut] == oracle.values(region.key, [entries, *steps], salt)).all()
         assert right.all(), f"{region} of {positions} is not what was there"
 
 
-def _common(one, other) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+def _common(axis, offered) -> range:
+    return range(max(axis.start, offered.start), min(axis.stop, offered.stop))

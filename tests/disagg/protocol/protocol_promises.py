@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.status import KVPoll
 from disagg.runtime.staging import NUM_BUFFERS
 from tests.disagg.protocol.protocol_model import READ_TIMEOUT, Decode, Node, Prefill, World
@@ -42,8 +42,8 @@ def check(world: World) -> None:
     for node in world.everybody():
         if node.alive:
             pages_add_up(node)
-            for name, held in node.held.items():
-                assert held.reported == held.given_back, f"{name!r} was reported {held.reported}x"
+            for name, room in node.rooms.items():
+                assert room.reported == room.given_back, f"{name!r} was reported {room.reported}x"
             for name in node.machine.rooms():
                 failure = node.machine.failure(name)
                 assert failure is None or caused(node, name, failure.reason), f"{name!r} {failure}"
@@ -51,11 +51,11 @@ def check(world: World) -> None:
 
 def pages_add_up(node: Node) -> None:
     """Leased, quarantined and free pages, and those of other requests, are all."""
-    leases, held = node.machine.leases(), node.held.values()
+    leases, rooms = node.machine.leases(), node.rooms.values()
     leased, quarantined = leases.leased.get("kv", 0), leases.quarantined.get("kv", 0)
-    others = sum(len(each.pages) for each in node.others)
-    assert leased == sum(len(each.pages) for each in held if each.ended is None)
-    assert quarantined == sum(len(each.pages) for each in held if each.ended is not None)
+    others = sum(len(room.pages) for room in node.others)
+    assert leased == sum(len(room.pages) for room in rooms if room.ended is None)
+    assert quarantined == sum(len(room.pages) for room in rooms if room.ended is not None)
     assert leased + quarantined + others == len(node.owners)
     assert len(node.owners) + node.alloc.free_pages == node.pages
 
@@ -63,10 +63,10 @@ def pages_add_up(node: Node) -> None:
 def caused(node: Node, name, reason: str) -> bool:
     """Whether something was done that explains it, to one who had to do with this room."""
     world = node.world
-    service = node.service if isinstance(node, Prefill) else node.held[name].service
-    known = re.search(r"abort (\d+)\.", reason)
-    if known:
-        return world.aborts[int(known[1])] == (service, name)
+    service = node.service if isinstance(node, Prefill) else node.rooms[name].service
+    abort = re.search(r"abort (\d+)\.", reason)
+    if abort:
+        return world.aborts[int(abort[1])] == (service, name)
     wants = [f for f in world.faults if f[0] == "wanted" and f[2:4] == (service, name)]
     pairs = {(want[1], rank.address) for want in wants for rank in world.ranks(service)}
     return any(
@@ -188,27 +188,27 @@ def left_behind(node: Node) -> list[str]:
     else:
         reader, stage = endpoint._loop.reader, node.engine.stage
         kept |= {
-            "rooms": kept["rooms"] ^ {read.room for read in reader._context.quarantined},
+            "rooms": kept["rooms"] ^ {tracked.read.room for tracked in reader._context.quarantined},
             "buffers": stage.owners
             if stage and len(stage.owners) != NUM_BUFFERS - stage._usable
             else (),
             "links": {id(link) for link in peers.links}
-            ^ {id(each) for each in node.links.values()},
+            ^ {id(link) for link in node.links.values()},
             "connections": peers.ranks() ^ node.transport.connections.keys(),
             "silent peers": waited - peers.ranks(),
             "reads": reader._reads(),
             "fences": [lane for lane in (*reader._lanes.values(), *reader._dropped) if lane.fences],
             "lanes at work": list(reader._active),
             "lanes of nobody": reader._lanes.keys() - _lives(peers.links),
-            "transfers": [each for each in node.engine.transfers if not each.peer.unfenceable],
+            "transfers": [t for t in node.engine.transfers if not t.peer.unfenceable],
         }
     return [f"{what}: {value}" for what, value in kept.items() if value]
 
 
 def _lives(links) -> set[tuple[int, int, str]]:
     """Links, ranks and their lives, as reads are told apart."""
-    known = ((link, source, hello) for link in links for source, hello in enumerate(link.hellos))
-    return {(id(link), source, hello.generation) for link, source, hello in known if hello}
+    hellos = ((link, source, hello) for link in links for source, hello in enumerate(link.hellos))
+    return {(id(link), source, hello.generation) for link, source, hello in hellos if hello}
 
 
 def work_again(world: World) -> None:
@@ -226,7 +226,7 @@ def work_again(world: World) -> None:
     world.pass_time(max(node.timeout for node in world.decodes), True)
     readers = [node.options[0] for node in world.decodes]
     for service in services:
-        if all(each != 1 for each in readers):
+        if all(count != 1 for count in readers):
             succeed("together", service, world.decodes)
         for node in world.decodes:
             if node.options[0] == 1:

@@ -63,8 +63,8 @@ class WatchedBuffers(StagingBuffers):
         apart = CoalescedBatch(
             CopyBatch(batch.src, offsets, batch.nbytes), CopyBatch(offsets, batch.dst, batch.nbytes)
         )
-        found = coalesce(batch, source, engine.run_overhead_bytes) or apart
-        return cut(found, self.buffer_bytes, engine.max_runs)
+        coalesced = coalesce(batch, source, engine.run_overhead_bytes) or apart
+        return cut(coalesced, self.buffer_bytes, engine.max_runs)
 
     def take(self):
         buffer = super().take()
@@ -155,7 +155,7 @@ class SlowEngine(Engine):
         if self.patient:
             return False
         peer.fenced = True
-        self.transfers = [each for each in self.transfers if each.peer is not peer]
+        self.transfers = [transfer for transfer in self.transfers if transfer.peer is not peer]
         return True
 
     def close(self) -> None:
@@ -172,10 +172,10 @@ class SlowEngine(Engine):
 
     def go_on(self, runs: int) -> None:
         """Some runs of the latest transfer arrive; or all that can."""
-        able = [each for each in self.transfers if each.runs and each.fate != "stick"]
+        able = [t for t in self.transfers if t.runs and t.fate != "stick"]
         for transfer in able if runs == ALL else able[-1:]:
             self.land(transfer, runs)
-        self.transfers = [each for each in self.transfers if each.runs]
+        self.transfers = [transfer for transfer in self.transfers if transfer.runs]
 
     def check_scattered(self, dst, nbytes) -> None:
         """Bytes come out of a buffer."""
@@ -191,7 +191,7 @@ class SlowEngine(Engine):
         """Pages of a run, or the number of its buffer, below 0."""
         _, dst, nbytes = run
         if self.stage is not None and self.stage.begin <= dst < self.stage.end:
-            first, last = (self.stage.number(at) for at in (dst, dst + nbytes - 1))
+            first, last = (self.stage.number(address) for address in (dst, dst + nbytes - 1))
             self._must(first == last, "a run leaves its buffer")
             return range(first, first + 1)
         for buffer in self.node.layout.buffers:

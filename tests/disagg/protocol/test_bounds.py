@@ -8,16 +8,10 @@ import pytest
 
 from disagg import Failure, KVPoll, Phase, UnknownRoom
 from disagg.digest.digest import from_wire, to_wire
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from disagg.protocol.effects import Send
-from disagg.protocol.events import (
-    ConnectLink,
-    DigestComputed,
-    Received,
-    RejectRoom,
-    Tick,
-)
-from disagg.protocol.link import Link
+from disagg.protocol.events import ConnectLink, DigestComputed, Received, RejectRoom, Tick
+from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms import prefill_room
 from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
@@ -48,8 +42,7 @@ def request_lost(pair):
 
 def last_chunk_lost(pair):
     pair.request()
-    pair.offer(range(16), False)
-    pair.pump()
+    pair.serve(range(16), False)
     pair.offer(range(16, 30))
     pair.lose(pair.prefill)
     pair.read()
@@ -72,8 +65,7 @@ def ack_lost(pair):
 
 def read_all(pair):
     pair.request()
-    pair.offer()
-    pair.pump()
+    pair.serve()
     pair.read()
 
 
@@ -107,12 +99,10 @@ def test_a_room_of_decode_in_which_nothing_happens_fails_and_says_what_it_waited
 
 def test_what_happens_in_a_room_begins_its_bound_anew_and_a_read_in_flight_is_not_counted():
     pair = Pair(offer_timeout=OFFER)
-    pair.request()
-    pair.pump()
+    pair.ask()
     for stop in (10, 20):
         pair.now += 0.9 * OFFER
-        pair.offer(range(stop - 10, stop), False)
-        pair.pump()
+        pair.serve(range(stop - 10, stop), False)
     pair.wait(3 * OFFER)
     assert pair.decode.poll("r") is KVPoll.Transferring
     pair.read()
@@ -124,8 +114,7 @@ def test_what_happens_in_a_room_begins_its_bound_anew_and_a_read_in_flight_is_no
 
 def test_without_a_bound_a_room_of_decode_waits_on():
     pair = Pair()
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.wait(10 * TIMEOUT, step=1.0)
     assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
 
@@ -170,11 +159,9 @@ def test_a_decode_gets_the_digests_of_a_room_once_and_those_of_its_entries_once(
 
 def test_a_room_that_was_asked_for_and_not_yet_computed_has_no_lease_that_could_run_out():
     pair = Pair(lease=6.0)
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.wait(30.0, step=1.0)
-    pair.offer()
-    pair.pump()
+    pair.serve()
     assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
 
 
@@ -183,9 +170,11 @@ def test_a_room_that_was_not_computed_ends_once_no_decode_waits_for_it_any_more(
     prefill = PrefillMachine(hello("p"), pool().layout, None, now=0.0)
     for now, peer in ((0.0, b"1"), (5.0, b"2")):
         prefill.handle(Received(peer, hello(f"d{peer}")), now)
-        asked = messages.ReadRequest("p", "r", "a", 0, 30, 3, 6.0)
+        asked = messages.ReadRequest(
+            generation="p", room="r", attempt="a", start=0, num_tokens=30, readers=3, timeout=6.0
+        )
         prefill.handle(Received(peer, asked), now)
-    alive = [Received(peer, messages.Ping("p")) for peer in (b"1", b"2")]
+    alive = [Received(peer, messages.Ping(generation="p")) for peer in (b"1", b"2")]
     for now in np.arange(5.0, 11.0 + TIMEOUT, TIMEOUT / 4).tolist():
         for event in (*alive, Tick()):
             prefill.handle(event, now)
@@ -193,9 +182,7 @@ def test_a_room_that_was_not_computed_ends_once_no_decode_waits_for_it_any_more(
     for event in (*alive, Tick()):
         prefill.handle(event, 11.5 + TIMEOUT)
     assert prefill.failure("r") == Failure(
-        "prefill",
-        "no chunk of it was sent while the decodes that asked for it waited.",
-        "timeout",
+        "prefill", "no chunk of it was sent while the decodes that asked for it waited.", "timeout"
     )
 
 
@@ -207,22 +194,10 @@ def pair():
     return Pair()
 
 
-def test_a_decode_that_asks_for_a_room_which_prefill_has_forgotten_is_told_why_it_failed(pair):
-    pair.offer()
-    pair.abort(pair.prefill)
-    pair.forget(pair.prefill)
-    pair.request()
-    pair.pump()
-    assert str(pair.decode.failure("r")) == "prefill: gave up"
-    with pytest.raises(UnknownRoom):
-        pair.prefill.poll("r")
-
-
 @pytest.mark.parametrize("known", ["nobody has heard of it", "decode has asked", "forgotten"])
 def test_a_decode_is_told_why_a_room_was_rejected(pair, known):
     if known == "decode has asked":
-        pair.request()
-        pair.pump()
+        pair.ask()
     pair.tell(pair.prefill, RejectRoom("r", "too long"))
     if known == "forgotten":
         pair.forget(pair.prefill)
@@ -233,66 +208,43 @@ def test_a_decode_is_told_why_a_room_was_rejected(pair, known):
 
 
 def test_a_room_that_has_ended_is_not_rejected(pair):
-    pair.request()
-    pair.pump()
-    pair.offer()
-    pair.pump()
-    pair.read()
-    pair.pump()
+    pair.hand_over()
     pair.tell(pair.prefill, RejectRoom("r", "too long"))
     pair.pump()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
-def test_who_was_told_may_use_the_name_anew(pair):
-    pair.offer()
-    pair.abort(pair.prefill)
-    pair.forget(pair.prefill)
-    pair.request()
-    pair.pump()
+def test_a_decode_that_asks_for_a_forgotten_room_is_told_why_it_failed_and_may_use_the_name_again(
+    pair,
+):
+    pair.fail_and_forget()
+    pair.ask()
+    assert str(pair.decode.failure("r")) == "prefill: gave up"
+    with pytest.raises(UnknownRoom):
+        pair.prefill.poll("r")
     pair.forget(pair.decode)
-    pair.request()
-    pair.pump()
-    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
-    pair.offer()
-    pair.pump()
-    pair.read()
-    pair.pump()
-    assert pair.polls() == (KVPoll.Success, KVPoll.Success)
+    pair.hand_over()
 
 
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-def test_a_decode_that_knew_of_the_failure_before_it_was_forgotten_may_use_the_name_anew(pair, who):
-    pair.request()
-    pair.pump()
-    pair.abort(getattr(pair, who))
-    pair.pump()
+@pytest.mark.parametrize("who", ["prefill", "decode", "nobody"])
+def test_a_decode_that_knew_how_a_room_ended_before_it_was_forgotten_may_use_the_name_again(
+    pair, who
+):
+    if who == "nobody":
+        pair.hand_over()
+    else:
+        pair.ask()
+        pair.abort(getattr(pair, who))
+        pair.pump()
     pair.forget(pair.prefill, pair.decode)
-    pair.request()
-    pair.pump()
+    pair.ask()
     assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
-
-
-def test_the_name_of_a_room_that_has_succeeded_may_be_used_anew(pair):
-    for _ in range(2):
-        pair.request()
-        pair.pump()
-        assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
-        pair.offer()
-        pair.pump()
-        pair.read()
-        pair.pump()
-        assert pair.polls() == (KVPoll.Success, KVPoll.Success)
-        pair.forget(pair.prefill, pair.decode)
 
 
 def test_a_new_chunk_ends_the_memory_of_a_failed_room(pair):
+    pair.fail_and_forget()
     pair.offer()
-    pair.abort(pair.prefill)
-    pair.forget(pair.prefill)
-    pair.offer()
-    pair.request()
-    pair.pump()
+    pair.ask()
     assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
 
 
@@ -306,15 +258,21 @@ class Readers:
         for peer, generation in generations.items():
             self.told(peer, hello(generation))
 
+    def fail_and_forget(self, reason="gave up", name="r") -> None:
+        self.pair.abort(self.prefill, reason, name)
+        self.pair.forget(self.prefill, name=name)
+
     def told(self, peer, message) -> list:
         """What prefill answers to a message."""
         effects = self.prefill.handle(Received(peer.encode(), message), self.now)
         sent = [effect for effect in effects if isinstance(effect, Send)]
-        return [messages.decode(s.data) for s in sent if s.peer == peer.encode()]
+        return [codec.decode(s.data) for s in sent if s.peer == peer.encode()]
 
     def ask(self, peer, attempt, readers=2, name="r") -> list[str]:
         """Asks for a room; the reasons of aborts."""
-        request = messages.ReadRequest("p", name, attempt, 0, 30, readers)
+        request = messages.ReadRequest(
+            generation="p", room=name, attempt=attempt, start=0, num_tokens=30, readers=readers
+        )
         answers = self.told(peer, request)
         return [m.reason for m in answers if isinstance(m, messages.Abort)]
 
@@ -322,8 +280,7 @@ class Readers:
 def test_of_two_readers_each_is_told_once_and_the_others_may_retry_meanwhile():
     world = Readers(one="g1", two="g2")
     assert world.ask("one", "a1") == []
-    world.pair.abort(world.prefill)
-    world.pair.forget(world.prefill)
+    world.fail_and_forget()
     assert world.ask("one", "a2") == []  # it was told when the room failed: this is a new use
     assert world.ask("two", "b1") == ["gave up"]  # of the first use, for all that it knows
     assert world.ask("two", "b2") == []
@@ -333,12 +290,10 @@ def test_of_two_readers_each_is_told_once_and_the_others_may_retry_meanwhile():
 def test_a_decode_that_has_restarted_is_another_one_and_is_told_as_well():
     world = Readers(one="g1", again="g1", restarted="g2")
     world.ask("one", "a1")
-    world.pair.abort(world.prefill)
-    world.pair.forget(world.prefill)
+    world.fail_and_forget()
     assert world.ask("restarted", "b1") == ["gave up"]
     assert world.ask("restarted", "b2") == []
-    world.pair.abort(world.prefill, "again")
-    world.pair.forget(world.prefill)
+    world.fail_and_forget("again")
     # the same generation over another connection
     assert world.ask("again", "a2") == ["again"]
     assert world.ask("again", "a3") == []
@@ -349,8 +304,7 @@ def test_a_name_is_free_for_any_decode_once_every_reader_of_the_failed_room_know
     world = Readers(one="g1", two="g2", other="g3")
     for peer in readers:
         world.ask(peer, peer, len(readers))
-    world.pair.abort(world.prefill)
-    world.pair.forget(world.prefill)
+    world.fail_and_forget()
     assert world.ask("other", "c1", len(readers)) == []
 
 
@@ -367,11 +321,8 @@ def test_no_more_decodes_are_told_than_the_failed_room_had_readers():
 @pytest.mark.parametrize("lease", [300.0, None])
 def test_pages_do_not_wait_for_the_lease_if_who_asked_for_them_was_told_of_an_earlier_room(lease):
     pair = Pair(lease=lease)
-    pair.offer()
-    pair.abort(pair.prefill)
-    pair.forget(pair.prefill)
-    pair.request()
-    pair.pump()
+    pair.fail_and_forget()
+    pair.ask()
     assert str(pair.decode.failure("r")) == "prefill: gave up"
     for tokens in (range(16), range(16, 30)):
         pair.offer(tokens, tokens.stop == 30)
@@ -388,26 +339,21 @@ def test_pages_do_not_wait_for_the_lease_if_who_asked_for_them_was_told_of_an_ea
 
 def test_a_retry_has_its_whole_lease_once_a_decode_has_asked():
     pair = Pair(lease=300.0)
-    pair.offer()
-    pair.abort(pair.prefill)
-    pair.forget(pair.prefill)
-    pair.request()
-    pair.pump()
+    pair.fail_and_forget()
+    pair.ask()
     pair.forget(pair.decode)
     pair.offer()
     pair.request()
     pair.wait(3 * TIMEOUT)
     assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
-    pair.read()
-    pair.pump()
+    pair.finish()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
 def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():
     world = Readers(one="g1")
     world.pair.offer()
-    world.pair.abort(world.prefill)
-    world.pair.forget(world.prefill)
+    world.fail_and_forget()
     assert world.ask("one", "a1") == ["gave up"]
     assert world.ask("one", "a1") == []
     assert not world.prefill.rooms()
@@ -418,8 +364,7 @@ def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkey
     world = Readers(one="g1")
     for name in range(5):
         world.pair.offer(name=name)
-        world.pair.abort(world.prefill, f"{name}", name)
-        world.pair.forget(world.prefill, name=name)
+        world.fail_and_forget(f"{name}", name)
     assert [world.ask("one", f"{n}", 1, n) for n in range(4)] == [[], [], ["2"], ["3"]]
     world.now = prefill_room.FORGOTTEN_SECONDS + 1
     world.told("one", hello("g1"))

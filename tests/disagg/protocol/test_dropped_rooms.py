@@ -9,7 +9,7 @@ from disagg import KVPoll
 from disagg.protocol import messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import ConnectLink, Received
-from disagg.protocol.link import Link
+from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from tests import oracle
 from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
@@ -20,8 +20,8 @@ FAILED = KVPoll.Failed
 def misfit(pair, **changes):
     """The pair with a new decode that has another layout, or says another hello."""
     layout = pool(layers=(5,), total_kv_layers=6).layout
-    said = replace(hello("d", layout), **changes)
-    pair.decode = DecodeMachine(said, layout, 1, now=pair.now)
+    greeting = replace(hello("d", layout), **changes)
+    pair.decode = DecodeMachine(greeting, layout, 1, now=pair.now)
     pair.queues[pair.decode] = []
     pair.link = Link(("y",))
     return pair
@@ -37,8 +37,7 @@ def test_a_refusal_of_either_side_ends_prefills_room(changes, when):
     if when == "after it":
         pair.pump()
         assert pair.prefill.poll("r") is KVPoll.Bootstrapping
-    pair.request()
-    pair.pump()
+    pair.ask()
     assert pair.polls() == (FAILED, FAILED)
     assert not pair.prefill.leases().leased
     why = pair.prefill.failure("r")
@@ -49,11 +48,10 @@ def test_a_refusal_of_either_side_ends_prefills_room(changes, when):
 def test_prefill_learns_of_it_also_where_it_has_not_sent_yet():
     pair = misfit(Pair())
     pair.tell(pair.decode, ConnectLink(pair.link))
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.prefill.ended.take()
     pair.offer()
-    assert [each.room for each in pair.prefill.ended.take()] == ["r"]
+    assert [room.room for room in pair.prefill.ended.take()] == ["r"]
     assert not pair.prefill.leases().leased
 
 
@@ -73,20 +71,18 @@ def test_prefills_that_are_lost_are_not_told():
     pair = Pair()
     pair.lose(pair.decode)
     pair.now += 2 * TIMEOUT
-    pair.link.lost, pair.link.hellos[0], pair.link.plan = "it is gone.", None, None
+    pair.link.lost, pair.link.ranks[0].hello, pair.link.plan = "it is gone.", None, None
     pair.request()
     assert pair.decode.poll("r") is FAILED
-    assert not [each for each in pair.lose(pair.decode) if isinstance(each, messages.DropRoom)]
+    assert not any(isinstance(m, messages.DropRoom) for m in pair.lose(pair.decode))
 
 
 def test_who_is_no_reader_ends_no_room_that_its_readers_have_asked_for():
     pair = Pair()
     pair.offer()
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.tell(pair.prefill, Received(b"stranger", messages.DropRoom("r", "no")))
-    pair.read()
-    pair.pump()
+    pair.finish()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
@@ -108,5 +104,5 @@ def test_every_rank_of_a_prefill_is_told():
     pair.decode, pair.link, pair.queues[decode] = decode, link, []
     pair.request(table=oracle.place(pool(), 30))
     pair.tell(decode, Received(0, replace(hello("p"), engine="nixl")))
-    told = [each for each in pair.lose(decode) if isinstance(each, messages.DropRoom)]
-    assert [each.room for each in told] == ["r", "r"]
+    told = [message for message in pair.lose(decode) if isinstance(message, messages.DropRoom)]
+    assert [message.room for message in told] == ["r", "r"]

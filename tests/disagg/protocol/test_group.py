@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg import Group, KVPoll
+from disagg.protocol.codec import decode
 from disagg.protocol.events import Received
-from disagg.protocol.messages import ChunkReady, ReadDone, ReadRequest, ReleaseAck, decode
+from disagg.protocol.messages import ChunkReady, ReadDone, ReadRequest, ReleaseAck
 from kvpool.layout.formats import Shard
 from tests.disagg.protocol.protocol_model import Decode, Prefill, World
 from tests.disagg.protocol.protocol_promises import check, settle
@@ -75,12 +76,17 @@ def world_of(sources, dests, table=None, verify=False, greeted=True) -> Counting
     return world
 
 
-def begin(world, name="r", tokens=5) -> None:
-    """Every rank has a room, and every decode asks for it."""
+def send(world, name="r") -> None:
+    """Every rank has a room."""
     for node in world.ranks(0):
-        node.send(name, tokens, tokens)
+        node.send(name, 5, 5)
+
+
+def begin(world, name="r") -> None:
+    """Every rank has a room, and every decode asks for it."""
+    send(world, name)
     for node in world.decodes:
-        node.want(name, 0, tokens, 0)
+        node.want(name, 0, 5, 0)
 
 
 def states(nodes, name="r"):
@@ -109,12 +115,12 @@ def engines(draw, kind, total, tp=(1, 2, 3, 4, 6, 8)):
     ]
 
 
-def held(build) -> set:
+def share_of(build) -> set:
     """Layers and heads of a rank, from how its pool is made."""
-    made, shard = build.arguments, build.arguments["shard"]
-    total = made.get("num_kv_heads", 1)
+    arguments, shard = build.arguments, build.arguments["shard"]
+    total = arguments.get("num_kv_heads", 1)
     first, count = shard.rank * total // shard.size, max(1, total // shard.size)
-    return {(layer, head) for layer in made["layers"] for head in range(first, first + count)}
+    return {(layer, head) for layer in arguments["layers"] for head in range(first, first + count)}
 
 
 @settings(max_examples=40)
@@ -128,7 +134,7 @@ def test_of_any_two_engines_each_room_ends_with_those_that_ask_and_four_messages
     begin(world)
     everybody = world.everybody()
     for _ in range(5000):
-        if all(each.ended for each in states(everybody)):
+        if all(rank.ended for rank in states(everybody)):
             break
         if ways := world.ways():
             world.arrive(*pick.choice(ways))
@@ -148,13 +154,13 @@ def test_of_any_two_engines_each_room_ends_with_those_that_ask_and_four_messages
         assert {world.readers[node.address, n] for n in askers} == {len(askers)}
     assert set(world.sent.values()) == {1}
     assert len(world.sent) == 4 * len(world.readers)
-    share = [{n for n, d in enumerate(dests) if held(s) & held(d)} for s in sources]
-    assert len(world.readers) <= sum(map(len, share)) + len(sources)
-    copies = Counter(what for each in sources for what in held(each))
+    sharers = [{n for n, d in enumerate(dests) if share_of(s) & share_of(d)} for s in sources]
+    assert len(world.readers) <= sum(map(len, sharers)) + len(sources)
+    copies = Counter(what for rank in sources for what in share_of(rank))
     if max(copies.values()) == 1:
         count = len(dests)
-        assert table == [each or {rank % count} for rank, each in enumerate(share)]
-    if kind == "mla" and all(len(held(each)) == 2 for each in (*sources, *dests)):
+        assert table == [rank or {rank % count} for rank, rank in enumerate(sharers)]
+    if kind == "mla" and all(len(share_of(rank)) == 2 for rank in (*sources, *dests)):
         assert len(world.readers) == max(len(sources), len(dests))
 
 
@@ -169,8 +175,7 @@ def test_heads_that_are_unlike_are_asked_by_all_that_share_them():
 
 def test_a_member_that_declines_is_done_with_the_ranks_that_it_asks():
     world = world_of([ROWS] * 3, [ROWS] * 2)
-    for node in world.ranks(0):
-        node.send("r", 5, 5)
+    send(world)
     world.decodes[0].want("r", 0, 5, 0)
     world.decodes[1].decline("r", 0)
     world.live(20)
@@ -191,8 +196,7 @@ def test_a_room_that_one_member_aborts_ends_everywhere(sources, build, table, gr
     """Where it has not asked yet, all ranks are told that it will not."""
     world = world_of(sources, halves(build), table, greeted=greeted)
     first, second = world.decodes
-    for node in world.ranks(0):
-        node.send("r", 5, 5)
+    send(world)
     second.want("r", 0, 5, 0)
     second.abort("r")
     world.live(3)
@@ -210,8 +214,7 @@ def test_a_room_that_one_member_aborts_ends_everywhere(sources, build, table, gr
 def test_a_member_that_dies_ends_its_rooms_within_the_bounds(before, noticed):
     world = world_of([ROWS] * 3, [ROWS] * 2, [[0], [1, 2]])
     first, second = world.decodes
-    for node in world.ranks(0):
-        node.send("r", 5, 5)
+    send(world)
     first.want("r", 0, 5, 0)
     if before:
         second.want("r", 0, 5, 0)
@@ -258,16 +261,17 @@ def test_a_rank_that_was_not_asked_cannot_end_a_room():
     world = world_of([ROWS] * 2, [ROWS] * 2)
     node = world.decodes[0]
     node.want("r", 0, 5, 0)
-    (hello,) = (each for n, each in enumerate(node.links[0].hellos) if n == 1)
-    about = hello.generation, "r", node.held["r"].attempt
-    rank = node.links[0].first + 1
+    (hello,) = (hello for n, hello in enumerate(node.links[0].hellos) if n == 1)
+    attempt = {"generation": hello.generation, "room": "r", "attempt": node.rooms["r"].attempt}
+    chunk = {"start": 0, "stop": 5, "last": True, "num_tokens": 5, "spans": {}, "aux": b"\x80"}
+    rank = node.links[0].ranks[1].number
     for message in (
-        ReleaseAck(*about, True),
-        ChunkReady(*about, 0, 5, True, 5, {}, b"\x80"),
-        ReleaseAck(*about, False),
+        ReleaseAck(**attempt, leased=True),
+        ChunkReady(**attempt, **chunk),
+        ReleaseAck(**attempt, leased=False),
     ):
         effects = node.machine.handle(Received(rank, message), world.now)
-        assert [type(decode(each.data)).__name__ for each in effects] == (
+        assert [type(decode(hello.data)).__name__ for hello in effects] == (
             ["Abort"] if isinstance(message, ChunkReady) else []
         )
     assert node.machine.poll("r") is KVPoll.WaitingForInput

@@ -10,21 +10,14 @@ import pytest
 
 from disagg import KVPoll, RoomError
 from disagg.plan import IncompatibleLayouts
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import Dial, HangUp, Send
-from disagg.protocol.events import (
-    AbortAll,
-    ConnectLink,
-    DisconnectLink,
-    Malformed,
-    Received,
-    Tick,
-)
-from disagg.protocol.link import Link
-from disagg.protocol.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.effects import Send
+from disagg.protocol.events import AbortAll, ConnectLink, DisconnectLink, Malformed, Received, Tick
+from disagg.protocol.peers.link import Link
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.peers.prefill_peers import shared_part
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.prefill_peers import shared_part
 from kvpool import MLAPool, NSAPool
 from kvpool.item import Cell
 from kvpool.layout import PoolLayout, Space
@@ -36,16 +29,20 @@ from tests.pools import CLASSES
 def answers(machine, peer, message, now=0.0) -> list:
     """What a machine sends to a peer, told a message of it."""
     effects = machine.handle(Received(peer, message), now)
-    sent = [each for each in effects if isinstance(each, Send) and each.peer == peer]
-    return [messages.decode(each.data) for each in sent]
+    sent = [effect for effect in effects if isinstance(effect, Send) and effect.peer == peer]
+    return [codec.decode(effect.data) for effect in sent]
+
+
+def a_prefill() -> PrefillMachine:
+    return PrefillMachine(hello("p"), pool().layout, now=0.0)
 
 
 # refusals
 
 
 def test_a_prefill_that_is_full_refuses_for_now(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 1)
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 1)
+    prefill = a_prefill()
     answers(prefill, b"one", hello("d1"))
     (refused,) = answers(prefill, b"two", hello("d2"))
     assert refused == messages.Refuse(["1 decodes are connected already."], final=False)
@@ -55,18 +52,18 @@ def test_a_prefill_that_is_full_refuses_for_now(monkeypatch):
 
 
 def test_what_cannot_work_together_is_refused_for_good_also_by_a_prefill_that_is_full(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 0)
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
-    other = msgspec.structs.replace(hello("d"), engine="nixl")
-    (refused,) = answers(prefill, b"d", other)
+    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 0)
+    prefill = a_prefill()
+    stranger = msgspec.structs.replace(hello("d"), engine="nixl")
+    (refused,) = answers(prefill, b"d", stranger)
     assert refused.final
     assert "engine 'local' here, 'nixl' there" in refused.reasons[0]
 
 
 def test_a_final_refusal_is_sent_as_every_protocol_reads_it():
-    data = messages.encode(messages.Refuse(["no"]))
+    data = codec.encode(messages.Refuse(["no"]))
     assert msgspec.msgpack.decode(data) == {"type": "refuse", "reasons": ["no"]}
-    assert messages.decode(data).final
+    assert codec.decode(data).final
 
 
 # one hello a connection
@@ -74,7 +71,7 @@ def test_a_final_refusal_is_sent_as_every_protocol_reads_it():
 
 def test_a_hello_is_answered_once_a_connection():
     """The answer is hundreds of times as large."""
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    prefill = a_prefill()
     (answer,) = answers(prefill, b"d", hello("d"))
     assert isinstance(answer, messages.Hello)
     assert not answers(prefill, b"d", hello("d"))  # what comes twice has no effect
@@ -88,8 +85,8 @@ def test_a_hello_is_answered_once_a_connection():
 
 
 def test_of_the_connections_that_were_answered_the_latest_are_kept(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_GREETED", 2)
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_GREETED", 2)
+    prefill = a_prefill()
     for name in (b"1", b"2", b"3"):
         answers(prefill, name, hello("d"))
         prefill.handle(Received(name, messages.Disconnect()), 0.0)
@@ -118,20 +115,20 @@ def test_who_is_refused_for_now_dials_again_after_pauses_that_grow_and_is_served
     pair.request("r")
     dialled, hung_up = ([], [])
     while len(hung_up) < 5:
-        if pair.link.redials[0] is None:
+        if pair.link.ranks[0].redial is None:
             pair.tell(pair.decode, Received(1, REFUSED))
         pair.now += 0.1
         pair.tell(pair.decode, Tick())
         pair.lose(pair.decode)
-        own = [(at, type(effect)) for at, effect in pair.dials if effect.peer == 1]
-        dialled, hung_up = ([at for at, kind in own if kind is what] for what in (Dial, HangUp))
+        own = [(now, effect.address) for now, effect in pair.dials if effect.peer == 1]
+        dialled, hung_up = ([now for now, to in own if to == address] for address in ("y", None))
     assert hung_up == pytest.approx(dialled, abs=0.01)  # no socket while it waits
     pauses = [late - early for early, late in pairwise(dialled)]
     shares = [pause / TIMEOUT for pause in pauses]
     assert shares == pytest.approx([1 / 4, 1 / 2, 1, 1], abs=1 / CHECKS_PER_TIMEOUT + 0.02)
     assert pair.decode.poll("r") is KVPoll.Bootstrapping  # it was never asked for: it waits on
     assert "1024 decodes are connected already" in pair.link.lost
-    while pair.link.redials[0] is not None:
+    while pair.link.ranks[0].redial is not None:
         pair.now += 0.1
         pair.tell(pair.decode, Tick())
     pair.tell(pair.decode, Received(1, hello("p2")))
@@ -165,8 +162,7 @@ def test_what_a_peer_sends_while_it_is_not_dialled_is_not_looked_at():
 def test_one_malformed_message_costs_the_open_rooms_and_not_the_link(side):
     pair = Pair()
     pair.request()
-    pair.offer(range(16), False)
-    pair.pump()
+    pair.serve(range(16), False)
     refuses = getattr(pair, side)
     pair.tell(refuses, Malformed(b"d" if side == "prefill" else 0, "it sent rubbish"))
     pair.pump()
@@ -176,14 +172,13 @@ def test_one_malformed_message_costs_the_open_rooms_and_not_the_link(side):
         assert "it sent rubbish" in machine.failure("r").reason
     pair.wait(TIMEOUT / 3)
     assert pair.link.plan is not None
-    pair.request("next", oracle.elsewhere(pool(), pair.table))
-    pair.pump()
+    pair.ask("next", oracle.elsewhere(pool(), pair.table))
     assert pair.polls("next") == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
 
 
 def test_a_message_of_the_wrong_side_is_refused_for_now():
     pair = Pair()
-    pair.tell(pair.decode, Received(0, messages.ReadDone("p", "r", "a")))
+    pair.tell(pair.decode, Received(0, messages.ReadDone(generation="p", room="r", attempt="a")))
     assert pair.link.refusal is None
     (refused,) = pair.lose(pair.decode)
     assert not refused.final
@@ -195,8 +190,7 @@ def test_a_message_of_the_wrong_side_is_refused_for_now():
 @pytest.mark.parametrize("how", [DisconnectLink, AbortAll])
 def test_a_decode_that_leaves_says_so_and_its_rooms_end_on_prefill(how):
     pair = Pair()
-    pair.request()
-    pair.pump()
+    pair.ask()
     event = (
         DisconnectLink(pair.link) if how is DisconnectLink else AbortAll("closed.", closing=True)
     )
@@ -209,7 +203,7 @@ def test_a_decode_that_leaves_says_so_and_its_rooms_end_on_prefill(how):
 
 
 def test_a_goodbye_of_a_decode_that_prefill_does_not_know_is_not_answered():
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    prefill = a_prefill()
     assert answers(prefill, b"d", messages.Disconnect()) == []
 
 
@@ -257,8 +251,8 @@ def test_a_decode_without_any_region_is_refused_and_told_nothing_else():
 def test_a_decode_that_needs_nothing_of_prefill_is_told_one_region_of_each_role_and_no_memory(
     owner,
 ):
-    here = CLASSES["mha"](layers=[0], owner=owner).layout
-    told = PoolLayout.from_msgpack(heard(BOTH.layout, here).layout)
+    unlike = CLASSES["mha"](layers=[0], owner=owner).layout
+    told = PoolLayout.from_msgpack(heard(BOTH.layout, unlike).layout)
     roles = {(region.owner, region.role) for region in BOTH.layout.regions}
     assert {(region.owner, region.role) for region in told.regions} == roles
     assert len(told.regions) == len(roles) < len(BOTH.layout.regions)
@@ -266,18 +260,18 @@ def test_a_decode_that_needs_nothing_of_prefill_is_told_one_region_of_each_role_
         msgspec.structs.replace(hello("p"), metadata=b"memory"), BOTH.layout, now=0.0
     )
     (needed,) = answers(prefill, b"d1", hello("d1", BOTH.layout))
-    (unneeded,) = answers(prefill, b"d2", hello("d2", here))
+    (unneeded,) = answers(prefill, b"d2", hello("d2", unlike))
     assert (needed.metadata, unneeded.metadata) == (b"memory", b"")
 
 
 def test_pools_of_different_models_are_refused_with_what_prefill_holds():
     link = planned(BOTH.layout, CLASSES["mha"](layers=[0]).layout)
     assert isinstance(link.error, IncompatibleLayouts)
-    said = (
+    reason = (
         "target layer 0 k: prefill offers no such region (it holds none, but target index_key, "
         "target index_key.scale, target latent, target rope). Connect pools of the same model"
     )
-    assert said in link.refusal
+    assert reason in link.refusal
 
 
 @pytest.mark.parametrize(
@@ -291,7 +285,7 @@ def test_pools_of_different_models_are_refused_with_what_prefill_holds():
     ],
 )
 def test_a_layout_that_cannot_be_read_is_refused_for_good(data, reason):
-    prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
+    prefill = a_prefill()
     (answer,) = answers(prefill, b"d", msgspec.structs.replace(hello("d"), layout=data))
     assert isinstance(answer, messages.Refuse) and answer.final
     assert reason in answer.reasons[0]
@@ -300,7 +294,7 @@ def test_a_layout_that_cannot_be_read_is_refused_for_good(data, reason):
 
 def planned(prefill_layout, decode_layout, **options):
     """The link of a decode that has heard this prefill."""
-    decode = DecodeMachine(hello("d", decode_layout), decode_layout, 1, False, now=0.0, **options)
+    decode = DecodeMachine(hello("d", decode_layout), decode_layout, 1, now=0.0, **options)
     decode.handle(ConnectLink(link := Link(("x",))), 0.0)
     decode.handle(Received(0, heard(prefill_layout, decode_layout)), 0.0)
     return link
@@ -327,12 +321,10 @@ def test_an_owner_that_prefill_has_in_other_roles_cannot_be_taken_for_missing():
         MLAPool(layers=[1], total_kv_layers=1, **MLA, owner="draft"),
     ]
     target, draft = (pool.layout for pool in pools)
-    here = PoolLayout.merge(target, draft)
+    merged = PoolLayout.merge(target, draft)
     renamed = [replace(region, role=f"old.{region.role}") for region in draft.regions]
-    there = PoolLayout.merge(target, replace(draft, regions=renamed))
-    decode = DecodeMachine(hello("d", here), here, 1, False, {"draft"}, now=0.0)
-    decode.handle(ConnectLink(link := Link(("x",))), 0.0)
-    decode.handle(Received(0, heard(there, here)), 0.0)
+    offered = PoolLayout.merge(target, replace(draft, regions=renamed))
+    link = planned(offered, merged, allow_missing={"draft"})
     assert "draft layer 1 latent: prefill offers no such region" in link.refusal
 
 
@@ -358,8 +350,8 @@ def test_what_a_decode_is_told_of_a_block_pool_keeps_it():
 def linked(decode, *layouts):
     """A link whose ranks have these layouts, and have answered."""
     decode.handle(ConnectLink(link := Link(tuple("xyz"[: len(layouts)]))), 0.0)
-    for rank, each in enumerate(layouts):
-        decode.handle(Received(link.first + rank, hello(f"p{link.first + rank}", each)), 0.0)
+    for rank, layout in zip(link.ranks, layouts):
+        decode.handle(Received(rank.number, hello(f"p{rank.number}", layout)), 0.0)
     return link
 
 
@@ -370,41 +362,41 @@ def moved(layout, by):
 
 
 def test_of_prefills_alike_decode_keeps_regions_once_and_each_ones_pointers():
-    here = pool().layout
-    decode = DecodeMachine(hello("d"), here, 1, now=0.0)
-    links = [linked(decode, moved(here, 4096 * n)) for n in range(3)]
+    layout = pool().layout
+    decode = DecodeMachine(hello("d"), layout, 1, now=0.0)
+    links = [linked(decode, moved(layout, 4096 * n)) for n in range(3)]
     plans = [link.plan.sources[0] for link in links]
-    assert [plan.buffers[0].base - here.buffers[0].base for plan in plans] == [0, 4096, 8192]
+    assert [plan.buffers[0].base - layout.buffers[0].base for plan in plans] == [0, 4096, 8192]
     assert all(plan.regions is plans[0].regions for plan in plans)
     assert [link.hellos[0].layout for link in links] == [b""] * 3
     assert [link.hellos[0].generation for link in links] == ["p0", "p1", "p2"]
 
 
 def test_prefills_of_equal_regions_and_other_spaces_are_told_apart():
-    here = pool().layout
-    fewer = replace(here, spaces=tuple(replace(space, reserved=2) for space in here.spaces))
-    decode = DecodeMachine(hello("d"), here, 1, now=0.0)
-    sources = [linked(decode, each).plan.sources[0] for each in (here, fewer)]
+    layout = pool().layout
+    fewer = replace(layout, spaces=tuple(replace(space, reserved=2) for space in layout.spaces))
+    decode = DecodeMachine(hello("d"), layout, 1, now=0.0)
+    sources = [linked(decode, source).plan.sources[0] for source in (layout, fewer)]
     assert [source.spaces[0].reserved for source in sources] == [1, 2]
 
 
 def test_a_rank_that_is_back_has_the_layout_of_its_new_life():
-    here = pool(layers=(0, 1)).layout
+    layout = pool(layers=(0, 1)).layout
     stages = [pool(layers=[n], total_kv_layers=2).layout for n in range(2)]
-    decode = DecodeMachine(hello("d", here), here, 1, now=0.0)
+    decode = DecodeMachine(hello("d", layout), layout, 1, now=0.0)
     link = linked(decode, *stages)
     assert link.plan is not None
-    decode.handle(Received(1, messages.UnknownPeer("p1")), 1.0)
-    assert link.plan is None and link.layouts[1] is None
+    decode.handle(Received(1, messages.UnknownPeer(generation="p1")), 1.0)
+    assert link.plan is None and link.ranks[1].layout is None
     decode.handle(Received(1, hello("again", moved(stages[1], 1 << 20))), 2.0)
     bases = [source.buffers[0].base for source in link.plan.sources]
     assert bases == [stages[0].buffers[0].base, stages[1].buffers[0].base + (1 << 20)]
 
 
 def test_a_link_of_another_endpoint_is_none_of_this_one():
-    here = pool().layout
-    one, other = (DecodeMachine(hello(name), here, 1, now=0.0) for name in "de")
-    link, theirs = linked(one, here), linked(other, here)
-    assert link.first == theirs.first
+    layout = pool().layout
+    decode, stranger = (DecodeMachine(hello(name), layout, 1, now=0.0) for name in "de")
+    link, theirs = linked(decode, layout), linked(stranger, layout)
+    assert link.ranks[0].number == theirs.ranks[0].number
     with pytest.raises(RoomError, match="the link is another endpoint's"):
-        one.handle(DisconnectLink(theirs), 0.0)
+        decode.handle(DisconnectLink(theirs), 0.0)

@@ -14,10 +14,10 @@ from tests.disagg.protocol.test_machines import Work
 
 @pytest.fixture
 def pair():
-    found = Pair(layers=range(4))
-    found.request()
-    found.pump()
-    return found
+    pair = Pair(layers=range(4))
+    pair.request()
+    pair.pump()
+    return pair
 
 
 def offered(pair, *parts):
@@ -34,12 +34,11 @@ def hear(pair, *messages):
 
 def test_success_needs_every_position_of_every_layer(pair):
     parts = [(range(30), range(n, n + 1), n == 3) for n in range(4)]
-    said = offered(pair, *parts)
-    for number, message in enumerate(said):
+    parts = offered(pair, *parts)
+    for number, message in enumerate(parts):
         assert message.layers == LayerRange("target", number, number + 1)
         hear(pair, message)
-        pair.read()
-        pair.pump()
+        pair.finish()
         assert pair.decode.layer_ready("r", "target", number)
         assert pair.polls()[0] is (KVPoll.Success if number == 3 else KVPoll.Transferring)
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
@@ -62,11 +61,10 @@ def test_a_layer_is_ready_when_its_reads_have_ended_and_not_those_of_others(pair
 
 def test_parts_that_come_twice_change_nothing(pair):
     halves = [(range(16), range(low, low + 2), False) for low in (0, 2)]
-    said = offered(pair, *halves, (range(16, 30), None, True))
-    hear(pair, *(each for message in said for each in (message, said[0], message)))
+    ready = offered(pair, *halves, (range(16, 30), None, True))
+    hear(pair, *(again for message in ready for again in (message, ready[0], message)))
     assert len(pair.reads) == 3
-    pair.read()
-    pair.pump()
+    pair.finish()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
@@ -92,14 +90,13 @@ def test_a_prefill_that_repeats_layers_or_leaves_them_out_fails_the_room(pair, w
     failure = pair.decode.failure("r")
     assert failure.kind == "protocol"
     assert reason in failure.reason
-    pair.read()
-    pair.pump()
+    pair.finish()
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
 
 
 def test_a_lost_part_never_ends_in_success(pair):
-    said = offered(pair, *((range(30), range(n, n + 1), n == 3) for n in range(4)))
-    hear(pair, *said[:1], *said[2:])
+    ready = offered(pair, *((range(30), range(n, n + 1), n == 3) for n in range(4)))
+    hear(pair, *ready[:1], *ready[2:])
     pair.read()
     assert "target layer 1 of chunk 0 to 30 were not sent" in pair.decode.failure("r").reason
 

@@ -6,15 +6,8 @@ import pytest
 
 from disagg import KVPoll, Phase, UnknownRoom
 from disagg.protocol import messages
-from disagg.protocol.events import (
-    AbortRoom,
-    DigestComputed,
-    ForgetRoom,
-    ReadEnded,
-    Received,
-    Tick,
-)
-from disagg.protocol.status import POLL, TRANSITIONS
+from disagg.protocol.events import AbortRoom, DigestComputed, ForgetRoom, ReadEnded, Received, Tick
+from disagg.protocol.phases import POLL, TRANSITIONS, ProtocolError, RoomEvent
 from tests import oracle
 from tests.disagg.protocol.pair import Pair, pool
 
@@ -36,16 +29,14 @@ def pair():
 
 
 def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one(pair):
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.offer(range(16), False)
     late, pair.queues[pair.prefill] = pair.queues[pair.prefill], []
     pair.tell(pair.decode, AbortRoom("r", "retry"))
     pair.pump()
     for machine in (pair.decode, pair.prefill):
         pair.tell(machine, ForgetRoom("r"))
-    pair.request()
-    pair.pump()
+    pair.ask()
     for message in late:
         pair.tell(pair.decode, Received(0, message))
     pair.pump()
@@ -56,8 +47,7 @@ def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one(p
 def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order(pair):
     first, second = Work(), Work()
     pair.offer(range(16), False, after=first)
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.offer(range(16, 30), True, {"token": 7}, second)
     second.over = True  # the first has not ended, so that the second is not looked at
     pair.tell(pair.prefill, Tick())
@@ -76,9 +66,21 @@ def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order(pair)
 
 def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no(pair):
     pair.offer(range(30), True, after=Work())
-    pair.tell(pair.prefill, Received(b"d", messages.ReadRequest("p", "r", "a", 0, 30, 1)))
-    pair.tell(pair.prefill, Received(b"d", messages.ReadDone("p", "r", "a")))
-    assert pair.queues[pair.prefill] == [messages.ReleaseAck("p", "r", "a", False)]
+    pair.tell(
+        pair.prefill,
+        Received(
+            b"d",
+            messages.ReadRequest(
+                generation="p", room="r", attempt="a", start=0, num_tokens=30, readers=1
+            ),
+        ),
+    )
+    pair.tell(
+        pair.prefill, Received(b"d", messages.ReadDone(generation="p", room="r", attempt="a"))
+    )
+    assert pair.queues[pair.prefill] == [
+        messages.ReleaseAck(generation="p", room="r", attempt="a", leased=False)
+    ]
 
 
 class Odd(Exception):
@@ -123,21 +125,21 @@ def test_a_room_that_is_not_known_is_the_callers_error_on_either_side(pair, side
 
 
 def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back(pair):
-    pair.request()
-    pair.pump()
+    pair.ask()
     pair.tell(pair.decode, AbortRoom("r", "lost on the way"))
     pair.queues[pair.decode].clear()
-    pair.offer(range(30), True)
-    pair.pump()
+    pair.serve(range(30), True)
     assert pair.prefill.poll("r") is KVPoll.Failed
     assert "no longer asks" in str(pair.prefill.failure("r"))
 
 
 def test_a_released_room_that_was_never_done_is_no_success(pair):
-    pair.request()
-    pair.pump()
+    pair.ask()
     attempt = pair.decode.rooms()["r"].attempt
-    pair.tell(pair.decode, Received(0, messages.ReleaseAck("p", "r", attempt, True)))
+    pair.tell(
+        pair.decode,
+        Received(0, messages.ReleaseAck(generation="p", room="r", attempt=attempt, leased=True)),
+    )
     assert pair.decode.poll("r") is KVPoll.Failed
 
 
@@ -145,8 +147,7 @@ def test_a_released_room_that_was_never_done_is_no_success(pair):
 def test_digests_that_cannot_be_made_fail_the_room_by_name(side):
     pair = Pair(verify=True)
     pair.request()
-    pair.offer(range(30), True)
-    pair.pump()
+    pair.serve(range(30), True)
     pair.tell(pair.decode, ReadEnded(pair.reads[0], None))
     assert pair.decode.rooms()["r"].phase is Phase.VERIFYING
     pair.pump()
@@ -158,13 +159,23 @@ def test_digests_that_cannot_be_made_fail_the_room_by_name(side):
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
 
 
-def test_every_phase_has_a_state_and_ends():
-    assert {*POLL} == {*TRANSITIONS} == {*Phase}
-    for phase in Phase:
-        assert phase.poll.ended == (not TRANSITIONS[phase])
-        assert phase.poll.ended or Phase.FAILED in TRANSITIONS[phase]
+@pytest.mark.parametrize("side", TRANSITIONS)
+def test_every_phase_has_a_state_and_an_end_and_is_reached(side):
+    table = TRANSITIONS[side]
+    assert {*POLL} == {*Phase} and {*table} <= {*Phase}
+    for phase, events in table.items():
+        assert (RoomEvent.FAILED in events) != phase.poll.ended
+        assert {*events.values()} <= ({phase} if phase.poll.ended else {*table})
+    reached = {Phase.HANDSHAKE}.union(*(events.values() for events in table.values()))
+    assert reached == {*table}
 
 
-def test_a_phase_that_may_not_follow_is_refused_by_name():
-    with pytest.raises(RuntimeError, match="cannot go from SUCCESS to FAILED"):
-        Phase.SUCCESS.to(Phase.FAILED)
+def test_an_event_that_cannot_happen_is_refused_by_side_phase_and_name(pair):
+    pair.request()
+    pair.offer()
+    for machine, side in ((pair.decode, "decode"), (pair.prefill, "prefill")):
+        room = machine.rooms()["r"]
+        with pytest.raises(ProtocolError) as error:
+            room.move(RoomEvent.ALL_ACKED)
+        phase = room.phase.name
+        assert str(error.value) == f"ALL_ACKED cannot happen to a room of {side} in {phase}."

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.exporter import export
 from disagg.plan import plan
-from disagg.protocol.liveness import Leases
 from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.status import Failure
 from kvpool import Allocator, PrefixCache, RequestAddress, Span
 from kvpool.extras import MissingExtra
@@ -36,15 +36,15 @@ def apart(pool):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_runs_and_bytes_by_role_are_those_that_the_plan_explains(name):
-    there, here = (CLASSES[name](**ROOM, device="meta") for _ in range(2))
-    made, metrics = plan([there.layout], here.layout), RoomMetrics()
-    batch = made.bind(0, apart(there), apart(here))
-    metrics.bound(batch, 0.5)
+    source, target = (CLASSES[name](**ROOM, device="meta") for _ in range(2))
+    transfer_plan, metrics = plan([source.layout], target.layout), RoomMetrics()
+    batch = transfer_plan.bind(0, apart(source), apart(target))
+    metrics.bound(batch.shares, 0.5)
     explained: dict[tuple[str, str], RoleMetrics] = {}
-    for row in made.explain(TOKENS).rows:
+    for row in transfer_plan.explain(TOKENS).rows:
         roles = row.owner, ", ".join(row.roles)
-        known = explained.get(roles, RoleMetrics())
-        explained[roles] = known.plus(RoleMetrics(row.runs, row.nbytes))
+        before = explained.get(roles, RoleMetrics())
+        explained[roles] = before.plus(RoleMetrics(row.runs, row.nbytes))
     assert metrics.by_role == explained
     assert (metrics.runs, metrics.bytes_bound) == (batch.runs, batch.total)
     assert (metrics.chunks, metrics.bind_seconds) == (1, 0.5)
@@ -52,29 +52,29 @@ def test_runs_and_bytes_by_role_are_those_that_the_plan_explains(name):
 
 def test_bytes_by_role_are_those_of_rows_times_tokens_times_layers():
     pools = [merged(mla(**ROOM), mla(layers=[0], owner="draft", **ROOM)) for _ in range(2)]
-    there, here = pools
-    made, metrics = plan([there.layout], here.layout), RoomMetrics()
+    source, target = pools
+    transfer_plan, metrics = plan([source.layout], target.layout), RoomMetrics()
     for chunk in (range(13), range(13, TOKENS)):
-        batch = made.bind(0, place(there, TOKENS), place(here, TOKENS), tokens=chunk)
-        metrics.bound(batch, 0.0)
-    sizes = {roles: found.nbytes for roles, found in metrics.by_role.items()}
+        batch = transfer_plan.bind(0, place(source, TOKENS), place(target, TOKENS), tokens=chunk)
+        metrics.bound(batch.shares, 0.0)
+    sizes = {roles: role.nbytes for roles, role in metrics.by_role.items()}
     row = 2 * (16 + 8)
     assert sizes == {
         ("target", "latent, rope"): 4 * TOKENS * row,
         ("draft", "latent, rope"): TOKENS * row,
     }
     assert metrics.chunks == 2 and metrics.bytes_bound == 5 * TOKENS * row
-    found = metrics.by_role["target", "latent, rope"]
-    assert found.bytes_per_run == found.nbytes / found.runs
+    role = metrics.by_role["target", "latent, rope"]
+    assert role.bytes_per_run == role.nbytes / role.runs
 
 
 def test_a_copy_of_a_room_s_figures_stays_as_it_is():
     pool, metrics = mla(**ROOM, device="meta"), RoomMetrics()
     batch = plan([pool.layout], pool.layout).bind(0, apart(pool), apart(pool))
-    metrics.bound(batch, 0.0)
+    metrics.bound(batch.shares, 0.0)
     copy = metrics.copy()
     before = json.dumps([copy.runs, list(copy.by_role.values())])
-    metrics.bound(batch, 0.0)
+    metrics.bound(batch.shares, 0.0)
     metrics.moved(100, 2.0)
     assert json.dumps([copy.runs, list(copy.by_role.values())]) == before
     assert metrics.runs == 2 * copy.runs and metrics.rate == 50
@@ -103,24 +103,24 @@ ended = st.lists(st.tuples(rooms, st.one_of(st.none(), failures)), max_size=8)
 @given(ended, ended)
 def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
     totals = Totals()
-    for each in first:
-        totals.add(*each)
+    for room in first:
+        totals.add(*room)
     copy = totals.copy()
-    for each in more:
-        totals.add(*each)
+    for room in more:
+        totals.add(*room)
     totals.planned(0.25)
-    for found, given_rooms in ((copy, first), (totals, first + more)):
+    for counted, given_rooms in ((copy, first), (totals, first + more)):
         failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
-        assert found.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
-        assert found.failures == {key: failed.count(key) for key in failed}
-        assert found.chunks == sum(each.chunks for each, _ in given_rooms)
-        assert found.bytes_moved == sum(each.bytes_moved for each, _ in given_rooms)
-        for roles in {roles for each, _ in given_rooms for roles in each.by_role}:
-            parts = [each.by_role.get(roles, (0, 0)) for each, _ in given_rooms]
-            assert found.by_role[roles] == tuple(map(sum, zip(*parts)))
+        assert counted.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
+        assert counted.failures == {key: failed.count(key) for key in failed}
+        assert counted.chunks == sum(room.chunks for room, _ in given_rooms)
+        assert counted.bytes_moved == sum(room.bytes_moved for room, _ in given_rooms)
+        for roles in {roles for room, _ in given_rooms for roles in room.by_role}:
+            parts = [room.by_role.get(roles, (0, 0)) for room, _ in given_rooms]
+            assert counted.by_role[roles] == tuple(map(sum, zip(*parts)))
         for phase in PHASES[1:]:
-            times = (getattr(each, f"{phase}_seconds") for each, _ in given_rooms)
-            assert found.seconds[phase] == sum(times)
+            times = (getattr(room, f"{phase}_seconds") for room, _ in given_rooms)
+            assert counted.seconds[phase] == sum(times)
     assert (copy.seconds["plan"], totals.seconds["plan"]) == (0, 0.25)
 
 
@@ -155,7 +155,15 @@ def busy():
     totals.add(done)
     totals.add(RoomMetrics(total_seconds=2.0), Failure("prefill", "gone", "lost"))
     leases = Leases({"kv": 12, "swa": 2}, {"kv": 1})
-    return Snapshot(totals, 4, 2, leases, "nixl", {"tx_bytes": 5.5}, {"hit": 3, "miss": 1})
+    return Snapshot(
+        totals=totals,
+        open_rooms=4,
+        peers=2,
+        leases=leases,
+        engine="nixl",
+        telemetry={"tx_bytes": 5.5},
+        plans={"hit": 3, "miss": 1},
+    )
 
 
 def scrape(server):
@@ -172,7 +180,7 @@ def scrape(server):
 
 def test_every_number_of_an_endpoint_is_served_under_its_name():
     with export({"decode 0": Endpoint(busy())}) as server:
-        found = scrape(server)
+        samples = scrape(server)
     expected = [
         ("up", {}, 1),
         ("rooms_total", {"outcome": "success"}, 1),
@@ -197,24 +205,25 @@ def test_every_number_of_an_endpoint_is_served_under_its_name():
         ("quarantined_items", {"space": "kv"}, 1),
         ("engine", {"engine": "nixl", "counter": "tx_bytes"}, 5.5),
     ]
-    assert found == {
+    assert samples == {
         (f"kvpool_{name}", frozenset({"endpoint": "decode 0", **labels}.items())): value
         for name, labels, value in expected
     }
 
 
 def test_numbers_are_read_when_they_are_asked_for_and_endpoints_come_and_go():
-    one, two = Endpoint(busy()), Endpoint(busy())
-    endpoints = {"one": one}
+    first, two = Endpoint(busy()), Endpoint(busy())
+    endpoints = {"one": first}
     with export(endpoints) as server:
-        assert one.asked == 0
+        assert first.asked == 0
         scrape(server)
         endpoints["two"] = two
-        one.now = replace(one.now, open_rooms=9)
-        found = scrape(server)
-        assert (one.asked, two.asked) == (2, 1)
+        first.now = replace(first.now, open_rooms=9)
+        samples = scrape(server)
+        assert (first.asked, two.asked) == (2, 1)
         rooms = {
-            name: found["kvpool_open_rooms", frozenset({("endpoint", name)})] for name in endpoints
+            name: samples["kvpool_open_rooms", frozenset({("endpoint", name)})]
+            for name in endpoints
         }
         assert rooms == {"one": 9, "two": 4}
         del endpoints["one"]
@@ -224,14 +233,14 @@ def test_numbers_are_read_when_they_are_asked_for_and_endpoints_come_and_go():
 def test_an_endpoint_that_does_not_answer_takes_no_other_with_it(caplog):
     broken = Endpoint(RuntimeError("the endpoint was closed."))
     with export({"broken": broken, "well": Endpoint(busy())}) as server:
-        found = scrape(server)
+        samples = scrape(server)
     up = {
         dict(labels)["endpoint"]: value
-        for (name, labels), value in found.items()
+        for (name, labels), value in samples.items()
         if name == "kvpool_up"
     }
     assert up == {"broken": 0, "well": 1}
-    assert found["kvpool_open_rooms", frozenset({("endpoint", "well")})] == 4
+    assert samples["kvpool_open_rooms", frozenset({("endpoint", "well")})] == 4
     assert "endpoint 'broken' has no metrics: the endpoint was closed." in caplog.text
 
 
@@ -242,7 +251,7 @@ def test_free_and_used_items_and_requests_of_allocators_are_served():
     allocator.extend(request, 6)  # 2 pages of 4, 3 window pages of 2
     allocator.fork(request, 6)
     with export({}, allocators={"decode": allocator}) as server:
-        held = scrape(server)
+        in_use = scrape(server)
         allocator.free(request)
         rest = scrape(server)
 
@@ -253,7 +262,7 @@ def test_free_and_used_items_and_requests_of_allocators_are_served():
         assert {dict(labels)["allocator"] for _, labels in found} == {"decode"}
         return named
 
-    assert numbers(held) == {
+    assert numbers(in_use) == {
         ("kvpool_used_items", "kv"): 3,
         ("kvpool_used_items", "swa"): 3,
         ("kvpool_free_items", "kv"): 6,
@@ -272,10 +281,10 @@ def test_what_a_prefix_cache_found_and_keeps_is_served():
         allocator.store(request, tokens[12 if len(tokens) == 13 else 0 : request.num_tokens])
         allocator.free(request)
     with export({}, allocators={"decode": allocator}) as server:
-        found = scrape(server)
+        samples = scrape(server)
 
     def count(name, **labels):
-        return found[name, frozenset({"allocator": "decode", **labels}.items())]
+        return samples[name, frozenset({"allocator": "decode", **labels}.items())]
 
     assert count("kvpool_prefix_lookups_total", outcome="hit") == 1
     assert count("kvpool_prefix_lookups_total", outcome="miss") == 2
@@ -319,7 +328,7 @@ def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
 
 @given(st.text(), st.text(), st.one_of(st.integers(0, 2**63 - 1), st.text()))
 def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
-    with mock.patch.object(logging.getLogger("disagg"), "log") as said:
+    with mock.patch.object(logging.getLogger("disagg"), "log") as log:
         log_failure(
             Failure("decode", reason, "read"),
             room=name,
@@ -330,7 +339,7 @@ def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
             bytes_moved=1 << 40,
             seconds=0.123457,
         )
-    (level, form, line), _ = said.call_args
+    (level, form, line), _ = log.call_args
     assert (level, form) == (logging.WARNING, "%s")
     assert line.isascii() and len(line.splitlines()) == 1
     assert json.loads(line) == {

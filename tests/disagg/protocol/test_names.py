@@ -9,9 +9,10 @@ import pytest
 from msgspec import inspect
 
 from disagg import KVPoll, RoomError
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
+from disagg.protocol.aux_values import pack_aux, unpack_aux
 from disagg.protocol.events import Received
-from disagg.protocol.messages import WireError, pack_aux, room_name, unpack_aux
+from disagg.protocol.messages import WireError, room_name
 from kvpool.layout import Axis, LayoutError
 from kvpool.layout.sentences import UNPRINTABLE, is_printable, one_line
 from tests.disagg.protocol.pair import Pair, hello
@@ -37,7 +38,7 @@ def text_fields():
 def sent(kind, **fields):
     """A message of a peer that checks nothing, as it is read here."""
     valid = build.message(build.message_types()[kind], build.Seeded(1), protocol=messages.PROTOCOL)
-    return messages.decode(msgspec.msgpack.encode(valid | fields))
+    return codec.decode(msgspec.msgpack.encode(valid | fields))
 
 
 @pytest.mark.parametrize(("kind", "field"), text_fields())
@@ -86,13 +87,13 @@ def test_what_is_printable_does_not_depend_on_the_unicode_version():
 def test_a_refused_name_is_told_in_words():
     with pytest.raises(WireError) as told:
         sent("DropRoom", room="a\nb")
-    said = "malformed message: Expected `str` of printable characters - at `$.room`"
-    assert str(told.value) == said
+    sentence = "malformed message: Expected `str` of printable characters - at `$.room`"
+    assert str(told.value) == sentence
 
 
 def test_what_a_frame_says_is_quoted_without_escape_codes():
     with pytest.raises(WireError) as told:
-        messages.decode(msgspec.msgpack.encode({"type": FORGED}))
+        codec.decode(msgspec.msgpack.encode({"type": FORGED}))
     assert HARMLESS in str(told.value) and str(told.value).isprintable()
 
 
@@ -113,8 +114,7 @@ def test_reasons_of_a_refusal_are_one_line_without_escape_codes():
 def test_a_reason_reaches_failures_and_logs_of_either_side_as_one_line(caplog):
     caplog.set_level("INFO", "disagg")
     pair = Pair()
-    pair.request()
-    pair.pump()
+    pair.ask()
     (request,) = pair.prefill.rooms()["r"].requests.values()
     forged = msgspec.msgpack.encode(
         {
@@ -125,7 +125,7 @@ def test_a_reason_reaches_failures_and_logs_of_either_side_as_one_line(caplog):
             "reason": FORGED,
         }
     )
-    pair.tell(pair.decode, Received(0, messages.decode(forged)))
+    pair.tell(pair.decode, Received(0, codec.decode(forged)))
     assert pair.decode.poll("r") is KVPoll.Failed
     assert pair.decode.failure("r").reason == HARMLESS
     pair.tell(pair.prefill, Received(b"x", sent("Refuse", reasons=[FORGED])))

@@ -10,7 +10,7 @@ import pytest
 from msgspec import inspect
 
 from disagg.protocol import messages
-from disagg.protocol.status import TRANSITIONS
+from disagg.protocol.phases import TRANSITIONS, RoomEvent
 from kvpool.layout import sentences
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -71,6 +71,28 @@ def test_the_document_has_the_rule_of_names():
     assert f"\n{', '.join(spans)}\n" in TEXT
 
 
-def test_the_diagram_of_phases_is_the_transition_table():
-    drawn = re.findall(r"^  ([A-Z]+) --> ([A-Z]+)$", (DOCS / "architecture.md").read_text(), re.M)
-    assert sorted(drawn) == sorted((a.name, b.name) for a in TRANSITIONS for b in TRANSITIONS[a])
+@pytest.mark.parametrize("side", TRANSITIONS)
+def test_the_documents_have_the_transition_table_and_what_its_events_mean(side):
+    table = {
+        (phase.name, event.name, after.name)
+        for phase, events in TRANSITIONS[side].items()
+        for event, after in events.items()
+    }
+    rows = re.search(rf"^(\| {side} \|.*\n)\|-.*\n((?:\|.*\n)+)", TEXT, re.M)
+    (_, *events), *cells = (
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in "".join(rows.groups()).split("\n")[:-1]
+    )
+    assert [phase for phase, *_ in cells] == [phase.name for phase in TRANSITIONS[side]]
+    assert table == {
+        (phase, event, after)
+        for phase, *states in cells
+        for event, after in zip(events, states)
+        if after
+    }
+    assert all(f"- {event}: {RoomEvent[event].value}\n" in TEXT for event in events)
+    diagrams = (DOCS / "architecture.md").read_text().split("stateDiagram-v2")[1:]
+    drawn = re.findall(
+        r"^  ([A-Z]+) --> ([A-Z]+): (\w+)$", diagrams[side == "prefill"].split("```")[0], re.M
+    )
+    assert sorted(drawn) == sorted((a, b, event) for a, event, b in table if a != b)

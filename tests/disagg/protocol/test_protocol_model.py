@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from disagg.engines.base import TransferError
 from disagg.plan import Group, TransferPlan
-from disagg.protocol.messages import decode as decoded
+from disagg.protocol.codec import decode as decoded
 from disagg.protocol.status import KVPoll
 from kvpool import OutOfPages, RequestAddress, Span
 from kvpool.layout.formats import Shard
@@ -102,14 +102,7 @@ class Protocol(RuleBasedStateMachine):
         patient=st.booleans(),
     )
     def begin(
-        self,
-        topology,
-        lease=LEASE,
-        offer=OFFER,
-        seed=0,
-        verify=False,
-        eager=False,
-        patient=False,
+        self, topology, lease=LEASE, offer=OFFER, seed=0, verify=False, eager=False, patient=False
     ) -> None:
         services, decodes, self.readers = TOPOLOGIES[topology]
         if "loss" in self.network:  # only with both bounds does every room end
@@ -163,7 +156,7 @@ class Protocol(RuleBasedStateMachine):
         readers = one_or_all(self.world.decodes, 2 if every else one % 2)
         ranks = one_or_all(self.world.ranks(service), who)
         for node in (*readers, *ranks):
-            if name in node.held and node.held[name].given_back:
+            if name in node.rooms and node.rooms[name].given_back:
                 node.forget(name)
         for node in ranks:
             self._send(node, name, 9, layer)
@@ -171,7 +164,7 @@ class Protocol(RuleBasedStateMachine):
             self._want(node, name, service, start, spare)
         self.world.live(rounds, pace)
         for node in ranks:
-            if node.able and name in node.held and node.held[name].begun and pick % 4:
+            if node.able and name in node.rooms and node.rooms[name].begun and pick % 4:
                 self._send(node, name, 9)
         if layer is not None:
             self.world.live(rounds, pace)
@@ -194,12 +187,12 @@ class Protocol(RuleBasedStateMachine):
             node.disconnect(service)
         if service not in node.links:
             node.connect(service)
-        if name in node.held:
+        if name in node.rooms:
             with pytest.raises(ValueError, match="exists already"):
                 node.endpoint.receive(name, HELD_ELSEWHERE, link=node.links[service])
-            held = node.held[name]
-            if held.declined and held.link is node.links[service]:
-                node.endpoint.decline(name, held.link)  # which changes nothing
+            room = node.rooms[name]
+            if room.declined and room.link is node.links[service]:
+                node.endpoint.decline(name, room.link)  # which changes nothing
             return
         if start == DECLINE:
             node.decline(name, service)
@@ -213,44 +206,44 @@ class Protocol(RuleBasedStateMachine):
             self._send(node, name, more, layer, longer)
 
     def _send(self, node, name, more, layer=None, longer=False) -> None:
-        held = node.held.get(name)
-        if held is None:
+        room = node.rooms.get(name)
+        if room is None:
             total, sent = TOKENS[name] + longer, 0
             if longer:
                 self.world.faults.add(("longer", node.service, name))
-        elif held.given_back or node.machine.rooms()[name].closed:
+        elif room.given_back or node.machine.rooms()[name].closed:
             return
         else:
-            total, sent = held.tokens, held.request.num_tokens
+            total, sent = room.tokens, room.request.num_tokens
         with suppress(OutOfPages):
             # of no tokens only once by layer: the next would be the same chunk again
             node.send(name, min(sent + more, total), total, layer if more else None)
 
-    @precondition(lambda self: self.some_room(lambda held: held.given_back))
+    @precondition(lambda self: self.some_room(lambda room: room.given_back))
     @rule(pick=PICK)
     def forget_what_has_ended(self, pick) -> None:
         able = self.world.able()
         if able:
             forget(able[pick % len(able)])
 
-    @precondition(lambda self: self.some_room(lambda held: held.ended is KVPoll.Failed))
+    @precondition(lambda self: self.some_room(lambda room: room.ended is KVPoll.Failed))
     @rule(pick=PICK)
     def retry_elsewhere(self, pick) -> None:
         failed = [
             (node, name)
             for node in self.world.decodes
-            for name, held in node.held.items()
-            if node.able and held.given_back and held.ended is KVPoll.Failed
+            for name, room in node.rooms.items()
+            if node.able and room.given_back and room.ended is KVPoll.Failed
         ]
         if failed:
             node, name = failed[pick % len(failed)]
-            other = 1 - node.held[name].service
+            elsewhere = 1 - node.rooms[name].service
             node.forget(name)
-            self._want(node, name, other, 0, None)
+            self._want(node, name, elsewhere, 0, None)
 
     def some_room(self, what) -> bool:
         """Whether a decode has a room that is so."""
-        return any(what(held) for node in self.world.decodes for held in node.held.values())
+        return any(what(room) for node in self.world.decodes for room in node.rooms.values())
 
     # time and messages
 
@@ -319,7 +312,7 @@ class Protocol(RuleBasedStateMachine):
         if what in LIVES:
             self.end(what, nodes[pick % len(nodes)], pick)
         elif what in CONNECTIONS:
-            addresses = [each.address for each in prefills]
+            addresses = [prefill.address for prefill in prefills]
             conns = [c for c in self.world.conns if c.decode in decodes and c.address in addresses]
             if conns:
                 self.cross(what, conns[pick % len(conns)], pick)
@@ -406,28 +399,16 @@ class Protocol(RuleBasedStateMachine):
             queue.rotate(-1)
 
 
-class Repeating(Protocol):
-    """Messages come more than once."""
+REPEATS = {"repeat"}
 
-    network = frozenset({"repeat"})
-
-
-class Losing(Protocol):
-    """Messages are lost, over connections that live on."""
-
-    network = frozenset({"loss"})
-
-
-class LosingAll(Protocol):
-    """Messages are lost, overtake others of the same connection, and come more than once."""
-
-    network = frozenset({"repeat", "reorder", "loss"})
-
-
-class Reordering(Protocol):
-    """Messages overtake others of the same connection, and come more than once."""
-
-    network = frozenset({"repeat", "reorder"})
+# what a network does to messages, over connections that live on, and how many worlds are tried
+NETWORKS = {
+    "InOrder": ((), 60, 2000),
+    "Repeated": (REPEATS, 30, 1500),
+    "OutOfOrder": ({"repeat", "reorder"}, 30, 1500),
+    "Lost": ({"loss"}, 40, 2000),
+    "LostAndOutOfOrder": ({"repeat", "reorder", "loss"}, 20, 1000),
+}
 
 
 def one_or_all(nodes, who: int) -> list:
@@ -435,27 +416,24 @@ def one_or_all(nodes, who: int) -> list:
     return [node for number, node in enumerate(nodes) if node.able and who in (2, number)]
 
 
-def case(machine, examples: int):
-    kind = type(machine.__name__, (machine,), {}).TestCase
+def machine(network=()) -> type[Protocol]:
+    """The machine over such a network."""
+    return type("Protocol", (Protocol,), {"network": frozenset(network)})
+
+
+def case(network, examples: int):
+    kind = machine(network).TestCase
     kind.settings = settings(max_examples=examples, stateful_step_count=60)
     return kind
 
 
-def at_length(machine, examples: int):
-    return pytest.mark.long(pytest.mark.timeout(3600)(case(machine, examples)))
+def at_length(network, examples: int):
+    return pytest.mark.long(pytest.mark.timeout(3600)(case(network, examples)))
 
 
-TestInOrder = case(Protocol, 60)
-TestRepeated = case(Repeating, 30)
-TestOutOfOrder = case(Reordering, 30)
-TestLost = case(Losing, 40)
-TestLostAndOutOfOrder = case(LosingAll, 20)
-
-TestInOrderAtLength = at_length(Protocol, 2000)
-TestRepeatedAtLength = at_length(Repeating, 1500)
-TestOutOfOrderAtLength = at_length(Reordering, 1500)
-TestLostAtLength = at_length(Losing, 2000)
-TestLostAndOutOfOrderAtLength = at_length(LosingAll, 1000)
+for _name, (_network, _examples, _more) in NETWORKS.items():
+    globals()[f"Test{_name}"] = case(_network, _examples)
+    globals()[f"Test{_name}AtLength"] = at_length(_network, _more)
 
 
 @pytest.fixture
@@ -463,12 +441,12 @@ def begin():
     """Makes machines, whose worlds must settle in the end."""
     begun = []
 
-    def made(topology: str, machine=Protocol) -> Protocol:
-        begun.append(machine())
+    def begin(topology: str, network=()) -> Protocol:
+        begun.append(machine(network)())
         begun[-1].begin(topology)
         return begun[-1]
 
-    yield made
+    yield begin
     for state in begun:
         state.teardown()
 
@@ -513,7 +491,7 @@ def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):
 
 
 def test_a_done_that_comes_twice_ends_a_room_once(begin):
-    state = begin("two ranks to one", Repeating)
+    state = begin("two ranks to one", REPEATS)
     world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
     prefill.send(0, 5, 5)
     decode.want(0, 1, 5, 0)
@@ -525,7 +503,7 @@ def test_a_done_that_comes_twice_ends_a_room_once(begin):
 
 
 def test_a_want_that_comes_again_does_not_subscribe_to_the_next_room_of_that_name(begin):
-    state = begin("two ranks to one", Repeating)
+    state = begin("two ranks to one", REPEATS)
     world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
     decode.engine.fate = "stick"
     prefill.send(0, 5, 5)

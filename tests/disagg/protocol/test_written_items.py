@@ -23,8 +23,7 @@ def table(tokens, ids, first_item=0):
 def test_a_page_of_another_room_is_refused_by_name_until_that_has_ended_and_is_not_read():
     pair = Pair()
     pair.request("one", table(30, [3, 4]))
-    pair.offer(name="one")
-    pair.pump()
+    pair.serve(name="one")
     with pytest.raises(RoomError, match=r"'two': item 4 of id list kv is written by room 'one'"):
         pair.request("two", table(30, [4, 5]))
     pair.abort(pair.decode, name="one")
@@ -67,14 +66,14 @@ def test_slots_and_rings_are_written_whole_whatever_start_is(name):
     layout = CLASSES[name](num_pages=20, num_window_pages=40, device="meta").layout
     lists = {space.id_list for space in layout.spaces}
     alone = {space.id_list for space in layout.spaces if space.per_request}
-    spans = {each: Span([3]) for each in lists}
+    spans = {id_list: Span([3]) for id_list in lists}
     items = WrittenItems(layout)
     items.claim("one", RequestAddress(5, spans), 5)
-    for each in lists:
-        mine = RequestAddress(5, {each: Span([3])})
-        if each in alone:
+    for id_list in lists:
+        mine = RequestAddress(5, {id_list: Span([3])})
+        if id_list in alone:
             with pytest.raises(
-                RoomError, match=f"item 3 of id list {each} is written by room 'one'"
+                RoomError, match=f"item 3 of id list {id_list} is written by room 'one'"
             ):
                 items.claim("two", mine, 5)
         else:
@@ -121,11 +120,11 @@ def pooled(cut=1):
 
 
 def blocks(tokens, **ids):
-    return RequestAddress(tokens, {name: Span(each) for name, each in ids.items()})
+    return RequestAddress(tokens, {name: Span(listed) for name, listed in ids.items()})
 
 
 def test_a_block_that_another_room_writes_through_another_space_is_refused():
-    pair = Pair(held=pooled())
+    pair = Pair(built=pooled())
     pair.request("one", blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[9]))
     says = (
         r"'two': block {} of id list {} \(block pool blocks\) is written by room 'one' through id "
@@ -145,7 +144,7 @@ def test_a_block_that_another_room_writes_through_another_space_is_refused():
 
 
 def test_a_block_of_several_pages_is_one_room_s_and_one_space_s():
-    pair = Pair(held=pooled(3))
+    pair = Pair(built=pooled(3))
     pair.request("one", blocks(40, kv=[9, 10, 11], swa=[5, 6, 7, 8, 15], state=[9]))  # kv: block 3
     free = {"kv": [42, 43, 44], "swa": [12, 13, 10, 11, 16], "state": [17]}
     for wrong, block, name, through in (
@@ -166,13 +165,13 @@ def test_a_block_of_several_pages_is_one_room_s_and_one_space_s():
 
 
 def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one_where_a_window_has_passed():
-    pair = Pair(held=pooled())
+    pair = Pair(built=pooled())
     pair.request("one", blocks(32, kv=[3, 4], swa=[0, 7, 8, 9], state=[14]), start=16)
     pair.request("two", blocks(32, kv=[3, 5], swa=[0, 11, 12, 13], state=[15]), start=16)
 
 
 def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():
-    pair = Pair(held=pooled())
+    pair = Pair(built=pooled())
     wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
     says = (
         r"block 4 of block pool blocks is listed in spaces kv \(item 4\) and state \(item 4\), but"
@@ -186,9 +185,8 @@ def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refuse
 
 
 def test_such_a_block_table_of_a_peer_fails_the_room_before_a_byte_is_read():
-    pair = Pair(held=pooled())
-    pair.request()
-    pair.pump()
+    pair = Pair(built=pooled())
+    pair.ask()
     pair.offer()
     (ready,) = pair.lose(pair.prefill)
     wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
@@ -197,8 +195,8 @@ def test_such_a_block_table_of_a_peer_fails_the_room_before_a_byte_is_read():
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed) and not pair.reads
     failure = pair.decode.failure("r")
     assert failure.kind == "protocol"
-    said = "block 4 of block pool blocks is listed in spaces kv (item 4) and state (item 4), but"
-    assert said in failure.reason
+    reason = "block 4 of block pool blocks is listed in spaces kv (item 4) and state (item 4), but"
+    assert reason in failure.reason
 
 
 def test_a_refusal_names_few_items_of_many():

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.protocol.messages import Hello, ReadRequest, decode as decode_message, encode
+from disagg.protocol.codec import decode as decode_message, encode
+from disagg.protocol.messages import Hello, ReadRequest
 from kvpool import MLAPool
 from kvpool.layout import PoolLayout
 from tests import oracle
@@ -199,7 +200,14 @@ def test_a_stranger_without_a_layout_learns_nothing_and_disturbs_nobody(engine):
             told = encode(answer)
             for engine_word in (b"socket", b"ranges", b"hostname"):
                 assert engine_word not in told
-            request = ReadRequest("guessed", "good", "attempt", 0, TOKENS, 1)
+            request = ReadRequest(
+                generation="guessed",
+                room="good",
+                attempt="attempt",
+                start=0,
+                num_tokens=TOKENS,
+                readers=1,
+            )
             stranger.send(encode(request))
             assert type(decode_message(stranger.receive())).__name__ == "UnknownPeer"
             link = decode.endpoint.connect([prefill.address], timeout=30)

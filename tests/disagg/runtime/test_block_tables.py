@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from disagg import KVPoll
-from disagg.protocol.messages import ChunkReady, decode as read_message, encode, spans_of
+from disagg.protocol.codec import decode as read_message, encode
+from disagg.protocol.messages import ChunkReady, spans_of
 from disagg.runtime.socket_transport import SocketTransport
 from kvpool.layout import RequestAddress, Span
 from tests.disagg.runtime.sides import connected, succeeds

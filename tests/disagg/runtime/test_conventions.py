@@ -7,7 +7,7 @@ import pytest
 
 from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import IncompatibleLayouts
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from tests import oracle
 from tests.disagg.stepping import stepped
 from tests.disagg.waiting import until
@@ -127,7 +127,14 @@ WRONG = [
 def test_what_cannot_be_sent_is_the_callers_error_and_malformed_of_a_peer(given, why):
     with pytest.raises(ValueError, match=why):
         DecodeEndpoint(mla().layout, create_engine("local"), conventions=given)
-    hello = messages.Hello(messages.PROTOCOL, "g", "local", b"", b"", 10.0)
-    fields = msgspec.msgpack.decode(messages.encode(hello)) | {"conventions": given}
+    hello = messages.Hello(
+        protocol=messages.PROTOCOL,
+        generation="g",
+        engine="local",
+        layout=b"",
+        metadata=b"",
+        timeout=10.0,
+    )
+    fields = msgspec.msgpack.decode(codec.encode(hello)) | {"conventions": given}
     with pytest.raises(messages.WireError, match="malformed"):
-        messages.decode(msgspec.msgpack.encode(fields))
+        codec.decode(msgspec.msgpack.encode(fields))

@@ -23,7 +23,8 @@ from disagg import (
     PrefillEndpoint,
     create_engine,
 )
-from disagg.protocol.messages import Disconnect, decode as decoded
+from disagg.protocol.codec import decode as decoded
+from disagg.protocol.messages import Disconnect
 from disagg.runtime.transport import MemoryNetwork
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import MLA, TOKENS, pool

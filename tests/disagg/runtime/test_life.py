@@ -22,7 +22,8 @@ from disagg import (
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.plan import IncompatibleLayouts
-from disagg.protocol import messages
+from disagg.protocol import codec
+from disagg.protocol.codec import encode
 from disagg.protocol.events import AbortAll
 from disagg.protocol.messages import (
     ChunkReady,
@@ -31,7 +32,6 @@ from disagg.protocol.messages import (
     ReadRequest,
     ReleaseAck,
     UnknownPeer,
-    encode,
 )
 from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
@@ -59,7 +59,7 @@ class Mutable:
     muted, lost = False, None
 
     def send(self, peer, data):
-        lost = self.lost is not None and isinstance(messages.decode(data), self.lost)
+        lost = self.lost is not None and isinstance(codec.decode(data), self.lost)
         return None if self.muted or lost else super().send(peer, data)
 
 
@@ -311,7 +311,7 @@ def test_who_has_said_goodbye_greets_nobody():
         dial(prefill.address) as stream,
     ):
         stream.send(encode(decode.machine.hello))
-        assert isinstance(messages.decode(stream.receive()), Hello)
+        assert isinstance(codec.decode(stream.receive()), Hello)
         handle = prefill.machine.handle
 
         def late(event, now):
@@ -325,7 +325,7 @@ def test_who_has_said_goodbye_greets_nobody():
         prefill.close()
         heard = []
         while (data := stream.receive()) is not None:
-            heard.append(type(messages.decode(data)))
+            heard.append(type(codec.decode(data)))
         assert heard == [UnknownPeer]
 
 
@@ -404,7 +404,7 @@ def test_a_connect_that_is_refused_leaves_nothing():
 
 
 def test_a_prefill_that_is_full_serves_who_waits_once_another_leaves(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.prefill_peers.MAX_PEERS", 1)
+    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 1)
     with (
         prefill_side() as (prefill, given),
         decode_side() as (first, _, _),

@@ -20,7 +20,7 @@ from disagg import (
 )
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.local import LocalEngine
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
@@ -185,7 +185,11 @@ def test_a_hundred_endpoints_leave_no_file_and_no_thread_behind():
 
 def test_rubbish_on_the_socket_is_dropped_and_the_others_go_on(pair):
     with dial(pair[0].address) as stranger:
-        whole = messages.encode(messages.ReadRequest("g", "r", "a", 0, 5, 1))
+        whole = codec.encode(
+            messages.ReadRequest(
+                generation="g", room="r", attempt="a", start=0, num_tokens=5, readers=1
+            )
+        )
         stranger.send(b"\xc1", b"x" * 10_000, whole, *(whole[:n] for n in range(1, len(whole))))
         works(pair, "r")
 

@@ -63,7 +63,7 @@ class Gate(LocalEngine):
         return super().read(peer, batch)
 
     def poll(self, transfer):
-        if not any(each is transfer for each in self.arrived):
+        if not any(landed is transfer for landed in self.arrived):
             if not self.allowed:
                 return False
             self.allowed -= 1
@@ -80,18 +80,18 @@ class Gate(LocalEngine):
 @pytest.mark.parametrize("parts_in_flight", [1, 4])
 def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
     source, dest = (MHAPool(**LAYERS, **MHA) for _ in range(2))
-    given, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, seed=99)
-    oracle.fill(source, given)
+    source_table, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, seed=99)
+    oracle.fill(source, source_table)
     oracle.blank(dest)
     now, engine = [0.0], Gate(parts_in_flight)
     network = MemoryNetwork()
-    both = {"threaded": False, "clock": lambda: now[0], "peer_timeout": 3600.0}
+    common = {"threaded": False, "clock": lambda: now[0], "peer_timeout": 3600.0}
     with (
         PrefillEndpoint(
-            source.layout, create_engine("local"), "p", transport=MemoryTransport(network), **both
+            source.layout, create_engine("local"), "p", transport=MemoryTransport(network), **common
         ) as prefill,
         DecodeEndpoint(
-            dest.layout, engine, read_timeout=10.0, transport=MemoryTransport(network), **both
+            dest.layout, engine, read_timeout=10.0, transport=MemoryTransport(network), **common
         ) as decode,
     ):
 
@@ -103,7 +103,7 @@ def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
         decode.connect([prefill.address])
         for room in ("good", "stuck"):
             decode.receive(room, into)
-            prefill.send(room, given)
+            prefill.send(room, source_table)
             steps()
             arrived = len(engine.arrived)
             assert engine.in_flight == parts_in_flight
@@ -157,25 +157,25 @@ def test_small_rooms_of_one_rank_are_read_together_and_fail_alone(bad):
         oracle.write(source, table, range(TOKENS), salt=room)
     engine = Together()
     engine.bad = -1 if bad is None else bad
-    with stepped(source, dest, decode_engine=engine) as both:
+    with stepped(source, dest, decode_engine=engine) as pair:
         for room, table in enumerate(tables):
-            both.prefill.send(room, table)
-            both.decode.receive(room, tables[-1 - room])
-        both.step_until(lambda: len(engine.posted) == ROOMS)  # before any has arrived
+            pair.prefill.send(room, table)
+            pair.decode.receive(room, tables[-1 - room])
+        pair.step_until(lambda: len(engine.posted) == ROOMS)  # before any has arrived
         engine.open = True
         for room in range(ROOMS):
-            (state,) = both.step_until_ended(room, both.decode)
+            (state,) = pair.step_until_ended(room, pair.decode)
             assert state is (KVPoll.Failed if room == bad else KVPoll.Success), room
-        both.step_until(lambda: not any(both.decode.reading(room) for room in range(ROOMS)))
-    held = oracle.state(dest)
+        pair.step_until(lambda: not any(pair.decode.reading(room) for room in range(ROOMS)))
+    state_of_dest = oracle.state(dest)
     for room in range(ROOMS):
-        for region in held.layout.regions if room != bad else ():
+        for region in state_of_dest.layout.regions if room != bad else ():
             steps = [np.arange(axis.start, axis.stop) for axis in region.inner_axes]
             steps.append(np.arange(region.width))
-            found = held.views[region.key][pages[-1 - room]]
+            values = state_of_dest.views[region.key][pages[-1 - room]]
             right = oracle.values(region.key, [np.arange(TOKENS), *steps], room)
-            found = found.reshape(-1, *found.shape[2:])[:TOKENS]
-            assert (found == right).all(), f"room {room}"
+            values = values.reshape(-1, *values.shape[2:])[:TOKENS]
+            assert (values == right).all(), f"room {room}"
 
 
 def test_reads_in_flight_together_are_bounded_by_bytes():
@@ -186,12 +186,12 @@ def test_reads_in_flight_together_are_bounded_by_bytes():
     engine = Together()
     nbytes = 2 * 3 * 4 * 64 * 2 * 160  # K and V, layers, heads, elements, bytes, ten pages
     engine.max_bytes = 2 * nbytes
-    with stepped(source, dest, decode_engine=engine) as both:
+    with stepped(source, dest, decode_engine=engine) as pair:
         for room, table in enumerate(tables):
-            both.prefill.send(room, table)
-            both.decode.receive(room, table)
-        both.step(50)
+            pair.prefill.send(room, table)
+            pair.decode.receive(room, table)
+        pair.step(50)
         assert len(engine.posted) in (2, 3)
         engine.open = True
         for room in range(ROOMS):
-            assert both.step_until_ended(room, both.decode) == [KVPoll.Success]
+            assert pair.step_until_ended(room, pair.decode) == [KVPoll.Success]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from disagg import DecodeEndpoint, HandshakeRefused, PrefillEndpoint, create_engine
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from tests.disagg.waiting import until
 from tests.pools import mla
 from tests.streams import dial
@@ -52,7 +52,7 @@ def test_whose_hello_it_was_is_said_as_far_as_it_can_be_read(prefill, generation
     hello = {"type": "hello", "protocol": OWN + 1, "generation": generation}
     with dial(prefill.address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
-        assert f"{OWN + 1} there" in messages.decode(stranger.receive()).why
+        assert f"{OWN + 1} there" in codec.decode(stranger.receive()).why
     (listed,) = prefill.refusals()
     who = r"a \x1b[2Kbxxx" if isinstance(generation, str) else "of another version"
     assert listed.startswith(f"decode {who}") and listed.isprintable() and len(listed) < 400
@@ -89,10 +89,12 @@ def test_another_engine_is_listed_too(prefill, caplog):
     [(b"", "malformed layout"), (b"\x81\xa7version\x63", "layout version 99: this kvpool reads")],
 )
 def test_a_layout_that_cannot_be_read_is_listed_too(prefill, layout, why, caplog):
-    hello = messages.Hello(OWN, "d", "local", layout, b"", 10.0)
+    hello = messages.Hello(
+        protocol=OWN, generation="d", engine="local", layout=layout, metadata=b"", timeout=10.0
+    )
     with dial(prefill.address) as stranger:
-        stranger.send(messages.encode(hello))
-        assert why in messages.decode(stranger.receive()).why
+        stranger.send(codec.encode(hello))
+        assert why in codec.decode(stranger.receive()).why
         (listed,) = prefill.refusals()
         assert listed.startswith(f"decode d ({where(prefill, stranger)}): {why}")
     assert listed in caplog.text

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from disagg import Lost, SocketTransport
-from disagg.protocol.messages import MAX_MESSAGE
+from disagg.protocol.codec import MAX_MESSAGE
 from disagg.runtime.sockets import connection, limits
 from disagg.runtime.sockets.credentials import open_keys
 from tests.streams import Server, dial, frame

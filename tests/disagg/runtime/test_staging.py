@@ -52,13 +52,13 @@ class Joining(LocalEngine):
 @st.composite
 def batches(draw):
     """Runs that tile stretches of the source, in any order, to places that have none in common."""
-    lengths, sources, at = [], [], 0
+    lengths, sources, offset = [], [], 0
     for _ in range(draw(st.integers(1, 6))):
-        at += draw(st.integers(0, 9))
+        offset += draw(st.integers(0, 9))
         for length in draw(st.lists(st.integers(1, 7), min_size=1, max_size=20)):
-            sources.append(at)
+            sources.append(offset)
             lengths.append(length)
-            at += length
+            offset += length
     for _ in range(draw(st.integers(0, 3))):  # what goes to two places
         again = draw(st.integers(0, len(sources) - 1))
         sources.append(sources[again])
@@ -112,19 +112,19 @@ def test_parts_bring_every_byte_once_within_their_bounds(
 ):
     runs = sorted(zip(batch.src.tolist(), batch.nbytes.tolist()), key=lambda run: run[0])
     foreign = [byte for byte in more if not any(0 <= byte - src < size for src, size in runs)]
-    found = coalesce(batch, memory_without(*foreign), run_overhead_bytes)
+    coalesced = coalesce(batch, memory_without(*foreign), run_overhead_bytes)
     direct = batch.runs * run_overhead_bytes + batch.total
     cost = cheapest(runs, foreign, run_overhead_bytes, batch.total)
     pays = batch.total < batch.runs * run_overhead_bytes and 2 * cost <= direct
-    assert (found is not None) is pays
-    if found is None:
+    assert (coalesced is not None) is pays
+    if coalesced is None:
         return
-    assert found.read.runs * run_overhead_bytes + found.read.total + batch.total == cost
+    assert coalesced.read.runs * run_overhead_bytes + coalesced.read.total + batch.total == cost
     memory = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
     expected, written = (np.zeros(4000, dtype=np.uint8) for _ in range(2))
     for src, dst, nbytes in zip(*batch):
         expected[dst : dst + nbytes] = memory[src : src + nbytes]
-    for part in cut(found, max_bytes, max_runs):
+    for part in cut(coalesced, max_bytes, max_runs):
         buffer = np.zeros(max_bytes, dtype=np.uint8)
         assert 0 < part.read.total <= max_bytes and part.read.runs <= max_runs
         assert part.payload == part.scatter.total <= part.read.total
@@ -142,9 +142,9 @@ def test_parts_bring_every_byte_once_within_their_bounds(
 def test_runs_are_joined_by_where_the_source_has_them():
     src = np.arange(64, dtype=np.int64)[::-1] * 256
     batch = CopyBatch(src, np.arange(64) * 1000, np.broadcast_to(np.int64(256), 64))
-    found = coalesce(batch, memory_without(), 8192)
-    assert [column.tolist() for column in found.read] == [[0], [0], [64 * 256]]
-    assert found.scatter.runs == 64 and found.scatter.dst[0] == 63_000
+    coalesced = coalesce(batch, memory_without(), 8192)
+    assert [column.tolist() for column in coalesced.read] == [[0], [0], [64 * 256]]
+    assert coalesced.scatter.runs == 64 and coalesced.scatter.dst[0] == 63_000
     apart = CopyBatch(src * 4, batch.dst, batch.nbytes)  # one head of four
     assert [column.tolist() for column in coalesce(apart, memory_without(), 8192).read] == [
         [0],
@@ -187,8 +187,8 @@ def hand_over(
     source, dest, engine, rooms=1, tokens=TOKENS, on=lambda layout, memory: layout, **more
 ):
     """Rooms between endpoints of this process, their memory called `shm` by `on`."""
-    given, address = oracle.place(source, tokens), oracle.place(dest, tokens, seed=99)
-    oracle.fill(source, given)
+    source_table, address = oracle.place(source, tokens), oracle.place(dest, tokens, seed=99)
+    oracle.fill(source, source_table)
     layouts = on(source.layout, "shm:0"), on(dest.layout, "shm:1")
     with (
         PrefillEndpoint(layouts[0], create_engine("local")) as prefill,
@@ -198,7 +198,7 @@ def hand_over(
         for room in range(rooms):
             oracle.blank(dest)
             decode.receive(room, address)
-            prefill.send(room, given)
+            prefill.send(room, source_table)
             assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
             oracle.assert_holds(dest, address)
 
@@ -236,7 +236,7 @@ def test_other_pages_and_orders_are_read_as_the_source_has_them(staging, fewest)
 
 def test_more_than_a_buffer_comes_in_parts():
     shape = {**MHA, "num_kv_heads": 8, "head_dim": 64, "num_pages": 80, "page_size": 64}
-    source, dest = (MHAPool(**LAYERS, **{**shape, "order": each}) for each in ("nhd", "hnd"))
+    source, dest = (MHAPool(**LAYERS, **{**shape, "order": order}) for order in ("nhd", "hnd"))
     engine, tokens = Joining(), 4500
     hand_over(source, dest, engine, tokens=tokens, staging=4 << 20)
     assert len(engine.runs) >= tokens * dest.bytes_per_token / (1 << 20)
@@ -273,8 +273,8 @@ class Copying:
 def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch, times):
     source = MHAPool(**LAYERS, **MHA)
     dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "num_pages": 40})
-    given, bad = oracle.place(source, TOKENS), oracle.place(dest, TOKENS)
-    oracle.fill(source, given)
+    source_table, bad = oracle.place(source, TOKENS), oracle.place(dest, TOKENS)
+    oracle.fill(source, source_table)
     oracle.blank(dest)
     good, events, scatter = oracle.elsewhere(dest, bad), [Copying(times)], StagingBuffers.scatter
 
@@ -291,7 +291,7 @@ def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch
         prefill.send("waits", oracle.place(source, 5))
         for room, table in (("bad", bad), ("good", good)):
             decode.receive(room, table)
-            prefill.send(room, given)
+            prefill.send(room, source_table)
         assert decode.wait("bad", 20) is KVPoll.Failed
         assert str(decode.failure("bad")).endswith(": odd")
         assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")
@@ -308,13 +308,13 @@ def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch
 def test_a_stage_is_made_only_where_it_is_of_use():
     layout = MHAPool(**LAYERS, **MHA).layout
     offline = MHAPool(**LAYERS, **MHA, device="meta").layout
-    for where, engine, nbytes in (
+    for target, engine, nbytes in (
         (layout, LocalEngine(), MIN_STAGING),  # runs cost it little
         (layout, Joining(), 0),
         (offline, Joining(), MIN_STAGING),  # which shares no memory
         (there(layout, "tpu:0"), Joining(), MIN_STAGING),
     ):
-        assert not staging_buffers(where, engine, nbytes).slabs
+        assert not staging_buffers(target, engine, nbytes).slabs
     assert (
         staging_buffers(layout, Joining(), MIN_STAGING).buffer_bytes == MIN_STAGING // NUM_BUFFERS
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.protocol.messages import encode
+from disagg.protocol.codec import encode
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.waiting import until

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from disagg import KVPoll, Lost, SocketTransport
-from disagg.protocol import messages
+from disagg.protocol import codec, messages
 from disagg.runtime.sockets import connection, handshakes, limits
 from disagg.runtime.sockets.credentials import open_keys
 from tests import oracle
@@ -67,7 +67,7 @@ def closed(address, file, version):
     """Whether nothing but the end comes of a hello."""
     try:
         with dial_tls(address, file, version) as stream:
-            stream.send(messages.encode(messages.Disconnect()))
+            stream.send(codec.encode(messages.Disconnect()))
             return not stream.socket.recv(1)
     except (ssl.SSLError, ConnectionError):
         return True

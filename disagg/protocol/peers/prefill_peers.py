@@ -7,18 +7,17 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from msgspec import structs
 
 from disagg.protocol import messages
 from disagg.protocol.effects import Effects
-from disagg.protocol.liveness import Liveness
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.rooms.prefill_room import Decode
+from disagg.protocol.peers.liveness import Liveness
+from disagg.protocol.peers.wanted import Pair, pairs_of, wanted_pairs
 from disagg.protocol.status import Failure, FailureKind
-from disagg.protocol.wanted import Pair, pairs_of, wanted_pairs
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
 
@@ -29,6 +28,14 @@ KEPT_HELLOS = 32
 MAX_PEERS = 1024
 MAX_GREETED = 4 * MAX_PEERS
 """Connections of which it is kept that their hello was answered: the latest."""
+
+
+@dataclass(slots=True)
+class Decode:
+    """A decode that has said hello: its generation, and the rooms that it has asked for."""
+
+    generation: str
+    rooms: set[Room] = field(default_factory=set)
 
 
 class RoomMessage(NamedTuple):
@@ -79,9 +86,10 @@ class PrefillPeers:
         if not isinstance(message, messages.ToPrefill):
             return self.refuse(peer, f"{type(message).__name__} is not prefill's.")
         if decode is None or message.generation != self.hello.generation:
-            self._effects.send(peer, messages.UnknownPeer(message.generation))
+            # a decode that was dropped learns it from the answer to its next ping, not by silence
+            self._effects.send(peer, messages.UnknownPeer(generation=message.generation))
         elif isinstance(message, messages.Ping):
-            self._effects.send(peer, messages.Pong(message.generation))
+            self._effects.send(peer, messages.Pong(generation=message.generation))
         else:
             return RoomMessage(decode, message)
         return None
@@ -90,7 +98,7 @@ class PrefillPeers:
         """Gives up decodes that have been silent too long."""
         reason = f"decode was silent for more than {self.hello.timeout:g} s."
         lost = [self.mark_dead(peer, reason) for peer in self.liveness.dead(now)]
-        return [each for each in lost if each is not None]
+        return [peer for peer in lost if peer is not None]
 
     def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
         """Drops a peer that breaks the protocol, and tells it why; it may come back."""
@@ -101,10 +109,14 @@ class PrefillPeers:
         """Drops a peer that cannot be reached any more."""
         return self._drop(peer, Failure("prefill", reason, kind))
 
+    def live(self) -> int:
+        """Decodes that are served."""
+        return len(self.alive)
+
     def notify_shutdown(self) -> None:
         """Tells every decode that this generation is over, so that none waits for a timeout."""
         for peer in self.alive:
-            self._effects.send(peer, messages.UnknownPeer(self.hello.generation))
+            self._effects.send(peer, messages.UnknownPeer(generation=self.hello.generation))
 
     def _handshake(self, peer: bytes, hello: Hello, now: float, origin: str) -> LostPeer | None:
         """Answers a connection's hello, once: the answer is hundreds of times as large."""

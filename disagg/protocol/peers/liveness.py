@@ -26,11 +26,11 @@ class Leases:
 
 def count_items(block_tables: Iterable[RequestAddress]) -> dict[str, int]:
     """Items of all block tables, by id list."""
-    found: dict[str, int] = {}
+    items: dict[str, int] = {}
     for table in block_tables:
         for name, span in table.spans.items():
-            found[name] = found.get(name, 0) + span.ids.size
-    return found
+            items[name] = items.get(name, 0) + span.ids.size
+    return items
 
 
 PeerId = TypeVar("PeerId", bound=Hashable)
@@ -62,6 +62,7 @@ class Liveness(Generic[PeerId]):
         """Peers that have been silent for longer than the timeout. To be called often."""
         gap = now - self._checked - self.timeout / PINGS_PER_TIMEOUT
         self._checked = now
+        # if both sides were stopped, both go on where they were
         if gap > 0:
-            self._heard = {peer: min(at + gap, now) for peer, at in self._heard.items()}
-        return [peer for peer, at in self._heard.items() if now - at > self.timeout]
+            self._heard = {peer: min(heard + gap, now) for peer, heard in self._heard.items()}
+        return [peer for peer, heard in self._heard.items() if now - heard > self.timeout]

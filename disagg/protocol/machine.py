@@ -1,0 +1,93 @@
+"""What the machines of both sides have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Generic
+
+from disagg.protocol.effects import Effects, RoomEnded
+from disagg.protocol.events import AbortAll, AbortRoom, ForgetRoom
+from disagg.protocol.messages import Hello, Room
+from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.peers.decode_peers import DecodePeers
+from disagg.protocol.peers.liveness import Leases
+from disagg.protocol.peers.prefill_peers import PrefillPeers
+from disagg.protocol.rooms.rooms import R, Rooms
+from disagg.protocol.status import Failure, KVPoll, Side
+
+
+class Machine(ABC, Generic[R]):
+    """One side's rooms, and what is asked about them. Calls about a room raise UnknownRoom."""
+
+    side: ClassVar[Side]
+    peers: DecodePeers | PrefillPeers
+
+    def __init__(self, hello: Hello, rooms: Rooms[R], now: float) -> None:
+        self.hello, self._rooms, self._now = hello, rooms, now
+        self._effects, self.ended, self.totals = Effects(), rooms.ended, Totals()
+
+    def poll(self, name: Room) -> KVPoll:
+        """The room's state."""
+        return self._rooms.known(name).phase.poll
+
+    def failure(self, name: Room) -> Failure | None:
+        """Why the room failed, if it did."""
+        return self._rooms.known(name).failure
+
+    def waits_for(self, name: Room) -> str:
+        """What must happen next in an open room."""
+        return self._rooms.known(name).waits_for
+
+    def rooms(self) -> Mapping[Room, R]:
+        """All rooms that are not forgotten."""
+        return self._rooms.by_name
+
+    def open_rooms(self) -> set[Room]:
+        """Rooms that have not ended."""
+        return self._rooms.open
+
+    def leases(self) -> Leases:
+        """Items that must not be reused, of open rooms and of reads that may still write."""
+        return self._rooms.leases()
+
+    def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
+        """Numbers now, and since the machine was made."""
+        return Snapshot(
+            totals=self.totals.copy(),
+            open_rooms=len(self._rooms.open),
+            peers=self.peers.live(),
+            leases=self.leases(),
+            engine=engine,
+            telemetry=telemetry,
+        )
+
+    def _handle_common(self, event: object) -> None:
+        """An event that happens to both sides alike."""
+        match event:
+            case AbortRoom(name, reason):
+                if not self.poll(name).ended:
+                    self._fail(name, Failure(self.side, reason, "abort"))
+            case ForgetRoom(name):
+                self._rooms.forget(name, self._now)
+            case AbortAll(reason, closing):
+                for name in list(self._rooms.open):
+                    self._fail(name, Failure(self.side, reason, "abort"))
+                if closing:
+                    self.peers.notify_shutdown()
+            case _:
+                raise TypeError(f"{event!r} is not {self.side}'s.")
+
+    @abstractmethod
+    def _fail(self, name: Room, failure: Failure) -> None:
+        """Ends a room, and tells the other side."""
+
+    def _record_end(self, name: Room, room: R, metrics: RoomMetrics) -> None:
+        self._effects.append(RoomEnded(name))
+        self.totals.add(metrics, room.failure)
+        if room.failure is not None:
+            # the generation is always prefill's: a room of decode says it
+            own = {"room": name, "generation": self.hello.generation}
+            moved, seconds = metrics.bytes_moved, round(metrics.total_seconds, 6)
+            facts = own | room.facts() | {"bytes_moved": moved, "seconds": seconds}
+            log_failure(room.failure, **facts)

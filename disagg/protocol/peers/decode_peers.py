@@ -1,0 +1,322 @@
+"""The prefills that decode reads from: handshakes, signs of life, loss and return of their ranks.
+Part of `DecodeMachine`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from disagg.errors import RoomError
+from disagg.plan import Group, IncompatibleLayouts
+from disagg.plan.cache import PlanCache
+from disagg.protocol import messages
+from disagg.protocol.conventions import differences
+from disagg.protocol.effects import Connect, ConnectEngine, DropPeer, Effects
+from disagg.protocol.messages import Hello, Message
+from disagg.protocol.peers.link import Link, PrefillRank
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
+from disagg.protocol.peers.wanted import wanted_layout
+from disagg.protocol.rooms.offered import layers_by_owner
+from disagg.protocol.status import Failure, Side
+from kvpool.layout import PoolLayout, Region, Space
+
+log = logging.getLogger("disagg")
+
+FIRST_PAUSE = 0.25
+"""Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
+MAX_UNTOLD = 10_000
+"""Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
+KEPT_SHAPES = 64
+"""Layouts whose regions others share: those of the latest."""
+
+_Inside = tuple[tuple[Region, ...], tuple[Space, ...]]
+
+
+class LinkReady(NamedTuple):
+    """Every rank has answered, and the transfer is planned: its rooms can be asked for."""
+
+    link: Link
+
+
+class LinkFailed(NamedTuple):
+    """The rooms of a link fail; with `asked`, only those that were asked for: the others wait on.
+    `except_rank` is the rank that knows, or that does not listen.
+    """
+
+    link: Link
+    failure: Failure
+    except_rank: int | None = None
+    asked: bool = False
+
+
+LinkChange = LinkReady | LinkFailed
+
+
+class DecodePeers:
+    """All links of one decode endpoint, of whose rooms each is read by `readers`. Ranks are
+    numbered over all links that ever were.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        layout: PoolLayout,
+        readers: int | Group,
+        effects: Effects,
+        *,
+        now: float,
+        allow_missing: Collection[str] = (),
+    ) -> None:
+        self._group = readers if isinstance(readers, Group) else None
+        self._readers = len(readers.layouts) if isinstance(readers, Group) else readers
+        members = self._group.layouts if self._group else (layout,)
+        self.hello, self.layout = replace(hello, layout=wanted_layout(members)), layout
+        self.links: list[Link] = []
+        self.plans = PlanCache(allow_missing)
+        self.liveness: Liveness[int] = Liveness(hello.timeout, now)
+        self._effects = effects
+        self._by_number: dict[int, PrefillRank] = {}
+        self._numbers = count()
+        self._alike: OrderedDict[_Inside, PoolLayout] = OrderedDict()
+        self._shortest, self._next_check = hello.timeout, 0.0
+
+    def connect(self, link: Link, now: float) -> None:
+        """Dials all ranks of a prefill and says hello."""
+        self.links.append(link)
+        for rank in link.ranks:
+            rank.number = next(self._numbers)
+            self._by_number[rank.number] = rank
+            self._dial(rank, now)
+
+    def check(self, link: Link) -> None:
+        """Raises RoomError for a link that is not one of these."""
+        if self.rank(link.ranks[0].number) is not link.ranks[0]:
+            raise RoomError("the link is another endpoint's, or it was disconnected.")
+
+    def disconnect(self, link: Link) -> None:
+        """Gives a link up for good, once its rooms have failed."""
+        self._say_goodbye(link)
+        self._drop(link)
+        self.links.remove(link)
+        for rank in link.ranks:
+            del self._by_number[rank.number]
+            self._effects.append(Connect(rank.number, None))
+
+    def notify_shutdown(self) -> None:
+        """Tells every prefill that this decode is gone, so that none waits for a timeout."""
+        for link in self.links:
+            self._say_goodbye(link)
+
+    def rank(self, number: int) -> PrefillRank | None:
+        """A rank by its number; None once it is disconnected."""
+        return self._by_number.get(number)
+
+    def ranks(self) -> set[int]:
+        """Numbers of the ranks of all links."""
+        return set(self._by_number)
+
+    def live(self) -> int:
+        """Ranks that have answered and are not lost."""
+        return sum(rank.hello is not None for rank in self._by_number.values())
+
+    def receive(self, rank: PrefillRank, message: Message, now: float) -> LinkChange | None:
+        """Handles a hello, or one of the messages that concern no room."""
+        if isinstance(message, Hello):
+            return self._handshake(rank, message)
+        if isinstance(message, messages.Refuse):
+            if message.final:
+                return self._refuse(rank.link, [message.why], "prefill", rank.source)
+            return self._pause(rank, f"it refuses this decode: {message.why}", "prefill", now)
+        hello = rank.hello
+        if (
+            isinstance(message, messages.UnknownPeer)
+            and hello
+            and hello.generation == message.generation
+        ):
+            reason = "it no longer knows this decode: it has restarted, or has dropped it."
+            return self.mark_dead(rank, reason, now, logging.INFO)  # it has said so itself
+        return None
+
+    def tick(self, now: float) -> list[LinkFailed]:
+        """Sends pings, dials ranks again that have refused, and gives up ranks that have been
+        silent too long.
+        """
+        if now < self._next_check:
+            return []
+        self._next_check = now + self._shortest / CHECKS_PER_TIMEOUT
+        failures = []
+        for number in self.liveness.dead(now):
+            rank = self._by_number[number]
+            how = "has not answered" if rank.hello is None else "was silent"
+            reason = f"it {how} for more than {self.hello.timeout:g} s."
+            failures.append(self.mark_dead(rank, reason, now))
+        for rank in self._by_number.values():
+            if rank.link.refusal is not None:
+                continue
+            if rank.redial is not None and rank.redial <= now:
+                rank.redial = None
+                self._dial(rank, now)
+            if rank.hello is not None:
+                pause = min(self.hello.timeout, rank.hello.timeout) / PINGS_PER_TIMEOUT
+                if now - rank.pinged >= pause:
+                    rank.pinged = now
+                    self.send(rank, messages.Ping(generation=rank.hello.generation))
+        return [failure for failure in failures if failure is not None]
+
+    def mark_dead(
+        self, rank: PrefillRank, reason: str, now: float, level: int = logging.WARNING
+    ) -> LinkFailed | None:
+        """A rank is gone: its reads are given up, and it is dialled again."""
+        if not self.listens_to(rank):
+            return None
+        lost = self._lose(rank, reason, level)
+        self._dial(rank, now)
+        return LinkFailed(rank.link, Failure("prefill", lost, "lost"), rank.source)
+
+    def refuse(self, rank: PrefillRank, reason: str, now: float) -> LinkFailed | None:
+        """A rank breaks the protocol: it is told, and may do better later."""
+        if not self.listens_to(rank):
+            return None
+        self.send(rank, messages.Refuse([reason], final=False))
+        return self._pause(rank, f"it was refused: {reason}", "decode", now)
+
+    def listens_to(self, rank: PrefillRank) -> bool:
+        """Whether what a rank sends counts: it is neither refused for good nor hung up for now."""
+        return rank.link.refusal is None and rank.redial is None
+
+    def send(self, rank: PrefillRank, message: Message) -> None:
+        """Sends to one rank, unless it is not connected now."""
+        if rank.redial is None:
+            self._effects.send(rank.number, message)
+
+    def drop_room(self, link: Link, drop: messages.DropRoom, except_rank: int | None) -> None:
+        """Tells the ranks of a room for which they will not be asked; those that are lost once they
+        are back, before they are asked for anything.
+        """
+        for rank in link.ranks:
+            if rank.hello is None and link.lost is not None:
+                rank.untold[drop.room] = drop
+                if len(rank.untold) > MAX_UNTOLD:
+                    rank.untold.popitem(last=False)
+            elif rank.source != except_rank:
+                self.send(rank, drop)
+
+    def _dial(self, rank: PrefillRank, now: float) -> None:
+        # a new connection: nothing that was sent over the old one can arrive any more, no messages
+        # pile up for a dead peer, and prefill sees a new one
+        self._effects.append(Connect(rank.number, rank.address))
+        self.liveness.heard(rank.number, now)
+        self.send(rank, self.hello)
+
+    def _pause(self, rank: PrefillRank, reason: str, side: Side, now: float) -> LinkFailed:
+        """A rank and this decode do not work together for now: it is dialled again after a pause,
+        which doubles up to the shorter time-out.
+        """
+        longest = min(self.hello.timeout, rank.hello.timeout if rank.hello else math.inf)
+        rank.pause = min(longest, max(FIRST_PAUSE * longest, 2 * rank.pause))
+        lost = self._lose(rank, reason)
+        self.liveness.forget(rank.number)
+        self._effects.append(Connect(rank.number, None))
+        rank.redial = now + rank.pause
+        return LinkFailed(rank.link, Failure(side, lost, "refused"), rank.source, asked=True)
+
+    def _lose(self, rank: PrefillRank, reason: str, level: int = logging.WARNING) -> str:
+        link = rank.link
+        again = link.lost is not None
+        link.plan = rank.hello = rank.layout = None
+        link.lost = lost = f"{rank} is lost: {reason}"
+        log.log(logging.DEBUG if again else level, "%s", lost)
+        self._effects.append(DropPeer(link, rank.source))
+        return lost
+
+    def _handshake(self, rank: PrefillRank, hello: Hello) -> LinkChange | None:
+        if rank.hello is not None:
+            return None  # a duplicate
+        link = rank.link
+        if problems := messages.handshake_problems(self.hello, hello):
+            return self._refuse(link, problems, "decode")
+        rank.hello = hello
+        for drop in rank.untold.values():
+            self.send(rank, drop)
+        rank.untold.clear()
+        if hello.timeout < self._shortest:
+            self._shortest, self._next_check = hello.timeout, 0.0
+        hellos = [answer for answer in link.hellos if answer is not None]
+        if len(hellos) < len(link.ranks):
+            return None
+        change = self._plan(link, hellos)
+        if isinstance(change, LinkReady) and link.lost is not None:
+            log.info("%s is back", rank)
+            link.lost = None
+        return change
+
+    def _plan(self, link: Link, hellos: Sequence[Hello]) -> LinkChange:
+        """Plans the transfer, now that every rank has answered."""
+        before, own = self.plans.seconds, self.hello.conventions
+        problems = list(
+            dict.fromkeys(text for hello in hellos for text in differences(hello.conventions, own))
+        )
+        try:
+            layouts = [self._layout(rank, hello) for rank, hello in zip(link.ranks, hellos)]
+            plan = self.plans.plan(layouts, self.layout, self._group)
+        except ValueError as error:  # LayoutError and IncompatibleLayouts among them
+            if isinstance(error, IncompatibleLayouts) and not problems:
+                link.error = error
+            return self._refuse(link, [*problems, str(error)], "decode")
+        if problems:
+            return self._refuse(link, problems, "decode")
+        link.plan, link.plan_seconds = plan, self.plans.seconds - before
+        if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:
+            names = ", ".join(sorted(alone))
+            log.info("%s: not compared is what only one side says: %s", link.ranks[0], names)
+        every = dict.fromkeys(range(len(layouts)), self._readers)
+        link.asks = every if self._group is None else plan.asks
+        link.layers = {source: layers_by_owner(layouts[source]) for source in link.asks}
+        for rank in link.ranks:
+            rank.pause = 0.0
+        link.unconnected = set(plan.contributors())
+        for source in link.unconnected:
+            self._effects.append(ConnectEngine(link, source, hellos[source]))
+        return LinkReady(link)
+
+    def _layout(self, rank: PrefillRank, hello: Hello) -> PoolLayout:
+        """A rank's layout, read once. Ranks of many prefills are alike: what is equal is kept once.
+        Raises LayoutError.
+        """
+        if rank.layout is None:
+            rank.layout = layout = PoolLayout.from_msgpack(hello.layout)
+            inside = layout.regions, layout.spaces
+            layout.share(self._alike.setdefault(inside, layout))
+            self._alike.move_to_end(inside)
+            if len(self._alike) > KEPT_SHAPES:
+                self._alike.popitem(last=False)
+            rank.hello = replace(hello, layout=b"")
+        return rank.layout
+
+    def _refuse(
+        self, link: Link, reasons: Sequence[str], side: Side, except_rank: int | None = None
+    ) -> LinkFailed:
+        link.refusal, link.plan = "\n".join(reasons), None
+        refusal = messages.Refuse([*reasons])
+        for rank in link.ranks:
+            if rank.source != except_rank:
+                self.send(rank, refusal)
+        self._drop(link)
+        return LinkFailed(link, Failure(side, link.refusal, "refused"))
+
+    def _say_goodbye(self, link: Link) -> None:
+        for rank in link.ranks:
+            self.send(rank, messages.Disconnect())
+
+    def _drop(self, link: Link) -> None:
+        """Stops to wait for any rank of a link, and to read from it."""
+        for rank in link.ranks:
+            self.liveness.forget(rank.number)
+            self._effects.append(DropPeer(link, rank.source))

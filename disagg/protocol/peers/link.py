@@ -1,0 +1,84 @@
+"""What decode knows of a prefill."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+
+from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.protocol.messages import DropRoom, Hello, Room
+from disagg.protocol.rooms.offered import LayersByOwner
+from kvpool.layout import PoolLayout
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PrefillRank:
+    """Rank `source` of a link; `number` is its number among all that this decode has ever dialled,
+    by which the transport knows it.
+    """
+
+    link: Link
+    source: int
+    number: int = -1
+    hello: Hello | None = None
+    """Without the layout's bytes once it was read."""
+    layout: PoolLayout | None = None
+    pinged: float = 0.0
+    pause: float = 0.0
+    """Seconds before it is dialled again if it refuses this decode for now."""
+    redial: float | None = None
+    """When that will be; it is not connected until then."""
+    untold: OrderedDict[Room, DropRoom] = field(default_factory=OrderedDict)
+    """What it is to be told of rooms that failed while it was lost."""
+
+    @property
+    def address(self) -> str:
+        """Its endpoint address."""
+        return self.link.addresses[self.source]
+
+    def __str__(self) -> str:
+        return f"rank {self.source} of prefill ({self.address})"
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """All ranks of one prefill, by endpoint address. `plan` is there once all have answered the
+    hello.
+
+    `lost` says why a rank is not there (any more); it is dialled until it answers. `refusal` is
+    final.
+    """
+
+    addresses: tuple[str, ...]
+    _: KW_ONLY
+    ranks: list[PrefillRank] = field(init=False)
+    plan: TransferPlan | None = None
+    plan_seconds: float = 0.0
+    asks: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that are asked for each room, each with how many decode ranks ask it; with `plan`."""
+    unconnected: set[int] = field(default_factory=set)
+    """Ranks to which the engine has still to be connected."""
+    layers: dict[int, LayersByOwner] = field(default_factory=dict)
+    """By rank that is asked, the layers of each owner, as far as decode knows; with `plan`."""
+    lost: str | None = None
+    refusal: str | None = None
+    error: IncompatibleLayouts | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks = [PrefillRank(link=self, source=n) for n in range(len(self.addresses))]
+
+    @property
+    def hellos(self) -> list[Hello | None]:
+        """What each rank has answered."""
+        return [rank.hello for rank in self.ranks]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the handshake has ended, either way."""
+        ready = self.plan is not None and not self.unconnected
+        return ready or self.refusal is not None
+
+    def names(self, sources: Iterable[int]) -> str:
+        """Several ranks, as sentences name them."""
+        return ", ".join(str(self.ranks[source]) for source in sources)
