@@ -23,7 +23,7 @@ from tests.kvpool.integrations.test_transformers import (  # noqa: E402
     prompt,
     run,
 )
-from tests.kvpool.models.tiny import tiny  # noqa: E402
+from tests.kvpool.models.tiny import own_cache, tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next")
@@ -110,7 +110,7 @@ def test_what_others_write_to_reserved_items_is_not_read(family):
 def test_padding_does_not_enter_a_linear_state(name, chunks):
     model, ids = test_linear.model_of(name, torch.float32), prompt(2)
     pool = filled_with_nan(test_linear.pool_of(name, torch.float32))
-    theirs, padding = test_linear.theirs_for(model), (0, 13)
+    theirs, padding = own_cache(model), (0, 13)
     ours = PoolCache.new(pool, Allocator(pool), 2, padding)
     for size in chunks:
         since = min(max(13 - ours.get_seq_length(), 0), size)
