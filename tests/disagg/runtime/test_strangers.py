@@ -17,7 +17,7 @@ from disagg.protocol.codec import encode
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.waiting import until
-from tests.processes import FORKS
+from tests.processes import Child
 from tests.streams import dial, frame
 
 TOKENS = 75
@@ -36,58 +36,39 @@ def prefill_process(pipe, bind, options):
         pipe.send(prefill.address)
         while (room := pipe.recv()) is not None:
             prefill.send(room, given)
-    pipe.send(None)
 
 
-class Prefill:
+class Prefill(Child):
     """A prefill in a process of its own, which strangers can reach."""
 
-    def __init__(self, bind, options):
-        self._pipe, there = FORKS.Pipe()
-        self.process = FORKS.Process(
-            target=prefill_process, args=(there, bind, options), daemon=True
-        )
-        self.process.start()
-        there.close()
-        self.address = self._answer()
-
-    def _answer(self):
-        assert self._pipe.poll(60), "the prefill process does not answer"
-        return self._pipe.recv()
+    def __init__(self, bind=None, **options):
+        super().__init__(prefill_process, bind, options)
+        self.address, self._options = self.answer(), options
 
     def resident(self):
         """Bytes of its memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) << 10
 
-    def works(self, room, **options):
-        """A decode connects, and a room is handed over byte by byte."""
+    def works(self, room):
+        """A decode of the same options connects, and a room is handed over byte by byte."""
         dest = MLAPool(layers=range(2), **{**MLA, "page_size": 8, "num_pages": 40})
         oracle.blank(dest)
         address = oracle.place(dest, TOKENS, 9)
-        with DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode:
+        with DecodeEndpoint(dest.layout, create_engine("local"), **self._options) as decode:
             decode.connect([self.address], timeout=30)
             decode.receive(room, address)
-            self._pipe.send(room)
+            self.pipe.send(room)
             assert decode.wait(room, 30) is KVPoll.Success, decode.failure(room)
             oracle.assert_holds(dest, address)
-
-    def end(self):
-        """It must still be able to close, and exit with status 0."""
-        self._pipe.send(None)
-        self._answer()
-        self.process.join(30)
-        assert self.process.exitcode == 0
 
 
 @contextmanager
 def prefill_of(bind=None, **options):
-    made = Prefill(bind, options)
-    try:
-        yield made
-        made.end()
-    finally:
-        made.process.kill()
+    """It must still be able to close, and exit with status 0."""
+    with Prefill(bind, **options) as prefill:
+        yield prefill
+        assert prefill.close() == 0
 
 
 def push(stranger, data):
@@ -128,11 +109,18 @@ def test_tiny_messages_take_no_memory():
         prefill.works("after")
 
 
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def options(request, keys):
+    """Of a prefill over each kind of connection."""
+    kinds = {"unix": {}, "tcp": {"insecure": True}, "tls": {"keys": keys}}
+    return kinds[request.param] | {"bind": None if request.param == "unix" else LOOPBACK}
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\0\0"]
+    "data", [b"", b"\0\0", b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1")]
 )
-def test_whatever_strangers_say_first_the_others_are_served(data):
-    with prefill_of() as prefill, dial(prefill.address) as stranger:
+def test_whatever_strangers_say_first_the_others_are_served(data, options):
+    with prefill_of(**options) as prefill, dial(prefill.address) as stranger:
         stranger.socket.sendall(data)
         prefill.works("beside")
 
@@ -140,20 +128,16 @@ def test_whatever_strangers_say_first_the_others_are_served(data):
 # users
 
 
-def as_user(user, target, *args):
-    """Runs `target(pipe, *args)` in a process of another user; returns it and its pipe."""
-    here, there = FORKS.Pipe()
-    process = FORKS.Process(target=_demoted, args=(user, target, there, *args), daemon=True)
-    process.start()
-    there.close()
-    return process, here
+def as_user(target, *args):
+    """A process of another user that runs `target(pipe, *args)`."""
+    return Child(_demoted, target, *args)
 
 
-def _demoted(user, target, *args):
+def _demoted(pipe, target, *args):
     os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    target(*args)
+    os.setresgid(OTHER_USER, OTHER_USER, OTHER_USER)
+    os.setresuid(OTHER_USER, OTHER_USER, OTHER_USER)
+    target(pipe, *args)
 
 
 def say_and_listen(pipe, address, message):
@@ -221,9 +205,8 @@ def decode():
 @pytest.mark.root
 def test_another_user_gets_no_answer_and_is_named(open_prefill, decode, caplog):
     hello = encode(decode.machine.hello)
-    process, pipe = as_user(OTHER_USER, say_and_listen, open_prefill.address, hello)
-    assert pipe.poll(20) and pipe.recv() is None
-    process.join(20)
+    with as_user(say_and_listen, open_prefill.address, hello) as stranger:
+        assert stranger.answer() is None
     assert not open_prefill.machine.peers.alive
     assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
     decode.connect([open_prefill.address], timeout=20)
@@ -231,20 +214,19 @@ def test_another_user_gets_no_answer_and_is_named(open_prefill, decode, caplog):
 
 @pytest.mark.root
 def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(open_prefill, decode):
-    process, pipe = as_user(OTHER_USER, stay_silent, open_prefill.address, 300)
-    assert pipe.poll(20) and pipe.recv() == 0
-    decode.connect([open_prefill.address], timeout=20)
-    pipe.send(None)
-    process.join(20)
+    with as_user(stay_silent, open_prefill.address, 300) as stranger:
+        assert stranger.answer() == 0
+        decode.connect([open_prefill.address], timeout=20)
 
 
 @pytest.mark.root
 def test_with_insecure_another_user_is_answered_over_tcp(decode):
     pool, hello = MLAPool(layers=range(2), **MLA), encode(decode.machine.hello)
-    with PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill:
-        process, pipe = as_user(OTHER_USER, say_and_listen, prefill.address, hello)
-        assert pipe.poll(20) and b"hello" in pipe.recv()
-        process.join(20)
+    with (
+        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
+        as_user(say_and_listen, prefill.address, hello) as stranger,
+    ):
+        assert b"hello" in stranger.answer()
 
 
 @pytest.mark.root
@@ -252,13 +234,10 @@ def test_another_user_that_takes_a_dead_prefills_place_is_told_nothing(open_fold
     pool, bind = MLAPool(layers=range(2), **MLA), f"ipc://{open_folder / 'p'}"
     with PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill:
         link = decode.connect([prefill.address], timeout=20)
-    process, pipe = as_user(OTHER_USER, squat, bind.removeprefix("ipc://"))
-    assert pipe.poll(20) and pipe.recv() == "there"
-    for _ in range(3):
-        assert pipe.poll(20)
-        assert not pipe.recv()
-    until(decode, lambda: f"it is user {OTHER_USER}'s" in str(link.lost))
-    process.join(20)
+    with as_user(squat, bind.removeprefix("ipc://")) as squatter:
+        assert squatter.answer() == "there"
+        assert not any(squatter.answer() for _ in range(3))
+        until(decode, lambda: f"it is user {OTHER_USER}'s" in str(link.lost))
     decode.receive("r", oracle.place(pool, TOKENS))
     assert f"user {OTHER_USER}'s, and this process is user 0's" in str(decode.failure("r"))
     with PrefillEndpoint(pool.layout, create_engine("local"), bind):
@@ -279,7 +258,7 @@ def test_over_tcp_an_endpoint_without_keys_must_say_so(bind, decode, caplog):
         decode.connect(["tcp://10.0.0.9:5"])
     assert not caplog.records
     with prefill_of(bind, insecure=True) as prefill:
-        prefill.works("r", insecure=True)
+        prefill.works("r")
     assert f"{prefill.address}: control messages without keys (insecure=True)" in caplog.text
 
 
@@ -295,21 +274,19 @@ def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
 # ends
 
 
-@pytest.mark.parametrize("how", ["unix", "tcp", "tls"])
-def test_a_dead_process_is_noticed_at_once(how, keys):
-    bind = None if how == "unix" else LOOPBACK
-    options = {"unix": {}, "tcp": {"insecure": True}, "tls": {"keys": keys}}[how]
+def test_a_dead_process_is_noticed_at_once(options):
     options["peer_timeout"] = 60
     dest = MLAPool(layers=range(2), **MLA)
+    mine = {name: value for name, value in options.items() if name != "bind"}
     with (
-        prefill_of(bind, **options) as alive,
-        DecodeEndpoint(dest.layout, create_engine("local"), **options) as decode,
+        prefill_of(**options) as alive,
+        Prefill(**options) as dying,
+        DecodeEndpoint(dest.layout, create_engine("local"), **mine) as decode,
     ):
-        dying = Prefill(bind, options)
         link = decode.connect([dying.address], timeout=30)
         decode.receive("r", oracle.place(dest, TOKENS), link=link)
         dying.process.kill()
         assert decode.wait("r", 20) is KVPoll.Failed
         reason = str(decode.failure("r"))
         assert f"rank 0 of prefill ({dying.address}) is lost: its connection " in reason
-        alive.works("other", **options)
+        alive.works("other")

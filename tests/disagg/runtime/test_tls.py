@@ -19,7 +19,7 @@ from tests.certificates import accept_tls, certify, dial_tls
 from tests.disagg.runtime.sides import decode_side, prefill_side
 from tests.disagg.runtime.test_strangers import prefill_of
 from tests.disagg.waiting import until
-from tests.streams import Relay, Server, dial, frame
+from tests.streams import Relay, Server, dial
 
 TCP = "tcp://127.0.0.1:*"
 PIECE = struct.pack(">BHHB", 22, 0x0301, 4, 1) + (131_000).to_bytes(3, "big")
@@ -127,16 +127,6 @@ def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
 # hostile handshakes
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1"), PIECE, PIECE + bytes(99)],
-)
-def test_whatever_strangers_say_first_the_others_are_served(data, keys):
-    with prefill_of(TCP, keys=keys) as prefill, dial(prefill.address) as stranger:
-        stranger.socket.sendall(data)
-        prefill.works("beside", keys=keys)
-
-
 @pytest.fixture
 def pair(keys):
     """Transports of prefill, which listens, and of decode, and the address."""
@@ -226,11 +216,11 @@ def test_however_many_handshakes_are_begun_a_peer_is_let_in(pair, monkeypatch):
 
 def test_handshakes_that_are_begun_take_no_more_memory_than_the_bound(keys):
     with prefill_of(TCP, keys=keys) as prefill, ExitStack() as stack:
-        prefill.works("before", keys=keys)
+        prefill.works("before")
         before = prefill.resident()
         for _ in range(1000):
             stack.enter_context(dial(prefill.address)).socket.sendall(PIECE)
-        prefill.works("beside", keys=keys)
+        prefill.works("beside")
         assert prefill.resident() - before < 256 << 20
 
 
