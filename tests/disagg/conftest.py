@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 
+from disagg import SocketTransport
 from disagg.runtime.keys import write_keys
+from disagg.runtime.sockets.credentials import open_keys
 from tests.disagg.runtime.farm import Farm
 
 
@@ -25,6 +28,20 @@ def other_keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "other"
     write_keys(folder)
     return folder
+
+
+@pytest.fixture
+def transports(keys):
+    """Makes transports, of the `side` of a deployment or without keys, and closes them."""
+    with ExitStack() as stack:
+
+        def make(side=None, insecure=True):
+            credentials = None if side is None else open_keys(keys, side)
+            transport = SocketTransport(insecure and side is None, credentials)
+            stack.callback(transport.close)
+            return transport
+
+        yield make
 
 
 @pytest.fixture

@@ -16,30 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from disagg import Lost, SocketTransport
+from disagg import Lost
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.runtime.sockets import connection, limits
-from disagg.runtime.sockets.credentials import open_keys
+from tests.disagg.runtime.transports import ADDRESSES, TCP, both, collect, pair_of, receive
+from tests.processes import forked
 from tests.streams import Server, dial, frame
-
-TCP = "tcp://127.0.0.1:*"
-ADDRESSES = ["ipc://*", TCP, "tls", "tcp://localhost:*"]
-with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
-    ADDRESSES.append("tcp://[::1]:*")  # a host without IPv6 has none to test
-
-
-@pytest.fixture
-def transports(keys):
-    """Makes transports, of the `side` of a deployment or without keys, and closes them."""
-    with ExitStack() as stack:
-
-        def make(side=None, insecure=True):
-            credentials = None if side is None else open_keys(keys, side)
-            transport = SocketTransport(insecure and side is None, credentials)
-            stack.callback(transport.close)
-            return transport
-
-        yield make
 
 
 @pytest.fixture
@@ -47,40 +29,6 @@ def listening(transports):
     """A transport that listens at a unix socket, and its endpoint address."""
     listener = transports()
     return listener, listener.bind("ipc://*")
-
-
-def both(transports, where):
-    """A transport that listens, its address, and one that dials."""
-    sides = ("prefill", "decode") if where == "tls" else (None, None)
-    listener, dialler = map(transports, sides)
-    return listener, listener.bind(TCP if where == "tls" else where), dialler
-
-
-def collect(transport, enough, seconds=20.0, beside=()):
-    """What arrives until `enough(found)`; the transports `beside` are turned as well."""
-    found, until = [], time.monotonic() + seconds
-    while not enough(found):
-        assert time.monotonic() < until, f"{len(found)} arrived: {found[:3]}"
-        found.extend(transport.poll(0.01))
-        for other in beside:
-            assert not [*other.poll(0.0)]
-    return found
-
-
-def receive(transport, count, beside=()):
-    """The next `count` of what arrives."""
-    found = collect(transport, lambda found: len(found) >= count, beside=beside)
-    assert len(found) == count
-    return found
-
-
-def pair_of(listener, address, transport, peer=7):
-    """Has `transport` dial; returns the name by which the listener knows it."""
-    transport.connect(peer, address)
-    assert transport.send(peer, b"hello") is None
-    ((name, data),) = receive(listener, 1, beside=[transport])
-    assert data == b"hello"
-    return name
 
 
 @pytest.mark.parametrize("where", ADDRESSES)
@@ -512,36 +460,17 @@ def test_a_wait_of_less_than_a_millisecond_is_as_short(transports):
 def test_closing_sends_what_was_sent(transports, where):
     listener, address, dialler = both(transports, where)
     name = pair_of(listener, address, dialler)
-    size = 1 << (16 if where == "tls" else 20)  # as much as leaves within CLOSE_LINGER_SECONDS
+    size = 1 << 16  # ten of which leave within CLOSE_LINGER_SECONDS
     heard = threading.Thread(target=lambda: data.extend(collect(dialler, lambda f: len(f) == 11)))
     data = []
     heard.start()
     for number in range(10):
         listener.send(name, bytes([number]) * size)
+        listener.flush()
     listener.close()
     heard.join(20)
-    assert [message for _, message in data[:10]] == [bytes([n]) * size for n in range(10)]
+    assert all(message == bytes([n]) * size for n, (_, message) in enumerate(data[:10]))
     assert isinstance(data[10][1], Lost)
-
-
-def in_a_child(call):
-    """Calls in a forked child, which ends as usual; returns its exit status."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            call()
-            status = 0
-        finally:
-            os._exit(status)
-    for _ in range(2000):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return "stuck"
 
 
 def test_a_forked_child_that_abandons_leaves_the_parents_connections_alone(transports):
@@ -554,9 +483,10 @@ def test_a_forked_child_that_abandons_leaves_the_parents_connections_alone(trans
         for transport in (listener, dialler):
             transport.abandon()
             transport.close()
-        assert len(os.listdir("/proc/self/fd")) == before - 5  # 3 sockets, 2 epoll sets
+        return before - len(os.listdir("/proc/self/fd"))
 
-    assert in_a_child(child) == 0
+    with forked(child) as (_, closed):
+        assert closed == "5"  # 3 sockets, 2 epoll sets
     assert listener.send(name, b"down") is dialler.send(7, b"up") is None
     listener.flush()
     assert receive(dialler, 1) == [(7, b"down")]

@@ -5,23 +5,21 @@ from __future__ import annotations
 import ssl
 import struct
 import threading
-import time
 from contextlib import ExitStack, suppress
 
 import pytest
 
-from disagg import KVPoll, Lost, SocketTransport
+from disagg import KVPoll, Lost
 from disagg.protocol import codec, messages
 from disagg.runtime.sockets import connection, handshakes, limits
-from disagg.runtime.sockets.credentials import open_keys
 from tests import oracle
 from tests.certificates import accept_tls, certify, dial_tls
 from tests.disagg.runtime.sides import decode_side, prefill_side
 from tests.disagg.runtime.test_strangers import prefill_of
+from tests.disagg.runtime.transports import TCP, both, pair_of, receive
 from tests.disagg.waiting import until
 from tests.streams import Relay, Server, dial
 
-TCP = "tcp://127.0.0.1:*"
 PIECE = struct.pack(">BHHB", 22, 0x0301, 4, 1) + (131_000).to_bytes(3, "big")
 """The beginning of a ClientHello of 131,000 bytes."""
 
@@ -128,32 +126,9 @@ def test_keys_on_one_side_only_are_hinted_at(keys, caplog):
 
 
 @pytest.fixture
-def pair(keys):
-    """Transports of prefill, which listens, and of decode, and the address."""
-    listener, dialler = (
-        SocketTransport(credentials=open_keys(keys, side)) for side in ("prefill", "decode")
-    )
-    yield listener, listener.bind(TCP), dialler
-    dialler.close()
-    listener.close()
-
-
-def arrived(transport, count, *beside, seconds=20):
-    """The next `count` of what arrives, while the transports `beside` are turned as well."""
-    events, end = [], time.monotonic() + seconds
-    while len(events) < count:
-        assert time.monotonic() < end, f"{len(events)} arrived"
-        events.extend(transport.poll(0.01))
-        for other in beside:
-            assert not [*other.poll(0.0)]
-    return events
-
-
-def greets(listener, address, dialler, peer=7):
-    """The name by which the listener knows a peer that dials."""
-    dialler.connect(peer, address)
-    assert dialler.send(peer, b"hello") is None
-    return arrived(listener, 1, dialler)[0][0]
+def pair(transports):
+    """A transport of prefill, which listens, its address, and one of decode."""
+    return both(transports, "tls")
 
 
 def client_hello():
@@ -177,7 +152,7 @@ def test_a_handshake_has_a_time_to_end(pair, data, monkeypatch, caplog):
         while ends.is_alive():
             assert not [*listener.poll(0.01)]
     assert "it did not finish its TLS handshake within 1 s" in caplog.text
-    greets(listener, address, dialler)
+    pair_of(listener, address, dialler)
 
 
 def test_a_few_handshakes_are_made_a_turn(pair):
@@ -208,10 +183,10 @@ def test_however_many_handshakes_are_begun_a_peer_is_let_in(pair, monkeypatch):
         for _ in range(100):
             strangers.append(stack.enter_context(dial(address)))
             strangers[-1].socket.sendall(hello)
-        name = greets(listener, address, dialler)
+        name = pair_of(listener, address, dialler)
         assert sum(not stranger.closed(0.01) for stranger in strangers[:50]) == 0
         assert listener.send(name, b"welcome") is None
-        assert arrived(dialler, 1, listener) == [(7, b"welcome")]
+        assert receive(dialler, 1, beside=[listener]) == [(7, b"welcome")]
 
 
 def test_handshakes_that_are_begun_take_no_more_memory_than_the_bound(keys):
@@ -237,7 +212,7 @@ def test_a_close_notify_ends_a_connection_whose_stream_is_open(pair, keys):
 
     speaker = threading.Thread(target=speak)
     speaker.start()
-    events = arrived(listener, 3)
+    events = receive(listener, 3)
     ended.set()
     speaker.join()
     assert [data for _, data in events] == [b"hello", b"bye", Lost(connection.ENDED)]
