@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from disagg.connectors.sglang.buffer_lists import kv_args
-
-__all__ = ["BACKEND", "kv_args", "register"]
+__all__ = ["BACKEND", "register"]
 
 BACKEND = "kvpool"
 
