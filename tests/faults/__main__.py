@@ -17,20 +17,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--verbose", action="store_true", help="a line for each run")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began, failed = time.monotonic(), 0
     outcomes: list[Outcome] = []
     with Worlds() as worlds:
-        for seed in range(given.seed, given.seed + given.runs):
+        for seed in range(options.seed, options.seed + options.runs):
             try:
                 outcomes.append(worlds.run(seed))
-                if given.verbose:
+                if options.verbose:
                     print(outcomes[-1], flush=True)
             except Violation as violation:
                 failed += 1
                 print(f"{type(violation).__name__}: {violation}", flush=True)
         worlds.close()
-    print(f"{given.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations\n")
+    print(f"{options.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations\n")
     _table("fault", outcomes, lambda outcome: outcome.kind)
     _table("pools and engine", outcomes, lambda outcome: outcome.shape)
     return failed
@@ -48,8 +48,8 @@ def _table(what: str, outcomes: list[Outcome], key: Callable[[Outcome], str]) ->
     print("|---|--:|--:|--:|--:|--:|---|---|")
     for name in [*sorted({key(outcome) for outcome in outcomes}), "all"]:
         some = [outcome for outcome in outcomes if name in (key(outcome), "all")]
-        noticed = sorted(each for outcome in some for each in outcome.noticed)
-        back = sorted(each for outcome in some for each in outcome.quarantine)
+        noticed = sorted(seconds for outcome in some for seconds in outcome.noticed)
+        back = sorted(seconds for outcome in some for seconds in outcome.quarantine)
         counts = (
             str(sum(getattr(outcome, field) for outcome in some))
             for field in ("repeated", "succeeded", "failed", "given_up")

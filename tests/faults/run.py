@@ -179,11 +179,11 @@ class Run:
             for room in self.rooms:
                 waiting = {*room.sinks} - room.back.keys() - room.ended.keys()
                 lost = now - max(self.at, self._lost_at(room))
-                known = any(
+                told = any(
                     who in room.begun and room.ended[who][1] is KVPoll.Failed
                     for who in room.ended.keys() - {*room.sinks}
                 )
-                if known and not self.at and len(room.sinks) == 1:
+                if told and not self.at and len(room.sinks) == 1:
                     if waiting and lost > TOLD:
                         raise Violation(f"decode did not learn that it has failed: {room}")
                 elif waiting and lost > BOUND:
@@ -241,12 +241,12 @@ class Run:
             self.outcome.succeeded += room.succeeded()
             self.outcome.failed += not room.succeeded()
         for name in self.world.peers:
-            held = self.world.ask(name, "audit")
-            leases = held["leases"].leased.values(), held["leases"].quarantined.values()
-            if held["problems"] or held["orders"] or any(map(any, leases)):
-                raise Violation(f"{name}: {held}")
-            if any(every != free for every, free in held["items"].values()):
-                raise Violation(f"{name} has lost pages: {held['items']}")
+            audit = self.world.ask(name, "audit")
+            leases = audit["leases"].leased.values(), audit["leases"].quarantined.values()
+            if audit["problems"] or audit["orders"] or any(map(any, leases)):
+                raise Violation(f"{name}: {audit}")
+            if any(every != free for every, free in audit["items"].values()):
+                raise Violation(f"{name} has lost pages: {audit['items']}")
 
 
 def unexpected(what: str, *rooms: Room) -> Violation:

@@ -38,7 +38,7 @@ hybrid = pools.hybrid_mla.but(page_size=8, num_pages=160, num_slots=24)
 def shapes(engine: str) -> list[Shape]:
     small = mla.but(page_size=4, num_pages=320)
     halves = tuple(mha.but(shard=Shard(rank, 2)) for rank in range(2))
-    found = [
+    all_shapes = [
         Shape(f"{engine} pair", engine, (mla, small), (mla, mla)),
         Shape(f"{engine} states", engine, (hybrid, hybrid), (hybrid, hybrid)),
         Shape(f"{engine} two ranks", engine, halves, (mha, mha.but(page_size=16)), ranks=2),
@@ -48,8 +48,8 @@ def shapes(engine: str) -> list[Shape]:
         found.append(Shape("local keys", engine, (mla, small), (mla, mla), keys=True))
     if engine == "nixl":
         tcp = {"UCX_TLS": "tcp,self"}
-        found.append(Shape("nixl tcp", engine, (mla, small), (mla, mla), environment=tcp))
-    return found
+        all_shapes.append(Shape("nixl tcp", engine, (mla, small), (mla, mla), environment=tcp))
+    return all_shapes
 
 
 SHAPES = {shape.name: shape for engine in ENGINES for shape in shapes(engine)}

@@ -56,19 +56,19 @@ class Stock:
         self.allocator.check_integrity()
         for request, salt in self._fillers:
             self._check_filler(request, salt)
-        found = {}
-        for name, each in self.allocator.lists.items():
-            held = sum(request.address().spans[name].ids.size for request, _ in self._fillers)
-            free = each.free_list
-            found[name] = free.usable, free.num_free + held
-        return found
+        totals = {}
+        for name, id_list in self.allocator.lists.items():
+            filled = sum(request.address().spans[name].ids.size for request, _ in self._fillers)
+            free = id_list.free_list
+            totals[name] = free.usable, free.num_free + filled
+        return totals
 
     def _fill(self) -> None:
-        lists = [each.free_list for each in self.allocator.lists.values()]
+        lists = [id_list.free_list for id_list in self.allocator.lists.values()]
         size = self.pool.page_size
-        spare = max(int(self._spare * each.usable) for each in lists)
+        spare = max(int(self._spare * free.usable) for free in lists)
         while (pages := self.allocator.free_pages - spare) > 0:
-            if any(each.num_free <= int(self._spare * each.usable) for each in lists):
+            if any(free.num_free <= int(self._spare * free.usable) for free in lists):
                 break
             request, salt = self.allocator.new_request(), next(self._salts)
             tokens = min(pages * size, MOST_TOKENS)

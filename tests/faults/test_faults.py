@@ -30,9 +30,9 @@ BESIDE = Course(tokens=100, salt=8)
 
 @pytest.fixture(scope="module")
 def worlds():
-    with Worlds() as found:
-        yield found
-        found.close()
+    with Worlds() as created:
+        yield created
+        created.close()
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def world(engine, **options):
     nothing runs into them.
     """
     limits = {"peer_timeout": PATIENCE, "lease": PATIENCE, "read_timeout": PATIENCE}
-    found = World(SHAPES[f"{engine} pair"], **{**limits, **options})
+    created = World(SHAPES[f"{engine} pair"], **{**limits, **options})
     try:
-        found.ensure()
-        yield found
-        found.close()
+        created.ensure()
+        yield created
+        created.close()
     finally:
-        found.kill()
+        created.kill()
 
 
 def assert_good(world):
@@ -111,10 +111,10 @@ def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_
     gate = tmp_path / "gate"
     with world("local", engines={"d1": partial(LateEngine, False, gate)}) as these:
         room = room_of_failed_read(these)
-        held = these.ask("d1", "audit")
+        audit = these.ask("d1", "audit")
         items = -(-WHOLE.tokens // 8)
-        assert held["leases"].quarantined == {"kv": items}
-        every, free = held["items"]["kv"]
+        assert audit["leases"].quarantined == {"kv": items}
+        every, free = audit["items"]["kv"]
         assert free == every - items
         beside = these.order("p1", ["d1"], BESIDE)
         assert {state for state, _ in these.ends(beside).values()} == {KVPoll.Success}
@@ -125,17 +125,17 @@ def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_
 
 
 def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close(tmp_path):
-    made = {"d1": partial(LateEngine, None, gate := tmp_path / "gate")}
-    with world("local", engines=made, expected="cannot be ended for sure") as these:
+    engines = {"d1": partial(LateEngine, None, gate := tmp_path / "gate")}
+    with world("local", engines=engines, expected="cannot be ended for sure") as these:
         room = room_of_failed_read(these)
         assert not these.failed([("p0", "d1"), ("p1", "d1")], BESIDE)
         land(these, gate)
         these.until(lambda: False, 0.2)
-        held = these.ask("d1", "audit")
+        audit = these.ask("d1", "audit")
         items = -(-WHOLE.tokens // 8)
-        assert held["leases"].quarantined == {"kv": items}
-        assert not any(held["leases"].leased.values())
-        assert held["orders"] == [room.name]
+        assert audit["leases"].quarantined == {"kv": items}
+        assert not any(audit["leases"].leased.values())
+        assert audit["orders"] == [room.name]
         these.mortal.add("d1")
         closed = these.ask("d1", "close")
         assert not any(closed["leases"].quarantined.values())
@@ -144,8 +144,8 @@ def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close(tm
 
 
 def test_a_fence_that_answers_wrongly_is_detected(tmp_path):
-    made = {"d1": partial(LateEngine, True, gate := tmp_path / "gate")}
-    with world("local", engines=made, expected="by another request") as these:
+    engines = {"d1": partial(LateEngine, True, gate := tmp_path / "gate")}
+    with world("local", engines=engines, expected="by another request") as these:
         room = room_of_failed_read(these)
         these.ends(room)
         land(these, gate)

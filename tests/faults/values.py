@@ -25,9 +25,9 @@ def _cells(
     pool: KVPool, address: RequestAddress, positions: range, salt: int
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
     """By region: memory, indices of the live entries of `positions` in it, and their values."""
-    held = oracle.state(pool)
-    for region in held.layout.regions:
-        space, view = held.layout.space_of(region), held.views[region.key]
+    memory = oracle.state(pool)
+    for region in memory.layout.regions:
+        space, view = memory.layout.space_of(region), memory.views[region.key]
         entries = oracle.live(space, positions, address.num_tokens)
         if not entries.size:
             continue
@@ -41,10 +41,11 @@ def _cells(
 
 
 def put(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> None:
-    for view, where, what in _cells(pool, address, positions, salt):
-        view[where] = what
+    for view, cells, what in _cells(pool, address, positions, salt):
+        view[cells] = what
 
 
 def wrong(pool: KVPool, address: RequestAddress, positions: range, salt: int) -> int:
     """How many bytes of the live entries of `positions` differ from what was written."""
-    return sum(int((v[at] != what).sum()) for v, at, what in _cells(pool, address, positions, salt))
+    parts = _cells(pool, address, positions, salt)
+    return sum(int((view[cells] != what).sum()) for view, cells, what in parts)

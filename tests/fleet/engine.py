@@ -76,8 +76,8 @@ class TimedEngine(Engine):
         room = int(rooms[0])
         here.fleet.check(room >= 0 and (rooms == room).all(), "bytes land in pages of other rooms")
         # pages have one room from the first chunk to its end, so they had it all the time
-        held = bool((source.owners[transfer.source_pages] == room).all())
-        here.landed(room, transfer.nbytes, held)
+        owned = bool((source.owners[transfer.source_pages] == room).all())
+        here.landed(room, transfer.nbytes, owned)
         return True
 
     def fence(self, peer: Rank, timeout: float | None = None) -> bool:

@@ -54,14 +54,14 @@ class MemoryProbe:
 
     def measured(self, ranks: Sequence[Rank]) -> Memory:
         """The figures, of the ranks that have the most peers now."""
-        found: dict[str, int] = {}
+        measures: dict[str, int] = {}
         for side in ("prefill", "decode"):
             mine = [(_peers(rank), rank) for rank in ranks if rank.side == side]
             peers, rank = max(mine, key=lambda each: each[0])
             more = footprint(rank.endpoint.machine.peers) - self._alone[side]
-            found[f"{side}_peer"] = more // max(1, peers)
-            found[f"{side}_room"] = self._rooms.get(side, 0)
-        return Memory(**found)
+            measures[f"{side}_peer"] = more // max(1, peers)
+            measures[f"{side}_room"] = self._rooms.get(side, 0)
+        return Memory(**measures)
 
 
 def _peers(rank: Rank) -> int:
@@ -74,12 +74,12 @@ def footprint(root: object, seen: set[int] | None = None) -> int:
     seen = set() if seen is None else seen
     left, total = [root], 0
     while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, NOT_DATA):
+        value = left.pop()
+        if id(value) in seen or isinstance(value, NOT_DATA):
             continue
-        seen.add(id(one))
-        total += sys.getsizeof(one)
-        left.extend(gc.get_referents(one))
-        if isinstance(one, np.ndarray) and one.base is not None:
-            left.append(one.base)
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        left.extend(gc.get_referents(value))
+        if isinstance(value, np.ndarray) and value.base is not None:
+            left.append(value.base)
     return total

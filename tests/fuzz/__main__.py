@@ -45,33 +45,33 @@ def main(arguments: Sequence[str]) -> int:
         "--grow", type=int, metavar="BYTES", help="instead, grow samples up to so many bytes"
     )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.grow is not None:
-        return _grow(given.target, given.grow)
-    if find_spec("atheris") is None and given.replay is None:
+    options = parser.parse_args(arguments)
+    if options.grow is not None:
+        return _grow(options.target, options.grow)
+    if find_spec("atheris") is None and options.replay is None:
         print("Atheris is missing: pip install atheris (Linux, CPython 3.11 to 3.13).")
         return 1
-    if given.child is not None:
-        _child(given.target[0], given.runs, given.seed, given.child)
+    if options.child is not None:
+        _child(options.target[0], options.runs, options.seed, options.child)
     from tests.fuzz.targets import TARGETS
 
-    names = given.target or [name for name, target in TARGETS.items() if target.share]
+    names = options.target or [name for name, target in TARGETS.items() if target.share]
     unknown = set(names) - set(TARGETS)
     if unknown:
         parser.error(f"no target {', '.join(unknown)}: there are {', '.join(TARGETS)}.")
-    if given.replay is not None:
-        print(TARGETS[names[0]].run(given.replay.read_bytes()))
+    if options.replay is not None:
+        print(TARGETS[names[0]].run(options.replay.read_bytes()))
         return 0
     packages = ("atheris", "msgspec", "numpy")
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{p} {_version(p)}' for p in packages)}")
     print("| target | inputs | seconds | peak memory, MiB | slowest, s | outcomes |")
     print("|---|--:|--:|--:|--:|---|")
     shares = {name: max(1, TARGETS[name].share) for name in names}
-    runs = {name: given.runs * share // sum(shares.values()) for name, share in shares.items()}
-    runs[names[0]] += given.runs - sum(runs.values())
+    runs = {name: options.runs * share // sum(shares.values()) for name, share in shares.items()}
+    runs[names[0]] += options.runs - sum(runs.values())
     began = time.monotonic()
-    found = sum(_fuzz(name, count, given.seed) for name, count in runs.items())
-    print(f"\n{given.runs:,} inputs, {time.monotonic() - began:.0f} s, {found} findings")
+    found = sum(_fuzz(name, count, options.seed) for name, count in runs.items())
+    print(f"\n{options.runs:,} inputs, {time.monotonic() - began:.0f} s, {found} findings")
     return found
 
 

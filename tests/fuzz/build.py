@@ -44,8 +44,8 @@ class Seeded:
 
 @lru_cache
 def message_types() -> dict[str, type]:
-    found = inspect.type_info(messages.Message)
-    kinds = found.types if isinstance(found, inspect.UnionType) else (found,)
+    info = inspect.type_info(messages.Message)
+    kinds = info.types if isinstance(info, inspect.UnionType) else (info,)
     return {kind.cls.__name__: kind.cls for kind in kinds if isinstance(kind, inspect.StructType)}
 
 
@@ -91,8 +91,8 @@ def _str(kind: inspect.StrType, choices: Choices) -> str:
 
 
 def _bytes(kind: inspect.BytesType, choices: Choices) -> bytes:
-    found: bytes = pick(choices, (pick(choices, BLOBS), choices.data(40)))
-    return found[: kind.max_length]
+    blob: bytes = pick(choices, (pick(choices, BLOBS), choices.data(40)))
+    return blob[: kind.max_length]
 
 
 def _list(kind: inspect.ListType, choices: Choices) -> list[Any]:

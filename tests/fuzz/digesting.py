@@ -31,8 +31,8 @@ def _fenced(layout: PoolLayout) -> PoolLayout:
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # keeps it mapped too
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for at in (start, start + PAGE + pages):
-        if protect(at, PAGE, PROT_NONE):
+    for edge in (start, start + PAGE + pages):
+        if protect(edge, PAGE, PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect")
     _kept.append(memory)
     return samples.moved(layout, start + PAGE + pages - size - low)

@@ -40,13 +40,13 @@ def seeds() -> Iterator[bytes]:
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:
     """Flips bits and inserts wrong 8-byte lengths: NIXL has a format of its own."""
-    made = bytearray(data)
+    edited = bytearray(data)
     for _ in range(source.choice((1, 1, 2, 4))):
-        at = source.randrange(max(1, len(made)))
+        offset = source.randrange(max(1, len(edited)))
         if source.getrandbits(1):
-            made[at : at + 1] = bytes([(made[at] if made else 0) ^ 1 << source.randrange(8)])
+            old = edited[offset] if edited else 0
+            edited[offset : offset + 1] = bytes([old ^ 1 << source.randrange(8)])
         else:
-            made[at : at + 8] = source.choice((0, 1 << 31, 1 << 40, (1 << 64) - 1)).to_bytes(
-                8, "big"
-            )
-    return bytes(made[:most])
+            length = source.choice((0, 1 << 31, 1 << 40, (1 << 64) - 1))
+            edited[offset : offset + 8] = length.to_bytes(8, "big")
+    return bytes(edited[:most])

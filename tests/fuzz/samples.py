@@ -53,12 +53,12 @@ def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:
 def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> PoolLayout:
     """Keys and values of a shard of 8 heads: in one row, or in separate buffers."""
     cells = [Cell("k", 4, "bf16"), Cell("v", 4, "bf16")]
-    each = [Repeat("head", size, cell, start, 8) for cell in cells]
+    rows_of = [Repeat("head", size, cell, start, 8) for cell in cells]
     spaces = [Space("kv", "paged", page)]
     if order == "one row":
-        return laid_out([(0, "kv", 12, Repeat("entry", page, Seq(*each)))], spaces, base)
+        return laid_out([(0, "kv", 12, Repeat("entry", page, Seq(*rows_of)))], spaces, base)
     if order == "nhd":
-        items = [Repeat("entry", page, one) for one in each]
+        items = [Repeat("entry", page, heads_row) for heads_row in rows_of]
     else:
         items = [Repeat("head", size, Repeat("entry", page, cell), start, 8) for cell in cells]
     return laid_out([(0, "kv", 12, item) for item in items], spaces, base)

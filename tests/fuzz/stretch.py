@@ -37,10 +37,10 @@ def stretched(layout: PoolLayout, choices: Choices) -> bytes:
 def _entries(raw: dict[str, Any], choices: Choices) -> None:
     space, size = pick(choices, raw["spaces"]), pick(choices, SIZES)
     space["entries_per_item"] = size
-    held = {buffer["name"] for buffer in raw["buffers"] if buffer["space"] == space["name"]}
+    buffers = {buffer["name"] for buffer in raw["buffers"] if buffer["space"] == space["name"]}
     for region in raw["regions"]:
         for axis in region["axes"]:
-            if region["buffer"] in held and axis["name"] == "entry":
+            if region["buffer"] in buffers and axis["name"] == "entry":
                 axis["size"] = axis["total"] = size
 
 

@@ -95,10 +95,10 @@ def own_spaces(count: int) -> Layout:
 
 def shared_ids(count: int) -> Layout:
     """The same, all with the ids of the first."""
-    made = own_spaces(count)
-    for space in made["spaces"][1:]:
+    layout = own_spaces(count)
+    for space in layout["spaces"][1:]:
         space["ids"] = "s0"
-    return made
+    return layout
 
 
 def block_pool(count: int) -> Layout:

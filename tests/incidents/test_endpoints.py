@@ -55,7 +55,7 @@ def assert_only(dest, rooms):
 
 def chunks(address, size):
     tokens = address.num_tokens
-    return [range(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+    return [range(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def offer(prefill, room, address, tokens):
@@ -225,14 +225,14 @@ def overheard(address):
 def rubbish(messages):
     """Valid messages, truncated and corrupted ones, and arbitrary bytes."""
     random = np.random.default_rng(29)
-    found = [b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
+    frames = [b"\xc1", b"\x81\xa4type", random.bytes(10_000), *messages]
     for data in messages:
-        found.extend(data[:length] for length in random.integers(1, len(data), 4))
+        frames.extend(data[:length] for length in random.integers(1, len(data), 4))
         for _ in range(10):
             changed = np.frombuffer(data, np.uint8).copy()
             changed[random.integers(0, changed.size, 3)] = random.integers(0, 256, 3)
-            found.append(changed.tobytes())
-    return found
+            frames.append(changed.tobytes())
+    return frames
 
 
 def test_hostile_decodes_and_prefills_do_not_affect_others():

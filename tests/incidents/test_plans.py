@@ -53,8 +53,8 @@ def test_uneven_stages_land_in_uneven_stages(stage):
     """sglang#33457, with decode in stages too."""
     sources = [mha(layers, total_kv_layers=30) for layers in (range(17), range(17, 30))]
     dest = mha((range(5), range(5, 22), range(22, 30))[stage], total_kv_layers=30)
-    made, _ = hand_off(sources, dest, 37)
-    assert made.contributors() == [[0], [0, 1], [1]][stage]
+    transfer, _ = hand_off(sources, dest, 37)
+    assert transfer.contributors() == [[0], [0, 1], [1]][stage]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_fewer_heads_than_ranks_elect_one_replica(heads, prefill, decode, order)
     for rank in range(decode):
         dest = mha(heads=heads, rank=rank, tp=decode, order=order)
         _, sent = hand_off(sources, dest, 37)
-        held = max(1, heads // decode)
-        assert sum(sent) == 37 * held * 2 * 2 * 4 * 2  # tokens, heads, K and V, layers, dim, bf16
+        # tokens, heads, K and V, layers, dim, bf16
+        assert sum(sent) == 37 * max(1, heads // decode) * 2 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(32, 16), (16, 32), (128, 64), (48, 64), (64, 48)])
@@ -175,8 +175,8 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
         return (number * pages + page_id) * size * row + position % size * row
 
     there, here = ids(64, 1), ids(page, 2)
-    made = plan([layout(64)], layout(page))
-    batch = made.bind(
+    transfer = plan([layout(64)], layout(page))
+    batch = transfer.bind(
         0,
         RequestAddress(tokens, {"kv": Span(there)}),
         RequestAddress(tokens, {"kv": Span(here)}),
@@ -203,8 +203,8 @@ def test_a_replicated_latent_is_sent_once_and_all_replicas_send(placement, into)
     sources = [mla(range(8), rank=rank, tp=4, placement=placement) for rank in range(4)]
     for rank in range(2):
         dest = mla(range(8), rank=rank, tp=2, placement=into)
-        made, sent = hand_off(sources, dest, 48)
-        assert made.contributors() == [0, 1, 2, 3]
+        transfer, sent = hand_off(sources, dest, 48)
+        assert transfer.contributors() == [0, 1, 2, 3]
         assert sent == [48 * 2 * 12 * 2] * 4  # tokens, layers a sender, elements, bf16
 
 

@@ -27,17 +27,17 @@ SIZES = {"num_pages": 12, "num_window_pages": 70, "num_slots": 5}
 
 
 def swa(layers=range(6), *, page=16, window=24, **more):
-    given = {"full": MHA(2, 8), "swa": MHA(4, 4), "window_layers": range(0, 99, 2)}
+    kinds = {"full": MHA(2, 8), "swa": MHA(4, 4), "window_layers": range(0, 99, 2)}
     common = {**SIZES, "layers": layers, "page_size": page, "dtype": "bf16"}
-    return SWAPool(**{**common, **given, "window": window, **more})
+    return SWAPool(**{**common, **kinds, "window": window, **more})
 
 
 def hybrid(layers=range(15), *, linear=None, **more):
     """Full attention on 7 of 15 layers."""
     linear = linear or gated_delta_net(k_heads=4, v_heads=8, k_dim=3, v_dim=5, kernel=4)
-    given = {"full": MHA(2, 8), "linear": linear, "linear_layers": range(0, 99, 2)}
+    kinds = {"full": MHA(2, 8), "linear": linear, "linear_layers": range(0, 99, 2)}
     common = {**SIZES, "layers": layers, "page_size": 16, "dtype": "bf16"}
-    return HybridLinearPool(**{**common, **given, **more})
+    return HybridLinearPool(**{**common, **kinds, **more})
 
 
 def dsv4(layers=range(5), **more):
@@ -100,9 +100,9 @@ def test_a_role_that_only_prefill_has_is_not_sent_but_listed():
     """sglang#25698."""
     common = {"layers": range(4), "num_pages": 9, "page_size": 16, "dtype": "bf16"}
     dest = MLAPool(**common)
-    made, sent = hand_off([NSAPool(**common, index_layers=(1, 3))], dest, 40)
+    transfer, sent = hand_off([NSAPool(**common, index_layers=(1, 3))], dest, 40)
     assert sent == [40 * 4 * 1152]
-    unsent = [row for row in made.explain(40).rows if row.how == "unsent"]
+    unsent = [row for row in transfer.explain(40).rows if row.how == "unsent"]
     assert {(row.roles, row.layers) for row in unsent} == {
         (("index_key",), (1, 3)),
         (("index_key.scale",), (1, 3)),
@@ -161,8 +161,8 @@ def test_a_window_list_that_lacks_a_live_page_is_refused():
 def test_stages_of_a_sliding_window_model_do_not_overwrite_each_other(stages, tokens):
     """sglang 0.5.23: all stages started at layer 0."""
     sources = [swa(stage, total_kv_layers=6) for stage in stages]
-    made, _ = hand_off(sources, swa(), tokens)
-    assert made.contributors() == [0, 1]
+    transfer, _ = hand_off(sources, swa(), tokens)
+    assert transfer.contributors() == [0, 1]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 14])
@@ -249,8 +249,8 @@ def test_index_keys_on_21_of_78_layers_over_stages():
 def test_a_ring_of_8_lands_by_position_in_a_ring_of_16(tokens):
     """sglang#24878: only the first half was written."""
     source, dest = dsv4(), dsv4(speculation=True)
-    made, _ = hand_off([source], dest, tokens)
-    verify(made)
+    transfer, _ = hand_off([source], dest, tokens)
+    verify(transfer)
     for one, other in ((source, dest), (dest, source)):
         hand_off([one], other, tokens)
     ring = dest.view("c4.state", 1).view(torch.uint8)

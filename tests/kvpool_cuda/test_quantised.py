@@ -18,11 +18,11 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 def stored(values, scales, dtype, code=torch.float8_e4m3fn):
     """Values `[N, ..., D]` as the device quantises them, and their scales, one entry an item."""
-    held = zeros((len(values), 1, *values.shape[1:]), code)
+    codes = zeros((len(values), 1, *values.shape[1:]), code)
     factors = zeros((len(values), 1, *values.shape[1:-1], scales), dtype)
-    where = torch.randperm(len(values))
-    device().store_rows([WriteRow(held, values.to(MEMORY), factors)], where.to(MEMORY))
-    return held.cpu()[where, 0], factors.cpu()[where, 0]
+    locations = torch.randperm(len(values))
+    device().store_rows([WriteRow(codes, values.to(MEMORY), factors)], locations.to(MEMORY))
+    return codes.cpu()[locations, 0], factors.cpu()[locations, 0]
 
 
 def assert_quantised_alike(values, scales, dtype, code=torch.float8_e4m3fn):
@@ -49,9 +49,9 @@ def test_floats_near_a_tie_are_rounded_to_e4m3_as_torch_does():
     rows = torch.cat([floats, torch.zeros(-len(floats) % 15)]).view(-1, 15)
     rows = torch.cat([torch.full((len(rows), 1), 448.0), rows], dim=1)
     for dtype in SCALES:
-        held, factors = stored(rows, 1, dtype)
+        codes, factors = stored(rows, 1, dtype)
         assert (factors.float() == 1).all()
-        assert torch.equal(as_bits(held), as_bits(rows.to(torch.float8_e4m3fn)))
+        assert torch.equal(as_bits(codes), as_bits(rows.to(torch.float8_e4m3fn)))
 
 
 def test_quotients_near_a_tie_are_rounded_to_int8_as_torch_does():
@@ -65,9 +65,9 @@ def test_quotients_near_a_tie_are_rounded_to_int8_as_torch_does():
     rows = torch.cat([rows, torch.zeros(-len(rows) % 15)]).view(-1, 15)
     rows = torch.cat([torch.full((len(rows), 1), 127.0), rows], dim=1)
     for dtype in SCALES:
-        held, factors = stored(rows, 1, dtype, torch.int8)
+        codes, factors = stored(rows, 1, dtype, torch.int8)
         assert (factors.float() == 1).all()
-        assert torch.equal(held, rows.round().to(torch.int8))
+        assert torch.equal(codes, rows.round().to(torch.int8))
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
@@ -129,35 +129,35 @@ def test_all_codes_with_all_scales_are_read_as_the_reference_reads_them(kind, dt
     if dtype is torch.float32:
         given_bits = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F8CCCCD, 0x7EFFFFFF, 0x7FC00000]
         factors = from_bits([*given_bits, 0x7F7FFFFF, 0x7B124925, 0xBF800000, 0x3A000000])
-    held = zeros((len(factors), 1, 256), code)
-    held.view(torch.uint8).copy_(ALL_CODES.expand(len(factors), 1, 256))
+    codes = zeros((len(factors), 1, 256), code)
+    codes.view(torch.uint8).copy_(ALL_CODES.expand(len(factors), 1, 256))
     scales = zeros((len(factors), 1, 1), dtype)
     scales.copy_(factors[:, None, None])
-    where = torch.randperm(len(factors))
-    read = device().load_rows([ReadRow(held, scales, kind)], where.to(MEMORY))[0].cpu()
-    wanted = quant.dequantise(held.cpu()[where, 0], scales.cpu()[where, 0], kind)
+    locations = torch.randperm(len(factors))
+    read = device().load_rows([ReadRow(codes, scales, kind)], locations.to(MEMORY))[0].cpu()
+    wanted = quant.dequantise(codes.cpu()[locations, 0], scales.cpu()[locations, 0], kind)
     assert read.dtype is kind
     torch.testing.assert_close(read, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_reads_as_float64_equal_reads_as_float32():
-    held, scales = zeros((4, 1, 8), torch.float8_e4m3fn), zeros((4, 1, 2), torch.float32)
-    held.view(torch.uint8).copy_(torch.arange(32, dtype=torch.uint8).view(4, 1, 8) * 8)
+    codes, scales = zeros((4, 1, 8), torch.float8_e4m3fn), zeros((4, 1, 2), torch.float32)
+    codes.view(torch.uint8).copy_(torch.arange(32, dtype=torch.uint8).view(4, 1, 8) * 8)
     scales.copy_(torch.tensor([3e38, 1e-3]).expand(4, 1, 2))
-    where = torch.arange(4, device=MEMORY)
-    wide, single = device().load_rows([ReadRow(held, scales, k) for k in FLOATS[:2]], where)
+    locations = torch.arange(4, device=MEMORY)
+    wide, single = device().load_rows([ReadRow(codes, scales, k) for k in FLOATS[:2]], locations)
     torch.testing.assert_close(wide, single.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_unsupported_dtypes_are_refused():
-    held, where = zeros((4, 1, 8), torch.float8_e4m3fn), torch.arange(4, device=MEMORY)
+    codes, locations = zeros((4, 1, 8), torch.float8_e4m3fn), torch.arange(4, device=MEMORY)
     half = zeros((4, 1, 1), torch.bfloat16)
     with pytest.raises(ValueError, match=r"scales of torch\.bfloat16"):
-        device().store_rows([WriteRow(held, torch.zeros(4, 8, device=MEMORY), half)], where)
+        device().store_rows([WriteRow(codes, torch.zeros(4, 8, device=MEMORY), half)], locations)
     single = zeros((4, 1, 1), torch.float32)
     with pytest.raises(ValueError, match=r"torch\.int32 as torch\.float8_e4m3fn"):
         integers = torch.zeros(4, 8, dtype=torch.int32, device=MEMORY)
-        device().store_rows([WriteRow(held, integers, single)], where)
+        device().store_rows([WriteRow(codes, integers, single)], locations)
     with pytest.raises(ValueError, match=r"values \[4, 1, 8\] on .* with scales \[4, 1, 3\]"):
         three = zeros((4, 1, 3), torch.float32)
-        device().store_rows([WriteRow(held, torch.zeros(4, 8, device=MEMORY), three)], where)
+        device().store_rows([WriteRow(codes, torch.zeros(4, 8, device=MEMORY), three)], locations)

@@ -33,8 +33,8 @@ def both(memory):
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), entries()), min_size=1, max_size=1))
 def test_any_strides_and_dtypes_are_stored_and_loaded(given_rows):
-    for dtype, (where, view, grid) in given_rows:
-        locations = torch.tensor(where)
+    for dtype, (numbers, view, grid) in given_rows:
+        locations = torch.tensor(numbers)
         memory, held = both(noise(view.room(), dtype))
         source, values = both(noise(grid.room(), dtype, seed=1))
         torch_ops.store_rows([WriteRow(view.of(memory), grid.of(source))], locations)
@@ -47,9 +47,9 @@ def test_any_strides_and_dtypes_are_stored_and_loaded(given_rows):
 
 @st.composite
 def quantised(draw):
-    where, view, values = draw(entries())
+    numbers, view, values = draw(entries())
     scales = draw(st.sampled_from([n for n in (1, 2, 3, 8) if view.shape[-1] % n == 0]))
-    return where, view, values, draw(grids((*view.shape[:-1], scales)))
+    return numbers, view, values, draw(grids((*view.shape[:-1], scales)))
 
 
 @settings(max_examples=30)
@@ -60,8 +60,8 @@ def quantised(draw):
     st.booleans(),
 )
 def test_any_strides_are_quantised_and_read_back(geometry, code, factor, wide):
-    where, view, grid, scales = geometry
-    locations, dtype = torch.tensor(where), torch.float32 if wide else torch.bfloat16
+    numbers, view, grid, scales = geometry
+    locations, dtype = torch.tensor(numbers), torch.float32 if wide else torch.bfloat16
     memory, held = both(noise(view.room(), code))
     sizes, factors = both(noise(scales.room(), factor, seed=2))
     source = torch.randn(grid.room(), generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -98,8 +98,8 @@ def test_rows_of_one_call_are_written_and_read_together(data):
     torch_ops.store_rows(wanted, locations)
     for held, memory in checked:
         assert torch.equal(as_bits(held), as_bits(memory))
-    found = device().load_rows([ReadRow(row.view) for row in rows], locations.to(MEMORY))
-    for got, row in zip(found, wanted):
+    outputs = device().load_rows([ReadRow(row.view) for row in rows], locations.to(MEMORY))
+    for got, row in zip(outputs, wanted):
         assert torch.equal(as_bits(got), as_bits(row.values))
 
 
@@ -115,20 +115,20 @@ def test_values_expanded_over_an_axis_are_stored():
 
 
 def test_an_entry_may_be_one_element():
-    held, where = zeros((3, 4), torch.float16), torch.tensor([11, 2], device=MEMORY)
+    held, numbers = zeros((3, 4), torch.float16), torch.tensor([11, 2], device=MEMORY)
     values = torch.tensor([2.5, -1.0], dtype=torch.float16, device=MEMORY)
-    device().store_rows([WriteRow(held, values)], where)
+    device().store_rows([WriteRow(held, values)], numbers)
     assert held.flatten()[[11, 2]].tolist() == [2.5, -1.0] and held.count_nonzero() == 2
-    assert device().load_rows([ReadRow(held)], where)[0].tolist() == [2.5, -1.0]
+    assert device().load_rows([ReadRow(held)], numbers)[0].tolist() == [2.5, -1.0]
 
 
 def test_rows_longer_than_a_tile_are_stored_whole():
     held = zeros((3, 1, 3, 7001), torch.float32)
     values = torch.randn(2, 3, 7001)
-    where = torch.tensor([2, 1], device=MEMORY)
-    device().store_rows([WriteRow(held, values.to(MEMORY))], where)
+    numbers = torch.tensor([2, 1], device=MEMORY)
+    device().store_rows([WriteRow(held, values.to(MEMORY))], numbers)
     assert torch.equal(held[[2, 1], 0].cpu(), values) and not held[0].any()
-    assert torch.equal(device().load_rows([ReadRow(held)], where)[0].cpu(), values)
+    assert torch.equal(device().load_rows([ReadRow(held)], numbers)[0].cpu(), values)
 
 
 def test_an_empty_list_of_locations_does_nothing():
@@ -140,7 +140,7 @@ def test_an_empty_list_of_locations_does_nothing():
     device().store_rows([WriteRow(held, torch.zeros(0, 8, device=MEMORY), scales)], none)
     device().store_rows([], none)
     rows = [ReadRow(held), ReadRow(held, scales, torch.bfloat16)]
-    assert [found.shape for found in device().load_rows(rows, none)] == [(0, 8)] * 2
+    assert [outputs.shape for outputs in device().load_rows(rows, none)] == [(0, 8)] * 2
     assert device().load_rows([], none) == []
     device().copy_items([held.view(torch.uint8).view(3, 16)], none, none)
 
@@ -173,8 +173,8 @@ def test_threads_write_concurrently():
     values = torch.randn(8, 4, 16).bfloat16()
 
     def store(item):
-        where = torch.arange(4, device=MEMORY) + 4 * item
-        device().store_rows([WriteRow(held, values[item].to(MEMORY))], where)
+        numbers = torch.arange(4, device=MEMORY) + 4 * item
+        device().store_rows([WriteRow(held, values[item].to(MEMORY))], numbers)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(store, range(8)))

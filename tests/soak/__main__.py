@@ -77,14 +77,16 @@ def main(arguments: Sequence[str]) -> int:
         "--memory", type=float, default=4, metavar="MIB", help="by which a process may grow (4)"
     )
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="(build/soak)")
-    given = parser.parse_args(arguments)
-    report = Report(given.seed, given.minutes)
-    pairs = [*product(given.families, given.engines)]
-    seconds = 60 * given.minutes / len(pairs)
-    slices = [Slice(engine, family, seconds, given.seed, given.faults) for family, engine in pairs]
-    soak(slices, report, Limits(memory=round(given.memory * MIB)), lambda t: print(t, flush=True))
-    report.write(given.out)
-    print("", *report.lines(), "", f"wrote {given.out}/soak.json and soak.md", sep="\n")
+    options = parser.parse_args(arguments)
+    report = Report(options.seed, options.minutes)
+    pairs = [*product(options.families, options.engines)]
+    seconds = 60 * options.minutes / len(pairs)
+    slices = [
+        Slice(engine, family, seconds, options.seed, options.faults) for family, engine in pairs
+    ]
+    soak(slices, report, Limits(memory=round(options.memory * MIB)), lambda t: print(t, flush=True))
+    report.write(options.out)
+    print("", *report.lines(), "", f"wrote {options.out}/soak.json and soak.md", sep="\n")
     return 130 if report.interrupted else 0 if report.passed else 1
 
 

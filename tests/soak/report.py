@@ -43,7 +43,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        return [sentence for each in self.slices for sentence in each.failures]
+        return [sentence for ended in self.slices for sentence in ended.failures]
 
     @property
     def passed(self) -> bool:
@@ -55,21 +55,21 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         slices = [
             {
-                "engine": each.slice.engine,
-                "family": each.slice.family,
-                "seconds": each.slice.seconds,
-                "rounds": each.slice.rounds,
-                "rooms": each.slice.rooms,
-                "prefix": each.slice.prefix,
-                "late": each.slice.late,
-                "failures": each.failures,
-                "trends": [{**asdict(trend), "flat": trend.flat} for trend in each.trends],
+                "engine": ended.slice.engine,
+                "family": ended.slice.family,
+                "seconds": ended.slice.seconds,
+                "rounds": ended.slice.rounds,
+                "rooms": ended.slice.rooms,
+                "prefix": ended.slice.prefix,
+                "late": ended.slice.late,
+                "failures": ended.failures,
+                "trends": [{**asdict(trend), "flat": trend.flat} for trend in ended.trends],
                 "samples": {
                     name: [asdict(sample) for sample in series]
-                    for name, series in each.slice.samples.items()
+                    for name, series in ended.slice.samples.items()
                 },
             }
-            for each in self.slices
+            for ended in self.slices
         ]
         document = {"format": "kvpool-soak-1", "passed": self.passed, "seed": self.seed}
         document |= {"minutes": self.minutes, "interrupted": self.interrupted, "slices": slices}
@@ -82,18 +82,18 @@ class Report:
         yield from (f"- {sentence}" for sentence in self.failures)
         yield "\n| engine, pools | rounds | rooms, succeeded | failed | reused prefixes | late |"
         yield "|---|--:|--:|--:|--:|--:|"
-        for each in self.slices:
-            part = each.slice
+        for ended in self.slices:
+            part = ended.slice
             numbers = part.rounds.total(), part.rooms["succeeded"], part.rooms["failed"]
             cells = *map("{:,}".format, (*numbers, part.prefix["hits"], part.late)), ""
             yield f"| {part.name} | " + " | ".join(cells).rstrip()
         yield "\nMedians in the second and the last quarter of each slice:\n"
         yield "| engine, pools | process | memory, MiB | files | threads | items held |"
         yield "|---|---|--:|--:|--:|--:|"
-        for each in self.slices:
-            for process in dict.fromkeys(trend.process for trend in each.trends):
-                cells = [_change(trend) for trend in each.trends if trend.process == process]
-                yield f"| {each.slice.name} | {process} | {' | '.join(cells)} |"
+        for ended in self.slices:
+            for process in dict.fromkeys(trend.process for trend in ended.trends):
+                cells = [_change(trend) for trend in ended.trends if trend.process == process]
+                yield f"| {ended.slice.name} | {process} | {' | '.join(cells)} |"
 
 
 def _change(trend: Trend) -> str:

@@ -135,8 +135,8 @@ class Network:
 
     def release(self):
         """Lands everything that was held; whether any byte did."""
-        held, self.held = self.held, []
-        return sum(posted.land() for posted in held) > 0
+        waiting, self.held = self.held, []
+        return sum(posted.land() for posted in waiting) > 0
 
 
 class IOEngine:

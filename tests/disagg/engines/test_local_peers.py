@@ -186,10 +186,10 @@ def test_one_read_takes_runs_of_several_segments_in_any_order():
         source[:] = np.roll(pattern(SIZE), number)
     random = np.random.default_rng(0)
     runs = []
-    for at in random.permutation(SIZE // 64)[: SIZE // 128].tolist():
+    for slot in random.permutation(SIZE // 64)[: SIZE // 128].tolist():
         source, start = sources[int(random.integers(3))], int(random.integers(SIZE - 64))
-        expected[64 * at : 64 * at + 64] = source[start : start + 64]
-        runs.append((source.ctypes.data + start, memory.ctypes.data + 64 * at, 64))
+        expected[64 * slot : 64 * slot + 64] = source[start : start + 64]
+        runs.append((source.ctypes.data + start, memory.ctypes.data + 64 * slot, 64))
     with closing(LocalEngine()) as other, reading(memory) as engine:
         other.register([slab_of(source) for source in sources])
         peer = engine.connect(other.metadata())
@@ -256,13 +256,13 @@ def test_a_reader_in_another_process_namespace_reads_shared_memory_only(kind):
     memory[:] = pattern(SIZE)
     with offering(memory) as (_, told):
         command = ["unshare", "--pid", "--fork", sys.executable, "-c", READ, told.hex()]
-        said = subprocess.run(
+        done = subprocess.run(
             [*command, str(memory.ctypes.data)], capture_output=True, text=True, check=True
         )
     if kind == "shared":
-        assert bytes.fromhex(said.stdout) == pattern(64).tobytes()
+        assert bytes.fromhex(done.stdout) == pattern(64).tobytes()
     else:
-        assert "process namespace that is out of sight from here" in said.stdout
+        assert "process namespace that is out of sight from here" in done.stdout
 
 
 # forked children
@@ -347,5 +347,5 @@ del engine
 
 
 def test_nothing_of_an_abandoned_engine_is_destroyed_in_a_forked_child():
-    said = subprocess.run([sys.executable, "-c", KEEP], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["parent", "destroyed"]
+    done = subprocess.run([sys.executable, "-c", KEEP], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["parent", "destroyed"]

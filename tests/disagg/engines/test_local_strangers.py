@@ -351,14 +351,14 @@ def test_bytes_that_are_no_offer_are_refused(data, sentence):
 
 def test_only_the_offered_part_of_a_file_can_be_read():
     memory, handle = blank(), memory_file(3 * 4096)
-    here = memory.ctypes.data
+    dst = memory.ctypes.data
     segments = [(1 << 30, 100, 0, 4000), ((1 << 30) + 4096, 100, 0, 9000)]
     with FakePeer(offer(segments), [handle]) as peer, reading(memory) as engine:
         other = engine.connect(peer.metadata)
-        read(engine, other, batch_of((1 << 30, here, 100), ((1 << 30) + 4096, here + 200, 100)))
+        read(engine, other, batch_of((1 << 30, dst, 100), ((1 << 30) + 4096, dst + 200, 100)))
         for start in ((1 << 30) - 1, (1 << 30) + 93, (1 << 30) + 4096 - 8, (1 << 30) + 4189):
             with pytest.raises(TransferError, match="do not lie in memory that the peer has"):
-                read(engine, other, batch_of((start, here + 400, 8)))
+                read(engine, other, batch_of((start, dst + 400, 8)))
     os.close(handle)
     assert memory[:100].all() and memory[200:300].all() and memory.sum() == 200
 

@@ -286,15 +286,15 @@ def test_another_process_that_answers_is_refused(engine, memory, other):
 
 def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other):
     with owner() as peer:
-        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
-        read(engine, there, blocks(peer, memory, 1))
-        transfer = engine.read(there, blocks(peer, memory, 2, width=SIZE // 2))
+        fragile, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        read(engine, fragile, blocks(peer, memory, 1))
+        transfer = engine.read(fragile, blocks(peer, memory, 2, width=SIZE // 2))
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
             while True:
                 finish(engine, transfer)
-                transfer = engine.read(there, blocks(peer, memory, 1))
-        assert engine.fence(there)
+                transfer = engine.read(fragile, blocks(peer, memory, 1))
+        assert engine.fence(fragile)
         read(engine, elsewhere, blocks(other, memory, 64))
     assert np.array_equal(memory[: 64 * BLOCK], pattern(SIZE)[: 64 * BLOCK])
 
@@ -302,22 +302,22 @@ def test_a_dead_peer_is_an_error_and_others_are_still_read(engine, memory, other
 def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine, memory, other):
     half, truth = SIZE // 2, pattern(SIZE)
     with owner() as peer:
-        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        fragile, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
         transfer = None
         while transfer is None or transfer.ended.wait(0.2):  # the read completed before the stop
             peer.go_on()
             memory[:half] = 0
-            transfer = engine.read(there, blocks(peer, memory, 16, width=1 << 20))
+            transfer = engine.read(fragile, blocks(peer, memory, 16, width=1 << 20))
             while not memory[0]:
                 pass
             peer.stop()
         assert not engine.poll(transfer)
-        assert not engine.fence(there, 0)
+        assert not engine.fence(fragile, 0)
         with pytest.raises(TransferError, match="given up"):
-            engine.read(there, blocks(peer, memory, 1))
+            engine.read(fragile, blocks(peer, memory, 1))
         read(engine, elsewhere, blocks(other, memory, 64, first=half // BLOCK))
         assert np.array_equal(memory[half : half + 64 * BLOCK], truth[half : half + 64 * BLOCK])
-        assert engine.fence(there)
+        assert engine.fence(fragile)
         after = memory.copy()
         assert not np.array_equal(after[:half], truth[:half])
         peer.go_on()
@@ -332,10 +332,10 @@ def test_a_stopped_peer_blocks_no_other_and_nothing_lands_after_the_fence(engine
 def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(engine, memory):
     with owner() as peer:
         peer.stop()
-        there = engine.connect(peer.metadata)
-        transfer = engine.read(there, blocks(peer, memory, 64))
+        fragile = engine.connect(peer.metadata)
+        transfer = engine.read(fragile, blocks(peer, memory, 64))
         assert not engine.poll(transfer)
-        assert engine.fence(there, 0)
+        assert engine.fence(fragile, 0)
         engine.close()
         peer.go_on()
         with pytest.raises(TransferError, match="given up"):
@@ -345,11 +345,11 @@ def test_a_peer_that_was_stopped_before_the_first_read_is_fenced_at_once(engine,
 
 def test_close_ends_reads_in_flight(engine, memory):
     with owner() as peer:
-        there = engine.connect(peer.metadata)
-        read(engine, there, blocks(peer, memory, 1))
+        fragile = engine.connect(peer.metadata)
+        read(engine, fragile, blocks(peer, memory, 1))
         peer.stop()
-        engine.read(there, blocks(peer, memory, 16, width=1 << 20))
-        until(lambda: there.thread._doubt)
+        engine.read(fragile, blocks(peer, memory, 16, width=1 << 20))
+        until(lambda: fragile.thread._doubt)
         engine.close()
         after = memory.copy()
         peer.go_on()
@@ -358,15 +358,15 @@ def test_close_ends_reads_in_flight(engine, memory):
 
 def test_with_a_shared_transfer_engine_a_failed_read_is_never_quiet(memory, other):
     with engine_of("mooncake", memory, shared=True) as engine, owner() as peer:
-        there, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
-        for connected_peer, process in ((there, peer), (elsewhere, other)):
+        fragile, elsewhere = engine.connect(peer.metadata), engine.connect(other.metadata)
+        for connected_peer, process in ((fragile, peer), (elsewhere, other)):
             read(engine, connected_peer, blocks(process, memory, 64))
         assert engine.fence(elsewhere, 0)
         peer.process.kill()
         with pytest.raises(TransferError, match="cannot read"):
-            read(engine, there, blocks(peer, memory, 64))
+            read(engine, fragile, blocks(peer, memory, 64))
         with pytest.raises(TransferError, match="share one TransferEngine"):
-            engine.fence(there, 0)
+            engine.fence(fragile, 0)
         again = engine.connect(other.metadata)
         read(engine, again, blocks(other, memory, 64, first=64))
     assert np.array_equal(memory[: 128 * BLOCK], pattern(SIZE)[: 128 * BLOCK])

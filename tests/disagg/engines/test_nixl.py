@@ -51,25 +51,25 @@ def hand_off(sources, dest, tokens, *, start=0):
     every byte of the destination.
     """
     made = plan([source.layout for source in sources], dest.layout)
-    here, *there = (place(pool, tokens, number) for number, pool in enumerate([dest, *sources]))
-    for source, address in zip(sources, there):
+    into, *addresses = (place(pool, tokens, number) for number, pool in enumerate([dest, *sources]))
+    for source, address in zip(sources, addresses):
         fill(source, address)
     blank(dest)
-    write(dest, here, range(start), salt=1)
+    write(dest, into, range(start), salt=1)
     owner, reader = create_engine("nixl"), create_engine("nixl")
     owner.register([slab for source in sources for slab in source.layout.slabs()])
     reader.register(dest.layout.slabs())
     transfers, peers = [], []
     for source in made.contributors():
         peer = reader.connect(owner.metadata())
-        batch = made.bind(source, there[source], here, tokens=range(start, tokens))
+        batch = made.bind(source, addresses[source], into, tokens=range(start, tokens))
         transfers += [reader.read(peer, part) for part in batch.split(1 << 16, 37)]
         peers.append(peer)
     finish(reader, *transfers, owner=owner)
     assert all(reader.fence(peer, 0) for peer in peers)
     reader.close()
     owner.close()
-    assert_holds(dest, here, range(start, tokens), kept=range(start))
+    assert_holds(dest, into, range(start, tokens), kept=range(start))
 
 
 @settings(max_examples=15)
@@ -79,10 +79,10 @@ def hand_off(sources, dest, tokens, *, start=0):
     st.data(),
 )
 def test_any_geometry_is_read_byte_exact(geometry, tokens, data):
-    model, source, dest, where = geometry
+    model, source, dest, dest_rank = geometry
     start = data.draw(st.one_of(st.just(0), st.integers(0, tokens)), label="start")
     pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
-    hand_off(pools, dest.pool(model, *where, tokens), tokens, start=start)
+    hand_off(pools, dest.pool(model, *dest_rank, tokens), tokens, start=start)
 
 
 def memory_of(size):
@@ -254,10 +254,10 @@ def test_what_keeps_an_agent_alive():
         peer, _ = stuck(engine, other, memory)
         with pytest.raises(TransferError) as kept:
             engine.read(peer, batch_of((8, 8, 8)))
-        held = engine._agent._nixl.agent
+        agent = engine._agent._nixl.agent
         with pytest.raises(TransferError, match="still refers to it"):
             engine.fence(peer, 0)
-        del held
+        del agent
         assert engine.fence(peer, 0), kept.value
         engine.close()
 

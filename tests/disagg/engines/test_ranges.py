@@ -17,10 +17,10 @@ RUNS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=12)
 
 @given(RANGES, RUNS)
 def test_runs_are_cut_at_edges_and_no_byte_is_lost_or_added(given_ranges, runs):
-    at, placed = 5, []
+    end, placed = 5, []
     for gap, nbytes in given_ranges:
-        placed.append((at + gap, nbytes))
-        at += gap + nbytes
+        placed.append((end + gap, nbytes))
+        end += gap + nbytes
     owner = {
         byte: number for number, (base, n) in enumerate(placed) for byte in range(base, base + n)
     }
@@ -41,9 +41,9 @@ def test_runs_are_cut_at_edges_and_no_byte_is_lost_or_added(given_ranges, runs):
 
 
 def test_without_registered_memory_every_run_is_refused():
-    one = np.ones(1, dtype=np.int64)
+    ones = np.ones(1, dtype=np.int64)
     with pytest.raises(TransferError, match="this engine has registered no memory"):
-        Ranges.of([]).cut(CopyBatch(one, one, one), one, "this engine")
+        Ranges.of([]).cut(CopyBatch(ones, ones, ones), ones, "this engine")
 
 
 @pytest.mark.parametrize(
