@@ -9,7 +9,6 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from disagg.engines.base import (
     EngineUnavailable,
@@ -20,7 +19,7 @@ from disagg.engines.base import (
 )
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from kvpool.device.host_copy import LARGE, copy_runs
+from kvpool.device.host_copy import LARGE
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import metadata
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, memory_of, pattern, read
@@ -126,27 +125,6 @@ assert not {{"torch", "torch_npu", "mooncake", "mori"}} & set(sys.modules)
     direct, by_name = done.stdout.splitlines()
     assert direct.startswith(f"engine {name}: missing: ")
     assert by_name.startswith(f"engine '{name}': missing: ")
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.usefixtures("copies")
-@given(st.data())
-def test_copies_of_many_runs_equal_slices(data):
-    count = data.draw(st.integers(0, 60))
-    widths = data.draw(st.sampled_from([[1], [3, 8], [8, 64], [5, LARGE], [LARGE - 1, 40_000]]))
-    random = np.random.default_rng(data.draw(st.integers(0, 99)))
-    lengths = random.choice([0, *widths], count)
-    source = random.integers(0, 256, int(lengths.sum()) + 4096 * (count + 1), dtype=np.uint8)
-    dest = np.full(source.size, 7, dtype=np.uint8)
-    order = random.permutation(count)
-    src = np.zeros(count, dtype=np.int64)
-    src[order] = np.cumsum(lengths[order]) - lengths[order] + np.arange(count) * 13
-    dst = np.cumsum(lengths) - lengths + np.arange(count) * 29
-    expected = dest.copy()
-    for start, stop, length in zip(src, dst, lengths):
-        expected[stop : stop + length] = source[start : start + length]
-    copy_runs(source.ctypes.data + src, dest.ctypes.data + dst, lengths.astype(np.int64))
-    assert np.array_equal(dest, expected)
 
 
 def test_a_pool_is_mapped_and_not_read_through_the_kernel():

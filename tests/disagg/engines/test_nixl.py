@@ -13,16 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.nixl import memory as nixl_memory
-from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, batch_of, finish, pattern, read
-from tests.disagg.plan.test_geometry import geometries
-from tests.oracle import assert_holds, blank, fill, place, write
 from tests.processes import Child
 
 MIB = 1 << 20
@@ -44,45 +40,6 @@ def friends():
 
     yield friend
     assert {name: owner.close() for name, owner in owners.items()} == dict.fromkeys(owners, 0)
-
-
-def hand_off(sources, dest, tokens, *, start=0):
-    """Reads all parts of all sources at once, between two agents of this process, and compares
-    every byte of the destination.
-    """
-    made = plan([source.layout for source in sources], dest.layout)
-    into, *addresses = (place(pool, tokens, number) for number, pool in enumerate([dest, *sources]))
-    for source, address in zip(sources, addresses):
-        fill(source, address)
-    blank(dest)
-    write(dest, into, range(start), salt=1)
-    owner, reader = create_engine("nixl"), create_engine("nixl")
-    owner.register([slab for source in sources for slab in source.layout.slabs()])
-    reader.register(dest.layout.slabs())
-    transfers, peers = [], []
-    for source in made.contributors():
-        peer = reader.connect(owner.metadata())
-        batch = made.bind(source, addresses[source], into, tokens=range(start, tokens))
-        transfers += [reader.read(peer, part) for part in batch.split(1 << 16, 37)]
-        peers.append(peer)
-    finish(reader, *transfers, owner=owner)
-    assert all(reader.fence(peer, 0) for peer in peers)
-    reader.close()
-    owner.close()
-    assert_holds(dest, into, range(start, tokens), kept=range(start))
-
-
-@settings(max_examples=15)
-@given(
-    geometries(layers=4, heads=4, dim=4, pp=2, tp=4, page=9),
-    st.integers(1, 60),
-    st.data(),
-)
-def test_any_geometry_is_read_byte_exact(geometry, tokens, data):
-    model, source, dest, dest_rank = geometry
-    start = data.draw(st.one_of(st.just(0), st.integers(0, tokens)), label="start")
-    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
-    hand_off(pools, dest.pool(model, *dest_rank, tokens), tokens, start=start)
 
 
 def memory_of(size):
