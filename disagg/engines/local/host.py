@@ -39,7 +39,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Files:
-    """The files behind this process's shared mappings, open for peers, who may only read them."""
+    """The files behind this process's shared mappings, open for peers, which may only read them."""
 
     def __init__(self) -> None:
         self.handles: list[int] = []

@@ -1,7 +1,7 @@
 """What a process offers to peers of its host, and how a peer receives it over a unix socket.
 
-The kernel says who serves the socket, and passes open files along. A peer that only names a process
-or a file is not believed.
+The kernel reports which process serves the socket, and passes open files along. A process or a file
+that a peer only names is not trusted.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class PeerConnection:
 
 
 def dial(path: bytes) -> PeerConnection:
-    """Connects to a peer's socket. Raises TransferError at once if nobody serves it, or another
-    user.
+    """Connects to a peer's socket. Raises TransferError at once if no process serves it, or
+    one of another user.
     """
     if not path.startswith(b"/") or b"\0" in path or len(path) > MAX_PATH:
         raise TransferError(

@@ -27,7 +27,7 @@ def _none() -> Ints:
 @dataclass(eq=False, kw_only=True)
 class LocalPeer:
     """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
-    none while its offer is `incoming`. `jobs` are copies of which a byte may still land.
+    none while its offer is `incoming`. `jobs` are copies whose bytes may still land.
     """
 
     connection: PeerConnection

@@ -32,7 +32,7 @@ RETRY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class _Reader:
+class OfferReader:
     """A connection, and what is still to be sent; it stays open as long as the reader."""
 
     connection: socket.socket
@@ -91,7 +91,7 @@ class OfferServer:
         self._listener.close()
         self._selector.close()
 
-    def _readers(self) -> list[_Reader]:
+    def _readers(self) -> list[OfferReader]:
         keys = list((self._selector.get_map() or {}).values())
         return [key.data for key in keys if key.data is not None]
 
@@ -118,16 +118,16 @@ class OfferServer:
             return
         try:
             connection.setblocking(False)
-            who = peer_credentials(connection)
+            peer = peer_credentials(connection)
             problem = None
-            if not who.trusted:
-                problem = f"user {who.uid} asked for memory of user {os.geteuid()}"
+            if not peer.trusted:
+                problem = f"user {peer.uid} asked for memory of user {os.geteuid()}"
             elif len(self._readers()) >= MAX_READERS:
                 problem = f"more than {MAX_READERS} peers at once asked for memory"
             if problem is not None:
                 self._deny(connection, problem)
                 return
-            reader = _Reader(connection, memoryview(self._data), self._files)
+            reader = OfferReader(connection, memoryview(self._data), self._files)
             self._selector.register(connection, selectors.EVENT_WRITE, reader)
         except BaseException:
             connection.close()
@@ -139,7 +139,7 @@ class OfferServer:
             self._denied.add(problem)
             log.warning("engine local: %s, and was refused; this is said once.", problem)
 
-    def _send(self, reader: _Reader) -> bool:
+    def _send(self, reader: OfferReader) -> bool:
         """Sends what the reader takes now; whether it is still there."""
         try:
             while reader.left:
@@ -161,6 +161,6 @@ class OfferServer:
         self._selector.modify(reader.connection, selectors.EVENT_READ, reader)
         return True
 
-    def _drop(self, reader: _Reader) -> None:
+    def _drop(self, reader: OfferReader) -> None:
         self._selector.unregister(reader.connection)
         reader.connection.close()

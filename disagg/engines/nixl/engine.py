@@ -27,7 +27,7 @@ MAX_KEPT_AGENTS = 8
 
 @dataclass(eq=False)
 class NixlPeer:
-    """A peer, the agent that reads it and its name there. `open` are transfers of which a byte may
+    """A peer, the agent that reads it and its name there. `open` are transfers whose bytes may
     still land.
     """
 
