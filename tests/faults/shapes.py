@@ -45,7 +45,7 @@ def shapes(engine: str) -> list[Shape]:
         Shape(f"{engine} two readers", engine, (mha, mha), halves, readers=2),
     ]
     if engine == "local":
-        found.append(Shape("local keys", engine, (mla, small), (mla, mla), keys=True))
+        all_shapes.append(Shape("local keys", engine, (mla, small), (mla, mla), keys=True))
     if engine == "nixl":
         tcp = {"UCX_TLS": "tcp,self"}
         all_shapes.append(Shape("nixl tcp", engine, (mla, small), (mla, mla), environment=tcp))
