@@ -178,7 +178,7 @@ class NPUDevice:
         locations: torch.Tensor,
     ) -> None:
         caches = _taken(key_cache), _taken(value_cache)
-        rows = _taken(key).contiguous(), _taken(value).contiguous()
+        keys, values = _taken(key).contiguous(), _taken(value).contiguous()
         dtype, row = caches[0].dtype, caches[0][0, 0]
         if not locations.numel():
             return
@@ -190,14 +190,16 @@ class NPUDevice:
         ):
             with self.backend.current():  # ATB uses the stream of the current NPU
                 self.operators._npu_reshape_and_cache(
-                    key=rows[0],
-                    value=rows[1],
+                    key=keys,
+                    value=values,
                     key_cache=caches[0],
                     value_cache=caches[1],
                     slot_indices=locations.to(torch.int32),
                 )
         elif dtype in PA_SCATTER_DTYPES:
-            self.operators.npu_scatter_pa_kv_cache(*rows, *caches, locations, cache_mode="Norm")
+            self.operators.npu_scatter_pa_kv_cache(
+                keys, values, caches[0], caches[1], locations, cache_mode="Norm"
+            )
         else:
             self._write(key_cache, locations, key)
             self._write(value_cache, locations, value)

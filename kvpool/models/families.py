@@ -189,10 +189,9 @@ def _falcon(fields: Fields, name: str, needs: Needs) -> Layer:
 def _gpt_bigcode(fields: Fields, name: str, needs: Needs) -> Layer:
     """One KV head unless multi_query is false."""
     count = fields.whole(fields.named("num_attention_heads"))
-    if fields.get("multi_query") is not False:
-        count = 1
     fields.ignore(HEADS)
-    return (State(MHA(count, head_dim(fields))),)
+    single = fields.get("multi_query") is not False
+    return (State(MHA(1 if single else count, head_dim(fields))),)
 
 
 def _dbrx(fields: Fields, name: str, needs: Needs) -> Layer:

@@ -60,8 +60,8 @@ def state_infos(
     sections, outer = sharded(replace(spec, layers=(0,)).regions(owner))
     count, steps = len(spec.layers), sum(section.size for section in sections)
     return StateBufInfos(
-        component,
-        *buf_infos(layout, owner, [spec]),
+        state_type=component,
+        **buf_infos(layout, owner, [spec])._asdict(),
         dim_per_tensor=[steps] * count,
         sections=[sections] * count,
         outer_counts=[outer] * count,

@@ -177,23 +177,25 @@ def place(
     buffers: list[Buffer] = []
     top = 0
 
-    def add(spec: BufferSpec, layer: int, base: int, stride: int) -> None:
+    def add(spec: BufferSpec, layer: int, base: int, stride: int = 0) -> int:
+        """Adds a buffer whose items are adjacent without a `stride`; returns an item's bytes."""
+        size = spec.item_bytes
         buffer = Buffer(
             name=spec.buffer_name(owner, layer),
             space=spec.space,
             base=base,
-            item_stride=stride,
-            item_bytes=spec.item_bytes,
+            item_stride=stride or size,
+            item_bytes=size,
             items=items[spec.space],
             padding=True,
         )
         buffers.append(buffer)
+        return size
 
     if placement in ("layer", "stack"):
         for space, record in rows.items():
             for spec, layer in record:
-                add(spec, layer, top, spec.item_bytes)
-                top += items[space] * spec.item_bytes
+                top += items[space] * add(spec, layer, top)
                 if placement == "layer" or layer == spec.layers[-1]:
                     top = _up(top, step)
         return buffers, top
@@ -207,8 +209,7 @@ def place(
         stride = block or _stride([record])
         # largest alignment first keeps every item aligned without gaps
         for spec, layer in sorted(record, key=lambda row: -alignment(row[0].item)):
-            add(spec, layer, base, stride)
-            base += spec.item_bytes
+            base += add(spec, layer, base, stride)
         top = _up(start + items[ids] * stride, step)
     return buffers, top
 

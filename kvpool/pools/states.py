@@ -306,7 +306,7 @@ def _stored(
         kind = replace(kind, conv_layout=conv_layout)
     if isinstance(kind, LinearState) and kind.heads and temporal_dtype is not None:
         kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
-    return replace(state, kind=kind)
+    return state if kind is state.kind else replace(state, kind=kind)
 
 
 def _sections_of(kind: LinearState, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:

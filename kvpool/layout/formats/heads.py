@@ -46,4 +46,5 @@ class Shard:
 
     def heads(self, total: int) -> Heads:
         """The heads held, of `total`."""
-        return Heads(*self.of(total), total)
+        start, size = self.of(total)
+        return Heads(start, size, total)
