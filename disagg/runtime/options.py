@@ -116,16 +116,7 @@ def check_values(**values: object) -> None:
         rule = RULES.get(name)
         if rule is None:
             continue
-        plain = value
-        if isinstance(value, float):
-            plain = float(value)  # numpy's too
-        elif name == "keys" and isinstance(value, os.PathLike):
-            plain = os.fspath(value)
-        elif name == "tls" and isinstance(value, Mapping):
-            plain = {
-                file: os.fspath(path) if isinstance(path, os.PathLike) else path
-                for file, path in value.items()
-            }
+        plain = _plain(value)
         try:
             fits = msgspec.convert(plain, rule.kind) is None or rule.fits(plain)
         except msgspec.ValidationError:
@@ -136,6 +127,15 @@ def check_values(**values: object) -> None:
                 names = engine_names()
                 alike = f" Installed are {', '.join(names)}.{nearest(str(value), names)}"
             raise ValueError(f"{name}={value!r}: {rule.allowed}.{alike}")
+
+
+def _plain(value: object) -> object:
+    """A value as rules know it: numpy's numbers and paths are numbers and texts."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return float(value) if isinstance(value, float) else value
 
 
 def check_options(endpoint: str, options: Options) -> float:

@@ -109,7 +109,11 @@ def open_tls_files(files: TLSFiles, side: Side) -> TLSCredentials:
 
     def read() -> PEM:
         own = read_file(key, ANY) + b"\n" + read_file(certificate, WRITE)
-        return PEM(own, read_file(ca, WRITE))
+        # a bundle may have comments in any encoding between its certificates
+        authorities = _CERTIFICATE.findall(read_file(ca, WRITE))
+        if not authorities:
+            raise ValueError(f"{ca}: no certificate is in it.")
+        return PEM(own, b"\n".join(authorities))
 
     return TLSCredentials(side, "tls", [ca, key, certificate], read)
 
@@ -179,7 +183,10 @@ def _context(side: Side, pem: PEM, *, verifies: bool = True) -> ssl.SSLContext:
         context.load_cert_chain(f"/proc/self/fd/{file}", password=_no_password)
     finally:
         os.close(file)
-    context.load_verify_locations(cadata=pem.ca.decode("ascii"))
+    try:
+        context.load_verify_locations(cadata=pem.ca.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the authority's certificate cannot be read: {error}.") from None
     return context
 
 

@@ -204,6 +204,20 @@ def test_an_organisations_file_that_makes_no_decode_is_refused(keys, tmp_path, w
         open_tls_files(organisation(keys, tmp_path / "d", "decode", **wrong), "decode")
 
 
+def test_an_authoritys_file_may_have_comments_and_must_have_certificates(keys, tmp_path):
+    files = organisation(keys, tmp_path / "d", "decode")
+    files["ca"] = tmp_path / "bundle"
+    files["ca"].write_bytes("# Autorité\n".encode() + (keys / "ca.pem").read_bytes() + b"\xff")
+    open_tls_files(files, "decode").context()
+    for content, said in (
+        (b"# none", f"{files['ca']}: no certificate is in it"),
+        (WRONG[-1][0], "the authority's certificate cannot be read"),
+    ):
+        files["ca"].write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            open_tls_files(files, "decode")
+
+
 @pytest.mark.parametrize(("name", "mode"), [("key", 0o640), ("ca", 0o666), ("certificate", 0o622)])
 def test_an_organisations_files_are_closed_to_others_too(own, tmp_path, name, mode):
     files = organisation(own, tmp_path / "d", "decode")
