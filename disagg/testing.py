@@ -56,13 +56,9 @@ class TransferSide:
             entries = np.array(space.alive(tokens), dtype=np.int64)
             if not entries.size:
                 continue
-            span, size = self.address.spans[space.id_list], space.entries_per_item
-            items = span.ids[entries // size if space.kind == "paged" else np.zeros_like(entries)]
-            yield (
-                region,
-                _values(region, entries),
-                self.memory.cells(region, items, entries % size % space.steps),
-            )
+            numbers, steps = space.place(entries)
+            items = self.address.spans[space.id_list].ids[numbers]
+            yield region, _values(region, entries), self.memory.cells(region, items, steps)
 
     def write(self) -> None:
         """Writes the request's values."""
@@ -95,7 +91,7 @@ class TransferSide:
             free[self.memory.cells(region, mine[index], entry)] = False
             entries = space.entries_per_item
             filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)
-            if space.kind == "paged" and live and not space.wraps:
+            if not space.per_request and live and not space.wraps:
                 dead = np.arange(live, entries)
                 last = np.full(dead.size, mine[filled], dtype=np.int64)
                 free[self.memory.cells(region, last, dead)] = True

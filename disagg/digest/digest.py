@@ -19,12 +19,13 @@ from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
 from disagg.digest.memory import reader
 from disagg.plan import TransferPlan
 from disagg.plan.matching.pairing import cut
-from disagg.plan.positions import BlockLookup, needed_entries, needed_items
+from disagg.plan.positions import BlockLookup
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
-from kvpool.layout.types import EVERY, MAX_AXES, MAX_INT, MAX_PARTS, MAX_REASON, Name
+from kvpool.layout.spaces import EVERY
+from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_PARTS, MAX_REASON, Name
 
 STEP_BYTES = 4 << 20
 """Work between two yields, in bytes."""
@@ -51,31 +52,31 @@ class Piece(NamedTuple):
         """The entries, in the request's numbers."""
         first, *others = sorted(self.held, key=lambda part: -part.ranks) or [EVERY]
         indices = first.part(self.entries)
-        found = first.number(np.arange(indices.start, indices.stop, dtype=np.int64))
+        numbers = first.number(np.arange(indices.start, indices.stop, dtype=np.int64))
         for part in others:
-            found = found[found // part.size % part.ranks == part.rank]
-        return found
+            numbers = numbers[numbers // part.size % part.ranks == part.rank]
+        return numbers
 
 
 def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[Piece]:
     """What `plan.bind` moves from source rank `source` for positions `tokens` of a request of
     `total` tokens.
     """
-    moved: dict[tuple[str, Interleave, bool], Piece | None] = {}
-    found: list[Piece] = []
+    first_pieces: dict[tuple[str, Interleave, bool], Piece | None] = {}
+    moved: list[Piece] = []
     for part in plan.parts:
         if part.source == source:
             region = plan.dest.region_by_key[part.keys[0]]
             space, packed = plan.dest.space_of(region), bool(region.packing)
-            about = space.name, part.held, packed
-            if about not in moved:
-                entries = (needed_items if packed else needed_entries)(space, tokens, total)
+            alike = space.name, part.held, packed
+            if alike not in first_pieces:
+                needed = space.needed_items if packed else space.needed_entries
                 held = tuple({h: None for h in (part.held, space.held) if h != EVERY})
-                piece = Piece(region.key, part.box, entries, held)
-                moved[about] = piece if piece.numbers().size else None
-            if alike := moved[about]:
-                found.extend(alike._replace(key=key, box=part.box) for key in part.keys)
-    return found
+                piece = Piece(region.key, part.box, needed(tokens, total), held)
+                first_pieces[alike] = piece if piece.numbers().size else None
+            if first := first_pieces[alike]:
+                moved.extend(first._replace(key=key, box=part.box) for key in part.keys)
+    return moved
 
 
 def digests(
@@ -92,7 +93,7 @@ def digests(
     may be untrusted: raises ValueError, naming owner, layer and role, if a piece lies outside the
     layout, outside the live entries or on a missing device, or if they exceed all live bytes.
     """
-    left = layout.live_bytes(address.num_tokens)
+    live = layout.live_bytes(address.num_tokens)
     ready: list[Hashes] = []
     work = 0
     for piece in pieces:
@@ -100,42 +101,42 @@ def digests(
         starts, numbers = _rows(layout, address, region, piece)
         read = reader(layout.buffer_of(region))
         # looking for the entries of a piece takes time by this side's entries, all of them
-        mine = len(layout.space_of(region).held.part(piece.entries))
-        left -= mine * _volume(piece.box) * region.width
-        if left < 0:
+        entries = len(layout.space_of(region).held.part(piece.entries))
+        live -= entries * _volume(piece.box) * region.width
+        if live < 0:
             raise ValueError(f"{region}: the pieces up to this one exceed the live bytes.")
-        found = np.zeros(starts.size, dtype=np.uint64)
+        hashes = np.zeros(starts.size, dtype=np.uint64)
         work += PIECE_SETUP_COST
         for cells in cells_of(region.inner_axes, region.width, piece.box):
-            for some, part in cells.slices(starts.size):
+            for rows, part in cells.slices(starts.size):
                 if work >= STEP_BYTES:
                     yield np.concatenate(ready) if ready else None
                     ready, work = [], 0
-                found[some] += sums(read, starts[some], part, region.key, numbers[some])
-                work += part.work * (some.stop - some.start)
-        ready.append(found if each else found.sum(keepdims=True))
+                hashes[rows] += sums(read, starts[rows], part, region.key, numbers[rows])
+                work += part.work * (rows.stop - rows.start)
+        ready.append(hashes if each else hashes.sum(keepdims=True))
     if ready:
         yield np.concatenate(ready)
 
 
 def differing(
     pieces: Sequence[Piece],
-    one: Sequence[Hashes],
-    other: Sequence[Hashes],
+    own: Sequence[Hashes],
+    theirs: Sequence[Hashes],
     layout: PoolLayout,
 ) -> list[str]:
     """Sentences that name owner, layers, role and positions of entries whose digests differ.
 
-    `one` and `other` hold an array per piece, of one digest per entry; else raises ValueError.
+    `own` and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
     """
     counts = [piece.numbers().size for piece in pieces]
-    if any([array.size for array in side] != counts for side in (one, other)):
+    if any([array.size for array in side] != counts for side in (own, theirs)):
         raise ValueError("digests to compare: need an array per piece, of one number per entry.")
-    found = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, one, other))
+    wrong = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, own, theirs))
     return by_layers(
-        (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, at)}")
-        for piece, at in found
-        if at.size
+        (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, entries)}")
+        for piece, entries in wrong
+        if entries.size
     )
 
 
@@ -175,14 +176,18 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
         shapes.setdefault((p.key[0], p.key[2], p.box, p.entries, p.held), len(shapes))
         for p in pieces
     ]
-    made = [
+    encoded = [
         _PieceShape(
-            *(owner, role, list(box), entries.start, entries.stop),
-            [(part.size, part.rank, part.ranks) for part in held],
+            owner=owner,
+            role=role,
+            box=list(box),
+            start=entries.start,
+            stop=entries.stop,
+            held=[(part.size, part.rank, part.ranks) for part in held],
         )
         for owner, role, box, entries, held in shapes
     ]
-    return msgspec.msgpack.encode(_Pieces(made, which, [piece.key[1] for piece in pieces]))
+    return msgspec.msgpack.encode(_Pieces(encoded, which, [piece.key[1] for piece in pieces]))
 
 
 def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
@@ -190,24 +195,26 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
     contents.
     """
     try:
-        found = _decoder.decode(data)
+        sent = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"malformed pieces: {one_line(str(error), MAX_REASON)}") from None
-    if len(found.which) != len(found.layers) or max(found.which, default=-1) >= len(found.shapes):
+    if len(sent.which) != len(sent.layers) or max(sent.which, default=-1) >= len(sent.shapes):
         raise ValueError("malformed pieces: a piece without its shape or its layer.")
-    for what, count in (("pieces", len(found.which)), ("shapes of pieces", len(found.shapes))):
+    for what, count in (("pieces", len(sent.which)), ("shapes of pieces", len(sent.shapes))):
         if count > most:
             raise ValueError(f"{count} {what}: at most {most} are digested at once.")
     shapes = [
-        (
-            *(k.owner, k.role, tuple(k.box), range(k.start, k.stop)),
-            tuple(Interleave(*numbers) for numbers in k.held),
+        Piece(
+            (shape.owner, 0, shape.role),
+            tuple(shape.box),
+            range(shape.start, shape.stop),
+            tuple(Interleave(size, rank, ranks) for size, rank, ranks in shape.held),
         )
-        for k in found.shapes
+        for shape in sent.shapes
     ]
     return [
-        Piece((shapes[at][0], layer, shapes[at][1]), *shapes[at][2:])
-        for at, layer in zip(found.which, found.layers)
+        shapes[number]._replace(key=(shapes[number].key[0], layer, shapes[number].key[2]))
+        for number, layer in zip(sent.which, sent.layers)
     ]
 
 
@@ -222,13 +229,13 @@ def _where(layout: PoolLayout, piece: Piece) -> str:
     return f" ({', '.join(cut)})" if cut else ""
 
 
-def _positions(layout: PoolLayout, piece: Piece, at: Ints) -> str:
-    """A sentence about the positions of entries number `at` of a piece."""
+def _positions(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
+    """A sentence about the positions of some of a piece's entries."""
     region = layout.region_by_key[piece.key]
     space = layout.space_of(region)
-    if space.kind == "slot" or (region.packing and space.per_request):
+    if space.per_request and (region.packing or not space.has_entries):
         return "its state differs."
-    numbers = piece.numbers()[at]
+    numbers = piece.numbers()[entries]
     breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
     more = ""
     if breaks.size >= MAX_POSITION_RANGES:
@@ -247,14 +254,14 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
     if region is None:
         owner, layer, role = piece.key
         raise ValueError(f"{owner!r} layer {layer} {role!r}: this layout has no such region.")
-    names = [name for name, _, _ in piece.box], [axis.name for axis in region.inner_axes]
-    more = [name for name in names[0] if name not in (*names[1], "entry")]
-    whole = region
+    names, own = [name for name, _, _ in piece.box], [axis.name for axis in region.inner_axes]
+    more = [name for name in names if name not in (*own, "entry")]
+    uncut = region
     if len(more) == 1 and not region.packing:  # the other side has an axis in place of a cell
         region = cut(region, more[0])
     axes = region.inner_axes
-    if names[0] != [axis.name for axis in axes]:
-        raise ValueError(f"{whole}: a piece has axes {names[0]}, the region {names[1]}.")
+    if names != [axis.name for axis in axes]:
+        raise ValueError(f"{uncut}: a piece has axes {names}, the region {own}.")
     for axis, (name, low, high) in zip(axes, piece.box):
         if not axis.start <= low < high <= axis.stop:
             raise ValueError(
@@ -289,9 +296,9 @@ def _rows(
     numbers = piece.numbers()
     if not numbers.size:
         raise ValueError(f"{region}: a piece has no entries that all of {piece.held} hold.")
-    items, steps = np.divmod(space.held.index(numbers), 1 if packed else space.entries_per_item)
-    steps %= space.steps
-    ids = BlockLookup(space, layout, address).ids(items, str(region))
+    indices = space.held.index(numbers)
+    items, steps = (indices, np.zeros_like(indices)) if packed else space.place(indices)
+    ids = BlockLookup(space, layout, address, str(region)).ids(items)
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return starts, numbers
 

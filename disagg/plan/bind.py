@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
 from disagg.plan.runs import EntryRuns, Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
@@ -53,19 +51,15 @@ class BoundRuns(NamedTuple):
     nbytes: Ints
 
 
-class Block(NamedTuple):
-    """The runs of a route at each of its record pairs, whose bases are given `[B]`. A batch holds
-    them in the order `[B, A, F]`.
+class _Block(NamedTuple):
+    """Runs of a route at each of its record pairs, whose bases are given `[B]`. A batch holds them
+    in the order `[B, A, F]`.
     """
 
     route: Route
     src_base: Ints
     dst_base: Ints
     runs: BoundRuns
-    lengths: frozenset[int]
-    """The shortest and the longest of the runs."""
-    total: int
-    """Bytes of the runs of one record pair."""
 
     @property
     def size(self) -> int:
@@ -136,12 +130,12 @@ class _Pointers:
     src_base: Ints
     dst_base: Ints
 
-    def within(self, layers: range | None) -> tuple[Ints, Ints]:
-        """The pointers of the record pairs of `layers`; of all where that is None."""
+    def within(self, layers: range | None) -> _Pointers:
+        """The record pairs of `layers`; all where that is None."""
         if layers is None:
-            return self.src_base, self.dst_base
+            return self
         inside = self.route.within(layers)
-        return self.src_base[inside], self.dst_base[inside]
+        return _Pointers(self.route, self.src_base[inside], self.dst_base[inside])
 
 
 class Binder:
@@ -153,9 +147,7 @@ class Binder:
         self._by_shape: dict[object, list[_Pointers]] = {}
         for route in routes:
             pointers = _Pointers(
-                route=route,
-                src_base=_bases(source, route.src_buffers),
-                dst_base=_bases(dest, route.dst_buffers),
+                route, _bases(source, route.src_buffers), _bases(dest, route.dst_buffers)
             )
             self._by_shape.setdefault(route.shape, []).append(pointers)
 
@@ -165,7 +157,6 @@ class Binder:
         dest_address: RequestAddress,
         *,
         tokens: range,
-        columns: Columns,
         layers: range | None = None,
         count: Count = Count.KNOWN,
     ) -> CopyBatch:
@@ -175,43 +166,46 @@ class Binder:
         total = dest_address.num_tokens
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
-        for side, layout, address in (
-            ("source", self._source, source_address),
-            ("destination", self._dest, dest_address),
-        ):
-            if clash := id_clash(layout, address, columns):
-                raise ValueError(f"{side}: {clash}")
         pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
-        blocks: list[Block] = []
-        for alike in self._by_shape.values():
-            route = alike[0].route
+        blocks: list[_Block] = []
+        for shape in self._by_shape.values():
+            route = shape[0].route
             moved = _moved(route, tokens, count)
-            bases = [(each.route, *each.within(layers)) for each in alike]
-            if moved is None or not any(src_base.size for _, src_base, _ in bases):
+            routes = [pointers.within(layers) for pointers in shape]
+            if moved is None or not any(pointers.src_base.size for pointers in routes):
                 continue
             spaces = route.src_space.name, route.dst_space.name, route.packed
             pairs = pairs_by_spaces.get(spaces)
             if pairs is None:
                 pair = pair_items if route.packed else pair_entries
                 pairs = pairs_by_spaces[spaces] = pair(
-                    BlockLookup(route.src_space, self._source, source_address),
-                    BlockLookup(route.dst_space, self._dest, dest_address),
+                    BlockLookup(route.src_space, self._source, source_address, "source"),
+                    BlockLookup(route.dst_space, self._dest, dest_address, "destination"),
                     moved,
                 )
             if not pairs.count.size:
                 continue
             for runs in _runs(route, pairs, ends=tokens.stop == total):
-                nbytes = runs.nbytes
-                lengths = frozenset((int(nbytes.min()), int(nbytes.max())))
-                of_pair = int(nbytes.sum())
-                blocks += [Block(*one, runs, lengths, of_pair) for one in bases if one[1].size]
-        return _batch(blocks, columns)
+                for at in routes:
+                    if at.src_base.size:
+                        blocks.append(_Block(at.route, at.src_base, at.dst_base, runs))
+        return _batch(blocks)
 
 
-def _batch(blocks: Sequence[Block], columns: Columns) -> CopyBatch:
-    """The runs of blocks, one block after the other, in `columns`."""
-    lengths = set[int]().union(*(block.lengths for block in blocks))
-    src, dst, nbytes = columns.take(sum(block.size for block in blocks))
+def _batch(blocks: Sequence[_Block]) -> CopyBatch:
+    """The runs of blocks, one block after the other."""
+    size = sum(block.size for block in blocks)
+    # of runs that several routes share, once
+    lengths = {id(block.runs): block.runs.nbytes for block in blocks}
+    totals = {key: int(nbytes.sum()) for key, nbytes in lengths.items()}
+    edges = {edge for nbytes in lengths.values() for edge in (int(nbytes.min()), int(nbytes.max()))}
+    # one allocation: of several, glibc gives the memory back at once, and takes page faults again
+    columns = np.empty((2 if len(edges) == 1 else 3, size), dtype=np.int64)
+    src, dst = columns[:2]
+    if len(edges) == 1:  # one number for all runs: a third less memory to write
+        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(edges.pop()), 0, (0,))
+    else:
+        nbytes = columns[-1]
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
     for block in blocks:
@@ -221,12 +215,11 @@ def _batch(blocks: Sequence[Block], columns: Columns) -> CopyBatch:
         shape = pairs, *runs.src.shape
         np.add(block.src_base[:, None, None], runs.src, out=src[part].reshape(shape))
         np.add(block.dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
-        if len(lengths) > 1:
+        if nbytes.strides != (0,):
             nbytes[part].reshape(shape)[...] = runs.nbytes
-        _, count, total = shares.get(id(block.route), (block.route, 0, 0))
-        shares[id(block.route)] = block.route, count + block.size, total + pairs * block.total
-    if len(lengths) == 1:  # one number for all runs: a third less memory to write
-        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(lengths.pop()), 0, (0,))
+        _, number, total = shares.get(id(block.route), (block.route, 0, 0))
+        total += pairs * totals[id(runs)]
+        shares[id(block.route)] = block.route, number + block.size, total
     return CopyBatch(src, dst, nbytes, tuple(shares.values()))
 
 
@@ -244,16 +237,15 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    blocks = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
-    size = sum(runs.src.size for runs in blocks)
-    nbytes = sum(int(runs.nbytes.sum()) for runs in blocks)
+    bound = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
+    size = sum(runs.src.size for runs in bound)
+    nbytes = sum(int(runs.nbytes.sum()) for runs in bound)
     return len(route.src_buffers) * size, len(route.src_buffers) * nbytes
 
 
 def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
     """Pointers to the first bytes of some buffers."""
-    held = layout.buffer_by_name
-    return np.array([held[name].base for name in buffers], dtype=np.int64)
+    return np.array([layout.buffer_by_name[name].base for name in buffers], dtype=np.int64)
 
 
 def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
@@ -261,22 +253,23 @@ def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
     positions.
     """
     src_entries, dst_entries = route.src_entries, route.dst_entries
-    if route.linear:
-        yield _entry_runs(route, route.chains, pairs.coalesced(src_entries, dst_entries))
+    chains, singles, whole, linear, _ = route.runs
+    if linear:
+        yield _entry_runs(route, chains, pairs.coalesced(src_entries, dst_entries))
         return
     rest = pairs
-    if route.whole is not None:
+    if whole is not None:
         if ends:
-            pairs = _with_whole_tail(route, route.whole, pairs)
+            pairs = _with_whole_tail(route, whole, pairs)
         full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            yield _whole_runs(route, route.whole, pairs.select(full))
+            yield _whole_runs(route, whole, pairs.select(full))
         rest = pairs.select(~full)
     if rest.count.size:
-        if route.chains.size:
-            yield _entry_runs(route, route.chains, rest)
-        if route.singles.size:
-            yield _entry_runs(route, route.singles, rest.entries())
+        if chains.size:
+            yield _entry_runs(route, chains, rest)
+        if singles.size:
+            yield _entry_runs(route, singles, rest.entries())
 
 
 def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
@@ -284,21 +277,21 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     allowed and cheaper.
 
     Allowed: the item is the request's last page on the destination, written from its first entry
-    on, so the entries that follow are the request's own and dead.
+    on, so the entries that follow are the request's own and dead. Of a ring they may be alive.
     """
     entries, count = route.dst_entries, int(pairs.count[-1])
+    chains, singles = route.runs.chains, route.runs.singles
     if (
-        route.dst_space.kind != "paged"
-        or route.dst_space.wraps
+        route.dst_space.wraps
         or route.src_space.held != route.dst_space.held
         or count == entries
         or pairs.src_step[-1]
         or pairs.dst_step[-1]
     ):
         return pairs
-    live = int(route.chains.nbytes.sum() + ((count - 1) * route.chains.dst_step).sum())
-    live += count * int(route.singles.nbytes.sum())
-    runs, dead = route.chains.size + count * route.singles.size, int(whole.nbytes.sum()) - live
+    live = int(chains.nbytes.sum() + ((count - 1) * chains.dst_step).sum())
+    live += count * int(singles.nbytes.sum())
+    runs, dead = chains.size + count * singles.size, int(whole.nbytes.sum()) - live
     if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
         return pairs
     counts = pairs.count.copy()
@@ -308,7 +301,7 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
 
 def _whole_runs(route: Route, whole: Runs, pairs: EntryPairs) -> BoundRuns:
     spread = np.zeros_like(pairs.count)
-    if route.dense:
+    if route.runs.dense:
         pairs = pairs.coalesced(entries := route.src_entries, entries)
         spread = (pairs.count // entries - 1) * route.src_stride
     return BoundRuns(

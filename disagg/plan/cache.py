@@ -45,18 +45,18 @@ class PlanCache:
     ) -> TransferPlan:
         shapes = tuple([layout.fingerprint() for layout in (*sources, dest)])
         key = shapes, group.shape if group else None
-        known = self._plans.get(key)
-        if known is None:
+        cached = self._plans.get(key)
+        if cached is None:
             self.misses += 1
-            made = plan(sources, dest, allow_missing=self.allow_missing, group=group)
-            given = all(map(operator.is_, (*made.sources, made.dest), (*sources, dest)))
-            self._plans[key] = made, given
+            fresh = plan(sources, dest, allow_missing=self.allow_missing, group=group)
+            uncut = all(map(operator.is_, (*fresh.sources, fresh.dest), (*sources, dest)))
+            self._plans[key] = fresh, uncut
             if len(self._plans) > self.capacity:
                 self._plans.popitem(last=False)
-            return made
+            return fresh
         self.hits += 1
         self._plans.move_to_end(key)
-        made, given = known
-        if not given:
+        planned, uncut = cached
+        if not uncut:
             sources, dest, _ = pair(sources, dest)
-        return made.between(sources, dest)
+        return planned.between(sources, dest)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from disagg.plan.bind import cost
 from disagg.plan.positions import scattered, scattered_items
 from disagg.plan.runs import Route
-from kvpool.layout import Axis, Key, PoolLayout, Region
+from kvpool.layout import Key, PoolLayout, Region
 from kvpool.layout.sentences import held_words, ranges, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRow:
     """How roles that share runs travel: direct, strided, resharded, missing or unsent.
 
@@ -65,7 +65,17 @@ class Explanation:
             for owner, layer, role in keys:
                 skipped.setdefault((owner, role), []).append(layer)
             for (owner, role), layers in skipped.items():
-                rows.append(ExplainRow(owner, (role,), tuple(sorted(layers)), how, 0, 0, why))
+                rows.append(
+                    ExplainRow(
+                        owner=owner,
+                        roles=(role,),
+                        layers=tuple(sorted(layers)),
+                        how=how,
+                        runs=0,
+                        nbytes=0,
+                        why=why,
+                    )
+                )
         return Explanation(self.tokens, tuple(rows))
 
     def table(self) -> Table:
@@ -101,35 +111,45 @@ def explain_routes(
     sources: Sequence[PoolLayout], dest: PoolLayout, routes: Sequence[Route], tokens: int
 ) -> Explanation:
     """Explains routes, one row for all that travel alike."""
-    found: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
+    rows: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
     for route in routes:
         owner = route.keys[0][0]
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
         how, why = _how(sources[route.source], dest, route)
-        layers, runs, nbytes = found.get((owner, roles, how, why), (set[int](), 0, 0))
+        layers, runs, nbytes = rows.get((owner, roles, how, why), (set[int](), 0, 0))
         if route.packed:
             pairs = scattered_items(route.dst_space, tokens)
         else:
             pairs = scattered(route.src_space, route.dst_space, tokens)
-        more = cost(route, pairs)
+        more_runs, more_bytes = cost(route, pairs)
         layers |= {layer for _, layer, _ in route.keys}
-        found[owner, roles, how, why] = layers, runs + more[0], nbytes + more[1]
-    rows = (
-        ExplainRow(owner, roles, tuple(sorted(layers)), how, runs, nbytes, why)
-        for (owner, roles, how, why), (layers, runs, nbytes) in found.items()
+        rows[owner, roles, how, why] = layers, runs + more_runs, nbytes + more_bytes
+    return Explanation(
+        tokens,
+        tuple(
+            ExplainRow(
+                owner=owner,
+                roles=roles,
+                layers=tuple(sorted(layers)),
+                how=how,
+                runs=runs,
+                nbytes=nbytes,
+                why=why,
+            )
+            for (owner, roles, how, why), (layers, runs, nbytes) in rows.items()
+        ),
     )
-    return Explanation(tokens, tuple(rows))
 
 
 def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     """How a route's bytes travel, and the first reason why items do not travel whole."""
-    key = route.keys[0]
-    there, here = source.region_by_key[key], dest.region_by_key[key]
+    key, runs = route.keys[0], route.runs
+    offered, wanted = source.region_by_key[key], dest.region_by_key[key]
     pages = route.src_space.steps, route.dst_space.steps
     cut = [
         f"{ours.name}: {theirs.size} of {ours.total} on the source, {ours.size} on the destination"
-        for ours in here.inner_axes
-        if (theirs := there.axis(ours.name))
+        for ours in wanted.inner_axes
+        if (theirs := offered.axis(ours.name))
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
     if route.src_space.held != route.dst_space.held:
@@ -140,21 +160,19 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
         return "resharded", "; ".join(cut)
     change = f"items of {pages[0]} entries on the source, {pages[1]} on the destination"
     if route.packed:
-        return "direct" if route.dense else "strided", f"whole items of packing {here.packing}"
-    if route.linear or route.dense:
+        return "direct" if runs.dense else "strided", f"whole items of packing {wanted.packing}"
+    if runs.linear or runs.dense:
         return "direct", "whole items" if pages[0] == pages[1] else change
-    if [axis.name for axis in _outermost(there)] != [axis.name for axis in _outermost(here)]:
-        return "strided", f"{_order(there)} on the source, {_order(here)} on the destination"
+    orders = _order(offered), _order(wanted)
+    if orders[0] != orders[1]:
+        return "strided", f"{orders[0]} on the source, {orders[1]} on the destination"
     if pages[0] != pages[1]:
         return "strided", change
-    if route.whole is not None and route.whole.size == 1:
+    if runs.whole is not None and runs.whole.size == 1:
         return "direct", "whole items, among other regions"
     return "strided", "other bytes lie in between"
 
 
-def _outermost(region: Region) -> list[Axis]:
-    return sorted((a for a in region.axes if a.size > 1), key=lambda axis: -axis.stride)
-
-
 def _order(region: Region) -> str:
-    return " before ".join(axis.name for axis in _outermost(region))
+    """Its axes, outermost first."""
+    return " before ".join(axis.name for axis in region.axes_by_stride if axis.size > 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
-from disagg.plan.columns import Columns
+from disagg.plan.block_pools import id_clash
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.matching.group import Group, share_out
 from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, named_pairs, tile
@@ -50,7 +50,7 @@ class IncompatibleLayouts(PeerError, ValueError):
         return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
     `missing` regions that only the destination has and that `allow_missing` names. `asks` are the
@@ -68,7 +68,6 @@ class TransferPlan:
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     asks: Mapping[int, int] = field(compare=False)
-    _columns: dict[int, Columns] = field(default_factory=dict, repr=False, compare=False)
     _binders: dict[tuple[int, str | None], Binder] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -79,8 +78,7 @@ class TransferPlan:
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of equal fingerprints."""
-        about = self.unsent, self.missing, self.parts, self.layer_routes, self.asks
-        return TransferPlan(tuple(sources), dest, self.routes, *about)
+        return replace(self, sources=tuple(sources), dest=dest, _binders={}, _by_source={})
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
@@ -91,14 +89,14 @@ class TransferPlan:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
         if layers is None:
             return bool(self._routes_of(source))
-        mine = (each for each in self._routes_of(source, by_layer=True) if each.owner == owner)
-        return any(each.within(layers).any() for each in mine)
+        routes = self._routes_of(source, by_layer=True)
+        return any(route.owner == owner and route.within(layers).any() for route in routes)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(each.packed or not each.grows for each in self._routes_of(source))
+        return any(route.packed or not route.grows for route in self._routes_of(source))
 
     def bind(
         self,
@@ -110,44 +108,42 @@ class TransferPlan:
         layers: range | None = None,
         owner: str = "target",
         count: Count = Count.KNOWN,
-        columns: Columns | None = None,
+        checked: bool = False,
     ) -> CopyBatch:
         """Runs that move positions `tokens` (default: all of the destination's) from source rank
         `source`; with `layers`, a range of layer numbers, of these layers of `owner` only.
 
-        Returns pointers and lengths in bytes, coalesced, `[N]` each, valid until `columns`
-        (default: the plan's own for that source) is used again. Items of packed regions move
+        Returns pointers and lengths in bytes, coalesced, `[N]` each. Items of packed regions move
         whole, with the position that completes them; positions of such an item before `tokens` must
         be of this very transfer. With the last positions dead entries of the last page may move
         along. `count` is for destinations that do not know at first how many tokens the request
         has. Raises IncompleteTransfer if the source does not hold a position that the destination
         needs, and ValueError if a page id lies outside its buffer, or its block is listed for two
-        spaces of the block pool.
+        spaces of the block pool: with `checked`, neither block table does that (see `id_clash`).
         """
         if not 0 <= source < len(self.sources):
             raise ValueError(
                 f"source {source}: this plan has sources 0 to {len(self.sources) - 1}."
             )
         tokens = range(dest_address.num_tokens) if tokens is None else tokens
-        into = self._columns.setdefault(source, Columns()) if columns is None else columns
+        if not checked:
+            for side, layout, address in (
+                ("source", self.sources[source], source_address),
+                ("destination", self.dest, dest_address),
+            ):
+                if clash := id_clash(layout, address):
+                    raise ValueError(f"{side}: {clash}")
         binder = self._binder(source, None if layers is None else owner)
-        return binder.bind(
-            source_address,
-            dest_address,
-            tokens=tokens,
-            columns=into,
-            layers=layers,
-            count=count,
-        )
+        return binder.bind(source_address, dest_address, tokens=tokens, layers=layers, count=count)
 
     def _binder(self, source: int, owner: str | None) -> Binder:
         """Of all routes from a source rank, or of those of one owner by layer."""
-        found = self._binders.get((source, owner))
-        if found is None:
+        binder = self._binders.get((source, owner))
+        if binder is None:
             routes = self._routes_of(source, by_layer=owner is not None)
-            mine = [each for each in routes if owner in (None, each.owner)]
-            found = self._binders[source, owner] = Binder(mine, self.sources[source], self.dest)
-        return found
+            mine = [route for route in routes if owner in (None, route.owner)]
+            binder = self._binders[source, owner] = Binder(mine, self.sources[source], self.dest)
+        return binder
 
     def bind_all(
         self,
@@ -172,17 +168,17 @@ class TransferPlan:
         """How the bytes of each role travel, in how many runs and why, for a request of `tokens`
         tokens.
         """
-        found = explain_routes(self.sources, self.dest, self.routes, tokens)
-        return found.with_skipped(self.missing, self.unsent)
+        explanation = explain_routes(self.sources, self.dest, self.routes, tokens)
+        return explanation.with_skipped(self.missing, self.unsent)
 
     def _routes_of(self, source: int, by_layer: bool = False) -> list[Route]:
         """The routes from one source rank: a room of many ranks asks for each."""
-        found = self._by_source.get(by_layer)
-        if found is None:
-            found = self._by_source[by_layer] = {}
-            for each in self.layer_routes if by_layer else self.routes:
-                found.setdefault(each.source, []).append(each)
-        return found.get(source, [])
+        routes = self._by_source.get(by_layer)
+        if routes is None:
+            routes = self._by_source[by_layer] = {}
+            for route in self.layer_routes if by_layer else self.routes:
+                routes.setdefault(route.source, []).append(route)
+        return routes.get(source, [])
 
 
 def plan(
@@ -204,26 +200,32 @@ def plan(
     if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
         raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
     if group is None:
-        found = _matched(sources, dest, allow_missing)
-        parts, asks = tuple(elect(found.overlaps)), dict[int, int]()
+        matched = _match(sources, dest, allow_missing)
+        parts, asks = tuple(elect(matched.overlaps)), dict[int, int]()
     else:
         group.check(dest)
-        members = _members(sources, dest, allow_missing, group)
-        found = members[group.member]
-        overlaps = [each.overlaps for each in members]
+        members = _match_members(sources, dest, allow_missing, group)
+        matched = members[group.member]
+        overlaps = [member.overlaps for member in members]
         parts, asks = share_out(overlaps, group.member, len(sources))
-    both = found.sources, found.dest
-    routes = layer_routes = routes_of(*both, parts)
-    prove(*both, parts, routes)
-    if any((each.layers < 0).any() for each in routes):
-        layer_routes = routes_of(*both, parts, by_layer=True)
-        prove(*both, parts, layer_routes)
-    unsent = tuple(key for key in found.offered if key not in dest.region_by_key)
-    skipped = unsent, tuple(key for key in dest.region_by_key if key in found.missing)
-    return TransferPlan(*both, routes, *skipped, parts, layer_routes, asks)
+    routes = layer_routes = routes_of(matched.sources, matched.dest, parts)
+    prove(matched.sources, matched.dest, parts, routes)
+    if any((route.layers < 0).any() for route in routes):
+        layer_routes = routes_of(matched.sources, matched.dest, parts, by_layer=True)
+        prove(matched.sources, matched.dest, parts, layer_routes)
+    return TransferPlan(
+        sources=matched.sources,
+        dest=matched.dest,
+        routes=routes,
+        unsent=tuple(key for key in matched.offered if key not in dest.region_by_key),
+        missing=tuple(key for key in dest.region_by_key if key in matched.missing),
+        parts=parts,
+        layer_routes=layer_routes,
+        asks=asks,
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Matched:
     """What of each source fits where in a destination, and both as they were paired."""
 
@@ -234,7 +236,7 @@ class _Matched:
     missing: set[Key]
 
 
-def _matched(
+def _match(
     sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str]
 ) -> _Matched:
     """Raises IncompatibleLayouts."""
@@ -245,7 +247,7 @@ def _matched(
     for owner, layer, role in paired.offered:
         layers.setdefault((owner, role), set()).add(layer)
     absences: dict[tuple[str, str], str] = {}
-    others: str | None = None
+    offered_names: str | None = None
     problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
@@ -259,45 +261,51 @@ def _matched(
             continue
         reasons = mismatches(alike)
         if not alike.holders:
-            if name not in absences:
-                others = named_pairs(layers) if others is None else others
-                absences[name] = absent(region, layers.get(name, ()), others)
+            if name not in absences:  # named once for all layers: they may be many
+                offered_names = named_pairs(layers) if offered_names is None else offered_names
+                absences[name] = absent(region, layers.get(name, ()), offered_names)
             reasons = {absences[name]: []}
         if not reasons:
-            found, gaps = tile(alike)
-            overlaps.extend(found)
-            held = [number for holder in alike.holders for number in holder.sources]
-            reasons = dict.fromkeys(gaps, held)
+            tiles, gaps = tile(alike)
+            overlaps.extend(tiles)
+            ranks = [number for holder in alike.holders for number in holder.sources]
+            reasons = dict.fromkeys(gaps, ranks)
         if reasons:
             problems.update(dict.fromkeys(alike.keys, reasons))
     if problems:
         raise IncompatibleLayouts(
             [
-                Reason(*key, sentence, tuple(sorted(ranks)))
-                for key in dest.region_by_key
-                for sentence, ranks in problems.get(key, {}).items()
+                Reason(owner, layer, role, sentence, tuple(sorted(ranks)))
+                for owner, layer, role in dest.region_by_key
+                for sentence, ranks in problems.get((owner, layer, role), {}).items()
             ]
         )
-    return _Matched(tuple(sources), dest, overlaps, paired.offered, missing)
+    return _Matched(
+        sources=tuple(sources),
+        dest=dest,
+        overlaps=overlaps,
+        offered=paired.offered,
+        missing=missing,
+    )
 
 
-def _members(
+def _match_members(
     sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str], group: Group
 ) -> list[_Matched]:
     """For each member of a group, those alike at once. Raises IncompatibleLayouts."""
     alike: dict[str, list[int]] = {}
     for number, layout in enumerate(group.layouts):
         alike.setdefault(layout.fingerprint(), []).append(number)
-    found: dict[int, _Matched] = {}
+    matched: dict[int, _Matched] = {}
     reasons: list[Reason] = []
     for numbers in alike.values():
         own = group.member in numbers
         into = dest if own else group.layouts[numbers[0]]
         try:
-            found.update(dict.fromkeys(numbers, _matched(sources, into, allow_missing)))
+            matched.update(dict.fromkeys(numbers, _match(sources, into, allow_missing)))
         except IncompatibleLayouts as error:
             who = "" if own else f"on decode rank {ranges(numbers)} of its group: "
-            reasons += [replace(each, sentence=who + each.sentence) for each in error.reasons]
+            reasons += [replace(reason, sentence=who + reason.sentence) for reason in error.reasons]
     if reasons:
         raise IncompatibleLayouts(reasons)
-    return [found[number] for number in range(len(group.layouts))]
+    return [matched[number] for number in range(len(group.layouts))]

@@ -15,7 +15,7 @@ import numpy as np
 from disagg.plan.matching.match import Part
 from disagg.plan.matching.pairing import encoded
 from disagg.plan.routes import Records, records_of
-from disagg.plan.runs import Box, Route
+from disagg.plan.runs import Box, EntryRuns, Route
 from kvpool.layout import Axis, Buffer, Key, PoolLayout
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum, region_runs
 
@@ -37,22 +37,24 @@ def prove(
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
     """
     boxes = {(part.source, key): part.box for part in parts for key in part.keys}
-    there, here = records_of(sources), Records(dest)
+    src_records, dst_records = records_of(sources), Records(dest)
     # the contents of items for which the runs of a side, by the bytes to move, were found right
     proved: dict[object, dict[bytes, set[object]]] = {}
     for route in routes:
         size = len(route.keys) // len(route.dst_buffers)
         steps = [boxes[route.source, key] for key in route.keys]
-        source, into = _ends(route)
-        for records, end in ((there[route.source], source), (here, into)):
-            known = proved.setdefault(end.key, {})
+        for records, side in ((src_records[route.source], "src"), (dst_records, "dst")):
+            end = _end(route, side)
+            proved_ends = proved.setdefault(end.key, {})
             for number, first in enumerate(end.buffers):
-                some = slice(number * size, (number + 1) * size)
-                moved = _moved(records.layout, first, route.keys[some], steps[some])
-                right = known.setdefault(encoded(moved), set())
-                side = _Side(end, records, first, route.keys[some], moved)
-                if not right or (_ANY not in right and side.content not in right):
-                    right.add(side.content if side.check() else _ANY)
+                pair = slice(number * size, (number + 1) * size)
+                moved = _moved(records.layout, first, route.keys[pair], steps[pair])
+                contents = proved_ends.setdefault(encoded(moved), set())
+                check = _Side(
+                    end=end, records=records, first=first, keys=route.keys[pair], moved=moved
+                )
+                if not contents or (_ANY not in contents and check.content not in contents):
+                    contents.add(check.content if check.check() else _ANY)
 
 
 class _End(NamedTuple):
@@ -74,35 +76,27 @@ class _End(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Equal for ends of which the same is to be checked."""
         columns = *self.chains, *self.singles, *(self.whole or ())
-        about = self.who, self.stride, self.entries, self.linear, self.dense, bool(self.whole)
-        return *about, *[column.tobytes() for column in columns]
+        numbers = self.stride, self.entries, self.linear, self.dense, bool(self.whole)
+        return self.who, *numbers, *[column.tobytes() for column in columns]
 
 
-def _ends(route: Route) -> tuple[_End, _End]:
-    chains, singles, whole = route.chains, route.singles, route.whole
-    return (
-        _End(
-            "source",
-            route.src_buffers,
-            route.src_stride,
-            route.src_entries,
-            (chains.src, chains.nbytes, chains.src_step),
-            (singles.src, singles.nbytes, singles.src_step),
-            None if whole is None else (whole.src, whole.nbytes),
-            route.linear,
-            route.dense,
-        ),
-        _End(
-            "destination",
-            route.dst_buffers,
-            route.dst_stride,
-            route.dst_entries,
-            (chains.dst, chains.nbytes, chains.dst_step),
-            (singles.dst, singles.nbytes, singles.dst_step),
-            None if whole is None else (whole.dst, whole.nbytes),
-            route.linear,
-            route.dense,
-        ),
+def _end(route: Route, side: str) -> _End:
+    """A route on side `src` or `dst`."""
+
+    def columns(runs: EntryRuns) -> tuple[Ints, Ints, Ints]:
+        return getattr(runs, side), runs.nbytes, getattr(runs, f"{side}_step")
+
+    whole = route.runs.whole
+    return _End(
+        who={"src": "source", "dst": "destination"}[side],
+        buffers=getattr(route, f"{side}_buffers"),
+        stride=getattr(route, f"{side}_stride"),
+        entries=getattr(route, f"{side}_entries"),
+        chains=columns(route.runs.chains),
+        singles=columns(route.runs.singles),
+        whole=None if whole is None else (getattr(whole, side), whole.nbytes),
+        linear=route.runs.linear,
+        dense=route.runs.dense,
     )
 
 
@@ -145,13 +139,16 @@ class _Side(NamedTuple):
         """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
         starts, nbytes, steps = map(np.concatenate, zip(self.end.chains, self.end.singles))
         ends: Ints = starts + nbytes
-        cells = [_cells(*each) for each in self.moved]
+        cells = [_cells(start, width, axes, box) for start, width, axes, box in self.moved]
         for step in {cell.step for cell in cells}.union(steps.tolist()):
-            mine, some = [cell for cell in cells if cell.step == step], steps == step
-            low = np.concatenate([_NONE, *(cell.starts for cell in mine)])
-            high = np.concatenate([_NONE, *(cell.starts + cell.width for cell in mine)])
-            own, run = merge_intervals(low, high), merge_intervals(starts[some], ends[some])
-            edges = np.concatenate(own), np.concatenate(run)
+            alike, chosen = [cell for cell in cells if cell.step == step], steps == step
+            low = np.concatenate([_NONE, *(cell.starts for cell in alike)])
+            high = np.concatenate([_NONE, *(cell.starts + cell.width for cell in alike)])
+            wanted, moved = (
+                merge_intervals(low, high),
+                merge_intervals(starts[chosen], ends[chosen]),
+            )
+            edges = np.concatenate(wanted), np.concatenate(moved)
             if not np.array_equal(*edges):
                 first, end = np.setxor1d(*edges)[:2].tolist()
                 self._refuse(first, end, "are left out, or moved and in none of its regions")
@@ -176,17 +173,17 @@ class _Side(NamedTuple):
         if (whole[1:] < whole[:-1]).any():
             order = np.argsort(whole, kind="stable")
             whole, lengths = whole[order], lengths[order]
-        at = np.searchsorted(whole, starts, side="right") - 1
-        outside = np.flatnonzero((at < 0) | (starts + spans > whole[at] + lengths[at]))
+        around = np.searchsorted(whole, starts, side="right") - 1
+        outside = np.flatnonzero((around < 0) | (starts + spans > whole[around] + lengths[around]))
         if outside.size:
             first = int(starts[outside[0]])
             self._refuse(first, first + int(spans[outside[0]]), "are missing in whole items")
-        held = np.zeros_like(whole)
-        np.add.at(held, at, own)
-        padded |= self._check_filled(whole, lengths, held)
+        filled = np.zeros_like(whole)
+        np.add.at(filled, around, own)
+        padded |= self._check_filled(whole, lengths, filled)
         if end.dense:
             zero = np.zeros(1, dtype=np.int64)
-            padded |= self._check_filled(zero, zero + end.stride, zero + held.sum())
+            padded |= self._check_filled(zero, zero + end.stride, zero + filled.sum())
         return padded
 
     def _check_filled(self, starts: Ints, nbytes: Ints, own: Ints) -> bool:
@@ -208,11 +205,12 @@ class _Side(NamedTuple):
         base = self.records.layout.buffer_by_name[self.first].base
         for buffer in self.record:
             if buffer.padding:  # its regions do not overlap: gaps lie between an end and a start
-                at = buffer.base - base
+                first = buffer.base - base
                 runs = [region_runs(region) for region in self.records.inside(buffer)]
-                starts.append(np.sort(np.concatenate([[at], *(o + at + w for o, w in runs)])))
-                end = at + buffer.item_bytes
-                ends.append(np.sort(np.concatenate([*(o + at for o, _ in runs), [end]])))
+                after = [offsets + first + width for offsets, width in runs]
+                starts.append(np.sort(np.concatenate([[first], *after])))
+                before = [offsets + first for offsets, _ in runs]
+                ends.append(np.sort(np.concatenate([*before, [first + buffer.item_bytes]])))
         low, high = np.concatenate(starts), np.concatenate(ends)
         return low[low < high], high[low < high]
 
@@ -228,12 +226,12 @@ def _moved(
     layout: PoolLayout, first: str, keys: Sequence[Key], steps: Sequence[Box]
 ) -> list[_Moved]:
     regions, buffers = layout.region_by_key, layout.buffer_by_name
-    base, found = buffers[first].base, []
+    base, moved = buffers[first].base, []
     for key, box in zip(keys, steps):
         region = regions[key]
-        at = buffers[region.buffer].base - base + region.offset
-        found.append((at, region.width, region.axes, box))
-    return found
+        start = buffers[region.buffer].base - base + region.offset
+        moved.append((start, region.width, region.axes, box))
+    return moved
 
 
 def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:

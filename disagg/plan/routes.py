@@ -13,7 +13,16 @@ import numpy as np
 
 from disagg.plan.matching.match import Part
 from disagg.plan.matching.pairing import encoded
-from disagg.plan.runs import EntryRuns, Item, ItemRuns, Route, entry_runs, item_runs, join
+from disagg.plan.runs import (
+    EntryRuns,
+    Item,
+    ItemRuns,
+    PlacedRuns,
+    Route,
+    entry_runs,
+    item_runs,
+    join,
+)
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
 
@@ -29,16 +38,14 @@ class _End(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A record pair between a source rank and the destination: its keys, and the runs of each, with
-    the bytes from both records' items to the items of its buffers.
-    """
+    """A record pair between a source rank and the destination: its keys, and the runs of each."""
 
     source: int
     packed: bool
     src: _End
     dst: _End
     keys: Sequence[Key]
-    runs: Sequence[tuple[EntryRuns, int, int]]
+    runs: Sequence[PlacedRuns]
 
 
 class _Moved(NamedTuple):
@@ -56,24 +63,24 @@ def routes_of(
     """Joins the runs of every record pair, and groups pairs of equal shape into routes. With
     `by_layer`, runs of two layers are not joined.
     """
-    known: dict[object, ItemRuns] = {}
+    runs_of: dict[object, ItemRuns] = {}
     shapes: dict[object, tuple[ItemRuns, list[_Pair]]] = {}
     for pair in _pairs(sources, dest, parts, by_layer):
-        source, packed, src, dst, *_ = pair
-        about = packed, src.item, dst.item, *pair.runs
-        runs = known.get(about)
+        content = pair.packed, pair.src.item, pair.dst.item, *pair.runs
+        runs = runs_of.get(content)
         if runs is None:
-            runs = known[about] = item_runs(src.item, dst.item, join(pair.runs), packed)
+            runs = item_runs(pair.src.item, pair.dst.item, join(pair.runs), pair.packed)
+            runs_of[content] = runs
         roles = [(owner, role) for owner, _, role in pair.keys]
-        shape = source, src.space.name, dst.space.name, *roles, *about
+        shape = pair.source, pair.src.space.name, pair.dst.space.name, *roles, *content
         shapes.setdefault(shape, (runs, []))[1].append(pair)
     return tuple(_route(pairs, runs) for runs, pairs in shapes.values())
 
 
 def records_of(layouts: Iterable[PoolLayout]) -> list[Records]:
     """The records of each layout: those of one fingerprint have the same."""
-    found: dict[str, Records] = {}
-    return [found.setdefault(each.fingerprint(), Records(each)) for each in layouts]
+    records: dict[str, Records] = {}
+    return [records.setdefault(layout.fingerprint(), Records(layout)) for layout in layouts]
 
 
 class Records:
@@ -91,10 +98,10 @@ class Records:
 
     @cached_property
     def _inside(self) -> dict[str, list[Region]]:
-        found: dict[str, list[Region]] = {}
+        regions: dict[str, list[Region]] = {}
         for region in self.layout.regions:
-            found.setdefault(region.buffer, []).append(region)
-        return found
+            regions.setdefault(region.buffer, []).append(region)
+        return regions
 
     def inside(self, buffer: Buffer) -> Sequence[Region]:
         """The regions of a buffer."""
@@ -118,23 +125,29 @@ class Records:
         """The record of these buffers, and where their items begin in its. Equal ones of `items`
         are one.
         """
-        record, held = self.record(buffers), self.layout.buffer_by_name
+        record, by_name = self.record(buffers), self.layout.buffer_by_name
         first = record[0]
         end = self._ends.get((first.name, len(record)))
         if end is None:
             space = self.layout.space_by_name[first.space]
             end = _End(first.name, space, self._item(record, space, items))
             self._ends[first.name, len(record)] = end
-        return end, [held[name].base - first.base for name in buffers]
+        return end, [by_name[name].base - first.base for name in buffers]
 
     def _item(self, record: Sequence[Buffer], space: Space, items: dict[object, Item]) -> Item:
-        about = space.kind, space.steps, self.content(record)
-        item = items.get(about)
+        content = space.per_request, space.steps, self.content(record)
+        item = items.get(content)
         if item is None:
             starts, ends = _padding(self, record)
-            item = Item(space.kind, space.steps, record[0].item_stride, starts, ends)
-            like = space.kind, space.steps, item.stride, starts.tobytes(), ends.tobytes()
-            item = items[about] = items.setdefault(like, item)
+            item = Item(
+                several=not space.per_request,
+                entries=space.steps,
+                stride=record[0].item_stride,
+                pad_starts=starts,
+                pad_ends=ends,
+            )
+            equal = item.several, item.entries, item.stride, starts.tobytes(), ends.tobytes()
+            item = items[content] = items.setdefault(equal, item)
         return item
 
 
@@ -142,62 +155,69 @@ def _pairs(
     sources: Sequence[PoolLayout], dest: PoolLayout, parts: Sequence[Part], by_layer: bool
 ) -> Iterator[_Pair]:
     """All record pairs between which something moves."""
-    there, here = records_of(sources), Records(dest)
+    src_records, dst_records = records_of(sources), Records(dest)
     grids: dict[bytes, EntryRuns] = {}
-    found: dict[tuple[int, bool, object], _Moved] = {}
+    pairs: dict[tuple[int, bool, object], _Moved] = {}
     for part in parts:
-        source = there[part.source]
+        source = src_records[part.source]
         offers, wants = source.layout.region_by_key, dest.region_by_key
-        one, two = offers[part.keys[0]], wants[part.keys[0]]
-        grid = encoded(one.offset, one.axes, two.offset, two.axes, two.width, part.box)
+        offered, wanted = offers[part.keys[0]], wants[part.keys[0]]
+        grid = encoded(
+            offered.offset, offered.axes, wanted.offset, wanted.axes, wanted.width, part.box
+        )
         runs = grids.get(grid)
         if runs is None:
-            runs = grids[grid] = entry_runs(one, two, part.box)
-        packed = bool(two.packing)
+            runs = grids[grid] = entry_runs(offered, wanted, part.box)
+        packed = bool(wanted.packing)
         for key in part.keys:
             src, dst = offers[key].buffer, wants[key].buffer
-            ends: object = source.beside[src][0].name, here.beside[dst][0].name
-            about = part.source, packed, (src, dst, key[:2]) if by_layer else ends
-            moved = found.get(about)
+            ends: object = source.beside[src][0].name, dst_records.beside[dst][0].name
+            pair = part.source, packed, (src, dst, key[:2]) if by_layer else ends
+            moved = pairs.get(pair)
             if moved is None:
-                moved = found[about] = _Moved([], [], [], [])
+                moved = pairs[pair] = _Moved([], [], [], [])
             moved.keys.append(key)
             moved.runs.append(runs)
             moved.src.append(src)
             moved.dst.append(dst)
     items: dict[object, Item] = {}
-    for (number, packed, _), moved in found.items():
-        one_end, src_at = there[number].end(moved.src, items)
-        two_end, dst_at = here.end(moved.dst, items)
-        runs_at = [*zip(moved.runs, src_at, dst_at)]
-        yield _Pair(number, packed, one_end, two_end, moved.keys, runs_at)
+    for (number, packed, _), moved in pairs.items():
+        src_end, src_starts = src_records[number].end(moved.src, items)
+        dst_end, dst_starts = dst_records.end(moved.dst, items)
+        yield _Pair(
+            source=number,
+            packed=packed,
+            src=src_end,
+            dst=dst_end,
+            keys=moved.keys,
+            runs=[
+                PlacedRuns(runs, src, dst)
+                for runs, src, dst in zip(moved.runs, src_starts, dst_starts)
+            ],
+        )
 
 
 def _route(pairs: Sequence[_Pair], runs: ItemRuns) -> Route:
     first = pairs[0]
-    keys = tuple([key for pair in pairs for key in pair.keys])
-    src_buffers = tuple([pair.src.first for pair in pairs])
-    dst_buffers = tuple([pair.dst.first for pair in pairs])
     return Route(
-        first.source,
-        keys,
-        ", ".join(dict.fromkeys(role for _, _, role in first.keys)),
-        first.packed,
-        first.src.space,
-        first.dst.space,
-        src_buffers,
-        dst_buffers,
-        np.array([_layer(pair.keys) for pair in pairs], dtype=np.int64),
-        first.src.item.stride,
-        first.dst.item.stride,
-        *runs,
+        source=first.source,
+        keys=tuple([key for pair in pairs for key in pair.keys]),
+        roles=", ".join(dict.fromkeys(role for _, _, role in first.keys)),
+        packed=first.packed,
+        src_space=first.src.space,
+        dst_space=first.dst.space,
+        src_buffers=tuple([pair.src.first for pair in pairs]),
+        dst_buffers=tuple([pair.dst.first for pair in pairs]),
+        layers=np.array([_layer(pair.keys) for pair in pairs], dtype=np.int64),
+        src_stride=first.src.item.stride,
+        dst_stride=first.dst.item.stride,
+        runs=runs,
     )
 
 
 def _layer(keys: Sequence[Key]) -> int:
     """The layer of all keys, or -1 if they are of several."""
-    found = {key[:2] for key in keys}
-    return keys[0][1] if len(found) == 1 else -1
+    return keys[0][1] if len({key[:2] for key in keys}) == 1 else -1
 
 
 def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
@@ -209,13 +229,12 @@ def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
         inside = records.inside(buffer)
         if not buffer.padding or sum(region.nbytes for region in inside) == buffer.item_bytes:
             continue
-        at = buffer.base - record[0].base
-        edge = np.array([at], dtype=np.int64), np.array([at + buffer.item_bytes], dtype=np.int64)
+        first = buffer.base - record[0].base
         runs = [region_runs(region) for region in inside]
-        starts = np.concatenate([edge[0][:0], *(offsets + at for offsets, _ in runs)])
-        ends = np.concatenate([edge[0][:0], *(offsets + at + width for offsets, width in runs)])
+        starts = np.concatenate([_NONE, *(offsets + first for offsets, _ in runs)])
+        ends = np.concatenate([_NONE, *(offsets + first + width for offsets, width in runs)])
         starts, ends = merge_intervals(starts, ends)
-        low, high = np.append(edge[0], ends), np.append(starts, edge[1])
+        low, high = np.append(first, ends), np.append(starts, first + buffer.item_bytes)
         gaps.append((low[low < high], high[low < high]))
     if not gaps:
         return _NONE, _NONE

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout import Key, Region, Space
-from kvpool.layout.grid import Ints
-from kvpool.layout.types import SpaceKind
+from kvpool.layout.grid import Ints, outer_sum
 
 GAPS_AT_ONCE = 1 << 20
 """Bounds the memory for checking gaps between entries."""
@@ -23,13 +22,13 @@ GAPS_AT_ONCE = 1 << 20
 Box = tuple[tuple[str, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Item:
-    """An item of a record: the kind of its space, for how many entries it has room, and bytes to
-    the next. `pad_starts` and `pad_ends` are its declared padding.
+    """An item of a record: for how many entries it has room, and bytes to the next; whether a
+    request may have `several`. `pad_starts` and `pad_ends` are its declared padding.
     """
 
-    kind: SpaceKind
+    several: bool
     entries: int
     stride: int
     pad_starts: Ints
@@ -39,8 +38,8 @@ class Item:
         """Whether the bytes `starts` to `ends` of an item are declared padding (or none)."""
         if not self.pad_starts.size:
             return starts >= ends
-        at = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
-        return (starts >= ends) | ((starts >= self.pad_starts[at]) & (ends <= self.pad_ends[at]))
+        gap = np.maximum(np.searchsorted(self.pad_starts, starts, side="right") - 1, 0)
+        return (starts >= ends) | ((starts >= self.pad_starts[gap]) & (ends <= self.pad_ends[gap]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +58,7 @@ class Runs:
         return self.src.size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EntryRuns:
     """Runs of one entry: those of entry 0, and the bytes to the next entry on both sides."""
 
@@ -76,21 +75,42 @@ class EntryRuns:
 
     def pick(self, which: npt.NDArray[np.bool_] | Ints) -> EntryRuns:
         """The runs of a mask, or in an order."""
-        return EntryRuns(*(column[which] for column in self.columns()))
+        return EntryRuns(
+            src=self.src[which],
+            dst=self.dst[which],
+            nbytes=self.nbytes[which],
+            src_step=self.src_step[which],
+            dst_step=self.dst_step[which],
+        )
 
-    def columns(self) -> tuple[Ints, ...]:
-        """src, dst, nbytes, src_step, dst_step."""
-        return self.src, self.dst, self.nbytes, self.src_step, self.dst_step
+
+class ItemRuns(NamedTuple):
+    """The runs of a record pair."""
+
+    chains: EntryRuns
+    """Runs that continue from entry to entry."""
+    singles: EntryRuns
+    """The other runs of an entry."""
+    whole: Runs | None
+    """The runs of a whole item pair, if items of both sides hold equally many entries."""
+    linear: bool
+    """Chains continue from item to item: adjacent items are one run."""
+    dense: bool
+    """`whole` is one run that continues from item to item."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Route:
     """Record pairs of one shape between source rank `source` and the destination.
 
     Offsets of a pair's runs are from its buffers, one of `src_buffers` and one of `dst_buffers`
-    `[B]`; their pointers are the layouts'. `chains` are runs that continue from entry to entry,
-    `singles` the other runs; `whole` are the runs of a whole item pair, if items of both sides hold
-    equally many entries. `packed` regions move by the item, which is then one entry.
+    `[B]`; their pointers are the layouts'. `packed` regions move by the item, which is then one
+    entry.
+
+    Of pages of 64 rows of 1,152 bytes, 61 layers are one route with B = 61: one of `chains` has
+    `nbytes` and steps of 1,152, and a stretch of 5 entries is a run of 5,760 bytes. Of keys in
+    `[head, entry, 256 bytes]` on one side and `[entry, head, 256 bytes]` on the other, each head is
+    one of `singles`: 5 entries of 8 heads are 40 runs of 256 bytes.
     """
 
     source: int
@@ -106,13 +126,7 @@ class Route:
     """The layer of each pair `[B]`, or -1 where its runs may join those of other layers."""
     src_stride: int
     dst_stride: int
-    chains: EntryRuns
-    singles: EntryRuns
-    whole: Runs | None
-    linear: bool
-    """Chains continue from item to item: adjacent items are one run."""
-    dense: bool
-    """`whole` is one run that continues from item to item."""
+    runs: ItemRuns
 
     @property
     def src_entries(self) -> int:
@@ -137,11 +151,8 @@ class Route:
     @property
     def shape(self) -> object:
         """What its runs depend on beside a request: routes of equal shape have the same runs."""
-        return (
-            *(self.src_space.name, self.dst_space.name, self.packed),
-            *(self.src_stride, self.dst_stride, self.linear, self.dense),
-            *(id(self.chains), id(self.singles), id(self.whole)),
-        )
+        spaces = self.src_space.name, self.dst_space.name
+        return spaces, self.packed, self.src_stride, self.dst_stride, id(self.runs)
 
     def within(self, layers: range) -> npt.NDArray[np.bool_]:
         """Which pairs are of a range of layers, `[B]`."""
@@ -151,46 +162,50 @@ class Route:
 def entry_runs(source: Region, dest: Region, box: Box) -> EntryRuns:
     """The runs of one entry of two regions of the same key, over the axis steps of `box`."""
     src, dst, width = source.offset, dest.offset, dest.width
-    left: list[tuple[int, int, int]] = []
+    outer: list[tuple[int, int, int]] = []
     strides: list[tuple[int, int, int]] = []
     for name, low, high in box:
-        there, here = source.axis(name), dest.axis(name)
-        if there is None or here is None:
+        src_axis, dst_axis = source.axis(name), dest.axis(name)
+        if src_axis is None or dst_axis is None:
             raise KeyError(f"{dest}: axis {name!r} exists on one side only.")
-        src += (low - there.start) * there.stride
-        dst += (low - here.start) * here.stride
-        strides.append((high - low, there.stride, here.stride))
+        src += (low - src_axis.start) * src_axis.stride
+        dst += (low - dst_axis.start) * dst_axis.stride
+        strides.append((high - low, src_axis.stride, dst_axis.stride))
     for size, src_stride, dst_stride in sorted(strides, key=lambda axis: axis[2]):
-        if src_stride == dst_stride == width and not left:
+        if src_stride == dst_stride == width and not outer:
             width *= size
         elif size > 1:
-            left.append((size, src_stride, dst_stride))
-    srcs, dsts = np.array([src], dtype=np.int64), np.array([dst], dtype=np.int64)
-    for size, src_stride, dst_stride in reversed(left):
-        steps = np.arange(size, dtype=np.int64)
-        srcs = (srcs[:, None] + steps * src_stride).ravel()
-        dsts = (dsts[:, None] + steps * dst_stride).ravel()
-    there, here = source.axis("entry"), dest.axis("entry")
-    step = there.stride if there else 0, here.stride if here else 0
+            outer.append((size, src_stride, dst_stride))
+    starts = outer_sum(src, [(size, stride) for size, stride, _ in reversed(outer)])
+    src_axis, dst_axis = source.axis("entry"), dest.axis("entry")
     return EntryRuns(
-        srcs,
-        dsts,
-        np.full(srcs.size, width, dtype=np.int64),
-        np.full(srcs.size, step[0], dtype=np.int64),
-        np.full(srcs.size, step[1], dtype=np.int64),
+        src=starts,
+        dst=outer_sum(dst, [(size, stride) for size, _, stride in reversed(outer)]),
+        nbytes=np.full_like(starts, width),
+        src_step=np.full_like(starts, src_axis.stride if src_axis else 0),
+        dst_step=np.full_like(starts, dst_axis.stride if dst_axis else 0),
     )
 
 
-def join(parts: Sequence[tuple[EntryRuns, int, int]]) -> EntryRuns:
+class PlacedRuns(NamedTuple):
+    """Runs of an entry of two buffers, and the bytes from the records' items to the buffers'."""
+
+    runs: EntryRuns
+    src_start: int
+    dst_start: int
+
+
+def join(parts: Sequence[PlacedRuns]) -> EntryRuns:
     """All runs of a record pair by destination, joined where adjacent on both sides: latent and
-    rope become one row. With each part go the bytes from the records' items to its buffers'.
+    rope become one row.
     """
-    columns = (np.concatenate(column) for column in zip(*(part.columns() for part, _, _ in parts)))
-    runs = EntryRuns(*columns)
-    ats = np.array([at for _, *at in parts], dtype=np.int64)
-    sizes = [part.size for part, _, _ in parts]
-    src_at, dst_at = np.repeat(ats, sizes, axis=0).T
-    runs = replace(runs, src=runs.src + src_at, dst=runs.dst + dst_at)
+    runs = EntryRuns(
+        src=np.concatenate([part.runs.src + part.src_start for part in parts]),
+        dst=np.concatenate([part.runs.dst + part.dst_start for part in parts]),
+        nbytes=np.concatenate([part.runs.nbytes for part in parts]),
+        src_step=np.concatenate([part.runs.src_step for part in parts]),
+        dst_step=np.concatenate([part.runs.dst_step for part in parts]),
+    )
     runs = runs.pick(np.argsort(runs.dst, kind="stable"))
     continues = (
         (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
@@ -198,21 +213,8 @@ def join(parts: Sequence[tuple[EntryRuns, int, int]]) -> EntryRuns:
         & (runs.src_step[:-1] == runs.src_step[1:])
         & (runs.dst_step[:-1] == runs.dst_step[1:])
     )
-    first = np.append(True, ~continues)
-    nbytes = np.add.reduceat(runs.nbytes, np.flatnonzero(first))
-    return EntryRuns(
-        runs.src[first], runs.dst[first], nbytes, runs.src_step[first], runs.dst_step[first]
-    )
-
-
-class ItemRuns(NamedTuple):
-    """What a route's runs are: see Route."""
-
-    chains: EntryRuns
-    singles: EntryRuns
-    whole: Runs | None
-    linear: bool
-    dense: bool
+    first = np.flatnonzero(np.append(True, ~continues))
+    return replace(runs.pick(first), nbytes=np.add.reduceat(runs.nbytes, first))
 
 
 def item_runs(src: Item, dst: Item, runs: EntryRuns, packed: bool) -> ItemRuns:
@@ -222,14 +224,20 @@ def item_runs(src: Item, dst: Item, runs: EntryRuns, packed: bool) -> ItemRuns:
     chains, singles = runs.pick(chained), runs.pick(~chained)
     linear = (
         singles.size == 0
-        and src.kind == "paged"
+        and src.several
         and bool((chains.nbytes == chains.src_step).all())
         and bool((chains.src_step * src_entries == src.stride).all())
         and bool((chains.dst_step * dst_entries == dst.stride).all())
     )
     same = src_entries == dst_entries
     whole = _whole(src, dst, chains, singles, src_entries) if same else None
-    return ItemRuns(chains, singles, whole, linear, whole is not None and _dense(src, dst, whole))
+    return ItemRuns(
+        chains=chains,
+        singles=singles,
+        whole=whole,
+        linear=linear,
+        dense=whole is not None and _dense(src, dst, whole),
+    )
 
 
 def _chained(src: Item, dst: Item, runs: EntryRuns) -> npt.NDArray[np.bool_]:
@@ -240,8 +248,6 @@ def _chained(src: Item, dst: Item, runs: EntryRuns) -> npt.NDArray[np.bool_]:
         some = runs.pick(gap)
         clear = _apart_by_padding(src, some.src, some) & _apart_by_padding(dst, some.dst, some)
         same[gap] = clear
-    if src.kind == "slot":
-        same[:] = False
     return np.asarray(same, dtype=np.bool_)
 
 
@@ -251,12 +257,12 @@ def _apart_by_padding(item: Item, starts: Ints, runs: EntryRuns) -> npt.NDArray[
     if gaps > item.pad_starts.size:  # each gap needs a padding interval of its own
         return np.zeros(runs.size, dtype=bool)
     entries = np.arange(gaps, dtype=np.int64)
-    found = []
+    clear = []
     for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // GAPS_AT_ONCE):
         first = starts[part, None] + entries * runs.src_step[part, None]
         low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
-        found.append(item.is_padding(low, high).all(axis=1))
-    return np.concatenate(found)
+        clear.append(item.is_padding(low, high).all(axis=1))
+    return np.concatenate(clear)
 
 
 def _whole(src: Item, dst: Item, chains: EntryRuns, singles: EntryRuns, entries: int) -> Runs:
@@ -282,7 +288,7 @@ def _whole(src: Item, dst: Item, chains: EntryRuns, singles: EntryRuns, entries:
 
 def _dense(src: Item, dst: Item, whole: Runs) -> bool:
     """Whether adjacent items are one run: only equal padding lies between them."""
-    if whole.size != 1 or src.stride != dst.stride or src.kind != "paged":
+    if whole.size != 1 or src.stride != dst.stride or not src.several:
         return False
     for item, start in ((src, whole.src), (dst, whole.dst)):
         tail = start + whole.nbytes, np.full(1, item.stride)

@@ -11,7 +11,6 @@ import math
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
-from disagg.plan.block_tables import BlockTables
 from disagg.protocol import events, messages
 from disagg.protocol.aux_values import pack_aux
 from disagg.protocol.codec import encode
@@ -22,6 +21,7 @@ from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.peers.prefill_peers import Decode, LostPeer, PrefillPeers
 from disagg.protocol.phases import Phase, RoomEvent
+from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.ended import EndedAttempts
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.rooms.prefill_room import PrefillRoom

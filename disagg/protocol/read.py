@@ -6,7 +6,6 @@ from msgspec import Struct
 
 from disagg.plan import TransferPlan
 from disagg.plan.bind import CopyBatch, Count
-from disagg.plan.columns import Columns
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.peers.link import Link
 from disagg.protocol.rooms.offered import LayerRange
@@ -35,8 +34,8 @@ class Read(Struct, frozen=True, eq=False, kw_only=True):
     count: Count
     ready: float
 
-    def bind(self, columns: Columns) -> CopyBatch:
-        """Its runs, in `columns`. Raises as TransferPlan.bind."""
+    def bind(self) -> CopyBatch:
+        """Its runs. Raises as TransferPlan.bind; block tables were checked where they came in."""
         return self.plan.bind(
             self.source,
             self.source_address,
@@ -45,7 +44,7 @@ class Read(Struct, frozen=True, eq=False, kw_only=True):
             layers=self.layers.layers if self.layers else None,
             owner=self.layers.owner if self.layers else "",
             count=self.count,
-            columns=columns,
+            checked=True,
         )
 
     def moves(self, owner: str, layer: int) -> bool:

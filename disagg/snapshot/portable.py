@@ -14,7 +14,7 @@ import numpy as np
 from disagg.digest.digest import Piece
 from kvpool.layout import Axis, Buffer, PoolLayout, Region, RequestAddress, Space, Span
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.layout.types import EVERY
+from kvpool.layout.spaces import EVERY
 
 
 def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
@@ -53,8 +53,7 @@ def block_table(layout: PoolLayout, tokens: int) -> RequestAddress:
     spans = {}
     for space in layout.spaces:
         items = space.alive_items(tokens)
-        first = 0 if space.per_request else items.start
-        spans[space.name] = Span(np.arange(len(items)), first)
+        spans[space.name] = Span(np.arange(len(items)), items.start)
     return RequestAddress(tokens, spans)
 
 
@@ -103,7 +102,7 @@ def _compact(region: Region, space: Space) -> Region:
     for axis in reversed(region.inner_axes):
         axes.append(replace(axis, stride=stride))
         stride *= axis.size
-    if space.kind != "slot" and not region.packing:
+    if space.has_entries and not region.packing:
         axes.append(Axis("entry", space.entries_per_item, stride))
     name = f"{region.owner}.{region.layer}.{region.role}"
     return replace(region, buffer=name, offset=0, axes=tuple(axes))

@@ -177,16 +177,14 @@ class Tables:
         """
         locations = {}
         for space in self.spaces:
-            table, size = self.lists[space.id_list], space.entries_per_item
             entries = positions // space.tokens_per_entry
-            numbers = np.zeros_like(positions) if space.per_request else entries // size
-            items = table.find(rows, numbers)
+            numbers, steps = space.place(entries)
+            items = self.lists[space.id_list].find(rows, numbers)
             present = items >= 0
             if space.wraps:
                 lost = self.lost[space.name][rows]
                 present &= entries >= first_kept(space, entries, after[:, None], lost[:, None])
-            steps = items * space.steps + entries % space.steps
-            locations[space.name] = np.where(present, steps, -1)
+            locations[space.name] = np.where(present, items * space.steps + steps, -1)
         return locations
 
     def check_integrity(self) -> dict[str, Ints]:

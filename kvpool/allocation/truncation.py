@@ -11,7 +11,7 @@ from kvpool.layout.request_address import MAX_TOKENS
 
 def alive_start(space: Space, tokens: Ints) -> Ints:
     """The first live entry of requests of `tokens` `[B]` tokens."""
-    if space.kind == "slot" or space.window is None:
+    if space.window is None:
         return np.zeros_like(tokens)
     step = space.window_step
     return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
@@ -55,7 +55,7 @@ def need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Int
     `[B]` were freed or overwritten, have all that is alive of `after` `[B]`; after `received` `[B]`
     tokens were received, entries that were dead then never came.
     """
-    if space.kind == "slot":
+    if not space.has_entries:
         if (rows := np.flatnonzero((after > 0) & (after < before))).size:
             row = rows[0]
             raise ValueError(

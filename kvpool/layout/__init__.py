@@ -18,16 +18,8 @@ from kvpool.layout.described import Described, join, total_layers
 from kvpool.layout.foreign import ForeignBytes
 from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
-from kvpool.layout.types import (
-    Axis,
-    Buffer,
-    Interleave,
-    Key,
-    LayoutError,
-    Region,
-    Slab,
-    Space,
-)
+from kvpool.layout.spaces import Interleave, Space
+from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab
 from kvpool.layout.validate import VERSION, check_layout
 
 __all__ = [

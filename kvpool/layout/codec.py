@@ -17,17 +17,8 @@ from msgspec import Meta
 
 from kvpool.layout import VERSION, PoolLayout
 from kvpool.layout.sentences import one_line
-from kvpool.layout.types import (
-    MAX_AXES,
-    MAX_PARTS,
-    MAX_REASON,
-    Axis,
-    Buffer,
-    Interleave,
-    LayoutError,
-    Region,
-    Space,
-)
+from kvpool.layout.spaces import Interleave, Space
+from kvpool.layout.types import MAX_AXES, MAX_PARTS, MAX_REASON, Axis, Buffer, LayoutError, Region
 
 MAX_BYTES = 8 << 20
 encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's integers too

@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpool.layout.types import Axis, Key, Space
+    from kvpool.layout.spaces import Space
+    from kvpool.layout.types import Axis, Key
 
 UNPRINTABLE = (
     (0x0, 0x1F),  # controls, line breaks, escapes

@@ -13,7 +13,8 @@ import numpy as np
 from kvpool.layout.foreign import interleaved
 from kvpool.layout.grid import region_runs, run_count
 from kvpool.layout.sentences import is_printable
-from kvpool.layout.types import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, Space
+from kvpool.layout.spaces import Space
+from kvpool.layout.types import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region
 
 if TYPE_CHECKING:
     from kvpool.layout import PoolLayout
@@ -94,18 +95,18 @@ def _check_shared_ids(spaces: Sequence[Space]) -> None:
             raise LayoutError(
                 f"space {space.name}: shares the ids of {space.ids!r}, which has no id list itself."
             )
-        if space.kind != "paged" or first.kind != "paged":
+        if space.per_request or first.per_request:
             continue
         if space.item_span != first.item_span:
             raise LayoutError(
                 f"space {space.name}: an item holds {_tokens(space)}, but an item of "
                 f"{first.name}, whose ids it shares, {_tokens(first)}."
             )
-        for each in (space, first) if space.interleave != first.interleave else ():
-            if each.interleave is not None and each.tokens_per_item % each.interleave.size:
+        for cut in (space, first) if space.interleave != first.interleave else ():
+            if cut.interleave is not None and cut.tokens_per_item % cut.interleave.size:
                 raise LayoutError(
-                    f"space {each.name}: stretches of {each.interleave.size} positions do not "
-                    f"divide an item of {each.tokens_per_item}, and {space.name} shares the ids of "
+                    f"space {cut.name}: stretches of {cut.interleave.size} positions do not divide "
+                    f"an item of {cut.tokens_per_item}, and {space.name} shares the ids of "
                     f"{first.name}, which is interleaved otherwise: their items would hold other "
                     "positions. Make the stretches divide an item."
                 )
@@ -163,10 +164,10 @@ def _check_entries(region: Region, space: Space) -> None:
         return
     entry = region.axis("entry")
     size = entry.size if entry else 1
-    if space.kind == "slot" and entry is not None:
+    if entry is not None and not space.has_entries:
         raise LayoutError(
-            f"{region}: has an entry axis, but an item of space {space.name} is a slot without "
-            "entries."
+            f"{region}: has an entry axis, but an item of space {space.name} is a {space.kind} "
+            "without entries."
         )
     if size != space.steps:
         raise LayoutError(

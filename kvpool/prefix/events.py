@@ -82,7 +82,7 @@ class EventLog:
         prefixes that end with its items have `keys`.
         """
         kind, window = "mamba" if space.per_request else "full_attention", None
-        if space.kind == "paged" and space.window is not None:
+        if not space.per_request and space.window is not None:
             kind, window = "sliding_window", space.window * space.tokens_per_entry
         for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
             first, stop = int(run[0]), int(run[-1]) + 1

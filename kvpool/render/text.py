@@ -44,16 +44,7 @@ def human(nbytes: float) -> str:
 
 def space_words(space: Space) -> str:
     """How ids of a space address positions, as text: `space kv: pages of 64 entries`."""
-    entries = "entry" if space.entries_per_item == 1 else "entries"
-    words = [
-        {
-            "paged": f"pages of {space.entries_per_item:,} {entries}",
-            "slot": "one item a request",
-            "ring": f"one ring of {space.entries_per_item:,} {entries} a request",
-        }[space.kind]
-    ]
-    if space.ring is not None:
-        words.append(f"of which an item has room for the last {space.ring:,}")
+    words = [space.traits.words(space)]
     if space.tokens_per_entry > 1:
         words.append(f"an entry is {space.tokens_per_entry:,} tokens")
     if space.window is not None:

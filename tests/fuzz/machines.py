@@ -27,7 +27,6 @@ from disagg import (
     UsageError,
 )
 from disagg.digest.digest import from_wire
-from disagg.plan.columns import Columns
 from disagg.protocol import codec, messages
 from disagg.protocol.events import ReadEnded
 from disagg.protocol.read import Read
@@ -349,7 +348,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
 def _bind(read: Read) -> None:
     """Binds a read as the reader does, and checks the batch."""
     try:
-        batch = read.bind(Columns())
+        batch = read.bind()
     except ValueError:
         return
     source = read.plan.sources[read.source]

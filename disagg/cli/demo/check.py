@@ -32,12 +32,9 @@ class ByteCount(NamedTuple):
 
 def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
     """Flat locations of a request's entries in a pool."""
-    span, size = address.spans[space.id_list], space.entries_per_item
-    numbers = np.arange(entries.start, entries.stop, dtype=np.int64)
-    items = span.ids[
-        np.zeros_like(numbers) if space.per_request else numbers // size - span.first_item
-    ]
-    return np.asarray(items * space.steps + numbers % size % space.steps)
+    span = address.spans[space.id_list]
+    items, steps = space.place(np.arange(entries.start, entries.stop, dtype=np.int64))
+    return np.asarray(span.ids[items - span.first_item] * space.steps + steps)
 
 
 def same_as_pool(

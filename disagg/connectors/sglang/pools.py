@@ -43,7 +43,7 @@ class SglangLayout:
         """How many of a request's last positions only its last chunk can bring: SGLang lists the
         pages of windows with it.
         """
-        spaces = (s for s in self.layout.spaces if s.kind == "paged" and s.window is not None)
+        spaces = (s for s in self.layout.spaces if not s.per_request and s.window is not None)
         return max(
             ((s.window or 0) + s.window_step - 1 for s in spaces if s.ids is None), default=0
         )
@@ -72,9 +72,7 @@ class SglangLayout:
 
     def span_of(self, space: Space, ids: npt.NDArray[np.int64], tokens: int) -> Span:
         """What SGLang's indices of a component mean in a space."""
-        if space.kind == "slot":
-            return Span(ids)
-        if space.kind == "ring":  # SGLang lists the part of the ring with the open window, if any
+        if space.per_request:  # of a ring, SGLang lists the part with the open window, if any
             return Span(ids // (space.entries_per_item // space.window_step))
         page = self.layout.space_by_name["kv"].tokens_per_item
         first = -(-tokens // page) - ids.size  # the last page has the last position

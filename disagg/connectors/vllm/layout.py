@@ -142,7 +142,7 @@ def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
 def group_of(spec: Any, space: Space) -> BlockGroup:
     """How the ids of a group of layers like `spec` are found."""
     state: Literal["first", "position"] | None = None
-    if space.kind == "slot":
+    if not space.has_entries:
         state = "first" if spec.mamba_cache_mode == "none" else "position"
     return BlockGroup(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
 

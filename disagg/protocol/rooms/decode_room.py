@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from disagg.digest.digester import Verification
 from disagg.plan.bind import Count
 from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
 from disagg.protocol.aux_values import Aux, pack_aux, unpack_aux
 from disagg.protocol.messages import ChunkReady
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
@@ -207,7 +206,7 @@ class DecodeRoom(PhasedRoom):
             raise ValueError(problem)
         address, aux = ready.address(), unpack_aux(ready.aux)
         plan = self.link.plan
-        if plan and (problem := id_clash(plan.sources[source], address, Columns())):
+        if plan and (problem := id_clash(plan.sources[source], address)):
             raise ValueError(problem)
         if aux and not last:
             raise ValueError("aux values travel with the last chunk.")

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Collection
 
 from disagg.errors import RoomError
-from disagg.plan.block_tables import BlockTables
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.link import Link
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.read import Read
+from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.rooms import Rooms
 from disagg.protocol.rooms.written_items import WrittenItems

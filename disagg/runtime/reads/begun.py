@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from disagg.plan.columns import Columns
 from disagg.runtime.reads.context import ReadContext, TrackedRead
 from disagg.runtime.staging import ReadPart
 
@@ -51,14 +50,13 @@ class InFlight:
 @dataclass(eq=False, slots=True, kw_only=True)
 class BegunReads:
     """One read, or small ones of several rooms that are posted together; `nbytes` are each one's.
-    `columns` hold their runs; `next` is the part that waits for a buffer. With a `problem` they
+    `next` is the part that waits for a buffer. With a `problem` they
     have failed, and end once none of their bytes can land any more.
     """
 
     reads: list[TrackedRead]
     nbytes: list[int]
     parts: Iterator[ReadPart]
-    columns: Columns
     left: bool = True
     """Whether there may be parts to post."""
     next: ReadPart | None = None

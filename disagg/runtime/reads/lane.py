@@ -16,7 +16,6 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.plan.bind import CopyBatch
-from disagg.plan.columns import Columns
 from disagg.protocol.events import EngineConnected, ReadBegun
 from disagg.protocol.messages import Hello
 from disagg.protocol.peers.link import Link
@@ -53,12 +52,6 @@ class BoundRead:
         """Whether it may be posted together with others."""
         return self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
 
-    def kept(self) -> BoundRead:
-        """The same with runs of its own, as the next read is bound in the same memory."""
-        src, dst, nbytes = (array.copy() for array in self.batch)
-        batch = CopyBatch(src, dst, nbytes, self.batch.shares)
-        return BoundRead(self.tracked, batch, self.seconds)
-
 
 class Lane:
     """Reads that wait (`queue`), that have begun, and those of peers that are being given up
@@ -75,8 +68,6 @@ class Lane:
         self._context, self._engine = context, context.engine
         self._begun: list[BegunReads] = []
         self._peer: Any = None
-        self._spare: list[Columns] = []
-        self._scratch = Columns()
         self._dropped = False
 
     def reads(self) -> Iterator[TrackedRead]:
@@ -160,10 +151,9 @@ class Lane:
             first = self.queue.popleft()
             self._context.end(first, first.problem(error))
             return False
-        columns = self._spare.pop() if self._spare else Columns()
         joined: list[BoundRead] = []
         while self.queue and len(joined) < READS_AT_ONCE:
-            bound = self._bind(self.queue[0], self._scratch if joined else columns)
+            bound = self._bind(self.queue[0])
             if bound is None:
                 self.queue.popleft()
                 continue
@@ -171,28 +161,25 @@ class Lane:
             if joined and not small:
                 break  # it begins in the next turn of this
             self.queue.popleft()
-            joined.append(bound.kept() if joined else bound)
+            joined.append(bound)
             if not small:
                 break
-        if not joined:
-            self._spare.append(columns)
-            return True
-        return self._post_first(joined, columns)
+        return self._post_first(joined) if joined else True
 
-    def _bind(self, tracked: TrackedRead, columns: Columns) -> BoundRead | None:
+    def _bind(self, tracked: TrackedRead) -> BoundRead | None:
         """Its runs; None if there is nothing to be read of it: it has ended."""
         problem = None
         try:
             if not tracked.cancelled:
                 began = time.perf_counter()
-                batch = tracked.read.bind(columns)
+                batch = tracked.read.bind()
                 return BoundRead(tracked, batch, time.perf_counter() - began)
         except Exception as error:  # nothing of it was posted
             problem = tracked.problem(error)
         self._context.end(tracked, problem)
         return None
 
-    def _post_first(self, joined: list[BoundRead], columns: Columns) -> bool:
+    def _post_first(self, joined: list[BoundRead]) -> bool:
         """Begins reads that are bound; whether more may begin in this step."""
         now, batch = self._context.clock(), joined[0].batch
         for bound in joined:
@@ -212,7 +199,7 @@ class Lane:
                 self._context.end(bound.tracked, bound.tracked.problem(error))
             return False
         begun_reads = BegunReads(
-            reads=[bound.tracked for bound in joined], nbytes=totals, parts=parts, columns=columns
+            reads=[bound.tracked for bound in joined], nbytes=totals, parts=parts
         )
         self._begun.append(begun_reads)
         return self._go_on(begun_reads) is not None
@@ -285,7 +272,6 @@ class Lane:
     def _end(self, begun: BegunReads) -> None:
         """Reads have nothing left to do, and nothing in flight."""
         self._begun.remove(begun)
-        self._spare.append(begun.columns)
         self._finish(begun)
 
     def _finish(self, begun: BegunReads) -> None:

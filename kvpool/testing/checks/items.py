@@ -67,7 +67,7 @@ def capacity(layout: PoolLayout) -> int:
     """Tokens of the longest request for which `place` has items."""
     usable, most = usable_items(layout), 1 << 20
     for space in layout.spaces:
-        if space.ids is None and space.kind == "paged":
+        if space.ids is None and not space.per_request:
             most = min(most, usable[space.name].size * space.tokens_per_item)
     return most if most < 1 << 20 else 9
 

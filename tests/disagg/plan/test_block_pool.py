@@ -5,7 +5,6 @@ others: every byte of both sides is compared.
 from __future__ import annotations
 
 import ctypes
-import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
 from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
 from disagg.plan.proof import prove
 from disagg.runtime.staging import coalesce
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
@@ -295,7 +293,7 @@ def test_the_blocks_of_any_number_of_spaces_are_compared(data):
             uses.setdefault(item // cut, {}).setdefault(name, item)
     twice = sorted(block for block, who in uses.items() if len(who) > 1 and block >= reserved)
     address = RequestAddress(4, {name: Span(found) for name, found in lists.items()})
-    found = id_clash(layout, address, Columns())
+    found = id_clash(layout, address)
     assert (found is not None) == bool(twice)
     if found:
         (one, first), (two, second) = [*uses[twice[0]].items()][:2]
@@ -303,23 +301,6 @@ def test_the_blocks_of_any_number_of_spaces_are_compared(data):
             f"block {twice[0]} of block pool blocks is listed in spaces {one} (item {first}) and "
             f"{two} (item {second}), but"
         )
-
-
-@pytest.mark.parametrize("cut", [1, 4])
-def test_comparing_ids_takes_no_memory_of_its_own(cut):
-    columns, many = Columns(), 100_000
-    spaces = [
-        Space(name, reserved=n, block_pool=POOL, items_per_block=n)
-        for name, n in (("kv", 1), ("swa", cut))
-    ]
-    layout = PoolLayout((), (), spaces, 0)
-    address = table(np.arange(1, many), np.arange(cut * many, (cut + 1) * many), many)
-    id_clash(layout, address, columns)
-    tracemalloc.start()
-    assert id_clash(layout, address, columns) is None
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 10_000
 
 
 def cut_pair(cut, items=10):

@@ -103,23 +103,28 @@ def test_where_both_declare_it_padding_both_checks_agree(name):
 
 def damaged(route):
     """Routes whose runs leave bytes out, move others, or move some twice."""
+    runs_of = route.runs
+
+    def with_runs(**changed):
+        return replace(route, runs=runs_of._replace(**changed))
+
     for name, change in product(("src", "dst", "nbytes"), (1, -1)):
         for part in ("chains", "singles", "whole"):
-            runs = getattr(route, part)
+            runs = getattr(runs_of, part)
             if runs is not None and runs.size:
                 column = getattr(runs, name).copy()
                 column[-1] += change * 2
-                yield replace(route, **{part: replace(runs, **{name: column})})
+                yield with_runs(**{part: replace(runs, **{name: column})})
     for part in ("chains", "singles"):
-        runs = getattr(route, part)
+        runs = getattr(runs_of, part)
         if runs.size:
-            yield replace(route, **{part: runs.pick(np.arange(runs.size - 1))})
-            yield replace(route, **{part: runs.pick(np.arange(runs.size + 1) % runs.size)})
-            yield replace(route, **{part: replace(runs, dst_step=runs.dst_step + 2)})
-    if not route.linear:
-        yield replace(route, linear=True)
-    if not route.dense and route.whole is not None:
-        yield replace(route, dense=True)
+            yield with_runs(**{part: runs.pick(np.arange(runs.size - 1))})
+            yield with_runs(**{part: runs.pick(np.arange(runs.size + 1) % runs.size)})
+            yield with_runs(**{part: replace(runs, dst_step=runs.dst_step + 2)})
+    if not runs_of.linear:
+        yield with_runs(linear=True)
+    if not runs_of.dense and runs_of.whole is not None:
+        yield with_runs(dense=True)
 
 
 @pytest.mark.parametrize("placement", ["layer", "page"])

@@ -12,7 +12,6 @@ from disagg.cli.bench.peer import READER_TIMEOUT, OneOpen
 from disagg.cli.bench.work import Work
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
-from disagg.plan.columns import Columns
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from kvpool.device import Device
@@ -59,7 +58,7 @@ class TimedHandOffs:
         table = block_table(self._pool.layout, tokens, DEST_SEED)
         starts = range(0, tokens, chunk)
         last = range(starts[-1], tokens)
-        batch = self._plan.bind(0, source, table, tokens=last, columns=Columns())
+        batch = self._plan.bind(0, source, table, tokens=last)
         parts = list(batch.split(self._bare.max_bytes, self._bare.max_runs))
         clear(self._pool)
 

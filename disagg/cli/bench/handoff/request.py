@@ -109,10 +109,9 @@ def _live(layout: PoolLayout, tokens: range) -> Iterator[tuple[Region, Space, In
 
 
 def _locations(space: Space, table: RequestAddress, entries: Ints) -> Ints:
-    span, size = table.spans[space.id_list], space.entries_per_item
-    item = np.zeros_like(entries) if space.per_request else entries // size - span.first_item
-    found: Ints = span.ids[item] * size + entries % size
-    return found
+    span = table.spans[space.id_list]
+    items, steps = space.place(entries)
+    return span.ids[items - span.first_item] * space.steps + steps
 
 
 def _rows(region: Region, entries: Ints) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from disagg.plan.block_pools import id_clash
-from disagg.plan.columns import Columns
-from disagg.plan.positions import BlockLookup, needed_entries
+from disagg.plan.positions import BlockLookup
 from kvpool.layout import PoolLayout, RequestAddress
 
 
@@ -16,7 +15,7 @@ class BlockTables:
     """
 
     def __init__(self, layout: PoolLayout, allow_missing: Collection[str] = ()) -> None:
-        self._layout, self._columns = layout, Columns()
+        self._layout = layout
         needed = {
             layout.space_of(region).name
             for region in layout.regions
@@ -39,19 +38,21 @@ class BlockTables:
         a block for two spaces of its pool.
 
         Slots and rings must be listed with the `last` chunk. With `at_most` the request may have
-        fewer tokens: which items of a window it needs is not known yet.
+        fewer tokens: which items of a window it needs is not known yet. One of at most
+        100 tokens and with a window of 8 may end after 20, and then needs those of positions 12 to
+        19.
         """
-        if clash := id_clash(self._layout, address, self._columns):
+        if clash := id_clash(self._layout, address):
             raise ValueError(f"{who}: {clash}")
         for space, needed in self._spaces:
-            lookup = BlockLookup(space, self._layout, address)
+            lookup = BlockLookup(space, self._layout, address, who)
             if lookup.span is None and not (needed and (last or space.grows)):
                 continue
             if at_most and space.window is not None and not space.per_request:
                 continue
-            entries = space.held.part(needed_entries(space, tokens, address.num_tokens))
+            entries = space.held.part(space.needed_entries(tokens, address.num_tokens))
             if entries and space.per_request:
-                lookup.consecutive(0, 1, who)
+                lookup.consecutive(0, 1)
             elif entries:
                 size = space.entries_per_item
-                lookup.consecutive(entries.start // size, (entries.stop - 1) // size + 1, who)
+                lookup.consecutive(entries.start // size, (entries.stop - 1) // size + 1)

@@ -1,0 +1,260 @@
+"""Index spaces: which list of ids addresses a buffer's items, and which positions an item holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvpool.layout.kinds import KINDS, KindName, SpaceKind
+from kvpool.layout.types import need, need_int, need_name
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kvpool.layout.kinds.kind import Ints
+
+MAX_RANKS = 1 << 10
+"""Ranks over which a space's positions are interleaved."""
+MAX_ITEMS_PER_BLOCK = 1 << 12
+"""Items that one block of a block pool is."""
+MAX_ROUND = 1 << 40
+"""Positions of one stretch of every rank."""
+
+_Numbers = TypeVar("_Numbers", int, "npt.NDArray[np.int64]")
+
+
+@dataclass(frozen=True, slots=True)
+class Interleave:
+    """What rank `rank` of `ranks` holds of consecutive numbers (positions, or entries): every
+    `ranks`-th stretch of `size`, so number x if `x // size % ranks == rank`.
+
+    The numbers that it holds are counted densely: its `index` 0, 1, ... are the first, the second.
+    `Interleave(16, rank=1, ranks=2)` holds 16 to 31, 48 to 63, ...: number 48 is its index 16, and
+    `below(50)` is 18.
+    """
+
+    size: int
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        need_int(self.size, 1, "interleave size")
+        need(
+            1 <= self.ranks <= MAX_RANKS,
+            "interleave ranks",
+            f"1 to {MAX_RANKS}, got {self.ranks}.",
+        )
+        need(
+            0 <= self.rank < self.ranks,
+            "interleave rank",
+            f"0 to {self.ranks - 1} of {self.ranks} ranks, got {self.rank}.",
+        )
+        need(
+            self.size * self.ranks <= MAX_ROUND,
+            "interleave",
+            f"stretches of {self.size} over {self.ranks} ranks: at most 2**40 in all.",
+        )
+
+    def number(self, index: _Numbers) -> _Numbers:
+        """The number at an index."""
+        return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
+
+    def index(self, number: _Numbers) -> _Numbers:
+        """The index of a number that this rank holds."""
+        return number // (self.size * self.ranks) * self.size + number % self.size
+
+    def below(self, number: int) -> int:
+        """How many numbers below `number` this rank holds."""
+        rounds, rest = divmod(number, self.size * self.ranks)
+        return rounds * self.size + min(max(rest - self.rank * self.size, 0), self.size)
+
+    def part(self, numbers: range) -> range:
+        """Indices of those of consecutive numbers that this rank holds."""
+        return range(self.below(numbers.start), self.below(numbers.stop))
+
+
+EVERY = Interleave(MAX_ROUND, 0, 1)
+"""One rank holds all, in one stretch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Which list of ids addresses a buffer's items, and which positions an item holds.
+
+    - `paged`: position p is entry `p // tokens_per_entry`, found in item `ids[entry //
+      entries_per_item]`
+    - `slot`: one item per request, no entries
+    - `ring`: one item per request; entry e is at step `e % entries_per_item`
+
+    Slots and rings belong to one request and change as it grows: they are transferred whole, with
+    its last position. `window`: of n entries those from `n // window_step * window_step - window`
+    are alive (None: all). The first `reserved` items are padding. `ids`: the space whose id list
+    this one shares (None: it has its own).
+
+    `block_pool`: the pool of blocks that the ids come from (None: ids of its own). A block is in
+    use by one of the pool's id lists at a time, so their buffers may lie over one another, block
+    over block. Block b is items `b * items_per_block` to `(b + 1) * items_per_block - 1` of an id
+    list.
+
+    `interleave`: the positions of which this rank holds the entries, where ranks share them out
+    (context parallelism; paged spaces only). Its entries are then numbered densely, as those of a
+    request that has no others: entry e of this rank is entry `held.number(e)` of the request,
+    and lies in item `ids[e // entries_per_item]`. Windows and `RequestAddress.num_tokens` count
+    the whole request's. A stretch is a multiple of `tokens_per_entry`, so that each entry is one
+    rank's. None: this rank holds them all.
+
+    `ring`: (paged) an item has room for so many of its entries, the last ones that were written:
+    entry e is at step `e % ring` of its item. A row may change until its window closes, so entries
+    are transferred with the last position of their `window_step`. None: for all.
+    """
+
+    name: str
+    kind: KindName = "paged"
+    entries_per_item: int = 1
+    tokens_per_entry: int = 1
+    window: int | None = None
+    reserved: int = 1
+    ids: str | None = None
+    window_step: int = 1
+    block_pool: str | None = None
+    interleave: Interleave | None = None
+    items_per_block: int = 1
+    ring: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f"space {self.name}"
+        need_name(self.name, "space")
+        need(
+            self.kind in [*KINDS], f"{where} kind", f"one of {', '.join(KINDS)}, got {self.kind!r}."
+        )
+        need_int(self.entries_per_item, 1, f"{where} entries_per_item")
+        need_int(self.tokens_per_entry, 1, f"{where} tokens_per_entry")
+        need_int(self.reserved, 0, f"{where} reserved")
+        need_int(self.window_step, 1, f"{where} window_step")
+        if self.interleave is not None and self.interleave.ranks == 1:
+            object.__setattr__(self, "interleave", None)  # one rank holds all, whatever the size
+        self.traits.check(self)
+        if self.window is not None:
+            need_int(self.window, 1 if self.window_step == 1 else 0, f"{where} window")
+        elif self.window_step != 1:
+            need(False, where, f"a window_step of {self.window_step} needs a window.")
+        self._check_ids(where)
+
+    def _check_ids(self, where: str) -> None:
+        if self.ids is not None:
+            need_name(self.ids, f"{where} ids")
+        if self.block_pool is not None:
+            need_name(self.block_pool, f"{where} block_pool")
+            need(
+                self.ids is None,
+                where,
+                f"its ids are those of space {self.ids}: give that space block_pool "
+                f"{self.block_pool!r}, and this one none.",
+            )
+        need(
+            1 <= self.items_per_block <= MAX_ITEMS_PER_BLOCK,
+            f"{where} items_per_block",
+            f"1 to {MAX_ITEMS_PER_BLOCK}, got {self.items_per_block}.",
+        )
+        need(
+            self.items_per_block == 1 or self.block_pool is not None,
+            where,
+            f"items_per_block {self.items_per_block} without a block_pool. Name the pool (of ids "
+            "that are another space's, there), or leave items_per_block out.",
+        )
+
+    @property
+    def traits(self) -> SpaceKind:
+        """What its kind decides."""
+        return KINDS[self.kind]
+
+    @property
+    def per_request(self) -> bool:
+        """Whether a request has exactly one item: slots and rings."""
+        return self.traits.per_request
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether an item has entries, which follow positions: pages and rings."""
+        return self.traits.has_entries
+
+    @property
+    def wraps(self) -> bool:
+        """Whether entries of an item are overwritten by later ones: rings, of requests or pages."""
+        return self.traits.wraps(self)
+
+    @property
+    def steps(self) -> int:
+        """Entries for which an item has room: entry e is at step `e % steps` of its item."""
+        return self.ring or self.entries_per_item
+
+    @property
+    def grows(self) -> bool:
+        """Whether the items of a request grow with its tokens: pages without a window."""
+        return not self.per_request and self.window is None
+
+    @property
+    def held(self) -> Interleave:
+        """Which entries of a request this rank holds."""
+        if self.interleave is None:
+            return EVERY
+        size = self.interleave.size // self.tokens_per_entry
+        return Interleave(size, self.interleave.rank, self.interleave.ranks)
+
+    def alive(self, tokens: int) -> range:
+        """Live entries of a request of `tokens` tokens, in this rank's numbers. A slot is one
+        entry.
+        """
+        return self.held.part(self.alive_in_request(tokens))
+
+    def alive_in_request(self, tokens: int) -> range:
+        """Live entries of a request of `tokens` tokens on all ranks, in the request's numbers.
+
+        With a window of 8, those of 21 tokens are 13 to 20. With a `window_step` of 4 too, they
+        are 12 to 20: `21 // 4 * 4 - 8` is 12.
+        """
+        return self.traits.alive(self, tokens)
+
+    def alive_items(self, tokens: int) -> range:
+        """Items with live entries of a request of `tokens` tokens, by number in the request.
+
+        In pages of 4 and with a window of 8, the items of 16 tokens are 2 and 3. A block table that
+        lists freed ones as null reads [NULL, NULL, 7, 8]: `Span([7, 8], first_item=2)`.
+        """
+        return self.traits.alive_items(self, tokens)
+
+    def needed_entries(self, tokens: range, total: int) -> range:
+        """Entries that move with positions `tokens` of a request of `total` tokens: those that are
+        alive at its end, in the request's numbers, whichever rank holds them.
+        """
+        return self.traits.needed_entries(self, tokens, total)
+
+    def needed_items(self, tokens: range, total: int) -> range:
+        """Items, by number in the request, that move whole with `tokens`: those with live entries
+        whose last position is among them. The last item ends with the request.
+        """
+        return self.traits.needed_items(self, tokens, total)
+
+    def place(self, entries: Ints) -> tuple[Ints, Ints]:
+        """For each of this rank's entries `[N]` the number of its item in the request, and its step
+        there.
+        """
+        return self.traits.place(self, entries)
+
+    @property
+    def id_list(self) -> str:
+        """Name of the space whose id list this one uses."""
+        return self.ids or self.name
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Positions that one item of a paged space holds."""
+        return self.entries_per_item * self.tokens_per_entry
+
+    @property
+    def item_span(self) -> int:
+        """Positions that lie in items of one number on all ranks together: of a paged space whose
+        stretches divide an item, item i of every rank holds positions from `i * item_span` on.
+        """
+        return self.tokens_per_item * self.held.ranks
