@@ -11,28 +11,17 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.layout.described import Described
+from typing_extensions import Unpack
+
+from kvpool.layout.described import Described, DescribeOptions, RegionOptions
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
 
 if TYPE_CHECKING:
     import torch
 
-WHOLE: Mapping[str, tuple[int, int]] = {}
-
-
-class _Array(NamedTuple):
-    """What is read of a tensor. `strides` are in elements."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str | torch.dtype
-    memory: str
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[dtype_name(self.dtype)]
+NOT_INNER = ("item", "layer", "role")
+"""Dims that lie outside an item, or say which region it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +42,9 @@ def describe(
     *,
     role: str | Sequence[str],
     layer: int | Sequence[int],
-    space: str = "kv",
-    owner: str = "target",
     cell: str | None = "dim",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
     dtype: str | torch.dtype | None = None,
-    buffer: Buffer | None = None,
-    padding: bool = False,
+    **options: Unpack[DescribeOptions],
 ) -> Described:
     """Describes `tensor`, one name in `dims` for each of its dimensions.
 
@@ -67,21 +52,15 @@ def describe(
     - `layer`, `role`: stacked layers or roles (K and V in one tensor); the arguments `layer` and
       `role` name them in order
     - `cell`: the dim whose elements are contiguous and not sharded (None: each element is a cell)
-    - any other name is an axis; `entry` follows positions; `shards` gives (start, total) of sharded
-      axes
+    - any other name is an axis; `entry` follows positions
 
-    `dtype` is that of the bytes of a uint8 tensor. With `buffer` (from `describe_buffer`) several
-    slices of one tensor become regions of one buffer.
-
-    Bytes between the described ones are foreign: transfers neither read nor write them. Where the
-    caller owns the whole tensor and nobody uses them, `padding=True` lets them travel with their
-    neighbours, which makes runs longer.
+    `dtype` is that of the bytes of a uint8 tensor. `options` are those that all `describe_*` take:
+    `space`, `owner`, `shards`, `buffer` and `padding`, see RegionOptions.
 
     Raises LayoutError where names, strides and buffer do not fit together.
     """
-    return _describe(
-        _array(tensor), dims, role, layer, space, owner, cell, shards, dtype, buffer, padding
-    )
+    array = array_of(tensor, dims)
+    return describe_array(array, role, layer, RegionOptions(cell=cell, dtype=dtype, **options))
 
 
 def describe_pointers(
@@ -94,12 +73,8 @@ def describe_pointers(
     role: str | Sequence[str],
     layer: int | Sequence[int],
     memory: str = HOST,
-    space: str = "kv",
-    owner: str = "target",
     cell: str | None = "dim",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
-    buffer: Buffer | None = None,
-    padding: bool = False,
+    **options: Unpack[DescribeOptions],
 ) -> Described:
     """Describes memory of which only a pointer is known, as `describe` does a tensor: `shape`
     elements of `dtype`, `strides` elements apart (None: contiguous), in `memory` (`"cuda:0"`).
@@ -108,65 +83,15 @@ def describe_pointers(
     `shape` and `strides` are not of the same dims.
     """
     if strides is None:
-        strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
+        strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
     if len(strides) != len(shape) or min((*shape, *strides, ptr), default=0) < 0:
         raise LayoutError(
             f"pointer {ptr}, shape {tuple(shape)}, strides {tuple(strides)}: as many strides as "
             "dims, and none of these numbers negative."
         )
-    array = _Array(ptr, tuple(shape), tuple(strides), dtype, memory)
-    return _describe(array, dims, role, layer, space, owner, cell, shards, None, buffer, padding)
-
-
-def _describe(
-    array: _Array,
-    dims: Sequence[str],
-    role: str | Sequence[str],
-    layer: int | Sequence[int],
-    space: str,
-    owner: str,
-    cell: str | None,
-    shards: Mapping[str, tuple[int, int]],
-    dtype: str | torch.dtype | None,
-    buffer: Buffer | None,
-    padding: bool,
-) -> Described:
-    sizes, strides = _read(array, dims)
-    roles = [role] if isinstance(role, str) else list(role)
-    layers = [layer] if isinstance(layer, int) else list(layer)
-    for dim, named in (("layer", len(layers)), ("role", len(roles))):
-        if named != sizes.get(dim, 1):
-            held = f"holds {sizes[dim]}" if dim in sizes else "has no such dim"
-            raise LayoutError(f"{owner} {roles}: {named} of {dim} named, but the tensor {held}.")
-    if buffer is not None and padding and not buffer.padding:
-        raise LayoutError(
-            f"{owner} {roles}: padding=True, but buffer {buffer.name} has padding=False. Give "
-            "describe_buffer padding=True."
-        )
-    meaning = dtype_name(array.dtype if dtype is None else dtype)
-    width, axes = _grid(sizes, strides, cell, shards, array.itemsize, f"{owner} {roles}")
-    if width % ITEMSIZE[meaning]:
-        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no multiple of {meaning}.")
-    inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
-    # roles whose entries interleave are regions of one buffer
-    shared = len(roles) > 1 and strides["role"] < inner
-    reach = inner + (len(roles) - 1) * strides["role"] if shared else inner
-    buffers: dict[str, Buffer] = {}
-    regions = []
-    for number, layer_id in enumerate(layers):
-        for index, meant in enumerate(roles):
-            at = array.pointer + number * strides.get("layer", 0)
-            start = at + index * strides.get("role", 0)
-            region = Region(owner, layer_id, meant, "?", 0, meaning, axes, width)
-            home = buffer
-            if home is None:
-                name = f"{owner}.{'+'.join(roles) if shared else meant}.{layer_id}"
-                first = at if shared else start
-                home = _buffer(name, space, first, reach, array, sizes, strides, padding)
-                buffers[name] = home
-            _check_home(region, home, start, sizes["item"], strides["item"], array.memory)
-            regions.append(replace(region, buffer=home.name, offset=start - home.base))
-    return Described((buffer,) if buffer else tuple(buffers.values()), tuple(regions))
+    sizes, steps = _by_dim(dims, tuple(shape), strides, dtype)
+    array = Array(pointer=ptr, sizes=sizes, strides=steps, dtype=dtype, memory=memory)
+    return describe_array(array, role, layer, RegionOptions(cell=cell, **options))
 
 
 def describe_sections(
@@ -176,13 +101,9 @@ def describe_sections(
     sections: Sequence[Section],
     *,
     layer: int,
-    space: str = "kv",
-    owner: str = "target",
     cell: str | None = "dim",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
     dtype: str | torch.dtype | None = None,
-    buffer: Buffer | None = None,
-    padding: bool = False,
+    **options: Unpack[DescribeOptions],
 ) -> Described:
     """Describes `tensor`, of which the dim `cut` holds several roles one after the other: q, k and
     v of a convolution's channels, each with heads of its own.
@@ -193,39 +114,32 @@ def describe_sections(
 
     Raises LayoutError as `describe` does, and where the sections are not all of `cut`.
     """
-    sizes, _ = _read(_array(tensor), dims)
+    shared = RegionOptions(cell=cell, dtype=dtype, **options)
+    sizes = array_of(tensor, dims).sizes
     roles = [section.role for section in sections]
     lengths = [prod(section.dims.values()) for section in sections]
-    if cut not in sizes or cut in ("item", "layer", "role"):
-        raise LayoutError(f"{owner} {roles}: {cut!r} is no inner dim of {tuple(dims)}.")
+    if cut not in sizes or cut in NOT_INNER:
+        raise LayoutError(f"{shared.owner} {roles}: {cut!r} is no inner dim of {tuple(dims)}.")
     if sum(lengths) != sizes[cut] or min(lengths, default=0) < 1:
         parts = ", ".join(f"{role} {length}" for role, length in zip(roles, lengths)) or "none"
         raise LayoutError(
-            f"{owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} ({parts}). "
-            "Name every section, with its sizes on this rank."
+            f"{shared.owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} "
+            f"({parts}). Name every section, with its sizes on this rank."
         )
-    home = buffer
-    if home is None:
-        name = f"{owner}.{'+'.join(roles)}.{layer}"
-        home = describe_buffer(tensor, dims, name=name, space=space, padding=padding)
-    at = list(dims).index(cut)
+    home = shared.buffer or describe_buffer(
+        tensor,
+        dims,
+        name=f"{shared.owner}.{'+'.join(roles)}.{layer}",
+        space=shared.space,
+        padding=shared.padding,
+    )
+    place = list(dims).index(cut)
     regions: list[Region] = []
-    for section, part in zip(sections, tensor.split_with_sizes(lengths, at)):
-        shape = *part.shape[:at], *section.dims.values(), *part.shape[at + 1 :]
-        seen = describe(
-            part.view(shape),
-            (*dims[:at], *section.dims, *dims[at + 1 :]),
-            role=section.role,
-            layer=layer,
-            space=space,
-            owner=owner,
-            cell=cell,
-            shards={**shards, **section.shards},
-            dtype=dtype,
-            buffer=home,
-            padding=padding,
-        )
-        regions.extend(seen.regions)
+    for section, part in zip(sections, tensor.split_with_sizes(lengths, place)):
+        view = part.view(*part.shape[:place], *section.dims.values(), *part.shape[place + 1 :])
+        array = array_of(view, (*dims[:place], *section.dims, *dims[place + 1 :]))
+        own = replace(shared, shards={**shared.shards, **section.shards}, buffer=home)
+        regions.extend(describe_array(array, section.role, layer, own).regions)
     return Described((home,), tuple(regions))
 
 
@@ -238,101 +152,167 @@ def describe_buffer(
     padding: bool = False,
 ) -> Buffer:
     """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions.
-    `padding`: nobody uses what is in no region; see `describe`.
+    `padding`: nobody uses what is in no region; see RegionOptions.
     """
-    array = _array(tensor)
-    sizes, strides = _read(array, dims)
-    inner = sum((sizes[dim] - 1) * strides[dim] for dim in sizes if dim != "item")
-    return _buffer(
-        name, space, array.pointer, inner + array.itemsize, array, sizes, strides, padding
-    )
+    array = array_of(tensor, dims)
+    inner = sum((array.sizes[dim] - 1) * array.strides[dim] for dim in dims if dim != "item")
+    options = RegionOptions(space=space, padding=padding)
+    return _buffer(array, name, array.pointer, inner + array.itemsize, options)
 
 
-def _array(tensor: torch.Tensor) -> _Array:
+class Array(NamedTuple):
+    """What is read of a tensor. `sizes` and `strides`, in bytes, are by the names of its dims."""
+
+    pointer: int
+    sizes: Mapping[str, int]
+    strides: Mapping[str, int]
+    dtype: str | torch.dtype
+    memory: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[dtype_name(self.dtype)]
+
+
+def array_of(tensor: torch.Tensor, dims: Sequence[str]) -> Array:
+    """A tensor's strides and memory."""
     if tensor.device.type == "meta":  # no memory: counts from the start of its storage
         pointer = int(tensor.storage_offset()) * tensor.element_size()
     else:
         pointer = tensor.data_ptr()
-    return _Array(pointer, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
+    sizes, strides = _by_dim(dims, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return Array(pointer, sizes, strides, tensor.dtype, str(tensor.device))
 
 
-def _read(array: _Array, dims: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Sizes and strides in bytes by dim name."""
-    if len(dims) != len(array.shape):
+def describe_array(
+    array: Array, role: str | Sequence[str], layer: int | Sequence[int], options: RegionOptions
+) -> Described:
+    """As `describe`, of memory whose strides were read."""
+    sizes, strides, owner = array.sizes, array.strides, options.owner
+    roles = [role] if isinstance(role, str) else list(role)
+    layers = [layer] if isinstance(layer, int) else list(layer)
+    for dim, named in (("layer", len(layers)), ("role", len(roles))):
+        if named != sizes.get(dim, 1):
+            holds = f"holds {sizes[dim]}" if dim in sizes else "has no such dim"
+            raise LayoutError(f"{owner} {roles}: {named} of {dim} named, but the tensor {holds}.")
+    if options.buffer is not None and options.padding and not options.buffer.padding:
         raise LayoutError(
-            f"dims {tuple(dims)}: {len(dims)} names for a tensor of shape {array.shape}."
+            f"{owner} {roles}: padding=True, but buffer {options.buffer.name} has padding=False. "
+            "Give describe_buffer padding=True."
         )
+    meaning = dtype_name(array.dtype if options.dtype is None else options.dtype)
+    width, axes = _grid(array, options, f"{owner} {roles}")
+    if width % ITEMSIZE[meaning]:
+        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no multiple of {meaning}.")
+    inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
+    # roles whose entries interleave are regions of one buffer
+    shared = len(roles) > 1 and strides["role"] < inner
+    reach = inner + (len(roles) - 1) * strides["role"] if shared else inner
+    buffers: dict[str, Buffer] = {}
+    regions = []
+    for number, layer_id in enumerate(layers):
+        for index, name in enumerate(roles):
+            first = array.pointer + number * strides.get("layer", 0)
+            start = first + index * strides.get("role", 0)
+            home = options.buffer
+            if home is None:
+                home_name = f"{owner}.{'+'.join(roles) if shared else name}.{layer_id}"
+                home_start = first if shared else start
+                home = _buffer(array, home_name, home_start, reach, options)
+                buffers[home_name] = home
+            region = Region(
+                owner=owner,
+                layer=layer_id,
+                role=name,
+                buffer=home.name,
+                offset=max(start - home.base, 0),  # one that is negative is refused below
+                dtype=meaning,
+                axes=axes,
+                width=width,
+                packing=options.packing,
+            )
+            _check_home(region, home, start, array)
+            regions.append(region)
+    return Described(
+        (options.buffer,) if options.buffer else tuple(buffers.values()), tuple(regions)
+    )
+
+
+def _by_dim(
+    dims: Sequence[str],
+    shape: tuple[int, ...],
+    strides: Sequence[int],
+    dtype: str | torch.dtype,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes and strides in bytes by dim name, of strides in elements."""
+    if len(dims) != len(shape):
+        raise LayoutError(f"dims {tuple(dims)}: {len(dims)} names for a tensor of shape {shape}.")
     if len(set(dims)) != len(dims) or "item" not in dims:
         raise LayoutError(f"dims {tuple(dims)}: each name once, and one of them 'item'.")
-    if 0 in array.shape:
-        raise LayoutError(f"a tensor of shape {array.shape} is empty.")
-    size = array.itemsize
-    return dict(zip(dims, array.shape)), {
-        dim: stride * size for dim, stride in zip(dims, array.strides)
-    }
+    if 0 in shape:
+        raise LayoutError(f"a tensor of shape {shape} is empty.")
+    itemsize = ITEMSIZE[dtype_name(dtype)]
+    return dict(zip(dims, shape)), {dim: step * itemsize for dim, step in zip(dims, strides)}
 
 
-def _grid(
-    sizes: Mapping[str, int],
-    strides: Mapping[str, int],
-    cell: str | None,
-    shards: Mapping[str, tuple[int, int]],
-    element: int,
-    where: str,
-) -> tuple[int, tuple[Axis, ...]]:
-    width = element
+def _grid(array: Array, options: RegionOptions, where: str) -> tuple[int, tuple[Axis, ...]]:
+    """The width of a region's cells, and its axes."""
+    sizes, strides, cell = array.sizes, array.strides, options.cell
+    width = array.itemsize
     if cell is not None:
-        if cell not in sizes or cell in ("item", "layer", "role"):
+        if cell not in sizes or cell in NOT_INNER:
             raise LayoutError(
                 f"{where}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
                 "elements are a cell, or cell=None if each element is one."
             )
-        if sizes[cell] > 1 and strides[cell] != element:
+        if sizes[cell] > 1 and strides[cell] != width:
             raise LayoutError(
                 f"{where}: elements of {cell!r} are {strides[cell]} bytes apart, those of a cell "
-                f"must be {element} apart. Make it an axis (cell=None), or describe a tensor in "
+                f"must be {width} apart. Make it an axis (cell=None), or describe a tensor in "
                 "which it is contiguous."
             )
         width *= sizes[cell]
-    axes = [dim for dim in sizes if dim not in ("item", "layer", "role", cell)]
-    unknown = set(shards) - set(axes)
+    axes = [dim for dim in sizes if dim not in (*NOT_INNER, cell)]
+    unknown = set(options.shards) - set(axes)
     if unknown:
         raise LayoutError(f"{where}: shards names {sorted(unknown)}, the axes are {axes}.")
 
     def axis(dim: str) -> Axis:
-        start, total = shards.get(dim, (0, sizes[dim]))
+        start, total = options.shards.get(dim, (0, sizes[dim]))
         return Axis(dim, sizes[dim], strides[dim], start, total)
 
     return width, tuple(map(axis, axes))
 
 
-def _buffer(
-    name: str,
-    space: str,
-    start: int,
-    nbytes: int,
-    array: _Array,
-    sizes: Mapping[str, int],
-    strides: Mapping[str, int],
-    padding: bool,
-) -> Buffer:
-    # torch has no meaningful stride for a single item
-    stride = strides["item"] if sizes["item"] > 1 else max(strides["item"], nbytes)
-    return Buffer(name, space, start, stride, nbytes, sizes["item"], array.memory, padding)
+def _buffer(array: Array, name: str, start: int, nbytes: int, options: RegionOptions) -> Buffer:
+    items, stride = array.sizes["item"], array.strides["item"]
+    return Buffer(
+        name=name,
+        space=options.space,
+        base=start,
+        # torch has no meaningful stride for a single item
+        item_stride=stride if items > 1 else max(stride, nbytes),
+        item_bytes=nbytes,
+        items=items,
+        memory=array.memory,
+        padding=options.padding,
+    )
 
 
-def _check_home(
-    region: Region, home: Buffer, start: int, items: int, stride: int, memory: str
-) -> None:
+def _check_home(region: Region, home: Buffer, start: int, array: Array) -> None:
+    """Refuses a region, from pointer `start` on, that does not lie in item 0 of its buffer."""
+    items, stride = array.sizes["item"], array.strides["item"]
     if items != home.items or (items > 1 and stride != home.item_stride):
         raise LayoutError(
             f"{region}: {items} items every {stride} bytes, but buffer {home.name} has "
             f"{home.items} every {home.item_stride}."
         )
-    if memory != home.memory:
-        raise LayoutError(f"{region}: is on {memory}, buffer {home.name} on {home.memory}.")
-    if not 0 <= start - home.base <= home.item_bytes - region.end:
+    if array.memory != home.memory:
+        raise LayoutError(f"{region}: is on {array.memory}, buffer {home.name} on {home.memory}.")
+    end = start + region.end - region.offset
+    if start < home.base or end > home.base + home.item_bytes:
         raise LayoutError(
-            f"{region}: bytes {start} to {start + region.end} are outside item 0 of buffer "
-            f"{home.name} ({home.base} to {home.base + home.item_bytes})."
+            f"{region}: bytes {start} to {end} are outside item 0 of buffer {home.name} "
+            f"({home.base} to {home.base + home.item_bytes})."
         )

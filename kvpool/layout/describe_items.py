@@ -4,14 +4,16 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvpool.layout.describe import WHOLE, describe, describe_buffer
-from kvpool.layout.described import Described
+from typing_extensions import Unpack
+
+from kvpool.layout.describe import array_of, describe_array, describe_buffer
+from kvpool.layout.described import Described, DescribeOptions, RegionOptions
 from kvpool.layout.template import Template, item_bytes, item_regions
-from kvpool.layout.types import Buffer, LayoutError
+from kvpool.layout.types import LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +25,8 @@ def describe_items(
     item: Template,
     *,
     layer: int,
-    space: str = "kv",
-    owner: str = "target",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
     packing: str = "",
-    buffer: Buffer | None = None,
-    padding: bool = False,
+    **options: Unpack[DescribeOptions],
 ) -> Described:
     """Describes `tensor`, in which a kernel keeps what the template `item` says.
 
@@ -40,29 +38,28 @@ def describe_items(
 
     Raises LayoutError as `describe` does, and where those dims have other bytes than `item`.
     """
-    inside = item_regions(item, owner=owner, layer=layer, buffer="?")
+    shared = RegionOptions(cell="inside", **options)
+    inside = item_regions(item, owner=shared.owner, layer=layer, buffer="?")
     if not inside:
-        raise LayoutError(f"{owner} layer {layer}: {item} has no cell. Name what lies inside.")
+        raise LayoutError(
+            f"{shared.owner} layer {layer}: {item} has no cell. Name what lies inside."
+        )
     roles = "+".join(region.role for region in inside)
-    where = f"{owner} layer {layer} {roles}"
+    where = f"{shared.owner} layer {layer} {roles}"
     flat = _flat(tensor, dims, where)
-    held, known = flat.shape[-1] * flat.element_size(), item_bytes(item)
-    if held != known:
-        raise LayoutError(f"{where}: {held} bytes behind dims {tuple(dims)}, {known} are known.")
+    size, known = flat.shape[-1] * flat.element_size(), item_bytes(item)
+    if size != known:
+        raise LayoutError(f"{where}: {size} bytes behind dims {tuple(dims)}, {known} are known.")
     names = (*dims, "inside")
-    name = f"{owner}.{roles}.{layer}"
-    home = buffer or describe_buffer(flat, names, name=name, space=space, padding=padding)
-    whole = describe(
+    home = shared.buffer or describe_buffer(
         flat,
         names,
-        role=inside[0].role,
-        layer=layer,
-        owner=owner,
-        cell="inside",
-        shards=shards,
-        buffer=home,
-        padding=padding,
-    ).regions[0]
+        name=f"{shared.owner}.{roles}.{layer}",
+        space=shared.space,
+        padding=shared.padding,
+    )
+    array = array_of(flat, names)
+    whole = describe_array(array, inside[0].role, layer, replace(shared, buffer=home)).regions[0]
     regions = (
         replace(
             region,
@@ -83,12 +80,8 @@ def describe_opaque(
     packing: str,
     role: str | Sequence[str],
     layer: int | Sequence[int],
-    space: str = "kv",
-    owner: str = "target",
-    shards: Mapping[str, tuple[int, int]] = WHOLE,
     dtype: str | torch.dtype | None = None,
-    buffer: Buffer | None = None,
-    padding: bool = False,
+    **options: Unpack[DescribeOptions],
 ) -> Described:
     """Describes `tensor`, whose items have a form that kvpool does not know.
 
@@ -100,24 +93,12 @@ def describe_opaque(
 
     Raises LayoutError as `describe` does.
     """
-    where = f"{owner} {role if isinstance(role, str) else list(role)}"
+    shared = RegionOptions(cell="inside", dtype=dtype, packing=packing, **options)
+    where = f"{shared.owner} {role if isinstance(role, str) else list(role)}"
     if not packing:
         raise LayoutError(f"{where}: packing '', give the name of what lies inside an item.")
-    flat = _flat(tensor, dims, where)
-    seen = describe(
-        flat,
-        (*dims, "inside"),
-        role=role,
-        layer=layer,
-        space=space,
-        owner=owner,
-        cell="inside",
-        shards=shards,
-        dtype=dtype,
-        buffer=buffer,
-        padding=padding,
-    )
-    return Described(seen.buffers, tuple(replace(r, packing=packing) for r in seen.regions))
+    array = array_of(_flat(tensor, dims, where), (*dims, "inside"))
+    return describe_array(array, role, layer, shared)
 
 
 def _flat(tensor: torch.Tensor, dims: Sequence[str], where: str) -> torch.Tensor:

@@ -1,14 +1,51 @@
-"""Descriptions of existing tensors, and how several become the parts of one layout. No torch."""
+"""Descriptions of existing tensors, what their regions share, and how several descriptions become
+the parts of one layout. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, TypedDict
 
 from kvpool.layout.sentences import ranges
 from kvpool.layout.types import Buffer, Key, LayoutError, Region
+
+if TYPE_CHECKING:
+    import torch
+
+Shards = Mapping[str, tuple[int, int]]
+"""(start, total) of sharded axes, by name."""
+
+
+class DescribeOptions(TypedDict, total=False):
+    """The options of RegionOptions that all `describe_*` take."""
+
+    space: str
+    owner: str
+    shards: Shards
+    buffer: Buffer | None
+    padding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionOptions:
+    """What the regions of one tensor have in common."""
+
+    space: str = "kv"
+    owner: str = "target"
+    shards: Shards = field(default_factory=dict)
+    buffer: Buffer | None = None
+    """From `describe_buffer`: several slices of one tensor become regions of one buffer."""
+    padding: bool = False
+    """Bytes between the described ones are foreign: transfers neither read nor write them. Where
+    the caller owns the whole tensor and nobody uses them, this lets them travel with their
+    neighbours, which makes runs longer.
+    """
+    cell: str | None = "dim"
+    dtype: str | torch.dtype | None = None
+    packing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +65,19 @@ def join(described: Iterable[Described]) -> Described:
     """
     buffers: dict[str, Buffer] = {}
     regions: dict[Key, Region] = {}
-    for number, seen in enumerate(described):
-        if not isinstance(seen, Described):
+    for number, part in enumerate(described):
+        if not isinstance(part, Described):
             raise TypeError(
-                f"argument {number}: what describe(...) returned, got {type(seen).__name__}."
+                f"argument {number}: what describe(...) returned, got {type(part).__name__}."
             )
-        for region in seen.regions:
-            known = regions.setdefault(region.key, region)
-            if known is not region:
+        for region in part.regions:
+            first = regions.setdefault(region.key, region)
+            if first is not region:
                 raise LayoutError(
-                    f"{region}: described twice, in buffers {known.buffer} and {region.buffer}. "
+                    f"{region}: described twice, in buffers {first.buffer} and {region.buffer}. "
                     "Give each state its layer, role and owner (owner='draft' for a draft model)."
                 )
-        for buffer in seen.buffers:
+        for buffer in part.buffers:
             other = buffers.setdefault(buffer.name, buffer)
             if other != buffer:
                 raise LayoutError(
@@ -51,23 +88,23 @@ def join(described: Iterable[Described]) -> Described:
     return Described(tuple(buffers.values()), tuple(regions.values()))
 
 
-def total_layers(given: int | None, held: Sequence[int], owner: str) -> int:
-    """Layers of the target model, of which `owner` holds `held`, in order. Raises LayoutError where
-    they are not given and `held` does not say it, or where `held` has more.
+def total_layers(total: int | None, layers: Sequence[int], owner: str) -> int:
+    """Layers of the target model, of which `owner` holds `layers`, in order. Raises LayoutError
+    where their number is not given and does not follow, or where `layers` has more.
     """
-    if given is None:
-        if owner == "target" and list(held) == list(range(len(held))):
-            return len(held)
+    if total is None:
+        if owner == "target" and list(layers) == list(range(len(layers))):
+            return len(layers)
         raise LayoutError(
-            f"{owner} total_kv_layers: not given, and layers {ranges(held)} alone do not say how "
+            f"{owner} total_kv_layers: not given, and layers {ranges(layers)} alone do not say how "
             "many the target model has. Give total_kv_layers."
         )
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+    if isinstance(total, bool) or not isinstance(total, SupportsIndex):
         raise LayoutError(
             f"{owner} total_kv_layers: how many layers the target model has, one whole number, got "
-            f"{given!r}."
+            f"{total!r}."
         )
-    given = index(given)
-    if owner == "target" and held and given <= held[-1]:
-        raise LayoutError(f"{owner} total_kv_layers: {given}, but layer {held[-1]} is there.")
-    return given
+    count = index(total)
+    if owner == "target" and layers and count <= layers[-1]:
+        raise LayoutError(f"{owner} total_kv_layers: {count}, but layer {layers[-1]} is there.")
+    return count
