@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.layout.schema import schema
+from tests.kvpool.layout.schema import layout_schema
 from tests.pools import CLASSES
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -60,8 +60,8 @@ def in_order(rule):
 
 
 def test_the_published_schema_is_that_of_the_code():
-    again = "python -m kvpool.layout.schema > docs/layout.schema.json"
-    assert in_order(schema()) == in_order(WRITTEN), f"written by another version: {again}"
+    again = "python -m tests.kvpool.layout.schema > docs/layout.schema.json"
+    assert in_order(layout_schema()) == in_order(WRITTEN), f"written by another version: {again}"
 
 
 def test_the_document_names_every_field():
